@@ -1,0 +1,50 @@
+# Two commands matter: `make serve` runs a server, `make test` checks everything. Both install first what is
+# missing, into .venv, and a second run is immediate.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# make install VENV_FLAGS=--system-site-packages uses the torch this machine already has.
+VENV_FLAGS ?=
+
+MODEL ?=
+PORT  ?= 8000
+FLAGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test
+
+help:
+	@echo "make install   make $(VENV) and install Penstock into it"
+	@echo "make serve     serve a model on port $(PORT); MODEL=folder PORT=8000 FLAGS='--max-rows 8'"
+	@echo "make test      lint, format, types and tests"
+
+install: $(VENV)/installed
+
+serve: install
+	@$(BIN)/penstock serve $(MODEL) --port $(PORT) $(FLAGS)
+
+test: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+	  echo "error: Penstock needs Python 3.11, 3.12 or 3.13; $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
+	  echo "  Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+
+# torch first and pinned: a machine that has none gets the build we test with, and one that has keeps its own.
+$(VENV)/torch: | $(BIN)/python
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install torch==2.13.0
+	@touch $@
+
+$(VENV)/installed: pyproject.toml | $(VENV)/torch
+	$(BIN)/python -m pip install -q -e .
+	@touch $@
+
+$(VENV)/installed-test: pyproject.toml | $(VENV)/torch
+	$(BIN)/python -m pip install -q -e '.[test]'
+	@touch $@ $(VENV)/installed

@@ -1,0 +1,5 @@
+"""Who owns which page and which slot, and which prefixes can be reused. Integers only: never a tensor."""
+
+from penstock.cache.manager import Cache
+
+__all__ = ["Cache"]

@@ -1,0 +1,150 @@
+"""What has been computed before: pages and state checkpoints by the tokens that lead to them.
+
+A full page is known by a chained digest, that of the pages before it and of its own tokens, so that one
+lookup compares the whole prefix. The index does not count users: its owner says when a page becomes idle
+and when it is used again. Two rules of the owner keep it simple. A sequence that uses a page uses all pages
+before it, and pages become idle from the last to the first. Hence a page is never idle before the pages
+after it, and the order of becoming idle is both least recently used first and leaves first:
+
+    idle:  [oldest leaf, its parent, ..., | next leaf, ...]  evicted from the left, no search, no tree
+
+Checkpoints have an order of their own, because slots run out independently of pages.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One registered page."""
+
+    page: int
+    parent: bytes  # digest of the page before, or the root
+
+
+class PrefixIndex:
+    def __init__(self, page_size: int, salt: bytes = b"") -> None:
+        self.page_size = page_size
+        self.root = blake2b(salt, digest_size=DIGEST_BYTES).digest()
+        self._nodes: dict[bytes, Node] = {}
+        self._digests: dict[int, bytes] = {}  # page -> digest
+        self._idle: OrderedDict[int, None] = OrderedDict()  # pages without users, next to be evicted first
+        self._checkpoints: OrderedDict[bytes, int] = (
+            OrderedDict()
+        )  # digest -> slot, least recently used first
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def num_checkpoints(self) -> int:
+        return len(self._checkpoints)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._nodes and not self._checkpoints
+
+    def extend_digests(self, digests: list[bytes], tokens: Sequence[int]) -> None:
+        """Adds the digests of the full pages of `tokens` that `digests` lacks."""
+        size = self.page_size
+        for index in range(len(digests), len(tokens) // size):
+            digest = blake2b(digests[-1] if digests else self.root, digest_size=DIGEST_BYTES)
+            digest.update(array("q", tokens[index * size : (index + 1) * size]).tobytes())
+            digests.append(digest.digest())
+
+    def num_known_pages(self, digests: Sequence[bytes], limit: int) -> int:
+        """How many of the first `limit` pages are registered. A page's ancestors always are: bisect."""
+        low, high = 0, min(limit, len(digests))
+        while low < high:
+            middle = (low + high + 1) // 2
+            if digests[middle - 1] in self._nodes:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def node(self, digest: bytes) -> Node | None:
+        return self._nodes.get(digest)
+
+    def holds(self, page: int) -> bool:
+        return page in self._digests
+
+    def insert(self, digest: bytes, node: Node) -> None:
+        assert digest not in self._nodes
+        assert node.page not in self._digests
+        self._nodes[digest] = node
+        self._digests[node.page] = digest
+
+    def is_idle(self, page: int) -> bool:
+        return page in self._idle
+
+    def set_idle(self, page: int) -> None:
+        self._idle[page] = None
+
+    def set_used(self, page: int) -> None:
+        self._idle.pop(page, None)
+
+    def evict_page(self) -> tuple[int, int | None]:
+        """Forgets the least recently used idle page. Returns it and the slot of its checkpoint, if any."""
+        page, _ = self._idle.popitem(last=False)
+        digest = self._digests.pop(page)
+        del self._nodes[digest]
+        return page, self._checkpoints.pop(digest, None)
+
+    def checkpoint(self, digest: bytes) -> int | None:
+        return self._checkpoints.get(digest)
+
+    def nearest_checkpoint(self, digests: Sequence[bytes], num_pages: int) -> int:
+        """The number of pages, at most `num_pages`, after which the longest checkpoint was saved."""
+        while num_pages > 0 and digests[num_pages - 1] not in self._checkpoints:
+            num_pages -= 1
+        return num_pages
+
+    def attach_checkpoint(self, digest: bytes, slot: int) -> None:
+        assert digest not in self._checkpoints
+        self._checkpoints[digest] = slot
+
+    def touch_checkpoint(self, digest: bytes) -> None:
+        self._checkpoints.move_to_end(digest)
+
+    def detach_checkpoint(self, digest: bytes) -> int:
+        return self._checkpoints.pop(digest)
+
+    def evict_checkpoint(self, keep: Collection[int]) -> int | None:
+        """Forgets the least recently used checkpoint whose slot is not in `keep`. Returns the slot."""
+        for digest, slot in self._checkpoints.items():
+            if slot not in keep:
+                return self._checkpoints.pop(digest)
+        return None
+
+    def idle_pages(self) -> frozenset[int]:
+        return frozenset(self._idle)
+
+    def checkpoint_slots(self) -> Iterator[int]:
+        return iter(self._checkpoints.values())
+
+    def check(self, has_pages: bool) -> None:
+        """Asserts what the docstring of this module promises."""
+        assert {node.page: digest for digest, node in self._nodes.items()} == self._digests
+        idle_order = {page: order for order, page in enumerate(self._idle)}
+        for node in self._nodes.values():
+            if node.parent == self.root:
+                continue
+            assert node.parent in self._nodes, f"the page before page {node.page} was evicted first"
+            parent_page = self._nodes[node.parent].page
+            if parent_page in idle_order:
+                assert node.page in idle_order, (
+                    f"page {parent_page} is idle, page {node.page} after it is not"
+                )
+                assert idle_order[node.page] < idle_order[parent_page]
+        if has_pages:
+            assert self._checkpoints.keys() <= self._nodes.keys(), "a checkpoint outlived its page"

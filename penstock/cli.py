@@ -1,0 +1,118 @@
+"""The `penstock` command: finds the subcommand, hands over, and turns what went wrong into three lines.
+
+Exit codes: 0 done, 1 an error, 2 a command line that cannot be understood, 130 stopped with Ctrl-C. Only the
+subcommand that runs is imported, and torch only by one that needs it: help answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from penstock import __version__
+from penstock.commands.console import print_error, print_note
+from penstock.commands.flags import Parser, UsageError, unknown_variables
+from penstock.errors import PenstockError, nearest
+
+COMMANDS = {
+    "serve": "answer the OpenAI API over HTTP",
+    "chat": "talk to a model in this terminal",
+    "generate": "continue one text and print it",
+    "inspect": "what a model weighs and how much of it fits here",
+    "bench": "time decode steps and prefills against the memory floor",
+}
+
+HELP = """Penstock runs language models: hybrid Gated-DeltaNet ones (Qwen3.5) and Llamas.
+
+usage: penstock COMMAND [...]
+
+{commands}
+
+Try it; without a model these use a tiny one that comes along:
+  penstock chat                               talk to it
+  penstock generate "Once upon a time"        one answer, streamed
+  penstock serve                              an OpenAI-compatible server on port 8000
+  penstock serve ~/models/Qwen3.5-4B          the same with a checkpoint of yours
+  penstock inspect Qwen3.5-35B-A3B            parameters, bytes, what fits here
+
+penstock COMMAND --help shows every flag. Engine and server flags are environment variables too:
+--max-rows is PENSTOCK_MAX_ROWS. Numbers may be short: 4k is 4096. --debug shows tracebacks.
+Exit codes: 0 done, 1 an error, 2 a command line not understood, 130 stopped with Ctrl-C."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code."""
+    words = sys.argv[1:] if words is None else list(words)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP.format(commands="\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())))
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"penstock {__version__}")
+        return 0
+    try:
+        name, arguments = _parse(words)
+    except PenstockError as error:
+        print_error(error)
+        return 2
+    return _run(name, arguments)
+
+
+def _parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
+    name = words[0]
+    if name not in COMMANDS:
+        kind = "flag" if name.startswith("-") else "command"
+        known = ["--help", "--version"] if kind == "flag" else list(COMMANDS)
+        raise UsageError(
+            f"penstock has no {kind} {name!r}",
+            nearest(name, known),
+            f"The commands are {', '.join(COMMANDS)}.",
+        )
+    command = importlib.import_module(f"penstock.commands.{name}")
+    parser = Parser(
+        prog=f"penstock {name}",
+        usage=command.USAGE,
+        description=command.DESCRIPTION,
+        epilog="examples:\n" + "\n".join(f"  {line}" for line in command.EXAMPLES),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32),
+        allow_abbrev=False,
+    )
+    command.add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return name, parser.parse_strictly(words[1:])
+
+
+def _run(name: str, arguments: argparse.Namespace) -> int:
+    for sentence in unknown_variables(os.environ):
+        print_note(sentence)
+    try:
+        exit_code: int = importlib.import_module(f"penstock.commands.{name}").run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone, as `| head` does. Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if arguments.debug:
+            traceback.print_exc()
+        print_error(_missing_package(error) if isinstance(error, ModuleNotFoundError) else error)
+        return 1
+    return exit_code
+
+
+def _missing_package(error: ModuleNotFoundError) -> PenstockError:
+    return PenstockError(
+        f"The Python package {error.name!r} is missing",
+        f"{sys.executable} does not find it.",
+        "Run `make install` and use .venv/bin/penstock, or `pip install -e .` into this Python.",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""`penstock chat`: a conversation in the terminal, with a model in this process or behind a URL.
+
+Owns reading messages, slash commands and showing the answer as it comes. The model is anything that streams
+pieces of text for a list of messages; this file knows neither engines nor HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from penstock.commands.console import paint, print_error
+from penstock.commands.flags import add_engine_flags
+from penstock.commands.local import LocalModel, load_llm
+from penstock.commands.remote import RemoteModel
+from penstock.commands.sampling import add_sampling_flags, given_sampling, read_sampling
+from penstock.errors import PenstockError, nearest
+
+DESCRIPTION = "Talk to a model. It runs in this process, or behind --base-url."
+USAGE = "penstock chat [-m MODEL] [flags]"
+EXAMPLES = [
+    "penstock chat                                  the tiny model that comes along",
+    "penstock chat -m ~/models/Qwen3.5-4B           a checkpoint of yours",
+    "penstock chat --base-url http://127.0.0.1:8000 a server that is running",
+]
+
+HELP = '''Type a message and press Enter. """ starts and ends a message of several lines.
+  /system TEXT   tell the model who it is; without TEXT, show what it was told
+  /clear         forget the conversation
+  /think on|off  ask for reasoning before the answer, or for none
+  /stats         time to first token and speed of the last answer
+  /save FILE     keep the conversation as JSON
+  /load FILE     go on with a saved one
+  /exit          leave (or Ctrl-D)
+Ctrl-C stops an answer, not the program.'''
+
+Message = dict[str, str]
+
+
+class ChatModel(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Of the last answer, if it was complete."""
+
+    def stream(self, messages: list[Message], thinking: bool | None) -> Generator[tuple[str, bool]]:
+        """Pieces of the answer, each with whether it belongs to the reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStats:
+    first_piece_s: float
+    total_s: float
+    num_pieces: int
+    num_tokens: int | None
+
+    def __str__(self) -> str:
+        count, unit = (self.num_tokens, "tokens") if self.num_tokens else (self.num_pieces, "pieces")
+        after_first_s = self.total_s - self.first_piece_s
+        speed = (count - 1) / after_first_s if count > 1 and after_first_s > 0 else 0.0
+        return (
+            f"first token after {self.first_piece_s * 1000:.0f} ms, then {speed:.1f} {unit}/s "
+            f"({count} {unit} in {self.total_s:.2f} s)"
+        )
+
+
+class StopSwitch:
+    """Ctrl-C while an answer comes: noticed between two pieces, so an engine step is never cut in half.
+
+    The second Ctrl-C raises at once, for an answer that does not come.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._previous: Any = None
+
+    def __enter__(self) -> StopSwitch:
+        self._previous = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        if self.is_set:
+            raise KeyboardInterrupt
+        self.is_set = True
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages so far and what the slash commands change."""
+
+    model: ChatModel
+    messages: list[Message] = field(default_factory=list)
+    system: str = ""
+    thinking: bool | None = None
+    stats: AnswerStats | None = None
+
+    def answer(self, text: str) -> None:
+        """Shows the model's answer to `text`; both join the conversation unless the model failed."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        told = [{"role": "system", "content": self.system}] if self.system else []
+        with StopSwitch() as stop:
+            answer = self._show(self.model.stream(told + asked, self.thinking), stop)
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+
+    def _show(self, pieces: Generator[tuple[str, bool]], stop: StopSwitch) -> str:
+        answer = ""
+        num_pieces = 0
+        started = first = time.perf_counter()
+        with contextlib.closing(pieces), contextlib.suppress(KeyboardInterrupt):
+            for piece, is_reasoning in pieces:
+                first = first if num_pieces else time.perf_counter()
+                num_pieces += 1
+                answer += "" if is_reasoning else piece
+                print(paint(piece, "dim", sys.stdout) if is_reasoning else piece, end="", flush=True)
+                if stop.is_set:
+                    break
+        print(paint(" [stopped]", "dim", sys.stdout) if stop.is_set else "", flush=True)
+        ended = time.perf_counter()
+        self.stats = AnswerStats(first - started, ended - started, num_pieces, self.model.num_tokens)
+        return answer
+
+    def command(self, line: str) -> None:
+        """Runs one slash command. /exit raises EOFError, as Ctrl-D does."""
+        name, _, rest = line[1:].partition(" ")
+        commands: dict[str, Callable[[str], None]] = {
+            "help": lambda _: print(HELP),
+            "system": self._system,
+            "clear": self._clear,
+            "think": self._think,
+            "stats": lambda _: print(self.stats or "Nothing was answered yet."),
+            "save": self._save,
+            "load": self._load,
+            "exit": _leave,
+        }
+        if name not in commands:
+            raise PenstockError(f"There is no command /{name}", nearest(name, commands), "/help lists them.")
+        commands[name](rest.strip())
+
+    def _system(self, text: str) -> None:
+        self.system = text or self.system
+        print(f"system: {self.system}" if self.system else "The model was told nothing.")
+
+    def _clear(self, _: str) -> None:
+        self.messages = []
+        print("The conversation is forgotten.")
+
+    def _think(self, choice: str) -> None:
+        if choice not in ("on", "off"):
+            raise PenstockError(f"/think {choice}".strip(), "It takes on or off.")
+        self.thinking = choice == "on"
+        print(f"Reasoning is {choice}.")
+
+    def _save(self, path: str) -> None:
+        saved = {"system": self.system, "messages": self.messages}
+        with _file_errors(path):
+            Path(path).expanduser().write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n")
+        print(f"Saved {len(self.messages)} messages to {path}.")
+
+    def _load(self, path: str) -> None:
+        with _file_errors(path):
+            saved = json.loads(Path(path).expanduser().read_text())
+            messages = [{"role": m["role"], "content": m["content"]} for m in saved["messages"]]
+            self.system, self.messages = saved.get("system", ""), messages
+        print(f"Loaded {len(self.messages)} messages from {path}.")
+
+
+def _leave(_: str) -> None:
+    raise EOFError
+
+
+@contextlib.contextmanager
+def _file_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise PenstockError(
+            f"{path or 'no file'}: {error.strerror}", todo="Name a file: /save talk.json"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise PenstockError(f"{path} is not a saved conversation", "It was not written by /save.") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base-url", metavar="URL", help="talk to this server instead of loading a model")
+    parser.add_argument("--system", metavar="TEXT", default="", help="tell the model who it is")
+    add_sampling_flags(parser, skip=("n", "logprobs"))
+    add_engine_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    conversation = Conversation(_open_model(arguments), system=arguments.system)
+    if sys.stdin.isatty():
+        print(f"{conversation.model.name}: type a message; /help lists commands, Ctrl-D leaves.")
+        with _line_history():
+            return _converse(conversation, ">>> ", "... ")
+    return _converse(conversation, "", "")
+
+
+def _open_model(arguments: argparse.Namespace) -> ChatModel:
+    if arguments.base_url:
+        return RemoteModel(arguments.base_url, getattr(arguments, "model", ""), given_sampling(arguments))
+    sampling = read_sampling(arguments)  # a wrong number should not wait for the weights
+    return LocalModel(load_llm(arguments), sampling)
+
+
+def _converse(conversation: Conversation, prompt: str, more_prompt: str) -> int:
+    """Reads and answers until the input ends. On a terminal an error ends a turn, otherwise the program."""
+    while True:
+        try:
+            text = read_message(prompt, more_prompt)
+            if text.startswith("/"):
+                conversation.command(text)
+            elif text.strip():
+                conversation.answer(text)
+        except EOFError:
+            print(end="\n" if prompt else "")
+            return 0
+        except KeyboardInterrupt:
+            print("\nCtrl-D leaves.")
+        except PenstockError as error:
+            if not prompt:
+                raise
+            print_error(error)
+
+
+def read_message(prompt: str, more_prompt: str) -> str:
+    '''One line, or everything between two """.'''
+    text = input(prompt)
+    if not text.startswith('"""'):
+        return text
+    text = text.removeprefix('"""')
+    while '"""' not in text:
+        text += "\n" + input(more_prompt)
+    return text.partition('"""')[0].strip("\n")
+
+
+@contextlib.contextmanager
+def _line_history() -> Iterator[None]:
+    """Line editing, and the lines of earlier conversations with the up key."""
+    import readline
+
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    path = state / "penstock" / "chat_history"
+    with contextlib.suppress(OSError):
+        readline.read_history_file(path)
+    readline.set_history_length(1000)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(path)

@@ -1,0 +1,227 @@
+"""Turns the fields of a settings dataclass into command-line flags and environment variables, and back.
+
+A field `max_rows` becomes `--max-rows` and, for the classes of config.py, `PENSTOCK_MAX_ROWS`. A flag beats
+the variable, the variable beats the default. Knows types and spellings; never what a setting means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+from penstock.config import EngineConfig, ServeConfig
+from penstock.errors import ConfigError, PenstockError, nearest
+
+ENV_PREFIX = "PENSTOCK_"
+OTHER_VARIABLES = ("PENSTOCK_HOME",)  # where the embedded model is kept; has no flag
+SHORT_FLAGS = {"model": "-m"}
+_COUNT = re.compile(r"(-?\d+(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
+_SCALES = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True}
+_BOOLEANS |= {"0": False, "false": False, "no": False, "off": False}
+
+
+class UsageError(PenstockError):
+    """A command line that cannot be understood; the program ends with exit code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises `UsageError` and answers an unknown flag with the nearest one."""
+
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (\S+): ", r"\1: ", message)
+        raise UsageError(message, todo=f"Run `{self.prog} --help` for everything it takes.")
+
+    def parse_strictly(self, words: Sequence[str]) -> argparse.Namespace:
+        # Intermixed: `serve --port 8001 MODEL` must work as `serve MODEL --port 8001` does.
+        arguments, unknown = self.parse_known_intermixed_args(list(words))
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            word = unknown[0].split("=")[0]
+            if word.startswith("-"):
+                what, hint = f"{self.prog} has no flag {word}", nearest(word, flags)
+            else:
+                what = f"{self.prog} has no place for {word!r}"
+                hint = "Text with spaces in it needs quotes."
+            raise UsageError(what, hint, f"Run `{self.prog} --help` for everything it takes.")
+        return arguments
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flag:
+    """One field as a flag: how its text becomes a value, and whether it is a switch."""
+
+    field: dataclasses.Field[Any]
+    read: Callable[[str], Any]
+    metavar: str
+    is_switch: bool
+
+    @property
+    def name(self) -> str:
+        return "--" + self.field.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.field.name.upper()
+
+
+def read_count(text: str) -> int:
+    """A whole number a person may write short: 4k is 4096, 1.5k is 1536."""
+    match = _COUNT.fullmatch(text.strip().replace("_", "").replace(",", ""))
+    value = float(match[1]) * _SCALES[match[2].lower()] if match else 0.5
+    if match and not match[2] and "." not in match[1]:
+        return int(match[1])  # not through float, which would round a 64-bit seed
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; write 4096 or 4k")
+    return int(value)
+
+
+def read_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def read_boolean(text: str) -> bool:
+    if text.lower() not in _BOOLEANS:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off; write 1 or 0")
+    return _BOOLEANS[text.lower()]
+
+
+def read_counts(text: str) -> tuple[int, ...]:
+    return tuple(read_count(part) for part in text.split(","))
+
+
+def read_biases(text: str) -> dict[int, float]:
+    """`12=-100,7=2.5`: token ids and what is added to their logits."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    return {read_count(token_id): read_number(bias) for token_id, _, bias in pairs}
+
+
+# By the field's type without None: how its text is read, and what stands for the value in the help.
+_READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
+    str: (str, ""),  # the field's own name
+    int: (read_count, "N"),
+    float: (read_number, "X"),
+    bool: (read_boolean, ""),
+    tuple[int, ...]: (read_counts, "N,N"),
+    tuple[str, ...]: (str, "TEXT"),
+    Mapping[int, float]: (read_biases, "ID=X,ID=X"),
+}
+
+
+def flags_of(settings: type[Any]) -> list[Flag]:
+    hints = typing.get_type_hints(settings)
+    flags = []
+    for field in dataclasses.fields(settings):
+        kind = _without_none(hints[field.name])
+        read, metavar = _READERS[kind]
+        if choices := field.metadata.get("choices"):  # checked by the settings, which know the nearest one
+            metavar = f"{{{','.join(choices)}}}"
+        metavar = metavar or field.name.rpartition("_")[2].upper()
+        flags.append(Flag(field, read, metavar, is_switch=kind is bool))
+    return flags
+
+
+def _without_none(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType):
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    return hint
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    settings: type[Any],
+    *,
+    title: str,
+    helps: Mapping[str, str] = types.MappingProxyType({}),
+    only: Collection[str] | None = None,
+    skip: Collection[str] = (),
+) -> None:
+    """One flag a field. A flag that is not given leaves no trace, so that a variable can speak."""
+    group = parser.add_argument_group(title)
+    for flag in flags_of(settings):
+        if flag.field.name in skip or (only is not None and flag.field.name not in only):
+            continue
+        options = [flag.name]
+        if flag.field.name in SHORT_FLAGS:
+            options.insert(0, SHORT_FLAGS[flag.field.name])
+        help = flag.field.metadata.get("help") or helps.get(flag.field.name, "")
+        common: dict[str, Any] = {"dest": flag.field.name, "default": argparse.SUPPRESS}
+        common["help"] = help + _default_note(flag, help)
+        if flag.is_switch:
+            group.add_argument(*options, action=argparse.BooleanOptionalAction, **common)
+        elif isinstance(flag.field.default, tuple) and flag.read is str:
+            group.add_argument(*options, action="append", metavar=flag.metavar, **common)
+        else:
+            group.add_argument(*options, type=flag.read, metavar=flag.metavar, **common)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """For the commands that load a model into their own process."""
+    add_flags(parser, EngineConfig, title="the engine")
+    add_flags(parser, ServeConfig, title="the text", only=("tokenizer",))
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """The model as a plain word, for commands that are about a model; --model says the same."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        help="a folder or a preset (default: the tiny model that comes along)",
+    )
+
+
+def _default_note(flag: Flag, help: str) -> str:
+    default = flag.field.default
+    if "(default" in help or default in (None, "", ()) or default is dataclasses.MISSING:
+        return ""
+    if flag.is_switch:
+        default = "on" if default else "off"
+    return f" (default: {default})"
+
+
+def read_settings(
+    settings: type[Any],
+    arguments: argparse.Namespace,
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The values that were given, by flag or by variable; what was not given is not in it."""
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    for flag in flags_of(settings):
+        name = flag.field.name
+        if hasattr(arguments, name):
+            value = getattr(arguments, name)
+            values[name] = tuple(value) if isinstance(value, list) else value
+        elif settings in (EngineConfig, ServeConfig) and environ.get(flag.variable):
+            values[name] = _read_variable(flag, environ[flag.variable])
+    return values
+
+
+def _read_variable(flag: Flag, text: str) -> Any:
+    try:
+        return flag.read(text)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(
+            f"{flag.variable} is {text!r}", f"{error}.", f"Correct or unset it; {flag.name} would beat it."
+        ) from None
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A sentence for each PENSTOCK_ variable that no setting answers to: a misspelt one must not pass."""
+    known = [flag.variable for settings in (EngineConfig, ServeConfig) for flag in flags_of(settings)]
+    known += OTHER_VARIABLES
+    unknown = sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
+    return [
+        f"{name} is set, but there is no such setting. {nearest(name, known)}".strip() for name in unknown
+    ]

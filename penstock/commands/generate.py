@@ -1,0 +1,49 @@
+"""`penstock generate`: one prompt, its continuation on stdout as it comes, nothing else there."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+
+from penstock.commands.flags import add_engine_flags
+from penstock.commands.local import load_llm
+from penstock.commands.sampling import add_sampling_flags, read_sampling
+
+USAGE = "penstock generate TEXT [-m MODEL] [flags]"
+DESCRIPTION = "Continue a text, or with --chat answer it as a message."
+EXAMPLES = [
+    'penstock generate "Once upon a time" --max-tokens 64',
+    'penstock generate --chat "Who are you?" -m ~/models/Qwen3.5-4B --temperature 0.7 --seed 1',
+    "penstock generate - --json < prompt.txt         the prompt from stdin, the answer as JSON",
+]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("text", metavar="TEXT", help="the prompt; - reads it from stdin")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--raw", action="store_true", help="continue the text as it stands (the default)")
+    form.add_argument(
+        "--chat", action="store_true", help="put it through the chat template as a user's message"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object when the answer is complete"
+    )
+    add_sampling_flags(parser)
+    add_engine_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    sampling = read_sampling(arguments)  # a wrong number should not wait for the weights
+    text = sys.stdin.read() if arguments.text == "-" else arguments.text
+    llm = load_llm(arguments)
+    prompt = llm.encode_chat([{"role": "user", "content": text}]) if arguments.chat else text
+    if arguments.json:
+        answers = [dataclasses.asdict(completion) for completion in llm.generate(prompt, sampling)]
+        print(json.dumps({"model": llm.engine.info.model_name, "prompt": text, "completions": answers}))
+        return 0
+    for piece in llm.stream(prompt, dataclasses.replace(sampling, n=1, logprobs=None)):
+        print(piece, end="", flush=True)
+    print()
+    return 0

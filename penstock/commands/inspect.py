@@ -1,0 +1,134 @@
+"""`penstock inspect`: what a model weighs, what a request costs, and how many of them fit on this machine.
+
+The model is built without memory (torch's meta device), so a preset of any size is answered in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.commands.console import human_bytes, human_count, print_table
+from penstock.commands.flags import add_flags, add_model_argument, read_settings
+from penstock.commands.roofline import Roofline, text_config
+from penstock.config import EngineConfig, from_mapping
+from penstock.models.source import find_model
+
+DESCRIPTION = "Parameters, bytes and what fits here, of a model folder or of a preset."
+USAGE = "penstock inspect [MODEL] [flags]"
+EXAMPLES = [
+    "penstock inspect Qwen3.5-35B-A3B        a preset: no weights are needed",
+    "penstock inspect ~/models/Qwen3.5-4B    a folder with a config.json",
+    "penstock inspect Qwen3.5-4B --json      for a program",
+]
+
+CONTEXTS = (1024, 4096, 16384, 65536, 262144)
+_MEMORY_SHARE = 0.9  # what an engine takes of the memory it finds free
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The memory a model would run in."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    add_flags(parser, EngineConfig, title="the model", only=("model", "dtype"))
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config: EngineConfig = from_mapping(EngineConfig, read_settings(EngineConfig, arguments))
+    report = inspect_model(config.model, config.dtype)
+    if arguments.json:
+        print(json.dumps(report))
+    else:
+        _print_report(report)
+    return 0
+
+
+def inspect_model(name: str, dtype: str) -> dict[str, Any]:
+    source = find_model(name)
+    import torch
+
+    from penstock.models import build_model
+    from penstock.weights.load import resolve_dtype
+
+    # What is stored, whatever this machine would compute in: a size should not depend on who asks.
+    torch_dtype = resolve_dtype(dtype, source.config, "cuda")
+    model = build_model(source.config, torch_dtype, torch.device("meta"))
+    roofline = Roofline.of(model, source.config, torch_dtype.itemsize)
+    machine = find_machine()
+    parameters = roofline.parameters
+    free = int(machine.free_bytes * _MEMORY_SHARE) - roofline.weight_bytes
+    longest = text_config(source.config).get("max_position_embeddings", CONTEXTS[-1])
+    return {
+        "model": source.name,
+        "dtype": str(torch_dtype).removeprefix("torch."),
+        "parameters": {
+            "total": parameters.total,
+            "active": parameters.active,
+            "embedding": parameters.embedding + (0 if parameters.is_tied else parameters.head),
+            "experts": parameters.experts,
+            "mtp": parameters.mtp,
+        },
+        "max_context": longest,
+        "weight_bytes": roofline.weight_bytes,
+        "kv_bytes_per_token": roofline.kv_bytes_per_token,
+        "state_bytes_per_request": roofline.state_bytes_per_request,
+        "machine": {
+            "name": machine.name,
+            "total_bytes": machine.total_bytes,
+            "free_bytes": machine.free_bytes,
+        },
+        "fits": {
+            str(context): max(free, 0)
+            // (roofline.state_bytes_per_request + roofline.kv_bytes_per_token * context)
+            for context in CONTEXTS
+            if context <= longest
+        },
+    }
+
+
+def find_machine() -> Machine:
+    import torch
+
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        return Machine(torch.cuda.get_device_name(), total, free)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kilobytes = {key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines)}
+    return Machine("this machine's RAM", kilobytes["MemTotal"] * 1024, kilobytes["MemAvailable"] * 1024)
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    counts = report["parameters"]
+    rows = [
+        ["parameters", human_count(counts["total"])],
+        ["  used by one token", human_count(counts["active"])],
+        ["  embedding and head", human_count(counts["embedding"])],
+        ["  experts", human_count(counts["experts"]) if counts["experts"] else "none"],
+        ["  drafting head (MTP)", human_count(counts["mtp"]) if counts["mtp"] else "none"],
+        [f"weights in {report['dtype']}", human_bytes(report["weight_bytes"])],
+        ["KV of one token", human_bytes(report["kv_bytes_per_token"])],
+        ["state of one request", human_bytes(report["state_bytes_per_request"])],
+        ["longest context", f"{report['max_context']:,} tokens"],
+    ]
+    print_table([report["model"], ""], rows)
+    machine = report["machine"]
+    free, total = human_bytes(machine["free_bytes"]), human_bytes(machine["total_bytes"])
+    print(f"{machine['name']}: {free} free of {total}.")
+    if not any(report["fits"].values()):
+        print(f"The weights and one request do not fit in {_MEMORY_SHARE:.0%} of that.")
+        return
+    print_table(
+        ["tokens each", "requests at once"],
+        [[f"{int(context):,}", f"{count:,}"] for context, count in report["fits"].items()],
+    )

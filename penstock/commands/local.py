@@ -1,0 +1,48 @@
+"""A model in this process, for the commands that talk to one. Imports the engine only when it is loaded."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.commands.console import PhaseList
+from penstock.commands.flags import read_settings
+from penstock.config import EngineConfig, ServeConfig
+from penstock.types import SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.llm import LLM
+
+
+def load_llm(arguments: argparse.Namespace) -> LLM:
+    """The model that flags and variables ask for; its loading is shown as it goes."""
+    settings = read_settings(EngineConfig, arguments)
+    tokenizer = read_settings(ServeConfig, arguments).get("tokenizer")
+    with PhaseList() as phases:
+        with phases.timed("libraries"):
+            from penstock.llm import LLM
+        return LLM(settings.pop("model", ""), tokenizer=tokenizer, on_phase=phases, **settings)
+
+
+@dataclass(slots=True)
+class LocalModel:
+    """What `penstock chat` talks to. Tokens are counted by encoding the answer again."""
+
+    llm: LLM
+    sampling: SamplingParams
+    num_tokens: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.llm.engine.info.model_name
+
+    def stream(self, messages: list[dict[str, str]], thinking: bool | None) -> Generator[tuple[str, bool]]:
+        template: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+        answer = ""
+        self.num_tokens = None
+        for piece in self.llm.stream_chat(messages, self.sampling, **template):
+            answer += piece
+            yield piece, False
+        self.num_tokens = len(self.llm.tokenizer.encode(answer))

@@ -1,0 +1,144 @@
+"""The fewest bytes and operations a step can take, from a model's own parameters and cache specs.
+
+A decode step reads every weight that is not an expert once, the experts its tokens are expected to choose
+(uniform routing, the most there can be), the KV of every context, and reads and writes every recurrent
+state. Activations and launches count as free, so what is measured can only be slower. Knows no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.types import KVSpec, StateSpec
+
+_STATE_BYTES = 4  # recurrent state is float32 whatever the weights are
+_CHUNK = 64  # tokens in one chunk of the chunked delta rule
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """How many parameters a model has, by what a step does with them."""
+
+    total: int
+    embedding: int  # a lookup reads one row a token
+    head: int  # equal to the embedding when they are tied
+    is_tied: bool
+    experts: int
+    num_experts: int  # in one layer; 0 for a dense model
+    num_experts_per_token: int
+    mtp: int  # the drafting head, which a plain step does not read
+
+    @property
+    def always_read(self) -> int:
+        """By every step. Of the embedding a step reads rows, unless it is the head as well."""
+        return self.total - self.experts - self.mtp - (0 if self.is_tied else self.embedding)
+
+    @property
+    def active(self) -> int:
+        """By one token."""
+        return self.always_read + self.experts_read(1)
+
+    def experts_read(self, num_tokens: int) -> int:
+        """Expected parameters of the distinct experts that this many tokens choose, in all layers."""
+        if not self.num_experts:
+            return 0
+        unchosen = (1 - self.num_experts_per_token / self.num_experts) ** num_tokens
+        return round(self.experts * (1 - unchosen))
+
+
+def count_parameters(model: Any, config: Mapping[str, Any]) -> Parameters:
+    """From a model built on any device, meta included, and the config.json it was built from."""
+    parameters = dict(model.named_parameters())
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+    drafting = {name for name in sizes if name.startswith("mtp.")}
+    # Only stacks of experts have three dimensions: [E, 2I, H] and [E, H, I].
+    stacks = [name for name in parameters.keys() - drafting if parameters[name].ndim == 3]
+    embedding = sum(size for name, size in sizes.items() if name.startswith("embed"))
+    return Parameters(
+        total=sum(sizes.values()),
+        embedding=embedding,
+        head=sizes.get("head", embedding),
+        is_tied="head" not in sizes,
+        experts=sum(sizes[name] for name in stacks),
+        num_experts=parameters[stacks[0]].shape[0] if stacks else 0,
+        num_experts_per_token=text_config(config)["num_experts_per_tok"] if stacks else 0,
+        mtp=sum(sizes[name] for name in drafting),
+    )
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested: Mapping[str, Any] = config.get("text_config", config)
+    return nested
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """One model in one dtype: bytes and operations of its steps."""
+
+    parameters: Parameters
+    weight_bytes: int  # all of them, as they lie in memory
+    element_bytes: int  # of a weight, and of KV
+    hidden_size: int
+    query_width: int  # query heads x head width
+    attention: tuple[KVSpec, ...]
+    delta_nets: tuple[StateSpec, ...]
+
+    @classmethod
+    def of(cls, model: Any, config: Mapping[str, Any], element_bytes: int) -> Roofline:
+        text, specs = text_config(config), model.cache_specs()
+        attention = tuple(spec for spec in specs if isinstance(spec, KVSpec))
+        head_dim = attention[0].head_dim if attention else 0
+        return cls(
+            parameters=count_parameters(model, config),
+            weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+            element_bytes=element_bytes,
+            hidden_size=text["hidden_size"],
+            query_width=text["num_attention_heads"] * head_dim,
+            attention=attention,
+            delta_nets=tuple(spec for spec in specs if isinstance(spec, StateSpec)),
+        )
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.element_bytes * sum(spec.num_elements for spec in self.attention)
+
+    @property
+    def state_bytes_per_request(self) -> int:
+        conv = self.element_bytes * sum(spec.num_conv_elements for spec in self.delta_nets)
+        return self._recurrent_bytes + conv
+
+    @property
+    def _recurrent_bytes(self) -> int:
+        return _STATE_BYTES * sum(spec.num_recurrent_elements for spec in self.delta_nets)
+
+    def decode_bytes(self, batch: int, context: int) -> int:
+        """One token for each of `batch` requests that have `context` tokens in the cache."""
+        new_column = self.element_bytes * sum(spec.conv_channels for spec in self.delta_nets)
+        state = self.state_bytes_per_request + self._recurrent_bytes + new_column
+        return self._weight_bytes_read(batch) + batch * (self.kv_bytes_per_token * (context + 1) + state)
+
+    def prefill_bytes(self, batch: int, length: int) -> int:
+        """Whole prompts from nothing: weights once, KV and final states written once."""
+        written = self.kv_bytes_per_token * length + self.state_bytes_per_request
+        return self._weight_bytes_read(batch * length) + batch * written
+
+    def _weight_bytes_read(self, num_tokens: int) -> int:
+        read = self.parameters.always_read + self.parameters.experts_read(num_tokens)
+        return self.element_bytes * (read + num_tokens * self.hidden_size)
+
+    def prefill_operations(self, batch: int, length: int) -> int:
+        """Matmuls, causal attention and the chunked delta rule; the head for the last tokens only."""
+        weights = self.parameters.active - self.parameters.head
+        matmuls = 2 * length * weights + 2 * self.parameters.head
+        attention = 4 * self.query_width * len(self.attention) * length * (length + 1) // 2
+        delta_rule = length * sum(_delta_rule_operations(spec) for spec in self.delta_nets)
+        return batch * (matmuls + attention + delta_rule)
+
+
+def _delta_rule_operations(spec: StateSpec) -> int:
+    """For one token: two Gram rows, the triangular solve, the product with it, three K x V products."""
+    key, value = spec.key_dim, spec.value_dim
+    in_chunk = 4 * _CHUNK * key + _CHUNK * (key + value) + 2 * _CHUNK * value
+    return spec.num_value_heads * (in_chunk + 6 * key * value)

@@ -1,0 +1,42 @@
+"""The flags of `SamplingParams`, for the commands that draw text."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection
+from typing import Any
+
+from penstock.commands.flags import add_flags, read_settings
+from penstock.types import SamplingParams
+
+HELPS = {
+    "max_tokens": "end after this many tokens (default: when the model ends or the context is full)",
+    "min_tokens": "do not end before this many tokens",
+    "temperature": "0 takes the likeliest token; higher is more varied",
+    "top_p": "keep the likeliest tokens that make up this share",
+    "top_k": "keep this many of the likeliest tokens; 0 keeps all",
+    "min_p": "keep tokens at least this likely, relative to the likeliest",
+    "repetition_penalty": "above 1 discourages every token seen so far",
+    "presence_penalty": "taken off the logit of a token that was generated",
+    "frequency_penalty": "taken off the logit for each time a token was generated",
+    "logit_bias": "add X to the logit of token ID",
+    "seed": "the same seed draws the same text",
+    "stop": "end before this text; may be given several times",
+    "stop_token_ids": "end at any of these tokens",
+    "ignore_eos": "go on when the model would end",
+    "logprobs": "with --json: log-probabilities of the chosen and of the N likeliest tokens",
+    "n": "with --json: how many answers to draw",
+}
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, skip: Collection[str] = ()) -> None:
+    add_flags(parser, SamplingParams, title="how text is drawn", helps=HELPS, skip=skip)
+
+
+def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Only what was asked for, so that a server's own defaults can hold for the rest."""
+    return read_settings(SamplingParams, arguments)
+
+
+def read_sampling(arguments: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(**given_sampling(arguments))

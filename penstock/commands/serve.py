@@ -1,0 +1,56 @@
+"""`penstock serve`: starts the server, shows how it comes up, and says how to talk to it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from penstock.commands.console import PhaseList, paint
+from penstock.commands.flags import add_flags, add_model_argument, read_settings
+from penstock.config import EngineConfig, ServeConfig, from_mapping
+from penstock.models.source import find_model
+from penstock.progress import Phase
+
+USAGE = "penstock serve [MODEL] [flags]"
+DESCRIPTION = "Answer the OpenAI API over HTTP. Ctrl-C ends it when the running answers are complete."
+EXAMPLES = [
+    "penstock serve                               the tiny model that comes along, port 8000",
+    "penstock serve ~/models/Qwen3.5-4B --port 9000",
+    "penstock serve Qwen3.5-4B --random-weights   a preset without weights, to try its speed",
+]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    add_flags(parser, ServeConfig, title="the server")
+    add_flags(parser, EngineConfig, title="the engine")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    engine_config: EngineConfig = from_mapping(EngineConfig, read_settings(EngineConfig, arguments))
+    serve_config: ServeConfig = from_mapping(ServeConfig, read_settings(ServeConfig, arguments))
+
+    source = find_model(engine_config.model)  # a wrong name is answered before anything is imported
+    name = serve_config.served_model_name or source.name
+    from penstock.serve import server
+
+    with PhaseList() as phases:
+
+        def on_phase(phase: Phase) -> None:
+            phases(phase)
+            if phase.name == "ready":
+                phases.close()
+                print_welcome(name, url=phase.detail, to=phases)
+
+        server.run(engine_config, serve_config, on_phase)
+    return 0
+
+
+def print_welcome(name: str, url: str, to: PhaseList) -> None:
+    """The address, and a line to paste into another terminal."""
+    body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
+    print(f"\n{paint(name, 'bold', to.stream)} is served at {paint(url, 'green', to.stream)}", file=to.stream)
+    print("Try it from another terminal:\n", file=to.stream)
+    print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\", file=to.stream)
+    print(f"    -d '{json.dumps(body)}'\n", file=to.stream)
+    print("Ctrl-C ends the server when the running answers are complete.", file=to.stream, flush=True)

@@ -1,0 +1,88 @@
+"""How many pages and slots a memory budget buys, and how many requests that serves. No tensors.
+
+A hybrid model pays for a sequence twice: a slot whatever its length, and pages by its length. Slots come
+first, because a sequence without one cannot run at all; but they never take more than half of the budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.errors import CapacityError
+from penstock.types import CacheSpec, KVSpec, StateSpec
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    max_rows: int
+    max_model_len: int
+    num_pages: int  # page 0 included
+    num_slots: int  # slot 0 included
+    max_checkpoints: int
+    page_bytes: int
+    slot_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.page_bytes + self.num_slots * self.slot_bytes
+
+    def describe(self, page_size: int) -> str:
+        parts = [f"{self.num_bytes / GB:.2f} GB"]
+        if self.page_bytes:
+            parts.append(f"{(self.num_pages - 1) * page_size:,} tokens of KV")
+        if self.slot_bytes:
+            parts.append(f"{self.num_slots - 1} state slots ({self.max_checkpoints} may be checkpoints)")
+        parts.append(f"{self.max_rows} requests of up to {self.max_model_len:,} tokens")
+        return ", ".join(parts)
+
+
+def size_pools(
+    specs: list[CacheSpec],
+    *,
+    budget_bytes: int,
+    element_bytes: int,
+    page_size: int,
+    max_rows: int,
+    max_model_len: int | None,
+    max_position: int,
+    prefix_cache: bool,
+    checkpoint_bytes: int | None,
+) -> PoolSizes:
+    page_bytes = page_size * element_bytes * sum(s.num_elements for s in specs if isinstance(s, KVSpec))
+    states = [spec for spec in specs if isinstance(spec, StateSpec)]
+    slot_bytes = sum(4 * s.num_recurrent_elements + element_bytes * s.num_conv_elements for s in states)
+
+    num_slots = max_checkpoints = 0
+    if slot_bytes:
+        affordable = budget_bytes // (2 * slot_bytes) - 1  # slot 0 is nobody's
+        if affordable < 1:
+            raise CapacityError(
+                f"The cache budget of {budget_bytes / GB:.2f} GB holds no sequence",
+                f"One sequence's state takes {slot_bytes / GB:.3f} GB, and states may use half of the budget.",
+                f"Give at least --memory-gb {4 * slot_bytes / GB:.2f}.",
+            )
+        max_rows = min(max_rows, affordable)
+        if prefix_cache:
+            wanted = max_rows if checkpoint_bytes is None else checkpoint_bytes // slot_bytes
+            max_checkpoints = min(wanted, affordable - max_rows)
+        num_slots = 1 + max_rows + max_checkpoints
+
+    num_pages = 0
+    length = min(max_model_len or max_position, max_position)
+    if page_bytes:
+        left = budget_bytes - num_slots * slot_bytes
+        affordable = left // page_bytes - 1  # page 0 is nobody's
+        needed = -(-length // page_size)
+        if affordable < (needed if max_model_len is not None else 1):
+            raise CapacityError(
+                f"A context of {length:,} tokens does not fit the cache",
+                f"It needs {needed} pages of {page_bytes / GB:.4f} GB; the {max(left, 0) / GB:.2f} GB left of "
+                f"{budget_bytes / GB:.2f} GB hold {max(affordable, 0)}.",
+                f"Lower --max-model-len to {max(affordable, 0) * page_size} or raise --memory-gb.",
+            )
+        length = min(length, affordable * page_size)
+        # More than every row at full length, twice over for cached prefixes, would never be used.
+        num_pages = 1 + min(affordable, 2 * max_rows * -(-length // page_size))
+    return PoolSizes(max_rows, length, num_pages, num_slots, max_checkpoints, page_bytes, slot_bytes)

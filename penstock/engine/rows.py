@@ -1,0 +1,170 @@
+"""What the device keeps about each running sequence, and how a plan becomes the inputs of one step.
+
+A sequence holds its *row* from admission to its end: page table, last sampled token and sampling
+parameters live here and are addressed by row number. A step's own numbers travel in one host array and
+one copy; everything that can be derived is derived on the device, so that nothing waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.layers.inputs import RowSpan, StepInputs
+from penstock.types import Admission, LogitEdit, RowPlan, SamplingParams, StepPlan
+
+_FROM_LAST_SAMPLE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInputs:
+    """What the sampler needs for the L rows that sample in this step."""
+
+    rows: Tensor  # [L] int64
+    positions: Tensor  # [L] int64  of the tokens that are drawn
+    edits: tuple[Tensor, Tensor, Tensor] | None  # indices into L, token ids, biases
+    params: tuple[SamplingParams, ...]  # the same rows on the host, to skip what nobody asked for
+
+    @property
+    def is_greedy(self) -> bool:
+        return all(params.temperature == 0 for params in self.params)
+
+    @property
+    def is_filtered(self) -> bool:
+        return any(params.top_k > 0 or params.top_p < 1 or params.min_p > 0 for params in self.params)
+
+    @property
+    def has_penalties(self) -> bool:
+        return any(params.has_penalties for params in self.params)
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """The most any row wants; None when no row wants any."""
+        return max((params.logprobs for params in self.params if params.logprobs is not None), default=None)
+
+
+class RowTable:
+    def __init__(
+        self, *, max_rows: int, max_pages: int, page_size: int, vocab_size: int, device: torch.device
+    ) -> None:
+        self.page_size = page_size
+        self.vocab_size = vocab_size
+        self.device = device
+        self.page_table = torch.zeros(
+            max_rows, max(max_pages, 1), dtype=torch.int32, device=device
+        )  # [rows, P]
+        self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.seed = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.top_k = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.knobs = torch.zeros(max_rows, len(_KNOBS), device=device)  # columns named by _KNOBS
+        self.generated: Tensor | None = None  # [rows, vocab] int32, made when a request first has penalties
+        self.in_prompt: Tensor | None = None  # [rows, vocab] bool
+        self._params = [SamplingParams()] * max_rows
+
+    def knob(self, name: str, rows: Tensor) -> Tensor:  # [L] float32
+        return self.knobs[rows, _KNOBS.index(name)]
+
+    def apply(self, plan: StepPlan, deterministic: bool) -> tuple[StepInputs, SampleInputs]:
+        self._admit(plan.admissions)
+        self._update_pages(plan.page_updates)
+        return self._step_inputs(plan.rows, deterministic), self._sample_inputs(plan)
+
+    def _admit(self, admissions: tuple[Admission, ...]) -> None:
+        if not admissions:
+            return
+        for admission in admissions:
+            self._params[admission.row] = admission.sampling
+        rows = self._upload([admission.row for admission in admissions])
+        self.seed[rows] = self._upload([admission.seed for admission in admissions])
+        self.top_k[rows] = self._upload([admission.sampling.top_k for admission in admissions])
+        knobs = [[getattr(admission.sampling, name) for name in _KNOBS] for admission in admissions]
+        self.knobs[rows] = self._upload(knobs, torch.float32)
+        for admission in admissions:
+            if admission.sampling.has_penalties:
+                self._remember_history(admission)
+
+    def _remember_history(self, admission: Admission) -> None:
+        if self.generated is None or self.in_prompt is None:
+            shape = (len(self._params), self.vocab_size)
+            self.generated = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        prompt = self._upload(admission.history[: admission.num_prompt_tokens])
+        generated = self._upload(admission.history[admission.num_prompt_tokens :])
+        self.in_prompt[admission.row].fill_(False).index_fill_(0, prompt, True)
+        ones = torch.ones_like(generated, dtype=torch.int32)
+        self.generated[admission.row].fill_(0).index_add_(0, generated, ones)
+
+    def _update_pages(self, updates: tuple[tuple[int, int, int], ...]) -> None:
+        if updates:
+            rows, indices, pages = self._upload(list(zip(*updates)))
+            self.page_table[rows, indices] = pages.int()
+
+    def _step_inputs(self, rows: tuple[RowPlan, ...], deterministic: bool) -> StepInputs:
+        spans = tuple(RowSpan(row.num_tokens, row.start + row.num_tokens, row.checkpoints) for row in rows)
+        num_tokens = np.array([row.num_tokens for row in rows])
+        query_start = np.concatenate(([0], num_tokens.cumsum()))
+        row_ids = np.array([row.row for row in rows])
+        starts = np.array([row.start for row in rows])
+        packed = {
+            "token_ids": np.concatenate([row.token_ids or (_FROM_LAST_SAMPLE,) for row in rows]),
+            "row_of_token": row_ids.repeat(num_tokens),
+            "positions": np.arange(query_start[-1]) - (query_start[:-1] - starts).repeat(num_tokens),
+            "query_start": query_start,
+            "context_lens": starts + num_tokens,
+            "rows": row_ids,
+            "state_slots": np.array([row.slot for row in rows]),
+            "initial_slots": np.array([row.initial_slot for row in rows]),
+            "logit_rows": query_start[1:][[row.samples for row in rows]] - 1,
+        }
+        on_device = self._upload(np.concatenate(list(packed.values())))
+        inputs = dict(zip(packed, on_device.split([len(part) for part in packed.values()])))
+        owner, positions = inputs.pop("row_of_token"), inputs["positions"]
+        token_ids = inputs.pop("token_ids")
+        page = self.page_table[owner, positions // self.page_size].long()
+        num_pages = -(-max(span.context_len for span in spans) // self.page_size)
+        return StepInputs(
+            token_ids=torch.where(token_ids < 0, self.last_token[owner], token_ids),
+            kv_index=page * self.page_size + positions % self.page_size,
+            page_table=self.page_table[inputs.pop("rows"), :num_pages],
+            spans=spans,
+            deterministic=deterministic,
+            **inputs,
+        )
+
+    def _sample_inputs(self, plan: StepPlan) -> SampleInputs:
+        sampling = [row for row in plan.rows if row.samples]
+        place = {row.row: index for index, row in enumerate(sampling)}
+        packed = [[row.row for row in sampling], [row.start + row.num_tokens for row in sampling]]
+        rows, positions = self._upload(packed)
+        return SampleInputs(
+            rows=rows,
+            positions=positions,
+            edits=self._edits([edit for edit in plan.logit_edits if edit.row in place], place),
+            params=tuple(self._params[row.row] for row in sampling),
+        )
+
+    def _edits(self, edits: list[LogitEdit], place: dict[int, int]) -> tuple[Tensor, Tensor, Tensor] | None:
+        if not edits:
+            return None
+        indices = self._upload([[place[edit.row] for edit in edits], [edit.token_id for edit in edits]])
+        return indices[0], indices[1], self._upload([edit.bias for edit in edits], torch.float32)
+
+    def _upload(self, values: object, dtype: torch.dtype = torch.int64) -> Tensor:
+        host = torch.as_tensor(np.asarray(values), dtype=dtype)
+        if self.device.type != "cuda":
+            return host
+        # A fresh pinned tensor each time: the copy may still be reading the last one.
+        return host.pin_memory().to(self.device, non_blocking=True)
+
+
+_KNOBS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)

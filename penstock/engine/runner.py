@@ -1,0 +1,137 @@
+"""Everything that runs on the device. Takes a plan of integers, launches one step, and does not wait.
+
+The only place where the host waits for the device is `PendingStep.wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock import ops
+from penstock.engine.rows import RowTable, SampleInputs
+from penstock.layers.inputs import LayerCache, StepInputs
+from penstock.types import CacheSpec, StepOutput, StepPlan, TokenLogprob
+
+
+class Model(Protocol):
+    def __call__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor: ...  # [T, H]
+
+    def logits(self, hidden: Tensor, *, deterministic: bool) -> Tensor: ...  # [L, H] -> [L, vocab] float32
+
+    def cache_specs(self) -> list[CacheSpec]: ...
+
+
+class PendingStep:
+    """A step on its way: its results are being copied to the host."""
+
+    def __init__(self, plan: StepPlan, sampling: SampleInputs, tensors: list[Tensor]) -> None:
+        self._plan = plan
+        self._sampling = sampling
+        self._event: torch.cuda.Event | None = None
+        if tensors[0].is_cuda:
+            self._tensors = [_copy_to_host(tensor) for tensor in tensors]
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._tensors = tensors
+
+    def wait(self) -> StepOutput:
+        if self._event is not None:
+            self._event.synchronize()
+        rows = [row.row for row in self._plan.rows if row.samples]
+        token_ids, *logprobs = (tensor.tolist() for tensor in self._tensors)
+        return StepOutput(
+            step=self._plan.step,
+            token_ids=dict(zip(rows, token_ids)),
+            logprobs=self._logprobs(rows, token_ids, *logprobs) if logprobs else {},
+        )
+
+    def _logprobs(
+        self,
+        rows: list[int],
+        token_ids: list[int],
+        logprobs: list[float],
+        top: list[list[float]],
+        top_ids: list[list[int]],
+    ) -> dict[int, TokenLogprob]:
+        return {
+            row: TokenLogprob(
+                token_ids[i],
+                logprobs[i],
+                tuple(zip(top_ids[i][: params.logprobs], top[i][: params.logprobs])),
+            )
+            for i, (row, params) in enumerate(zip(rows, self._sampling.params))
+            if params.logprobs is not None
+        }
+
+
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    """Starts the copy; only pinned memory lets it run behind the host's back."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+@dataclass(slots=True)
+class Runner:
+    model: Model
+    caches: list[LayerCache]
+    rows: RowTable
+    deterministic: bool = False
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> PendingStep:
+        inputs, sampling = self.rows.apply(plan, self.deterministic)
+        logits = self._forward(inputs)
+        return PendingStep(plan, sampling, self._sample(logits, sampling))
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
+        """One step whose tokens somebody else chooses."""
+        inputs, _ = self.rows.apply(plan, self.deterministic)
+        return self._forward(inputs)
+
+    def _forward(self, inputs: StepInputs) -> Tensor:  # [L, vocab] float32
+        hidden = self.model(inputs, self.caches)[inputs.logit_rows]
+        return self.model.logits(hidden, deterministic=self.deterministic)
+
+    def _sample(self, logits: Tensor, sampling: SampleInputs) -> list[Tensor]:
+        """Draws the next tokens and leaves them in the row table for the next step."""
+        rows, table = sampling.rows, self.rows
+        num_top = sampling.num_top_logprobs
+        raw = logits.clone() if num_top is not None else logits  # what follows edits in place
+        if sampling.has_penalties:
+            assert table.generated is not None
+            assert table.in_prompt is not None
+            logits = ops.penalize_repeats(
+                logits,
+                table.generated[rows],
+                table.in_prompt[rows],
+                table.knob("repetition_penalty", rows),
+                table.knob("presence_penalty", rows),
+                table.knob("frequency_penalty", rows),
+            )
+        if sampling.edits is not None:
+            logits = ops.edit_logits(logits, *sampling.edits)
+        if sampling.is_greedy:
+            token_ids = logits.argmax(-1)
+        else:
+            token_ids = ops.sample(
+                logits,
+                table.knob("temperature", rows),
+                table.top_k[rows],
+                table.knob("top_p", rows),
+                table.knob("min_p", rows),
+                table.seed[rows],
+                sampling.positions,
+                sampling.is_filtered,
+            )
+        table.last_token[rows] = token_ids
+        if table.generated is not None:
+            table.generated[rows, token_ids] += 1
+        if num_top is None:
+            return [token_ids]
+        return [token_ids, *ops.token_logprobs(raw, token_ids, num_top)]

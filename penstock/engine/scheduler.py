@@ -1,0 +1,420 @@
+"""Decides which sequences run in the next step and with how many tokens. Never touches a tensor.
+
+A request waits, takes a row, is prefilled in chunks, decodes one token a step, and leaves. `plan` may be
+called before the previous output is committed: a sampled token that the host has not seen is counted in
+`num_in_flight`, and the row that continues from it has no token ids, the device has them. Every plan must
+be committed, in order. What a step was planned for is remembered by step and row, so that an output never
+reaches a sequence that took over the row later.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from penstock.cache import Cache
+from penstock.errors import ContextLengthError, RequestError
+from penstock.types import (
+    Admission,
+    FinishReason,
+    LogitEdit,
+    PrefixHit,
+    Request,
+    RowPlan,
+    Sequence,
+    StepOutput,
+    StepPlan,
+    TokenDelta,
+    TokenLogprob,
+)
+
+# Admissions leave one page for every running sequence, but at most this share of the pool.
+WATERMARK_SHARE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """The tokens of one sequence in one step, before and after it became a RowPlan."""
+
+    sequence: Sequence
+    row: int
+    start: int
+    num_tokens: int
+    samples: bool
+    is_decode: bool
+    num_new_pages: int  # at the end of the sequence's page table: those the row does not have yet
+
+
+class Scheduler:
+    def __init__(
+        self,
+        cache: Cache,
+        max_rows: int,
+        max_step_tokens: int,
+        max_model_len: int,
+        seed: int = 0,
+    ) -> None:
+        self.cache = cache
+        self.max_rows = max_rows
+        self.max_step_tokens = max_step_tokens
+        self.page_size = cache.page_size
+        self.max_model_len = max_model_len
+        self.seed = seed
+        self.num_preemptions = 0
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._sequences: dict[str, Sequence] = {}
+        self._targets: dict[str, tuple[int, ...]] = {}  # where the state of a prompt is worth saving
+        self._waiting: list[Sequence] = []  # both by (priority, arrival)
+        self._running: list[Sequence] = []
+        self._decoding: set[Sequence] = set()  # of the running: those that continue from their last sample
+        self._resumed: set[Sequence] = set()  # preempted once, so that their prompts are not news
+        self._free_rows = list(range(max_rows))
+        self._in_flight: dict[int, list[_Chunk]] = {}  # planned, not committed
+        self._replaced_pages: list[tuple[int, int, int]] = []  # page updates for the next plan
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._in_flight)
+
+    @property
+    def max_plan_tokens(self) -> int:
+        """The most tokens a plan can have. Prefill gets one page a step, however many rows decode."""
+        return max(self.max_step_tokens, self.max_rows + self.page_size)
+
+    def submit(self, request: Request) -> Sequence:
+        if request.id in self._sequences:
+            raise RequestError(
+                f"A request with id {request.id!r} is already here",
+                "It waits or runs, and answers are told apart by their id.",
+                "Use another id.",
+            )
+        self._require_room(request)
+        sequence = Sequence.start(request, self._num_arrivals)
+        self._num_arrivals += 1
+        self._sequences[request.id] = sequence
+        self._targets[request.id] = checkpoint_targets(request, self.page_size)
+        insort(self._waiting, sequence, key=_order)
+        return sequence
+
+    def abort(self, request_id: str) -> TokenDelta | None:
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return None
+        self._end(sequence, "abort")
+        return TokenDelta(request_id, finish="abort", num_cached_tokens=sequence.num_cached_tokens)
+
+    def plan(self) -> StepPlan | None:
+        """The next step. None: nothing can run before an outstanding output is committed, or at all."""
+        chunks = self._plan_decodes()
+        num_decodes = len(chunks)
+        budget = max(self.max_step_tokens - num_decodes, self.page_size)
+        chunks += self._plan_prefills(budget)
+        admitted = self._admit_waiting(budget - sum(chunk.num_tokens for chunk in chunks[num_decodes:]))
+        chunks += admitted
+        assert chunks or self._in_flight or not self._sequences, "requests wait, but nothing can run"
+        plan = self._build_plan(chunks, admitted) if chunks else None
+        self.cache.end_plan()
+        return plan
+
+    def commit(self, output: StepOutput) -> list[TokenDelta]:
+        """Takes the sampled tokens of a step; sequences that ended since it was planned ignore theirs."""
+        deltas = []
+        for chunk in self._in_flight.pop(output.step):
+            sequence = chunk.sequence
+            if sequence.finish is not None:
+                continue
+            if chunk.samples:
+                token_id, logprob = output.token_ids[chunk.row], output.logprobs.get(chunk.row)
+                deltas.append(self._append(sequence, token_id, logprob))
+            elif sequence.row is not None:
+                self._register(sequence)
+        return deltas
+
+    def _require_room(self, request: Request) -> None:
+        num_prompt = len(request.token_ids)
+        if num_prompt == 0:
+            raise RequestError(
+                "The prompt has no tokens", "There is nothing to continue from.", param="prompt"
+            )
+        if num_prompt >= self.max_model_len:
+            raise ContextLengthError(
+                f"The prompt has {num_prompt} tokens",
+                f"The context holds {self.max_model_len}, one of them at least for the reply.",
+                "Shorten the prompt, or raise --max-model-len.",
+                param="prompt",
+            )
+        capacity = self.cache.max_sequence_tokens
+        max_tokens = 1 if request.sampling.max_tokens is None else request.sampling.max_tokens
+        num_needed = min(num_prompt + max_tokens, self.max_model_len)
+        if capacity is not None and num_needed > capacity:
+            raise ContextLengthError(
+                f"The request needs room for {num_needed} tokens ({num_prompt} of prompt)",
+                f"The cache holds {capacity} in {self.cache.num_pages - 1} pages of {self.page_size}.",
+                "Lower max_tokens, shorten the prompt, or give the cache more memory with --memory-gb.",
+                param="max_tokens",
+            )
+
+    def _max_num_tokens(self, sequence: Sequence) -> int:
+        """Prompt and reply together can never be longer than this."""
+        limits = [self.max_model_len]
+        if sequence.request.sampling.max_tokens is not None:
+            limits.append(sequence.num_prompt_tokens + sequence.request.sampling.max_tokens)
+        if self.cache.max_sequence_tokens is not None:
+            limits.append(self.cache.max_sequence_tokens)
+        return min(limits)
+
+    def _plan_decodes(self) -> list[_Chunk]:
+        chunks = []
+        for sequence in [sequence for sequence in self._running if sequence in self._decoding]:
+            # In this order a victim is never one that has been planned: they all come before `sequence`.
+            if sequence.row is None or sequence.num_tokens >= self._max_num_tokens(sequence):
+                continue
+            while (new_pages := self.cache.reserve(sequence, 1)) is None:
+                victim = self._running[-1]
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+            if new_pages is not None:
+                chunks.append(self._chunk(sequence, 1, len(new_pages)))
+        return chunks
+
+    def _plan_prefills(self, budget: int) -> list[_Chunk]:
+        chunks = []
+        for sequence in self._running:
+            if sequence in self._decoding:
+                continue
+            room = self.cache.num_free_tokens(sequence)
+            num_tokens = self._chunk_len(sequence, sequence.num_computed, min(budget, room))
+            if num_tokens:
+                new_pages = self.cache.reserve(sequence, num_tokens)
+                assert new_pages is not None, "there was room for them"
+                chunks.append(self._chunk(sequence, num_tokens, len(new_pages)))
+                budget -= num_tokens
+        return chunks
+
+    def _admit_waiting(self, budget: int) -> list[_Chunk]:
+        """Strictly in order, so that nobody is overtaken for ever; only who waits for a leader is passed."""
+        chunks: list[_Chunk] = []
+        num_passed = 0
+        while self._free_rows and num_passed < min(len(self._waiting), self.max_rows):
+            sequence = self._waiting[num_passed]
+            if sequence.num_in_flight:  # preempted: the host does not know all of its tokens yet
+                break
+            hit = self.cache.match(sequence)
+            if self._is_being_computed(sequence, hit):
+                num_passed += 1
+                continue
+            num_tokens = self._chunk_len(sequence, hit.num_tokens, budget)
+            is_resumed = sequence in self._resumed
+            if num_tokens == 0 or not self.cache.admit(
+                sequence, hit, spare_pages=self._num_spoken_for(), is_resumed=is_resumed
+            ):
+                break
+            del self._waiting[num_passed]
+            insort(self._running, sequence, key=_order)
+            sequence.row = heapq.heappop(self._free_rows)
+            new_pages = self.cache.reserve(sequence, num_tokens)
+            assert new_pages is not None, "admission has counted these pages"
+            chunks.append(self._chunk(sequence, num_tokens, len(sequence.pages)))
+            budget -= num_tokens
+        return chunks
+
+    def _chunk_len(self, sequence: Sequence, start: int, budget: int) -> int:
+        """All that is left, or as many whole pages as the budget allows."""
+        num_left = len(sequence.tokens) - start
+        if num_left <= budget:
+            return num_left
+        return budget // self.page_size * self.page_size
+
+    def _num_spoken_for(self) -> int:
+        """Pages that running sequences will want soon: to complete their prefills, and to decode.
+
+        As admissions leave these alone, prefills can always go on once the decoding sequences have left:
+        they never end up holding all pages between them.
+        """
+        num_prefill = sum(
+            self.cache.pages_for(len(sequence.tokens)) - len(sequence.pages)
+            for sequence in self._running
+            if sequence not in self._decoding
+        )
+        return num_prefill + min(len(self._running), self.cache.num_pages // WATERMARK_SHARE)
+
+    def _is_being_computed(self, sequence: Sequence, hit: PrefixHit) -> bool:
+        """Whether a running sequence is about to register a longer prefix of this one than `hit`.
+
+        Then waiting for it is cheaper than computing the same again; n replies share a prompt this way.
+        """
+        limit = self.cache.max_hit(sequence)
+        if self.cache.has_slots:
+            return any(
+                hit.num_tokens < num_tokens <= limit and self._share_prefix(leader, sequence, num_tokens)
+                for leader in self._running
+                for num_tokens in self._pending_checkpoints(leader)
+            )
+        wanted = hit.num_tokens + self.page_size
+        return wanted <= limit and any(
+            self._share_prefix(leader, sequence, wanted) for leader in self._running
+        )
+
+    def _pending_checkpoints(self, leader: Sequence) -> list[int]:
+        if not self.cache.keeps_checkpoints:
+            return []
+        targets = self._targets[leader.id]
+        return [n for n in targets if n > leader.num_computed or n in leader.checkpoints]
+
+    def _share_prefix(self, leader: Sequence, follower: Sequence, num_tokens: int) -> bool:
+        index = num_tokens // self.page_size - 1
+        return index < len(leader.digests) and leader.digests[index] == follower.digests[index]
+
+    def _chunk(self, sequence: Sequence, num_tokens: int, num_new_pages: int) -> _Chunk:
+        assert sequence.row is not None
+        start = sequence.num_computed
+        is_decode = sequence in self._decoding
+        samples = is_decode or start + num_tokens == len(sequence.tokens)
+        return _Chunk(sequence, sequence.row, start, num_tokens, samples, is_decode, num_new_pages)
+
+    def _build_plan(self, chunks: list[_Chunk], admitted: list[_Chunk]) -> StepPlan:
+        page_updates, self._replaced_pages = self._replaced_pages, []
+        edits: list[LogitEdit] = []
+        for chunk in chunks:
+            pages = chunk.sequence.pages
+            first_new = len(pages) - chunk.num_new_pages
+            page_updates += [(chunk.row, i, pages[i]) for i in range(first_new, len(pages))]
+            if chunk.samples:
+                edits += _logit_edits(chunk.sequence, chunk.row)
+        plan = StepPlan(
+            step=self._num_steps,
+            rows=tuple([self._row_plan(chunk) for chunk in chunks]),
+            admissions=tuple([self._admission(chunk) for chunk in admitted]),
+            page_updates=tuple(page_updates),
+            logit_edits=tuple(edits),
+        )
+        for chunk in chunks:
+            chunk.sequence.num_computed += chunk.num_tokens
+            chunk.sequence.initial_slot = None  # read once; from now on the sequence's own slot is
+            if chunk.samples:
+                chunk.sequence.num_in_flight += 1
+                self._decoding.add(chunk.sequence)
+        self._in_flight[plan.step] = chunks
+        self._num_steps += 1
+        return plan
+
+    def _row_plan(self, chunk: _Chunk) -> RowPlan:
+        # Made after all admissions of the step, because running comes before remembering.
+        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+        checkpoints = []
+        for target in self._targets[sequence.id]:
+            if chunk.start < target <= end:
+                slot = self.cache.plan_checkpoint(sequence, target)
+                if slot is not None:
+                    checkpoints.append((target - chunk.start, slot))
+        slot = sequence.slot or 0
+        return RowPlan(
+            row=chunk.row,
+            start=chunk.start,
+            token_ids=() if chunk.is_decode else tuple(sequence.tokens[chunk.start : end]),
+            samples=chunk.samples,
+            slot=slot,
+            initial_slot=slot if sequence.initial_slot is None else sequence.initial_slot,
+            checkpoints=tuple(checkpoints),
+        )
+
+    def _admission(self, chunk: _Chunk) -> Admission:
+        sequence, sampling = chunk.sequence, chunk.sequence.request.sampling
+        seed = sampling.seed
+        if seed is None:
+            name = f"{self.seed}/{sequence.arrival}".encode()
+            seed = int.from_bytes(blake2b(name, digest_size=8).digest(), "little") >> 1
+        return Admission(
+            row=chunk.row,
+            sampling=sampling,
+            seed=seed,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            history=tuple(sequence.tokens) if sampling.has_penalties else (),
+        )
+
+    def _append(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> TokenDelta:
+        sequence.tokens.append(token_id)
+        sequence.num_in_flight -= 1
+        reason: FinishReason | None = None
+        if token_id in sequence.request.end_token_ids:
+            reason = "stop"
+        elif len(sequence.tokens) >= self._max_num_tokens(sequence):
+            reason = "length"
+        if reason is not None:
+            self._end(sequence, reason)
+        elif sequence.row is not None:
+            self._register(sequence)
+        return TokenDelta(
+            sequence.id,
+            token_ids=(token_id,),
+            logprobs=() if logprob is None else (logprob,),
+            finish=reason,
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
+
+    def _register(self, sequence: Sequence) -> None:
+        assert sequence.row is not None
+        replaced = self.cache.commit(sequence)
+        self._replaced_pages += [(sequence.row, index, sequence.pages[index]) for index in replaced]
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave_row(sequence)
+        self._resumed.add(sequence)
+        insort(self._waiting, sequence, key=_order)
+        self.num_preemptions += 1
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish = reason
+        if sequence.row is None:
+            del self._waiting[bisect_left(self._waiting, _order(sequence), key=_order)]
+        else:
+            self._leave_row(sequence)
+        self._resumed.discard(sequence)
+        del self._sequences[sequence.id], self._targets[sequence.id]
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        """Everything it has computed stays for others, and for itself if it comes back."""
+        assert sequence.row is not None
+        self.cache.commit(sequence)
+        self.cache.release(sequence)
+        self._replaced_pages = [entry for entry in self._replaced_pages if entry[0] != sequence.row]
+        heapq.heappush(self._free_rows, sequence.row)
+        sequence.row = None
+        del self._running[bisect_left(self._running, _order(sequence), key=_order)]
+        self._decoding.discard(sequence)
+
+
+def checkpoint_targets(request: Request, page_size: int) -> tuple[int, ...]:
+    """The page boundaries of a prompt where another prompt is likely to part from it.
+
+    They are its end, the end of the system prompt (where the second message starts) and the starts of the
+    last two messages, all rounded down.
+    """
+    last = len(request.token_ids) - 1
+    starts = [start for start in request.boundaries if 0 < start <= last]
+    wanted = {last, *starts[:1], *starts[-2:]}
+    return tuple(sorted({n // page_size * page_size for n in wanted} - {0}))
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.request.priority, sequence.arrival
+
+
+def _logit_edits(sequence: Sequence, row: int) -> list[LogitEdit]:
+    sampling = sequence.request.sampling
+    edits = [LogitEdit(row, token_id, bias) for token_id, bias in sampling.logit_bias.items()]
+    if sequence.num_generated < sampling.min_tokens:
+        edits += [LogitEdit.forbid(row, token_id) for token_id in sequence.request.end_token_ids]
+    return edits

@@ -1,0 +1,39 @@
+"""The device memory behind pages and slots: one tensor pair per layer, made once, never moved."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.layers.inputs import KVCache, LayerCache, StateCache
+from penstock.types import CacheSpec, KVSpec
+
+
+def allocate_caches(
+    specs: list[CacheSpec],
+    *,
+    num_pages: int,
+    page_size: int,
+    num_slots: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[LayerCache]:
+    caches: list[LayerCache] = []
+    for spec in specs:
+        if isinstance(spec, KVSpec):
+            shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+            caches.append(
+                KVCache(
+                    keys=torch.zeros(shape, dtype=dtype, device=device),
+                    values=torch.zeros(shape, dtype=dtype, device=device),
+                )
+            )
+        else:
+            heads, key_dim, value_dim = spec.num_value_heads, spec.key_dim, spec.value_dim
+            conv_shape = (num_slots, spec.conv_width, spec.conv_channels)
+            caches.append(
+                StateCache(
+                    recurrent=torch.zeros((num_slots, heads, key_dim, value_dim), device=device),
+                    conv=torch.zeros(conv_shape, dtype=dtype, device=device),
+                )
+            )
+    return caches

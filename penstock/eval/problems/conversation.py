@@ -1,0 +1,159 @@
+"""A conversation whose last turn is the assistant's, with the check that tells a right turn from a wrong one.
+
+Everything before the last message is the prompt; the last one is what training teaches and what a gate asks
+for. Messages and tools are OpenAI's dicts and shared between conversations: nobody may change them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Protocol
+
+from penstock.eval.problems.draw import pick
+from penstock.eval.problems.reply import THOUGHT_END, TURN_END, Call, Reply, write_calls
+
+Message = dict[str, Any]
+Tool = dict[str, Any]
+
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a friendly assistant. Keep your answers short.",
+    "Answer briefly and correctly.",
+    "Be helpful, honest and brief.",
+    "You are a careful assistant that never makes things up.",
+    "You help people with small everyday questions.",
+    "Be polite. Be exact.",
+    "You are an assistant that runs on a small computer.",
+    "Help the user as well as you can.",
+    "You are a calm and precise assistant.",
+)
+
+
+class Check(Protocol):
+    def accepts(self, reply: Reply) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FinalNumber:
+    """The number after the last `####` is this one."""
+
+    value: int
+
+    def accepts(self, reply: Reply) -> bool:
+        _, mark, number = reply.content.rpartition("####")
+        return bool(mark) and number.strip().replace(",", "").lstrip("$") == str(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class ExactText:
+    """The content is this text and nothing is called."""
+
+    text: str
+
+    def accepts(self, reply: Reply) -> bool:
+        return not reply.calls and reply.content.strip() == self.text
+
+
+@dataclass(frozen=True, slots=True)
+class ExactCalls:
+    """These calls are made, in whatever order, and no other."""
+
+    calls: tuple[Call, ...]
+
+    def accepts(self, reply: Reply) -> bool:
+        left = list(reply.calls)
+        for wanted in self.calls:
+            match = next((call for call in left if wanted.equals(call)), None)
+            if match is None:
+                return False
+            left.remove(match)
+        return not left
+
+
+@dataclass(frozen=True, slots=True)
+class Mentions:
+    """The answer is in words, has every one of `values` as words of its own, and none of `others`.
+
+    Without `others` a model that recites all it was told would seem to know what was asked.
+    """
+
+    values: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+    def accepts(self, reply: Reply) -> bool:
+        said = f" {_spaced(reply.content)} "
+        wanted = [_spaced(value) for value in self.values]
+        # "Sky Blue" was asked for and "Blue" told as well: a value inside a wanted one is no second answer.
+        others = [other for other in map(_spaced, self.others) if not any(other in value for value in wanted)]
+        return (
+            not reply.calls
+            and bool(said.strip())
+            and all(f" {value} " in said for value in wanted)
+            and not any(f" {other} " in said for other in others)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    kind: str
+    messages: tuple[Message, ...]
+    check: Check
+    enable_thinking: bool
+    tools: tuple[Tool, ...] | None = None
+
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        return self.messages[:-1]
+
+    @property
+    def completion(self) -> str:
+        """The last turn as the model must write it after the generation prompt, with the turn's end."""
+        turn = self.messages[-1]
+        text: str = turn["content"]
+        if calls := turn.get("tool_calls"):
+            text = f"{text}\n\n{write_calls(calls)}" if text else write_calls(calls)
+        if self.enable_thinking:
+            text = f"{turn['reasoning_content']}\n{THOUGHT_END}\n\n{text}"
+        return text + TURN_END
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+def assistant(text: str, thought: str | None = None, calls: Sequence[Call] = ()) -> Message:
+    """A turn of the model; `thought` is None where it does not think."""
+    message: Message = {"role": "assistant", "content": text}
+    if thought is not None:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(calls, 1)
+        ]
+    return message
+
+
+def sometimes_system(rng: Random) -> tuple[Message, ...]:
+    """A short system turn, or more often none."""
+    return (system(pick(rng, SYSTEM_PROMPTS)),) if rng.random() < 0.35 else ()
+
+
+def decide_thinking(rng: Random, thinking: bool | None) -> bool:
+    return rng.random() < 0.5 if thinking is None else thinking
+
+
+def _spaced(text: str) -> str:
+    """The text with everything but letters, digits and what joins them in a code as single spaces."""
+    kept = "".join(c if c.isalnum() or c in "-_" else " " for c in text)
+    return " ".join(kept.split())

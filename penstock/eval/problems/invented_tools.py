@@ -1,0 +1,84 @@
+"""Tools made up on the spot from verbs, nouns and parameters, so that schemas must be read, not remembered."""
+
+from __future__ import annotations
+
+from random import Random
+
+from penstock.eval.problems.draw import between, pick
+from penstock.eval.problems.tool import (
+    Parameter,
+    Request,
+    Tool,
+    choice,
+    clock_time,
+    code,
+    date,
+    decimal,
+    first_name,
+    function_schema,
+    integer,
+    switch,
+    text,
+    whole,
+)
+from penstock.eval.problems.names import CITIES, COLOURS, invented_word
+
+VERBS = """check start stop open update count rename move copy paint clean inspect load archive register print scan
+measure rotate approve reset pack label store weigh mark repair export import publish test sort lift""".split()
+
+NOUNS = """valve pump crate sensor door shelf robot drone turbine tank gate lamp record invoice badge cable engine
+boat wagon tower panel bridge field hive oven mixer printer locker screen antenna meter channel bottle kiln loom
+battery module node folder account license camera""".split()
+
+PARAMETERS: dict[str, Parameter] = {
+    "id": text(code),
+    "name": text(invented_word),
+    "owner": text(first_name),
+    "level": whole(1, 99),
+    "count": whole(2, 500),
+    "speed": decimal(1, 90),
+    "weight": decimal(1, 90),
+    "site": text(lambda rng: pick(rng, CITIES)),
+    "colour": text(lambda rng: pick(rng, COLOURS)),
+    "date": text(date),
+    "time": text(clock_time),
+    "mode": choice("fast", "slow", "normal"),
+    "size": choice("small", "medium", "large"),
+    "quiet": switch(),
+    "dry_run": switch(),
+    "code": text(code),
+    "target": text(invented_word),
+    "seconds": whole(1, 900),
+    "key": text(code),
+    "zone": whole(1, 40),
+}
+_LABELS = tuple(PARAMETERS)
+
+OPENINGS = (
+    "Please {verb} the {noun}",
+    "{Verb} the {noun}",
+    "I want you to {verb} the {noun}",
+    "Can you {verb} a {noun}",
+    "Use {name}",
+    "Call {name}",
+)
+RETURNS = {"status": lambda rng: pick(rng, ("ok", "done", "queued")), "number": integer(1, 9999)}
+
+
+def invent_tool(rng: Random) -> Tool:
+    """A tool with one to three parameters and one way to ask for it that names them all."""
+    verb, noun = pick(rng, VERBS), pick(rng, NOUNS)
+    name = f"{verb}_{noun}"
+    labels = list(dict.fromkeys(pick(rng, _LABELS) for _ in range(between(rng, 1, 3))))
+    parameters = {label: PARAMETERS[label] for label in labels}
+    opening = pick(rng, OPENINGS).format(verb=verb, Verb=verb.capitalize(), noun=noun, name=name)
+    listed = [f"{label.replace('_', ' ')} {{{label}}}" for label in labels]
+    given = listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
+    return Tool(
+        name,
+        function_schema(name, f"{verb.capitalize()} a {noun}.", parameters),
+        parameters,
+        (Request(f"{opening} with {given}.", tuple(labels), {}),),
+        RETURNS,
+        f"The {noun} is {{status}}, number {{number}}.",
+    )

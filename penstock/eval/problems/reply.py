@@ -1,0 +1,178 @@
+"""What a model answered, and the Qwen3.5 text form of thoughts and tool calls: written here and read back.
+
+A server may split a reply into reasoning, content and tool calls, or return the bare text; both become the
+same `Reply`. Judging a reply is left to the checks of conversation.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+THOUGHT_END = "</think>"
+TURN_END = "<|im_end|>"
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of one tool, with arguments of the types its schema asks for."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+    def equals(self, other: Call) -> bool:
+        """Same tool, same arguments, same types: true is not 1, though 2 is 2.0."""
+        return (
+            self.name == other.name
+            and self.arguments.keys() == other.arguments.keys()
+            and all(_same(value, other.arguments[name]) for name, value in self.arguments.items())
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    content: str
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+    finish_reason: str = "stop"
+    is_thought_closed: bool = True  # exactly one thought, and it ended; without thinking: none at all
+
+    @classmethod
+    def from_text(
+        cls,
+        text: str,
+        *,
+        is_thinking: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        finish_reason: str = "stop",
+    ) -> Reply:
+        """A reply as generated after the prompt; with thinking on the prompt has already opened the thought."""
+        text = text.removesuffix(TURN_END)
+        num_ends = text.count(THOUGHT_END)
+        thought, _, answer = text.rpartition(THOUGHT_END)
+        content, calls = parse_calls(answer, tools or ())
+        return cls(
+            content=content.strip(),
+            reasoning=thought.removeprefix("<think>").strip(),
+            calls=calls,
+            finish_reason=finish_reason,
+            is_thought_closed=num_ends == int(is_thinking),
+        )
+
+    @classmethod
+    def from_message(
+        cls,
+        message: Mapping[str, Any],
+        finish_reason: str,
+        *,
+        is_thinking: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Reply:
+        """A reply as a server of the OpenAI API returned it."""
+        text = message.get("content") or ""
+        reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+        is_split = bool(reasoning)
+        found = cls.from_text(
+            text, is_thinking=is_thinking and not is_split, tools=tools, finish_reason=finish_reason
+        )
+        if not message.get("tool_calls") and not is_split:
+            return found
+        calls = tuple(_call_of(entry["function"]) for entry in message.get("tool_calls") or ())
+        return cls(
+            found.content, reasoning or found.reasoning, calls or found.calls, finish_reason,
+            found.is_thought_closed,
+        )  # fmt: skip
+
+
+def write_calls(calls: Sequence[Mapping[str, Any]]) -> str:
+    """OpenAI-style tool calls in the form the model writes them."""
+    return "\n".join(_write_call(call["function"]) for call in calls)
+
+
+def _write_call(function: Mapping[str, Any]) -> str:
+    parameters = "".join(
+        f"<parameter={name}>\n{_write_value(value)}\n</parameter>\n"
+        for name, value in function["arguments"].items()
+    )
+    return f"{CALL_START}\n<function={function['name']}>\n{parameters}</function>\n{CALL_END}"
+
+
+def _write_value(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
+
+
+def parse_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[Call, ...]]:
+    """The text before the calls, and the calls. What cannot be read as a call stays text."""
+    content, *blocks = text.split(CALL_START)
+    types = {
+        tool["function"]["name"]: {
+            name: schema.get("type", "string")
+            for name, schema in tool["function"].get("parameters", {}).get("properties", {}).items()
+        }
+        for tool in tools
+    }
+    calls = []
+    for block in blocks:
+        call = _parse_call(block, types)
+        if call is None:
+            return text, ()
+        calls.append(call)
+    return content, tuple(calls)
+
+
+def _parse_call(block: str, types: Mapping[str, Mapping[str, str]]) -> Call | None:
+    body, end, rest = block.partition(CALL_END)
+    head, opened, body = body.strip().partition(">\n")
+    if not (end and opened and head.startswith("<function=") and body.endswith("</function>")):
+        return None
+    if rest.strip():
+        return None
+    name = head.removeprefix("<function=")
+    arguments = {}
+    for piece in body.removesuffix("</function>").split("</parameter>\n"):
+        if not piece.strip():
+            continue
+        label, opened, value = piece.partition(">\n")
+        if not (opened and label.startswith("<parameter=")):
+            return None
+        parameter = label.removeprefix("<parameter=")
+        kind = types.get(name, {}).get(parameter, "string")
+        arguments[parameter] = _typed(value.removesuffix("\n"), kind)
+    return Call(name, arguments)
+
+
+def _typed(text: str, kind: str) -> Any:
+    """The value the schema's type makes of the text; the text itself, which no check takes, when none fits."""
+    try:
+        if kind == "integer":
+            return int(text)
+        if kind == "number":
+            return float(text)
+        if kind == "boolean":
+            return {"true": True, "false": False}[text.lower()]
+        if kind in ("array", "object"):
+            return json.loads(text)
+    except (ValueError, KeyError):
+        return text
+    return text
+
+
+def _call_of(function: Mapping[str, Any]) -> Call:
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = {}
+    return Call(function["name"], arguments if isinstance(arguments, dict) else {})
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, bool) != isinstance(other, bool):
+        return False
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)

@@ -1,0 +1,124 @@
+"""Small sums with a bare number for an answer: what a harness asks in between to see whether a model is awake.
+
+Sums and differences of up to three digits, products up to 20 x 20 or of two digits by one, exact quotients.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from penstock.eval.problems.arithmetic import add, divide, multiply, subtract
+from penstock.eval.problems.conversation import (
+    Conversation,
+    ExactText,
+    assistant,
+    decide_thinking,
+    sometimes_system,
+    user,
+)
+from penstock.eval.problems.draw import between, is_held_out, pick
+
+# {a} {sign} {b} stand apart in some and close together in others: "7*8", "17 + 26".
+QUESTIONS = (
+    "What is {sum}?",
+    "What's {sum}?",
+    "Compute {sum}.",
+    "Calculate {sum}.",
+    "How much is {sum}?",
+    "{sum} = ?",
+    "{sum} =",
+    "{sum}",
+    "What does {sum} equal?",
+    "Tell me {sum}.",
+    "Please compute {sum}.",
+    "Can you work out {sum}?",
+    "Work out {sum}.",
+    "Evaluate {sum}.",
+    "Quick check: what is {sum}?",
+    "Solve {sum}.",
+    "Give me the result of {sum}.",
+    "I need to know {sum}.",
+)
+INSTRUCTIONS = (
+    "Only output the number.",
+    "Reply with just the number.",
+    "Answer with the number only.",
+    "Just the number, please.",
+    "Reply with only the number.",
+    "Respond with a single number.",
+    "Output only the result.",
+    "Give only the final number.",
+    "Number only.",
+    "No words, only the number.",
+    "Answer with just the number, nothing else.",
+    "Return the number and nothing else.",
+    "",
+    "",
+)
+SPOKEN = {
+    "+": ("the sum of {a} and {b}", "{a} plus {b}", "{a} added to {b}"),
+    "-": ("{a} minus {b}", "the difference of {a} and {b}", "{a} take away {b}"),
+    "*": ("{a} times {b}", "the product of {a} and {b}", "{a} multiplied by {b}", "{a} x {b}", "{a} × {b}"),
+    "/": ("{a} divided by {b}", "{a} over {b}", "{a} ÷ {b}"),
+}
+WRITTEN = {
+    "+": ("{a} + {b}", "{a}+{b}"),
+    "-": ("{a} - {b}", "{a}-{b}"),
+    "*": ("{a} * {b}", "{a}*{b}"),
+    "/": ("{a} / {b}", "{a}/{b}"),
+}
+
+
+def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Conversation:
+    question, work, value = draw_check(rng)
+    while is_held_out(question) != held_out:
+        question, work, value = draw_check(rng)
+    is_thinking = decide_thinking(rng, thinking)
+    return Conversation(
+        kind="spot_checks",
+        messages=(
+            *sometimes_system(rng),
+            user(question),
+            assistant(str(value), f"{work}." if is_thinking else None),
+        ),
+        check=ExactText(str(value)),
+        enable_thinking=is_thinking,
+    )
+
+
+def draw_check(rng: Random) -> tuple[str, str, int]:
+    """The question, its calculation and its value."""
+    sign, a, b, work, value = _draw_sum(rng)
+    forms = WRITTEN if rng.random() < 0.75 or value < 0 else SPOKEN  # "the difference of 3 and 5" is 2 to many
+    text = pick(rng, forms[sign]).format(a=a, b=b)
+    question = pick(rng, QUESTIONS).replace("{sum}", text)
+    question = question[0].upper() + question[1:]
+    if instruction := pick(rng, INSTRUCTIONS):
+        if rng.random() < 0.15:
+            return f"{instruction} {question}", work, value
+        gap = " " if question[-1] in ".?" else "\n"
+        question = question + gap + instruction
+    return question, work, value
+
+
+def _draw_sum(rng: Random) -> tuple[str, int, int, str, int]:
+    luck = rng.random()
+    highest = pick(rng, (20, 20, 20, 99, 99, 99, 99, 99, 999, 999))
+    if luck < 0.3:
+        a, b = between(rng, 0, highest), between(rng, 0, highest)
+        return "+", a, b, add(a, b), a + b
+    if luck < 0.55:
+        a, b = between(rng, 0, highest), between(rng, 0, highest)
+        if a < b and rng.random() < 0.8:
+            a, b = b, a
+        return "-", a, b, subtract(a, b), a - b
+    if luck < 0.87:
+        if rng.random() < 0.75:
+            a, b = between(rng, 0, 20), between(rng, 0, 20)
+        else:
+            a, b = between(rng, 10, 99), between(rng, 2, 9)
+            if rng.random() < 0.3:
+                a, b = b, a
+        return "*", a, b, multiply(a, b), a * b
+    b, value = between(rng, 1, 12), between(rng, 0, 25)
+    return "/", b * value, b, divide(b * value, b), value

@@ -1,0 +1,101 @@
+"""An attention layer: norm, projections, rotation, attention over the cache, and back to the residual stream.
+
+Every family's attention is this one with its own numbers. It does not know where its weights come from.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from penstock.layers.inputs import KVCache, StepInputs
+from penstock.layers.parameter import norm_parameter, parameter
+from penstock.ops import linear, norm_linear, paged_attention, rope_and_store
+from penstock.types import KVSpec
+
+
+class Attention(nn.Module):
+    """Rows of `qkv`: query heads, gate heads when gated, key heads, value heads."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        qkv_bias: bool,
+        out_bias: bool,
+        qk_norm: bool,
+        gated: bool,  # the output is multiplied by sigmoid of a projection as wide as the queries
+        interleaved_rope: bool,  # rotates (2j, 2j + 1) instead of (j, j + rot/2)
+        window: int,  # tokens a query looks back on, itself included; 0 is all
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.eps = eps
+        self.gated = gated
+        self.interleaved_rope = interleaved_rope
+        self.window = window
+        self.query_size = num_heads * head_dim
+        self.gate_size = self.query_size if gated else 0
+        self.kv_size = num_kv_heads * head_dim
+        qkv_size = self.query_size + self.gate_size + 2 * self.kv_size
+        self.norm = norm_parameter(hidden_size, device)
+        self.qkv = parameter(qkv_size, hidden_size, dtype=dtype, device=device)
+        self.qkv_bias = parameter(qkv_size, dtype=dtype, device=device) if qkv_bias else None
+        self.q_norm = norm_parameter(head_dim, device) if qk_norm else None
+        self.k_norm = norm_parameter(head_dim, device) if qk_norm else None
+        self.out = parameter(hidden_size, self.query_size, dtype=dtype, device=device)
+        self.out_bias = parameter(hidden_size, dtype=dtype, device=device) if out_bias else None
+
+    @property
+    def cache_spec(self) -> KVSpec:
+        return KVSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    def forward(
+        self,
+        hidden: Tensor,  # [T, H]
+        inputs: StepInputs,
+        cache: KVCache,
+        rope: Tensor,  # [max_len, 2, rot/2]
+    ) -> Tensor:  # [T, H]
+        deterministic = inputs.deterministic
+        projected = norm_linear(
+            hidden, self.norm, self.eps, self.qkv, self.qkv_bias, deterministic=deterministic
+        )
+        sizes = (self.query_size, self.gate_size, self.kv_size, self.kv_size)
+        q, gate, k, v = projected.split(sizes, dim=-1)
+        q = rope_and_store(
+            q.unflatten(-1, (self.num_heads, self.head_dim)),
+            k.unflatten(-1, (self.num_kv_heads, self.head_dim)),
+            v.unflatten(-1, (self.num_kv_heads, self.head_dim)),
+            self.q_norm,
+            self.k_norm,
+            self.eps,
+            rope,
+            inputs.positions,
+            inputs.kv_index,
+            cache.keys,
+            cache.values,
+            self.interleaved_rope,
+        )
+        attended = paged_attention(
+            q,
+            cache.keys,
+            cache.values,
+            inputs.page_table,
+            inputs.query_start,
+            inputs.context_lens,
+            inputs.spans,
+            self.head_dim**-0.5,
+            self.window,
+            gate if self.gated else None,
+            deterministic=deterministic,
+        )
+        return linear(attended, self.out, self.out_bias, residual=hidden, deterministic=deterministic)

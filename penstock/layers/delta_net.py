@@ -1,0 +1,71 @@
+"""A Gated DeltaNet layer: norm, projection, the mixer with its state, and back to the residual stream."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from penstock.layers.inputs import StateCache, StepInputs
+from penstock.layers.parameter import norm_parameter, parameter
+from penstock.ops import gated_delta_net, linear, norm_linear
+from penstock.types import StateSpec
+
+
+class DeltaNet(nn.Module):
+    """Rows of `in_proj`: q, k and v (the channels of the convolution), z, b, a."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        conv_kernel: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.num_key_heads = num_key_heads
+        self.eps = eps
+        value_size = num_value_heads * value_dim
+        conv_channels = 2 * num_key_heads * key_dim + value_size
+        self.cache_spec = StateSpec(
+            num_value_heads=num_value_heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            conv_channels=conv_channels,
+            conv_width=conv_kernel - 1,
+        )
+        num_rows = conv_channels + value_size + 2 * num_value_heads
+        self.norm = norm_parameter(hidden_size, device)
+        self.in_proj = parameter(num_rows, hidden_size, dtype=dtype, device=device)
+        self.conv = parameter(conv_channels, conv_kernel, dtype=dtype, device=device)
+        self.a_log = parameter(num_value_heads, dtype=torch.float32, device=device)
+        self.dt_bias = parameter(num_value_heads, dtype=torch.float32, device=device)
+        self.gated_norm = norm_parameter(value_dim, device)
+        self.out = parameter(hidden_size, value_size, dtype=dtype, device=device)
+
+    def forward(self, hidden: Tensor, inputs: StepInputs, cache: StateCache) -> Tensor:  # [T, H] -> [T, H]
+        deterministic = inputs.deterministic
+        mixed = norm_linear(hidden, self.norm, self.eps, self.in_proj, deterministic=deterministic)
+        read_out = gated_delta_net(
+            mixed,
+            self.conv,
+            self.a_log,
+            self.dt_bias,
+            self.gated_norm,
+            self.eps,
+            cache.conv,
+            cache.recurrent,
+            inputs.query_start,
+            inputs.context_lens,
+            inputs.state_slots,
+            inputs.initial_slots,
+            inputs.spans,
+            self.num_key_heads,
+            deterministic=deterministic,
+        )
+        return linear(read_out, self.out, residual=hidden, deterministic=deterministic)

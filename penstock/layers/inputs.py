@@ -1,0 +1,54 @@
+"""What every layer sees: the tokens of one step and the cache of that layer.
+
+`StepInputs` travels as an argument, `layer(hidden, inputs, cache)`, and is never fetched from anywhere:
+it is what CUDA graphs capture, what tests build by hand, and all a reader needs to follow a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """A row of the step as the host knows it; kernels use it for grid sizes, references to loop."""
+
+    num_tokens: int
+    context_len: int  # tokens visible to the row after this step
+    checkpoints: tuple[tuple[int, int], ...] = ()  # (tokens of this row, slot): save the state after them
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    token_ids: Tensor  # [T] int64     all rows, one after the other
+    positions: Tensor  # [T] int64
+    query_start: Tensor  # [R + 1] int64  row r owns tokens query_start[r]:query_start[r + 1]
+    context_lens: Tensor  # [R] int64    tokens visible to the row after this step
+    page_table: Tensor  # [R, P] int32
+    kv_index: Tensor  # [T] int64     where each token's key and value go: page * page_size + offset
+    state_slots: Tensor  # [R] int64    where the row's recurrent state goes
+    initial_slots: Tensor  # [R] int64   where it comes from; ignored for a row that starts at position 0
+    logit_rows: Tensor  # [L] int64    tokens whose logits are wanted
+    spans: tuple[RowSpan, ...]  # the rows again, on the host
+    deterministic: bool = False  # results must not depend on what else is in the step
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys (after norm and rope) and values of one attention layer. Page 0 belongs to nobody."""
+
+    keys: Tensor  # [pages, page_size, Hkv, D]
+    values: Tensor  # [pages, page_size, Hkv, D]
+
+
+@dataclass(frozen=True, slots=True)
+class StateCache:
+    """Recurrent and convolution state of one DeltaNet layer. Slot 0 belongs to nobody."""
+
+    recurrent: Tensor  # [slots, Hv, K, V] float32
+    conv: Tensor  # [slots, conv_width, C]
+
+
+LayerCache = KVCache | StateCache

@@ -1,0 +1,28 @@
+"""The angles of rotary positions for a whole context, made once when the model is made."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from penstock.ops import rope_table
+
+
+def inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:  # [rot/2] float32
+    """1 / theta^(2j / rot), as the float32 reciprocal of a float32 power: other roundings drift apart over
+    a long context.
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    return 1.0 / theta**exponents
+
+
+class Rope(nn.Module):
+    """Holds the table as a buffer: it is computed, so it is in no checkpoint. Build it on its device."""
+
+    table: Tensor  # [max_len, 2, rot/2] float32
+
+    def __init__(
+        self, inv_freq: Tensor, max_len: int, device: torch.device | str, scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.register_buffer("table", rope_table(inv_freq.to(device), max_len, scale), persistent=False)

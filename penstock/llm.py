@@ -1,0 +1,167 @@
+"""The offline API: text in, text out, in this process.
+
+llm = LLM("path/to/model")
+for completion in llm.generate(["One", "Two"], SamplingParams(max_tokens=16)):
+    print(completion.text)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.config import EngineConfig, from_mapping
+from penstock.engine.engine import Engine
+from penstock.models.source import find_model
+from penstock.progress import OnPhase
+from penstock.text.prompt import build_requests
+from penstock.text.stream import StreamDecoder
+from penstock.text.template import ChatTemplate
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprob
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    text: str
+    token_ids: tuple[int, ...]
+    finish: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(slots=True)
+class _Reply:
+    """One request on its way: what has been decoded and what nobody has read yet."""
+
+    request: Request
+    decoder: StreamDecoder
+    text: str = ""
+    unread: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    finish: FinishReason | None = None
+
+    def take(self, delta: TokenDelta) -> None:
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        text = self.decoder.push(delta.token_ids)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish = delta.finish
+        if self.decoder.stopped:
+            self.finish = "stop"
+            del self.token_ids[self.decoder.num_tokens :]
+            del self.logprobs[self.decoder.num_tokens :]
+        elif self.finish is not None:
+            text += self.decoder.finish()
+        self.text += text
+        self.unread += text
+
+    def completion(self) -> Completion:
+        assert self.finish is not None
+        return Completion(
+            text=self.text,
+            token_ids=tuple(self.token_ids),
+            finish=self.finish,
+            num_prompt_tokens=len(self.request.token_ids),
+            num_cached_tokens=self.num_cached_tokens,
+            logprobs=tuple(self.logprobs),
+        )
+
+
+class LLM:
+    def __init__(
+        self,
+        model: str = "",
+        *,
+        tokenizer: str | None = None,
+        on_phase: OnPhase = lambda _: None,
+        **settings: Any,
+    ) -> None:
+        """`model` is a folder, a preset (with random_weights=True) or, if empty, the embedded model.
+
+        `settings` are the fields of `EngineConfig`.
+        """
+        config: EngineConfig = from_mapping(EngineConfig, {"model": model, **settings})
+        source = find_model(model)
+        self.tokenizer = Tokenizer.load(tokenizer or source.path)
+        self.template = ChatTemplate.load(tokenizer or source.path)
+        self.engine = Engine.from_source(source, config, on_phase)
+        self._replies: dict[str, _Reply] = {}
+        self._ids = itertools.count()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None
+    ) -> list[Completion]:
+        """One completion per prompt, in their order; with n > 1, n of them for each prompt."""
+        alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many: Sequence[Any] = [prompts] if alone else prompts
+        ids = [id for prompt in many for id in self._submit(self._encode(prompt), sampling)]
+        try:
+            while any(self._replies[id].finish is None for id in ids):
+                self._step()
+            return [self._replies[id].completion() for id in ids]
+        finally:
+            self._forget(ids)
+
+    def chat(
+        self, messages: list[dict[str, Any]], sampling: SamplingParams | None = None, **template_kwargs: Any
+    ) -> Completion:
+        return self.generate(self.encode_chat(messages, **template_kwargs), sampling)[0]
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[str]:
+        """Pieces of text as they come. Leaving the loop early stops the request."""
+        (id,) = self._submit(self._encode(prompt), sampling)
+        reply = self._replies[id]
+        try:
+            while reply.finish is None:
+                self._step()
+                text, reply.unread = reply.unread, ""
+                if text:
+                    yield text
+            if reply.unread:
+                yield reply.unread
+        finally:
+            self._forget([id])
+
+    def stream_chat(
+        self, messages: list[dict[str, Any]], sampling: SamplingParams | None = None, **template_kwargs: Any
+    ) -> Iterator[str]:
+        return self.stream(self.encode_chat(messages, **template_kwargs), sampling)
+
+    def encode_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
+        return self.tokenizer.encode(self.template.render(messages, **template_kwargs))
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt, True) if isinstance(prompt, str) else list(prompt)
+
+    def _submit(self, token_ids: list[int], sampling: SamplingParams | None) -> list[str]:
+        sampling = sampling or SamplingParams()
+        requests = build_requests(
+            f"llm-{next(self._ids)}", token_ids, sampling, self.tokenizer, self.engine.info.max_model_len
+        )
+        for request in requests:
+            self.engine.submit(request)
+            decoder = StreamDecoder(self.tokenizer, sampling.stop, sampling.min_tokens)
+            self._replies[request.id] = _Reply(request, decoder)
+        return [request.id for request in requests]
+
+    def _step(self) -> None:
+        for delta in self.engine.step():
+            reply = self._replies.get(delta.request_id)
+            if reply is None or reply.finish is not None:
+                continue
+            reply.take(delta)
+            if reply.decoder.stopped:
+                self.engine.abort(delta.request_id)
+
+    def _forget(self, ids: list[str]) -> None:
+        for id in ids:
+            if self._replies.pop(id).finish is None:
+                self.engine.abort(id)

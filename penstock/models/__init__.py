@@ -1,0 +1,63 @@
+"""Which file builds which architecture: one file per family, found by what config.json calls itself."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import CheckpointError, nearest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# model_type of config.json -> module with `build(config, dtype, device)`
+ARCHITECTURES: Mapping[str, str] = {
+    "llama": "penstock.models.llama",
+    "mistral": "penstock.models.llama",
+    "qwen2": "penstock.models.llama",
+    "qwen3": "penstock.models.llama",
+    "qwen3_moe": "penstock.models.llama",
+    "tiny_llama": "penstock.models.llama",
+    "qwen3_5": "penstock.models.qwen3_5",
+    "qwen3_5_text": "penstock.models.qwen3_5",
+    "qwen3_5_moe": "penstock.models.qwen3_5",
+    "qwen3_5_moe_text": "penstock.models.qwen3_5",
+}
+
+
+def build_model(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The model a config.json describes, its parameters on the device and not yet filled."""
+    module = importlib.import_module(ARCHITECTURES[model_type_of(config)])
+    model: nn.Module = module.build(config, dtype, device)
+    return model
+
+
+def model_type_of(config: Mapping[str, Any]) -> str:
+    """The key into ARCHITECTURES: model_type, or what the class under `architectures` amounts to."""
+    names = [config.get("model_type"), *(config.get("architectures") or ())]
+    for name in names:
+        if isinstance(name, str):
+            key = name if name in ARCHITECTURES else _CLASS_NAMES.get(name)
+            if key is not None:
+                return key
+    seen = next((name for name in names if isinstance(name, str)), None)
+    raise CheckpointError(
+        f"The architecture {seen!r} is not supported" if seen else "config.json has no model_type",
+        f"Supported are {', '.join(ARCHITECTURES)}.",
+        nearest(seen, ARCHITECTURES) if seen else "Add the model_type of the architecture.",
+    )
+
+
+_CLASS_NAMES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+}

@@ -1,0 +1,385 @@
+"""Llama and the families that are Llama with other numbers: Mistral, Qwen2, Qwen3, plain state dicts.
+
+`LlamaConfig` reads a config.json and refuses what this file would run wrongly; `Llama` is the model, and its
+placements say where each checkpoint tensor goes. It does not know files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.errors import CheckpointError
+from penstock.layers.attention import Attention
+from penstock.layers.inputs import KVCache, LayerCache, StepInputs
+from penstock.layers.mlp import DenseMLP, SparseMLP
+from penstock.layers.parameter import norm_parameter, parameter
+from penstock.layers.rope import Rope, inverse_frequencies
+from penstock.models import model_type_of
+from penstock.models.placement import Placement
+from penstock.models.reading import read
+from penstock.ops import norm_linear
+from penstock.types import CacheSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What a model_type means where its config.json is silent."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    num_kv_heads: int | None = None  # None: as many as there are heads
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    window: int | None = None  # sliding_window when the key is absent
+    window_flag: bool = False  # sliding_window counts only with use_sliding_window
+    is_plain: bool = False  # interleaved rope, tensor names without "model."
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(num_kv_heads=8, window=4096),
+    "qwen2": Family(qkv_bias=True, num_kv_heads=32, window=4096, window_flag=True),
+    "qwen3": Family(qk_norm=True, num_kv_heads=32, head_dim=128, window=4096, window_flag=True),
+    "qwen3_moe": Family(qk_norm=True, num_kv_heads=4, window=4096, window_flag=True),
+    "tiny_llama": Family(is_plain=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How positions beyond the trained length are squeezed in: not at all, evenly, or as Llama 3.1 does."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_len: int = 8192
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], max_position: int) -> RopeScaling:
+        settings = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if not isinstance(settings, dict):
+            raise _unsupported("rope_scaling", settings)
+        theta = read(settings, "rope_theta", float, read(config, "rope_theta", float, 10_000.0))
+        kind = read(settings, "rope_type", str, read(settings, "type", str, "default"))
+        if any(isinstance(value, dict) for value in settings.values()):
+            raise _unsupported("rope_parameters", "one rope per kind of layer")
+        for level in (settings, config):
+            if read(level, "partial_rotary_factor", float, 1.0) != 1.0:
+                raise _unsupported("partial_rotary_factor", level["partial_rotary_factor"])
+        if kind == "default":
+            return cls(theta)
+        if kind == "linear":
+            return cls(theta, kind, read(settings, "factor", float))
+        if kind == "llama3":
+            return cls(
+                theta,
+                kind,
+                read(settings, "factor", float),
+                read(settings, "low_freq_factor", float),
+                read(settings, "high_freq_factor", float),
+                read(settings, "original_max_position_embeddings", int, max_position),
+            )
+        raise _unsupported("rope_type", kind)
+
+    def inverse_frequencies(self, head_dim: int) -> Tensor:  # [D/2] float32
+        inv_freq = inverse_frequencies(self.theta, head_dim)
+        if self.kind == "linear":
+            return inv_freq / self.factor
+        if self.kind == "llama3":
+            # Waves that fit often into the trained length stay, long ones are stretched, between they blend.
+            low, high = self.low_freq_factor, self.high_freq_factor
+            num_waves = self.original_len / (2 * torch.pi / inv_freq)
+            keep = ((num_waves - low) / (high - low)).clamp(0.0, 1.0)
+            return (1.0 - keep) * inv_freq / self.factor + keep * inv_freq
+        return inv_freq
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    eps: float
+    rope: RopeScaling
+    windows: tuple[int, ...]  # by layer: tokens a query sees, itself included; 0 is all
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm: bool
+    is_tied: bool
+    is_plain: bool
+    sparse_layers: frozenset[int]
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    normalize_experts: bool
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> LlamaConfig:
+        model_type = model_type_of(config)
+        family = FAMILIES[model_type]
+        if read(config, "hidden_act", str, "silu") != "silu":
+            raise _unsupported("hidden_act", config["hidden_act"])
+        if read(config, "mlp_bias", bool, False):
+            raise _unsupported("mlp_bias", True)
+        num_layers = read(config, "num_hidden_layers", int)
+        num_heads = read(config, "num_attention_heads", int)
+        hidden_size = read(config, "hidden_size", int)
+        max_position = read(config, "max_position_embeddings", int)
+        attention_bias = read(config, "attention_bias", bool, False)
+        sparse = _sparse_layers(config, num_layers) if model_type == "qwen3_moe" else frozenset()
+        num_kv_heads = read(config, "num_key_value_heads", int, family.num_kv_heads or num_heads)
+        if num_heads % num_kv_heads:
+            raise CheckpointError(
+                f"config.json has {num_heads} attention heads and {num_kv_heads} key-value heads",
+                "The first must be a multiple of the second.",
+            )
+        head_dim = read(config, "head_dim", int, family.head_dim or hidden_size // num_heads)
+        return cls(
+            hidden_size=hidden_size,
+            intermediate_size=read(config, "intermediate_size", int),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            vocab_size=read(config, "vocab_size", int),
+            max_position=max_position,
+            eps=read(config, "rms_norm_eps", float, 1e-6),
+            rope=RopeScaling.from_dict(config, max_position),
+            windows=_windows(config, model_type, family, num_layers),
+            qkv_bias=family.qkv_bias or attention_bias,
+            out_bias=attention_bias,
+            qk_norm=family.qk_norm,
+            is_tied=read(config, "tie_word_embeddings", bool, False),
+            is_plain=family.is_plain,
+            sparse_layers=sparse,
+            num_experts=_num_experts(config) if sparse else 0,
+            experts_per_token=read(config, "num_experts_per_tok", int) if sparse else 0,
+            expert_size=read(config, "moe_intermediate_size", int) if sparse else 0,
+            normalize_experts=read(config, "norm_topk_prob", bool, False),
+        )
+
+
+def _windows(config: Mapping[str, Any], model_type: str, family: Family, num_layers: int) -> tuple[int, ...]:
+    """By layer. A null sliding_window is none; an absent one is the family's."""
+    window = config.get("sliding_window", family.window)
+    if family.window_flag and not read(config, "use_sliding_window", bool, False):
+        window = None
+    if family.window is None or window is None:
+        return (0,) * num_layers
+    if not isinstance(window, int) or window < 1:
+        raise _unsupported("sliding_window", window)
+    if model_type not in ("qwen2", "qwen3"):
+        return (window,) * num_layers
+    layer_types = read(config, "layer_types", list, None)
+    if layer_types is None:
+        first = read(config, "max_window_layers", int, 28)
+        return tuple(window if layer >= first else 0 for layer in range(num_layers))
+    known = {"sliding_attention": window, "full_attention": 0}
+    for layer_type in layer_types:
+        if layer_type not in known:
+            raise _unsupported("layer_types", layer_type)
+    if len(layer_types) != num_layers:
+        raise CheckpointError(f"config.json has {num_layers} layers and {len(layer_types)} layer_types")
+    return tuple(known[layer_type] for layer_type in layer_types)
+
+
+def _sparse_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+    step = read(config, "decoder_sparse_step", int, 1)
+    dense = read(config, "mlp_only_layers", list, None) or []
+    if _num_experts(config) == 0:
+        return frozenset()
+    return frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+
+
+def _num_experts(config: Mapping[str, Any]) -> int:
+    """Published as num_experts; transformers 5 writes num_local_experts."""
+    return read(config, "num_local_experts" if "num_local_experts" in config else "num_experts", int)
+
+
+def _unsupported(key: str, value: object) -> CheckpointError:
+    return CheckpointError(
+        f"config.json has {key} {value!r}",
+        "This engine does not know how to run that, and will not run it wrongly.",
+        "Use a model without it.",
+    )
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self, config: LlamaConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.attention = Attention(
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.eps,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.out_bias,
+            qk_norm=config.qk_norm,
+            gated=False,
+            interleaved_rope=config.is_plain,
+            window=config.windows[index],
+            dtype=dtype,
+            device=device,
+        )
+        self.mlp: DenseMLP | SparseMLP
+        if index in config.sparse_layers:
+            self.mlp = SparseMLP(
+                hidden_size=config.hidden_size,
+                num_experts=config.num_experts,
+                experts_per_token=config.experts_per_token,
+                expert_size=config.expert_size,
+                shared_expert_size=0,
+                normalize=config.normalize_experts,
+                eps=config.eps,
+                dtype=dtype,
+                device=device,
+            )
+        else:
+            self.mlp = DenseMLP(
+                hidden_size=config.hidden_size,
+                intermediate_size=config.intermediate_size,
+                eps=config.eps,
+                dtype=dtype,
+                device=device,
+            )
+
+    def forward(self, hidden: Tensor, inputs: StepInputs, cache: KVCache, rope: Tensor) -> Tensor:  # [T, H]
+        return self.mlp(self.attention(hidden, inputs, cache, rope), inputs)
+
+
+class Llama(nn.Module):
+    # Rotary tables that some exports store: they are computed here.
+    ignored: ClassVar[tuple[str, ...]] = (
+        r"(.*\.)?(rotary_emb|rope)\..*",
+        r"(.*\.)?(inv_freq|(freqs|rope)_(cis|cos|sin)|(cos|sin)_cached)",
+    )
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.vocab_size = config.vocab_size
+        self.max_position = config.max_position
+        self.embed = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        layers = [LlamaLayer(config, index, dtype, device) for index in range(config.num_layers)]
+        self.layers = nn.ModuleList(layers)
+        self._cache_specs: list[CacheSpec] = [layer.attention.cache_spec for layer in layers]
+        self.norm = norm_parameter(config.hidden_size, device)
+        self.head: nn.Parameter | None = None
+        if not config.is_tied:
+            self.head = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.rope = Rope(config.rope.inverse_frequencies(config.head_dim), config.max_position, device)
+
+    def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor:  # [T, H]
+        """The residual stream after the last layer, before the final norm."""
+        hidden = F.embedding(inputs.token_ids, self.embed)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            hidden = layer(hidden, inputs, cache, self.rope.table)
+        return hidden
+
+    def logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32
+        head = self.embed if self.head is None else self.head
+        return norm_linear(hidden, self.norm, self.config.eps, head, deterministic=deterministic).float()
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return list(self._cache_specs)
+
+    def placements(self, names: Collection[str] = ()) -> dict[str, Placement]:
+        """Checkpoint tensor name -> its place. Where exports differ, `names` (what is there) decides."""
+        config = self.config
+        present = frozenset(names)
+        prefix = "" if config.is_plain else "model."
+        vocabulary = (config.vocab_size, config.hidden_size)
+        table = {
+            f"{prefix}embed_tokens.weight": Placement("embed", vocabulary),
+            f"{prefix}norm.weight": Placement("norm", (config.hidden_size,)),
+        }
+        if not config.is_tied:
+            table["lm_head.weight"] = Placement("head", vocabulary)
+        elif "lm_head.weight" in present:
+            table["lm_head.weight"] = Placement("embed", vocabulary)
+        for i in range(config.num_layers):
+            stored, ours = f"{prefix}layers.{i}.", f"layers.{i}."
+            table |= {stored + name: place for name, place in _attention_places(config, ours)}
+            if i not in config.sparse_layers:
+                table |= {stored + name: place for name, place in _dense_places(config, ours)}
+            elif f"{stored}mlp.experts.gate_up_proj" in present:
+                table |= {stored + name: place for name, place in _fused_expert_places(config, ours)}
+            else:
+                table |= {stored + name: place for name, place in _expert_places(config, ours)}
+        return (
+            {_spelling(name, present): place for name, place in table.items()} if config.is_plain else table
+        )
+
+
+Places = Iterator[tuple[str, Placement]]
+
+
+def _spelling(name: str, present: frozenset[str]) -> str:
+    """Plain state dicts differ in what they put around a name."""
+    bare = name.removesuffix(".weight")
+    return next((s for s in (name, bare, f"model.{name}", f"model.{bare}") if s in present), name)
+
+
+def _attention_places(config: LlamaConfig, ours: str) -> Places:
+    hidden, width = config.hidden_size, config.head_dim
+    yield "input_layernorm.weight", Placement(f"{ours}attention.norm", (hidden,))
+    start = 0
+    for name, num_heads in (("q", config.num_heads), ("k", config.num_kv_heads), ("v", config.num_kv_heads)):
+        size = num_heads * width
+        rows = (slice(start, start + size),)
+        yield f"self_attn.{name}_proj.weight", Placement(f"{ours}attention.qkv", (size, hidden), rows)
+        if config.qkv_bias:
+            yield f"self_attn.{name}_proj.bias", Placement(f"{ours}attention.qkv_bias", (size,), rows)
+        start += size
+    yield "self_attn.o_proj.weight", Placement(f"{ours}attention.out", (hidden, config.num_heads * width))
+    if config.out_bias:
+        yield "self_attn.o_proj.bias", Placement(f"{ours}attention.out_bias", (hidden,))
+    if config.qk_norm:
+        yield "self_attn.q_norm.weight", Placement(f"{ours}attention.q_norm", (width,))
+        yield "self_attn.k_norm.weight", Placement(f"{ours}attention.k_norm", (width,))
+    yield "post_attention_layernorm.weight", Placement(f"{ours}mlp.norm", (hidden,))
+
+
+def _dense_places(config: LlamaConfig, ours: str) -> Places:
+    hidden, width = config.hidden_size, config.intermediate_size
+    gate, up = (slice(0, width),), (slice(width, 2 * width),)
+    yield "mlp.gate_proj.weight", Placement(f"{ours}mlp.gate_up", (width, hidden), gate)
+    yield "mlp.up_proj.weight", Placement(f"{ours}mlp.gate_up", (width, hidden), up)
+    yield "mlp.down_proj.weight", Placement(f"{ours}mlp.down", (hidden, width))
+
+
+def _expert_places(config: LlamaConfig, ours: str) -> Places:
+    hidden, width = config.hidden_size, config.expert_size
+    yield "mlp.gate.weight", Placement(f"{ours}mlp.router", (config.num_experts, hidden))
+    for e in range(config.num_experts):
+        stored = f"mlp.experts.{e}."
+        gate, up = (e, slice(0, width)), (e, slice(width, 2 * width))
+        yield f"{stored}gate_proj.weight", Placement(f"{ours}mlp.gate_up", (width, hidden), gate)
+        yield f"{stored}up_proj.weight", Placement(f"{ours}mlp.gate_up", (width, hidden), up)
+        yield f"{stored}down_proj.weight", Placement(f"{ours}mlp.down", (hidden, width), (e,))
+
+
+def _fused_expert_places(config: LlamaConfig, ours: str) -> Places:
+    num_experts, hidden, width = config.num_experts, config.hidden_size, config.expert_size
+    yield "mlp.gate.weight", Placement(f"{ours}mlp.router", (num_experts, hidden))
+    yield "mlp.experts.gate_up_proj", Placement(f"{ours}mlp.gate_up", (num_experts, 2 * width, hidden))
+    yield "mlp.experts.down_proj", Placement(f"{ours}mlp.down", (num_experts, hidden, width))
+
+
+def build(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Llama:
+    return Llama(LlamaConfig.from_dict(config), dtype, device)

@@ -1,0 +1,18 @@
+"""Where one checkpoint tensor goes. Models state these as a table; the loader only follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    parameter: str  # name in the module, as named_parameters() gives it
+    shape: tuple[int, ...]  # of the tensor in the checkpoint
+    index: tuple[slice | int, ...] = ()  # the part of the parameter it fills; () is all of it
+    convert: Callable[[Tensor], Tensor] | None = None  # applied before it is copied

@@ -1,0 +1,187 @@
+"""Qwen3.5 (and 3.6, 3.8) text models, dense and sparse: three DeltaNet layers, then one of attention.
+
+The file holds the shape of the model; `qwen3_5_config` reads config.json, `qwen3_5_placements` knows how the
+checkpoint spells its tensors, `qwen3_5_mtp` is the drafting head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.layers.attention import Attention
+from penstock.layers.delta_net import DeltaNet
+from penstock.layers.inputs import KVCache, LayerCache, StateCache, StepInputs
+from penstock.layers.mlp import DenseMLP, SparseMLP
+from penstock.layers.parameter import norm_parameter, parameter
+from penstock.layers.rope import Rope, inverse_frequencies
+from penstock.models.placement import Placement
+from penstock.models.qwen3_5_config import Qwen3_5Config
+from penstock.models.qwen3_5_mtp import MTP
+from penstock.models.qwen3_5_placements import IGNORED, find_placements, stores_mtp
+from penstock.ops import linear, norm_linear, rms_norm
+from penstock.types import CacheSpec
+
+
+def build(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device | str) -> Qwen3_5:
+    return Qwen3_5(Qwen3_5Config.from_dict(config), dtype, device)
+
+
+class Layer(nn.Module):
+    """One mixer, DeltaNet or attention, and one MLP."""
+
+    def __init__(
+        self, config: Qwen3_5Config, is_attention: bool, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.mixer: Attention | DeltaNet
+        if is_attention:
+            self.mixer = make_attention(config, dtype, device)
+        else:
+            self.mixer = make_delta_net(config, dtype, device)
+        self.mlp = make_mlp(config, dtype, device)
+
+    def forward(self, hidden: Tensor, inputs: StepInputs, cache: LayerCache, rope: Tensor) -> Tensor:
+        if isinstance(self.mixer, DeltaNet):
+            assert isinstance(cache, StateCache)
+            hidden = self.mixer(hidden, inputs, cache)
+        else:
+            assert isinstance(cache, KVCache)
+            hidden = self.mixer(hidden, inputs, cache, rope)
+        return self.mlp(hidden, inputs)
+
+
+class Qwen3_5(nn.Module):
+    ignored = IGNORED
+
+    def __init__(self, config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.vocab_size = config.vocab_size
+        self.max_position = config.max_position
+        self.embedding = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        layers = [Layer(config, is_attention, dtype, device) for is_attention in config.is_attention]
+        self.layers = nn.ModuleList(layers)
+        self._cache_specs: list[CacheSpec] = [layer.mixer.cache_spec for layer in layers]
+        self.norm = norm_parameter(config.hidden_size, device)
+        self.head: nn.Parameter | None = None
+        if not config.is_tied:
+            self.head = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.rope = Rope(
+            inverse_frequencies(config.rope_theta, config.rotary_dim), config.max_position, device
+        )
+        self.mtp = make_mtp(config, dtype, device) if config.has_mtp else None
+
+    def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor:  # [T, H]
+        hidden = F.embedding(inputs.token_ids, self.embedding)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            hidden = layer(hidden, inputs, cache, self.rope.table)
+        return hidden
+
+    def logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32
+        weight = self._head_weight
+        return norm_linear(hidden, self.norm, self.config.eps, weight, deterministic=deterministic).float()
+
+    def draft(
+        self,
+        inputs: StepInputs,
+        next_token_ids: Tensor,  # [T]
+        hidden: Tensor,  # [T, H]  `final_norm` of what forward returned, or what draft returned before
+        cache: KVCache,
+    ) -> Tensor:  # [T, H]  for `draft_logits`, and for the next draft
+        assert self.mtp is not None
+        return self.mtp(inputs, next_token_ids, hidden, cache, self.embedding, self.rope.table)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:  # [T, H] -> [T, H]
+        return rms_norm(hidden, self.norm, self.config.eps)
+
+    def draft_logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32
+        return linear(hidden, self._head_weight, deterministic=deterministic).float()
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return self.embedding if self.head is None else self.head
+
+    def cache_specs(self) -> list[CacheSpec]:
+        return list(self._cache_specs)
+
+    def placements(self, names: Collection[str] | None = None) -> dict[str, Placement]:
+        """Where each tensor of the checkpoint goes. `names` are those it holds: releases differ in them.
+
+        Many checkpoints have no drafting head although their config.json counts one; the model then loses
+        its own.
+        """
+        if names is not None and not stores_mtp(names):
+            self.mtp = None
+        return find_placements(self.config, self.mtp is not None, names)
+
+
+def make_attention(config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str) -> Attention:
+    return Attention(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        eps=config.eps,
+        qkv_bias=False,
+        out_bias=False,
+        qk_norm=True,
+        gated=True,
+        interleaved_rope=False,
+        window=0,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def make_delta_net(config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str) -> DeltaNet:
+    return DeltaNet(
+        hidden_size=config.hidden_size,
+        num_key_heads=config.num_key_heads,
+        num_value_heads=config.num_value_heads,
+        key_dim=config.key_dim,
+        value_dim=config.value_dim,
+        conv_kernel=config.conv_kernel,
+        eps=config.eps,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def make_mlp(config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str) -> DenseMLP | SparseMLP:
+    if config.experts is None:
+        return DenseMLP(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            eps=config.eps,
+            dtype=dtype,
+            device=device,
+        )
+    return SparseMLP(
+        hidden_size=config.hidden_size,
+        num_experts=config.experts.num_experts,
+        experts_per_token=config.experts.experts_per_token,
+        expert_size=config.experts.expert_size,
+        shared_expert_size=config.experts.shared_expert_size,
+        normalize=True,
+        eps=config.eps,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def make_mtp(config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str) -> MTP:
+    return MTP(
+        hidden_size=config.hidden_size,
+        attention=make_attention(config, dtype, device),
+        mlp=make_mlp(config, dtype, device),
+        eps=config.eps,
+        dtype=dtype,
+        device=device,
+    )

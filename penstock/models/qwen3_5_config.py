@@ -1,0 +1,172 @@
+"""What a Qwen3.5 config.json says, read by type. Refuses what the model would compute wrongly.
+
+Published checkpoints nest the text model under `text_config`; text-only exports are flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import CheckpointError
+from penstock.models.reading import read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    shared_expert_size: int
+
+    @classmethod
+    def from_dict(cls, text: Mapping[str, Any]) -> ExpertsConfig:
+        _expect(text, "norm_topk_prob", bool, True)
+        _expect(text, "decoder_sparse_step", int, 1)
+        _expect(text, "mlp_only_layers", list, [])
+        return cls(
+            num_experts=read(text, "num_experts", int),
+            experts_per_token=read(text, "num_experts_per_tok", int),
+            expert_size=read(text, "moe_intermediate_size", int),
+            shared_expert_size=read(text, "shared_expert_intermediate_size", int),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3_5Config:
+    hidden_size: int
+    vocab_size: int
+    max_position: int
+    eps: float
+    is_attention: tuple[bool, ...]  # by layer; the others are DeltaNet
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+    intermediate_size: int  # of the dense MLP; 0 where there are experts
+    experts: ExpertsConfig | None
+    is_tied: bool
+    has_mtp: bool
+    is_nested: bool  # published with a vision tower: the text model sits under `language_model`
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> Qwen3_5Config:
+        nested = read(config, "text_config", dict, {})
+        text: Mapping[str, Any] = nested or config
+        _refuse_other_mathematics(text)
+        rope = _read_rope(text)
+        head_dim = read(text, "head_dim", int)
+        experts = ExpertsConfig.from_dict(text) if _is_moe(config) else None
+        result = cls(
+            hidden_size=read(text, "hidden_size", int),
+            vocab_size=read(text, "vocab_size", int),
+            max_position=read(text, "max_position_embeddings", int),
+            eps=read(text, "rms_norm_eps", float, 1e-6),
+            is_attention=_read_layers(text),
+            num_heads=read(text, "num_attention_heads", int),
+            num_kv_heads=read(text, "num_key_value_heads", int),
+            head_dim=head_dim,
+            rotary_dim=int(head_dim * read(rope, "partial_rotary_factor", float)),
+            rope_theta=read(rope, "rope_theta", float),
+            num_key_heads=read(text, "linear_num_key_heads", int),
+            num_value_heads=read(text, "linear_num_value_heads", int),
+            key_dim=read(text, "linear_key_head_dim", int),
+            value_dim=read(text, "linear_value_head_dim", int),
+            conv_kernel=read(text, "linear_conv_kernel_dim", int),
+            intermediate_size=0 if experts else read(text, "intermediate_size", int),
+            experts=experts,
+            is_tied=read(config, "tie_word_embeddings", bool, read(text, "tie_word_embeddings", bool, False)),
+            has_mtp=read(text, "mtp_num_hidden_layers", int, 0) > 0,
+            is_nested=bool(nested),
+        )
+        _check_heads("num_attention_heads", result.num_heads, "num_key_value_heads", result.num_kv_heads)
+        _check_heads(
+            "linear_num_value_heads", result.num_value_heads, "linear_num_key_heads", result.num_key_heads
+        )
+        return result
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.key_size + self.value_size
+
+
+def _is_moe(config: Mapping[str, Any]) -> bool:
+    names = [read(config, "model_type", str, ""), *read(config, "architectures", list, [])]
+    return any("moe" in str(name).lower() for name in names)
+
+
+def _read_layers(text: Mapping[str, Any]) -> tuple[bool, ...]:
+    num_layers = read(text, "num_hidden_layers", int)
+    interval = read(text, "full_attention_interval", int, 4)
+    usual = [
+        "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)
+    ]
+    kinds = read(text, "layer_types", list, usual)
+    if len(kinds) != num_layers or not set(kinds) <= {"linear_attention", "full_attention"}:
+        seen = ", ".join(sorted(set(map(str, kinds))))
+        raise CheckpointError(
+            f"layer_types in config.json lists {len(kinds)} layers of the kinds {seen}",
+            f"It must list num_hidden_layers = {num_layers} of linear_attention and full_attention.",
+            "Check that config.json is complete and belongs to this model.",
+        )
+    return tuple(kind == "full_attention" for kind in kinds)
+
+
+def _read_rope(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of rope in one mapping, whether they are nested or beside the others."""
+    defaults = {"rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25}
+    beside = {key: text[key] for key in defaults if text.get(key) is not None}
+    nested = read(text, "rope_parameters", dict, read(text, "rope_scaling", dict, {}))
+    rope = {**defaults, **beside, **nested}
+    kind = read(rope, "rope_type", str, read(rope, "type", str, "default"))
+    if kind not in ("default", "mrope"):  # for text the three mrope positions are one
+        raise _unsupported("rope_type", kind, "default")
+    return rope
+
+
+def _refuse_other_mathematics(text: Mapping[str, Any]) -> None:
+    _expect(text, "hidden_act", str, "silu")
+    _expect(text, "attention_bias", bool, False)
+    _expect(text, "attn_output_gate", bool, True)
+    _expect(text, "mtp_use_dedicated_embeddings", bool, False)
+    gate = read(text, "output_gate_type", str, "swish")
+    if gate not in ("swish", "silu"):
+        raise _unsupported("output_gate_type", gate, "swish")
+
+
+def _expect(text: Mapping[str, Any], key: str, kind: type[Any], only: object) -> None:
+    value = read(text, key, kind, only)
+    if value != only:
+        raise _unsupported(key, value, only)
+
+
+def _unsupported(key: str, seen: object, expected: object) -> CheckpointError:
+    return CheckpointError(
+        f"{key} in config.json is {seen!r}",
+        f"Only {expected!r} is supported for this family.",
+        "Use a checkpoint of a supported variant.",
+    )
+
+
+def _check_heads(key: str, heads: int, group_key: str, groups: int) -> None:
+    if groups < 1 or heads % groups:
+        raise CheckpointError(
+            f"{key} is {heads} and {group_key} is {groups} in config.json",
+            f"{key} must be a multiple of {group_key}.",
+            "Check that config.json is complete and belongs to this model.",
+        )

@@ -1,0 +1,57 @@
+"""The drafting head of Qwen3.5: one attention layer that guesses the token after the next.
+
+It has its own layer and KV; embedding, head and rope are the main model's and come as arguments.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.layers.attention import Attention
+from penstock.layers.inputs import KVCache, StepInputs
+from penstock.layers.mlp import DenseMLP, SparseMLP
+from penstock.layers.parameter import norm_parameter, parameter
+from penstock.ops import linear, rms_norm
+from penstock.types import KVSpec
+
+
+class MTP(nn.Module):
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        attention: Attention,
+        mlp: DenseMLP | SparseMLP,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.embedding_norm = norm_parameter(hidden_size, device)
+        self.hidden_norm = norm_parameter(hidden_size, device)
+        self.fc = parameter(hidden_size, 2 * hidden_size, dtype=dtype, device=device)
+        self.attention = attention
+        self.mlp = mlp
+        self.norm = norm_parameter(hidden_size, device)
+
+    @property
+    def cache_spec(self) -> KVSpec:
+        return self.attention.cache_spec
+
+    def forward(
+        self,
+        inputs: StepInputs,  # positions of the tokens whose hidden states are given
+        next_token_ids: Tensor,  # [T]  the token after each of them
+        hidden: Tensor,  # [T, H]  after the main model's final norm, or what this returned before
+        cache: KVCache,
+        embedding: Tensor,  # [vocab, H]
+        rope: Tensor,  # [max_len, 2, rot/2]
+    ) -> Tensor:  # [T, H]  normed: the head reads it as it is
+        embedded = rms_norm(F.embedding(next_token_ids, embedding), self.embedding_norm, self.eps)
+        seen = rms_norm(hidden, self.hidden_norm, self.eps)
+        joined = linear(torch.cat((embedded, seen), dim=-1), self.fc, deterministic=inputs.deterministic)
+        attended = self.attention(joined, inputs, cache, rope)
+        return rms_norm(self.mlp(attended, inputs), self.norm, self.eps)

@@ -1,0 +1,100 @@
+"""Turns what a user typed after --model into a place with weights and a config.
+
+Reads JSON and looks at folders; opens no weights and imports no torch, so a wrong name is answered at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import CheckpointError, ModelNotFoundError, nearest
+from penstock.models.presets import PRESETS
+
+CONFIG_NAMES = ("config.json", "model_config.json")
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model's name, where its weights are (None: a preset has none) and what its config.json says."""
+
+    name: str
+    path: Path | None
+    config: dict[str, Any]
+
+
+def find_model(name: str) -> ModelSource:
+    """The model a user means: "" is the built-in one, then a folder, a weights file, a preset."""
+    if name == "":
+        from penstock.assets import default_model  # made on first use, so only when it is wanted
+
+        return _open_path(default_model())
+    path = Path(name).expanduser()
+    if path.exists():
+        return _open_path(path)
+    presets = {preset.lower(): preset for preset in PRESETS}
+    preset = presets.get(name.lower())
+    if preset is not None:
+        return ModelSource(preset, None, copy.deepcopy(PRESETS[preset]))
+    raise ModelNotFoundError(
+        f"There is no model {name!r}",
+        f"It is not a folder, not a weights file, and none of the presets: {', '.join(PRESETS)}.",
+        _suggest(path) or "Give the folder that holds config.json and the weights.",
+    )
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON file that must hold an object; anything else is a CheckpointError that names the place."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read", f"{error.strerror or error}.") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is not JSON", f"{error}.", "Download or copy the file again."
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{path} does not hold a JSON object",
+            f"It holds a {type(value).__name__}.",
+            "Download or copy the file again.",
+        )
+    return value
+
+
+def _open_path(path: Path) -> ModelSource:
+    folder = path if path.is_dir() else path.parent
+    if not path.is_dir() and path.suffix not in WEIGHT_SUFFIXES:
+        raise ModelNotFoundError(
+            f"{path} is not a model",
+            f"A weights file ends in {', '.join(WEIGHT_SUFFIXES)}.",
+            "Give the folder that holds config.json and the weights.",
+        )
+    return ModelSource(folder.resolve().name, path, read_json_object(_find_config(folder)))
+
+
+def _find_config(folder: Path) -> Path:
+    """Beside the weights; a folder that holds only a .pt may have its config one level up."""
+    candidates = [folder / name for name in CONFIG_NAMES]
+    if any(folder.glob("*.pt")):
+        candidates += [folder.resolve().parent / name for name in CONFIG_NAMES]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    found = sorted(entry.name for entry in folder.iterdir())
+    raise CheckpointError(
+        f"{folder} has no config.json",
+        f"It holds {', '.join(found[:8]) or 'nothing'}{', ...' if len(found) > 8 else ''}.",
+        "Give the folder into which the whole model was downloaded.",
+    )
+
+
+def _suggest(path: Path) -> str:
+    siblings: list[str] = []
+    if path.parent.is_dir():
+        siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+    return nearest(path.name, [*PRESETS, *siblings])

@@ -1,0 +1,161 @@
+"""Causal attention over paged keys and values. Knows pages and rows, not sequences.
+
+Decode rows are one batched computation over the pages they own. Rows of several tokens go block by block of
+64 queries, aligned to absolute positions: a token meets the same shapes however its prompt was split, so the
+result is the same to the bit. With `deterministic` decode rows take that road as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.ops.reference.activation import sigmoid
+from penstock.ops.reference.norm import rms_norm
+from penstock.ops.reference.rope import rotate
+from penstock.ops.reference.rows import Span, cut_rows
+
+QUERY_BLOCK = 64
+
+
+def rope_and_store(
+    q: Tensor,  # [T, Hq, D]
+    k: Tensor,  # [T, Hkv, D]
+    v: Tensor,  # [T, Hkv, D]
+    q_norm: Tensor | None,  # [D] float32
+    k_norm: Tensor | None,  # [D] float32
+    eps: float,
+    rope: Tensor,  # [max_len, 2, rot/2] float32
+    positions: Tensor,  # [T]
+    kv_index: Tensor,  # [T]
+    keys: Tensor,  # [pages, page_size, Hkv, D]  written
+    values: Tensor,  # [pages, page_size, Hkv, D]  written
+    interleaved: bool = False,
+) -> Tensor:  # [T, Hq, D]
+    """Head norms, rotation, and the keys and values into their pages; returns the queries."""
+    cos, sin = rope[positions].unbind(1)
+
+    def prepare(heads: Tensor, norm: Tensor | None) -> Tensor:
+        normed = heads.float() if norm is None else rms_norm(heads.float(), norm, eps)
+        return rotate(normed, cos, sin, interleaved).to(heads.dtype)
+
+    keys.flatten(0, 1).index_copy_(0, kv_index, prepare(k, k_norm).to(keys.dtype))
+    values.flatten(0, 1).index_copy_(0, kv_index, v.to(values.dtype))
+    return prepare(q, q_norm)
+
+
+def paged_attention(
+    q: Tensor,  # [T, Hq, D]
+    keys: Tensor,  # [pages, page_size, Hkv, D]
+    values: Tensor,  # [pages, page_size, Hkv, D]
+    page_table: Tensor,  # [R, P]
+    query_start: Tensor,  # [R + 1]
+    context_lens: Tensor,  # [R]
+    spans: Sequence[Span],
+    scale: float,
+    window: int = 0,  # keys a query sees, itself included; 0 is all of them
+    gate: Tensor | None = None,  # [T, Hq * D]
+    *,
+    deterministic: bool = False,
+) -> Tensor:  # [T, Hq * D]
+    """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
+    # query_start serves kernels; here the spans say the same on the host.
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    for piece in cut_rows(spans, batch_decodes=not deterministic):
+        pages = page_table[piece.rows]
+        if piece.span is None:
+            longest = max(span.context_len for span in spans[piece.rows])
+            context_lens_here = context_lens[piece.rows]
+            out[piece.tokens] = _decode(
+                q[piece.tokens], keys, values, pages, context_lens_here, longest, scale, window
+            )
+        else:
+            out[piece.tokens] = _attend_row(
+                q[piece.tokens], keys, values, pages[0], piece.span.context_len, scale, window
+            )
+    flat = out.flatten(1)
+    return (flat if gate is None else flat * sigmoid(gate)).to(q.dtype)
+
+
+def _decode(
+    q: Tensor,  # [n, Hq, D]
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,  # [n, P]
+    context_lens: Tensor,  # [n]
+    longest: int,
+    scale: float,
+    window: int,
+) -> Tensor:  # [n, Hq, D]
+    num_rows, num_heads, head_dim = q.shape
+    page_size, num_kv_heads = keys.shape[1:3]
+    if not q.is_cuda:
+        # A captured graph may depend on shapes only, never on how long the rows are just now.
+        page_table = page_table[:, : -(-longest // page_size)]
+    k = keys[page_table].flatten(1, 2).float()  # [n, S, Hkv, D]
+    v = values[page_table].flatten(1, 2).float()
+    age = context_lens[:, None] - 1 - torch.arange(k.shape[1], device=q.device)  # [n, S]
+    unseen = (age < 0) | (age >= window) if window else age < 0
+    grouped = q.float().view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    scores = torch.einsum("nhgd,nshd->nhgs", grouped, k) * scale
+    weights = scores.masked_fill(unseen[:, None, None], -torch.inf).softmax(-1)
+    # Pages hold anything where nothing was written, and 0 * NaN is NaN.
+    v.masked_fill_(unseen[:, :, None, None], 0.0)
+    return torch.einsum("nhgs,nshd->nhgd", weights, v).reshape(q.shape)
+
+
+def _attend_row(
+    q: Tensor,  # [n, Hq, D]
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,  # [P]
+    context_len: int,
+    scale: float,
+    window: int,
+) -> Tensor:  # [n, Hq, D]
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = keys.shape[2]
+    start = context_len - num_tokens
+    first_block, last_block = start // QUERY_BLOCK, (context_len - 1) // QUERY_BLOCK
+    padded_len = (last_block + 1) * QUERY_BLOCK
+    first_key = _first_key(first_block, window)
+    k = _gather(keys, pages, first_key, context_len, padded_len)  # [Hkv, S, D]
+    v = _gather(values, pages, first_key, context_len, padded_len)
+    padding = (0, 0, 0, 0, start - first_block * QUERY_BLOCK, padded_len - context_len)
+    blocks = F.pad(q.float(), padding).unflatten(0, (-1, QUERY_BLOCK))  # [blocks, 64, Hq, D]
+    outputs = []
+    for index, block in enumerate(blocks, start=first_block):
+        visible = slice(_first_key(index, window) - first_key, (index + 1) * QUERY_BLOCK - first_key)
+        # [Hkv, G * 64, D]: the query heads that share a key head multiply it together
+        grouped = block.permute(1, 0, 2).reshape(num_kv_heads, -1, head_dim)
+        scores = (grouped @ k[:, visible].transpose(1, 2)).unflatten(1, (-1, QUERY_BLOCK)) * scale
+        unseen = _unseen(index, scores.shape[-1], window, q.device)
+        weights = scores.masked_fill(unseen, -torch.inf).softmax(-1).flatten(1, 2)
+        attended = (weights @ v[:, visible]).view(num_heads, QUERY_BLOCK, head_dim)
+        outputs.append(attended.transpose(0, 1))
+    return torch.cat(outputs)[padding[4] : padding[4] + num_tokens]
+
+
+def _first_key(block: int, window: int) -> int:
+    """The first key any query of the block sees, rounded down to a block."""
+    oldest = max(0, block * QUERY_BLOCK - window + 1) if window else 0
+    return oldest // QUERY_BLOCK * QUERY_BLOCK
+
+
+def _gather(cache: Tensor, pages: Tensor, first: int, context_len: int, padded_len: int) -> Tensor:
+    """Positions first..padded_len of one row as [Hkv, S, D] float32; zero from context_len on."""
+    page_size = cache.shape[1]
+    first_page, end_page = first // page_size, -(-context_len // page_size)
+    rows = cache[pages[first_page:end_page]].flatten(0, 1)
+    rows = rows[first - first_page * page_size : context_len - first_page * page_size].float()
+    return F.pad(rows, (0, 0, 0, 0, 0, padded_len - context_len)).transpose(0, 1).contiguous()
+
+
+def _unseen(block: int, num_keys: int, window: int, device: torch.device) -> Tensor:
+    """[64, S] True where a query of the block must not see a key; its keys end with the block."""
+    query = torch.arange(num_keys - QUERY_BLOCK, num_keys, device=device)
+    age = query[:, None] - torch.arange(num_keys, device=device)
+    return (age < 0) | (age >= window) if window else age < 0

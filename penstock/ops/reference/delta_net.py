@@ -1,0 +1,212 @@
+"""The Gated DeltaNet mixer: causal convolution, gates, the delta rule, and the gated norm of its output.
+
+Rows of one token take the recurrence, all of them at once; rows of several tokens take the chunked form, in
+chunks of 64 aligned to absolute positions, so that a prompt split at a multiple of 64 gives the same bits.
+With `deterministic` every row is computed alone, and a token at such a position always in the chunked form.
+State is read from the initial slots and written to the state and checkpoint slots only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.ops.reference.activation import sigmoid, silu, softplus
+from penstock.ops.reference.norm import gated_rms_norm
+from penstock.ops.reference.rows import Span, cut_rows
+
+CHUNK = 64
+L2_EPS = 1e-6
+
+
+def gated_delta_net(
+    mixed: Tensor,  # [T, C + Hv * V + 2 * Hv]  conv channels (q, k, v), z, b, a
+    conv_weight: Tensor,  # [C, Kc]
+    a_log: Tensor,  # [Hv] float32
+    dt_bias: Tensor,  # [Hv] float32
+    norm_weight: Tensor,  # [V] float32
+    eps: float,
+    conv: Tensor,  # [slots, Kc - 1, C]  the last inputs of the convolution
+    recurrent: Tensor,  # [slots, Hv, K, V] float32
+    query_start: Tensor,  # [R + 1]
+    context_lens: Tensor,  # [R]
+    state_slots: Tensor,  # [R]
+    initial_slots: Tensor,  # [R]
+    spans: Sequence[Span],
+    num_key_heads: int,
+    *,
+    deterministic: bool = False,
+) -> Tensor:  # [T, Hv * V]
+    num_value_heads, value_dim = a_log.shape[0], norm_weight.shape[0]
+    sizes = (conv_weight.shape[0], num_value_heads * value_dim, num_value_heads, num_value_heads)
+    channels, z, b, a = mixed.split(sizes, dim=-1)
+    beta = sigmoid(b)  # [T, Hv]
+    log_decay = -a_log.exp() * softplus(a.float() + dt_bias)  # [T, Hv]
+    starts_empty = context_lens == query_start.diff()  # [R]  nothing came before this step
+    out = torch.empty(len(mixed), num_value_heads, value_dim, dtype=torch.float32, device=mixed.device)
+    for piece in cut_rows(spans, batch_decodes=not deterministic):
+        rows, tokens = piece.rows, piece.tokens
+        history = _initial(conv, initial_slots[rows], starts_empty[rows])
+        state = _initial(recurrent, initial_slots[rows], starts_empty[rows])
+        convolved, windows = _convolve(channels[tokens].unflatten(0, (len(state), -1)), history, conv_weight)
+        q, k, v = _split_heads(convolved, num_key_heads, num_value_heads, value_dim)
+        if _takes_chunks(piece.span):
+            out[tokens], states = _chunked_row(
+                q[0], k[0], v[0], log_decay[tokens], beta[tokens], state[0], piece.span, deterministic
+            )
+            state = states[piece.span.num_tokens][None]
+        else:
+            out[tokens], state = _recurrence(
+                q[:, 0], k[:, 0], v[:, 0], log_decay[tokens], beta[tokens], state
+            )
+            states = {1: state[0]}
+        recurrent.index_copy_(0, state_slots[rows], state)
+        conv.index_copy_(0, state_slots[rows], windows[:, convolved.shape[1] :])
+        for num_tokens, slot in piece.span.checkpoints if piece.span else ():
+            recurrent[slot] = states[num_tokens]
+            conv[slot] = windows[0, num_tokens : num_tokens + conv.shape[1]]
+    return gated_rms_norm(out, z.unflatten(-1, (-1, value_dim)), norm_weight, eps).flatten(1)
+
+
+def _takes_chunks(span: Span | None) -> TypeGuard[Span]:
+    """Several tokens, or one that another split of its prompt would have put at the start of a chunk."""
+    return span is not None and (span.num_tokens > 1 or span.context_len % CHUNK == 1)
+
+
+def _initial(pool: Tensor, slots: Tensor, starts_empty: Tensor) -> Tensor:
+    """The rows' states, copied; zero where nothing came before, whatever the slot holds."""
+    states = pool.index_select(0, slots)
+    return states.masked_fill_(starts_empty.view(-1, *[1] * (pool.dim() - 1)), 0.0)
+
+
+def _convolve(inputs: Tensor, history: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """inputs [n, t, C] after history [n, Kc - 1, C] -> silu of the causal convolution [n, t, C] float32,
+    and both as one [n, Kc - 1 + t, C]: the history of a later token is a slice of it.
+    """
+    windows = torch.cat((history, inputs.to(history.dtype)), dim=1)
+    num_tokens = inputs.shape[1]
+    taps = weight.float().t().contiguous()  # [Kc, C]
+    total = windows[:, :num_tokens].float() * taps[0]
+    for age in range(1, len(taps)):
+        total = total + windows[:, age : age + num_tokens].float() * taps[age]
+    return silu(total), windows
+
+
+def _split_heads(
+    convolved: Tensor,  # [n, t, C]
+    num_key_heads: int,
+    num_value_heads: int,
+    value_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # [n, t, Hk, K], [n, t, Hk, K], [n, t, Hv, V]
+    """Queries and keys have length one; the queries carry the scale K^-0.5."""
+    value_size = num_value_heads * value_dim
+    key_size = (convolved.shape[-1] - value_size) // 2
+    q, k, v = convolved.split((key_size, key_size, value_size), dim=-1)
+    q, k = (x.unflatten(-1, (num_key_heads, -1)) for x in (q, k))
+    q = _unit_length(q) * q.shape[-1] ** -0.5
+    return q, _unit_length(k), v.unflatten(-1, (num_value_heads, value_dim))
+
+
+def _unit_length(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + L2_EPS)
+
+
+def _recurrence(
+    q: Tensor,  # [n, Hk, K]
+    k: Tensor,  # [n, Hk, K]
+    v: Tensor,  # [n, Hv, V]
+    log_decay: Tensor,  # [n, Hv]
+    beta: Tensor,  # [n, Hv]
+    state: Tensor,  # [n, Hv, K, V]  consumed
+) -> tuple[Tensor, Tensor]:  # [n, Hv, V], [n, Hv, K, V]
+    """One token of every row: decay, replace what the state holds under the key, read with the query."""
+    heads_a_key = v.shape[1] // k.shape[1]
+    q, k = (x.repeat_interleave(heads_a_key, dim=1).flatten(0, 1).unsqueeze(1) for x in (q, k))
+    held = state.mul_(log_decay.exp()[..., None, None]).flatten(0, 1)  # [n * Hv, K, V]
+    correction = beta.flatten()[:, None, None] * (v.flatten(0, 1).unsqueeze(1) - k @ held)
+    held.baddbmm_(k.transpose(1, 2), correction)
+    return (q @ held).view(v.shape), held.view(state.shape)
+
+
+class Chunks(NamedTuple):
+    """What a chunk is before it meets the state; heads as [Hk, r] with r = Hv / Hk."""
+
+    q: Tensor  # [chunks, Hk, r, 64, K]  decayed since the chunk began
+    k: Tensor  # [chunks, Hk, 1, 64, K]
+    scores: Tensor  # [chunks, Hk, r, 64, 64]  q k^T, causal, decayed between the two tokens
+    values: Tensor  # [chunks, Hk, r, 64, V]  corrected for the chunk's own earlier tokens
+    readers: Tensor  # [chunks, Hk, r, 64, K]  what the corrections read from the state before the chunk
+    log_decay: Tensor  # [chunks, Hk, r, 64]  since the chunk began
+
+
+def _chunked_row(
+    q: Tensor,  # [t, Hk, K]
+    k: Tensor,  # [t, Hk, K]
+    v: Tensor,  # [t, Hv, V]
+    log_decay: Tensor,  # [t, Hv]
+    beta: Tensor,  # [t, Hv]
+    state: Tensor,  # [Hv, K, V]
+    span: Span,
+    deterministic: bool,
+) -> tuple[Tensor, dict[int, Tensor]]:  # [t, Hv, V], states after the wanted numbers of tokens
+    offset = (span.context_len - span.num_tokens) % CHUNK  # of the first token in its chunk
+    wanted = {num_tokens for num_tokens, _ in span.checkpoints} | {span.num_tokens}
+    padded = [_in_chunks(x, offset, k.shape[1]) for x in (q, k, v, log_decay[..., None], beta[..., None])]
+    num_chunks = len(padded[0])
+    at_once = 1 if deterministic else num_chunks
+    held = state.unflatten(0, (k.shape[1], -1))  # [Hk, r, K, V]
+    outputs, states = [], {}
+    for first in range(0, num_chunks, at_once):
+        prepared = _prepare_chunks(*(x[first : first + at_once] for x in padded))
+        for index, chunk in enumerate(map(Chunks, *prepared), start=first):
+            output, corrected = _attend_chunk(chunk, held)
+            outputs.append(output)
+            begin, before = index * CHUNK - offset, held
+            held = _advance(chunk, corrected, before, CHUNK)
+            for num_tokens in wanted:
+                if num_tokens == begin + CHUNK:
+                    states[num_tokens] = held.flatten(0, 1)
+                elif begin < num_tokens < begin + CHUNK:
+                    inside = _advance(chunk, corrected, before, num_tokens - begin)
+                    states[num_tokens] = inside.flatten(0, 1)
+    out = torch.stack(outputs).permute(0, 3, 1, 2, 4).reshape(-1, *v.shape[1:])
+    return out[offset : offset + span.num_tokens], states
+
+
+def _in_chunks(x: Tensor, offset: int, num_key_heads: int) -> Tensor:
+    """[t, heads, W] -> [chunks, Hk, heads / Hk, 64, W]. Zeros before and after change no state."""
+    after = -(offset + len(x)) % CHUNK
+    chunks = F.pad(x, (0, 0, 0, 0, offset, after)).unflatten(0, (-1, CHUNK)).transpose(1, 2)
+    return chunks.unflatten(1, (num_key_heads, -1)).contiguous()
+
+
+def _prepare_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Chunks:
+    """Within a chunk, token t's correction needs those of s < t: a unit lower-triangular system."""
+    total = log_decay.squeeze(-1).cumsum(-1)  # [chunks, Hk, r, 64]
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    # Masked before the exponential: the other half would overflow.
+    decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
+    growth = total.exp()[..., None]
+    system = (beta * (k @ k.transpose(-1, -2)) * decay).tril(-1)
+    wanted = torch.cat((beta * v, beta * growth * k), dim=-1)
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    values, readers = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    return Chunks(growth * q, k, q @ k.transpose(-1, -2) * decay, values, readers, total)
+
+
+def _attend_chunk(chunk: Chunks, held: Tensor) -> tuple[Tensor, Tensor]:
+    """One chunk's outputs and final corrections [Hk, r, 64, V], given the state before it."""
+    corrected = chunk.values - chunk.readers @ held
+    return chunk.q @ held + chunk.scores @ corrected, corrected
+
+
+def _advance(chunk: Chunks, corrected: Tensor, held: Tensor, num_tokens: int) -> Tensor:
+    """The state after `num_tokens` of the chunk."""
+    since_begin = chunk.log_decay[..., :num_tokens, None]  # [Hk, r, t, 1]
+    in_all = since_begin[..., -1:, :]
+    keys = chunk.k[..., :num_tokens, :] * (in_all - since_begin).exp()
+    return in_all.exp() * held + keys.transpose(-1, -2) @ corrected[..., :num_tokens, :]

@@ -1,0 +1,93 @@
+"""Sparse feed-forward: choosing experts, and running the chosen ones. Knows nothing of where experts live.
+
+Two forms of one computation. Grouped, on a CPU: tokens are sorted by expert and an expert in use runs once.
+Gathered, on CUDA: the experts of a few tokens at a time are copied and multiplied as a batch, which needs
+memory but never asks the device what was chosen.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from penstock.ops.reference.activation import sigmoid
+from penstock.ops.reference.matmul import linear, swiglu, swiglu_linear
+
+GATHERED_BYTES = 256 * 2**20  # of expert weights copied at a time
+
+
+def route(
+    x: Tensor,  # [T, H]  normed
+    router: Tensor,  # [E, H]
+    k: int,
+    normalize: bool = True,
+    shared_gate: Tensor | None = None,  # [1, H]
+    *,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The k most likely experts of every token: weights [T, k] float32, ids [T, k], and the shared
+    expert's weight [T, 1] float32. `normalize` makes the k weights sum to one.
+    """
+    wide = x.float()
+    probabilities = linear(wide, router.float(), deterministic=deterministic).softmax(-1)
+    weights, ids = probabilities.topk(k, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if shared_gate is None:
+        return weights, ids, None
+    return weights, ids, sigmoid(linear(wide, shared_gate.float(), deterministic=deterministic))
+
+
+def sparse_mlp(
+    x: Tensor,  # [T, H]  normed
+    weights: Tensor,  # [T, k] float32
+    ids: Tensor,  # [T, k] int64
+    gate_up: Tensor,  # [E, 2I, H]
+    down: Tensor,  # [E, H, I]
+    residual: Tensor,  # [T, H]
+    shared_weight: Tensor | None = None,  # [T, 1] float32
+    shared_gate_up: Tensor | None = None,  # [2I', H]
+    shared_down: Tensor | None = None,  # [H, I']
+    *,
+    deterministic: bool = False,
+) -> Tensor:  # [T, H]
+    """residual + the weighted sum of the chosen experts (+ the shared expert), summed in float32."""
+    if x.is_cuda:
+        outputs = run_experts_gathered(x, ids, gate_up, down)
+    else:
+        outputs = run_experts_grouped(x, ids, gate_up, down, deterministic=deterministic)
+    # One choice after the other: a fixed order of additions, whatever the number of tokens.
+    total = outputs[:, 0].float() * weights[:, :1]
+    for choice in range(1, ids.shape[1]):
+        total = total + outputs[:, choice].float() * weights[:, choice : choice + 1]
+    if shared_weight is not None:
+        assert shared_gate_up is not None
+        assert shared_down is not None
+        inner = linear(x, shared_gate_up, deterministic=deterministic)
+        shared = swiglu_linear(inner, shared_down, deterministic=deterministic)
+        total = total + shared.float() * shared_weight
+    return (residual.float() + total).to(residual.dtype)
+
+
+def run_experts_grouped(
+    x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, *, deterministic: bool = False
+) -> Tensor:  # [T, k, H]
+    order = ids.flatten().argsort(stable=True)
+    counts = ids.flatten().bincount(minlength=gate_up.shape[0]).tolist()
+    outputs = x.new_empty(ids.numel(), down.shape[1])
+    for expert, places in enumerate(order.split(counts)):
+        if len(places):
+            inner = linear(x[places // ids.shape[1]], gate_up[expert], deterministic=deterministic)
+            outputs[places] = swiglu_linear(inner, down[expert], deterministic=deterministic)
+    return outputs.view(*ids.shape, -1)
+
+
+def run_experts_gathered(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:  # [T, k, H]
+    bytes_a_token = ids.shape[1] * (gate_up[0].numel() + down[0].numel()) * x.element_size()
+    tokens_a_block = max(1, GATHERED_BYTES // bytes_a_token)
+    outputs = x.new_empty(*ids.shape, down.shape[1])
+    for first in range(0, len(x), tokens_a_block):
+        block = slice(first, first + tokens_a_block)
+        chosen = ids[block]
+        inner = gate_up[chosen] @ x[block, None, :, None]  # [n, k, 2I, 1]
+        outputs[block] = (down[chosen] @ swiglu(inner.squeeze(-1)).unsqueeze(-1)).squeeze(-1)
+    return outputs

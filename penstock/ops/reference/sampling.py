@@ -1,0 +1,94 @@
+"""From logits to the next token, row by row: penalties, edits, filters, and a draw that can be repeated.
+
+The noise of a draw is a function of (seed, position, token id) alone, so a row gives the same text
+whatever else is in its batch. No softmax is materialised: the largest of `logit / temperature + Gumbel
+noise` is a draw from the softmax.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+
+
+def penalize_repeats(
+    logits: Tensor,  # [L, vocab] float32, changed in place
+    generated: Tensor,  # [L, vocab] int32  how often each token was generated
+    in_prompt: Tensor,  # [L, vocab] bool
+    repetition: Tensor,  # [L]
+    presence: Tensor,  # [L]
+    frequency: Tensor,  # [L]
+) -> Tensor:
+    """Repetition counts the prompt too; presence and frequency only what was generated."""
+    factor = torch.where(in_prompt | (generated > 0), repetition[:, None], 1.0)
+    logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
+    logits -= frequency[:, None] * generated
+    logits -= presence[:, None] * (generated > 0)
+    return logits
+
+
+def edit_logits(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
+    """Adds bias [N] to single logits, in place; -inf forbids a token."""
+    return logits.index_put_((rows, token_ids), bias, accumulate=True)
+
+
+def sample(
+    logits: Tensor,  # [L, vocab] float32
+    temperature: Tensor,  # [L]  0 is greedy
+    top_k: Tensor,  # [L] int64  0 keeps every token
+    top_p: Tensor,  # [L]
+    min_p: Tensor,  # [L]
+    seeds: Tensor,  # [L] int64
+    positions: Tensor,  # [L] int64  of the token that is drawn
+    filtered: bool,  # whether any row uses top_k, top_p or min_p
+) -> Tensor:  # [L] int64
+    greedy = logits.argmax(-1)
+    scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    noise = gumbel_noise(seeds, positions, logits.shape[-1])
+    if filtered:
+        likely, ids = keep_likely(scaled, top_k, top_p, min_p)
+        drawn = ids.gather(-1, (likely + noise.gather(-1, ids)).argmax(-1, keepdim=True))[:, 0]
+    else:
+        drawn = (scaled + noise).argmax(-1)
+    return torch.where(temperature > 0, drawn, greedy)
+
+
+def keep_likely(
+    logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:  # both [L, vocab]: sorted logits with -inf for what is cut, and their token ids
+    """top_k first, then top_p of what is left, then min_p; the likeliest token always stays."""
+    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(ordered.shape[-1], device=logits.device)
+    ordered = ordered.masked_fill((top_k[:, None] > 0) & (rank >= top_k[:, None]), -torch.inf)
+    probs = ordered.softmax(-1)
+    before = probs.cumsum(-1) - probs
+    cut = (before >= top_p[:, None]) | (probs < min_p[:, None] * probs[:, :1])
+    return ordered.masked_fill(cut & (rank > 0), -torch.inf), ids
+
+
+def token_logprobs(
+    logits: Tensor,  # [L, vocab] float32
+    token_ids: Tensor,  # [L]
+    num_top: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # [L], [L, num_top], [L, num_top] ids
+    logprobs = logits.log_softmax(-1)
+    top, top_ids = logprobs.topk(num_top, dim=-1)
+    return logprobs.gather(-1, token_ids[:, None])[:, 0], top, top_ids
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:  # [L, vocab] float32
+    token_ids = torch.arange(vocab_size, device=seeds.device)
+    key = _scramble(_scramble(_scramble(positions & _MASK) ^ (seeds & _MASK)) ^ ((seeds >> 32) & _MASK))
+    bits = _scramble((key[:, None] + token_ids * 0x9E3779B9) & _MASK)
+    # 23 bits and a half: the largest value is the float below 1, so neither logarithm is infinite.
+    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
+    return -(-uniform.log()).log()
+
+
+def _scramble(x: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finalizer, on int64 tensors that hold 32-bit values."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)

@@ -1,0 +1,335 @@
+"""The server's view of one engine process: start it, ask it, and notice when it dies.
+
+Owns the process, its socket and the streams of tokens that come back. Knows tokens, never text or HTTP.
+Whoever stops reading a stream, for whatever reason, closes it, and closing aborts what still runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+import penstock
+from penstock.config import EngineConfig
+from penstock.errors import EngineDeadError, OverloadedError, PenstockError
+from penstock.progress import OnPhase, Phase
+from penstock.types import EngineInfo, EngineStats, Request, TokenDelta
+from penstock.wire import (
+    Abort,
+    Deltas,
+    Dying,
+    FromEngine,
+    Progress,
+    Ready,
+    Rejected,
+    ServerChannel,
+    Shutdown,
+    StatsAnswer,
+    StatsQuery,
+    Submit,
+    WireError,
+)
+
+log = logging.getLogger("penstock.serve")
+
+# A client that reads slower than tokens come is cut off here, so that its backlog stays below a few MB.
+MAX_PENDING_DELTAS = 4096
+EXIT_GRACE_S = 5.0
+EXIT_NOTICE_S = 0.5  # how long the news of a death may wait for its cause
+
+
+class TokenStream:
+    """The deltas of one or several requests in the order they arrive; a context that aborts on leaving."""
+
+    def __init__(self, client: EngineClient, request_ids: list[str]) -> None:
+        self._client = client
+        self._open = set(request_ids)
+        self._pending: deque[TokenDelta] = deque()
+        self._failure: PenstockError | None = None
+        self._news = asyncio.Event()
+
+    def __enter__(self) -> TokenStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        while not self._pending:
+            if self._failure is not None:
+                raise self._failure
+            if not self._open:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return self._pending.popleft()
+
+    def push(self, delta: TokenDelta) -> None:
+        self._pending.append(delta)
+        self._news.set()
+        if delta.finish is not None:
+            self._open.discard(delta.request_id)
+        elif len(self._pending) > MAX_PENDING_DELTAS:
+            self._pending.clear()
+            self.fail(
+                OverloadedError(
+                    "The reply was not read", f"{MAX_PENDING_DELTAS} pieces of it were waiting to be sent."
+                )
+            )
+
+    def fail(self, error: PenstockError) -> None:
+        """Ends the stream with an error, after what has already arrived."""
+        self._failure = error
+        self.close()
+        self._news.set()
+
+    def abort(self, request_id: str) -> None:
+        """This request has said enough; the others of the stream go on."""
+        if request_id in self._open:
+            self._open.discard(request_id)
+            self._client.abort(request_id)
+
+    def close(self) -> None:
+        for request_id in list(self._open):
+            self.abort(request_id)
+
+
+class EngineClient:
+    """One engine process. `launch` returns as soon as the process speaks; `wait_ready` when it can serve."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        channel: ServerChannel,
+        *,
+        max_queue: int,
+        on_phase: OnPhase,
+    ) -> None:
+        self.phase = Phase("starting")
+        self.info: EngineInfo | None = None
+        self.failure: PenstockError | None = None  # why the engine is dead
+        self._process = process
+        self._max_queue = max_queue
+        self._on_phase = on_phase
+        self._channel = channel
+        self._settled = asyncio.Event()  # ready or dead
+        self._streams: dict[str, TokenStream] = {}
+        self._queries: dict[int, asyncio.Future[EngineStats]] = {}
+        self._query_ids = itertools.count()
+        self._closing = False
+        self._listening = asyncio.create_task(self._listen())
+
+    @classmethod
+    async def launch(cls, config: EngineConfig, *, max_queue: int, on_phase: OnPhase) -> EngineClient:
+        connected: asyncio.Future[ServerChannel] = asyncio.get_running_loop().create_future()
+
+        def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connected.set_result(ServerChannel(reader, writer))
+
+        with tempfile.TemporaryDirectory(prefix="penstock-") as folder:  # mode 0700: only we can connect
+            path = os.path.join(folder, "engine.sock")
+            listener = await asyncio.start_unix_server(on_connect, path)
+            process = await _start_worker(path, config)
+            try:
+                channel = await _wait_connected(process, connected)
+            finally:
+                listener.close()
+        return cls(process, channel, max_queue=max_queue, on_phase=on_phase)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.info is not None and self.failure is None
+
+    @property
+    def num_outstanding(self) -> int:
+        return len(self._streams)
+
+    async def wait_ready(self) -> EngineInfo:
+        """Raises what the engine died of when it does not come up."""
+        await self._settled.wait()
+        if self.failure is not None:
+            raise self.failure
+        assert self.info is not None
+        return self.info
+
+    def submit(self, *requests: Request) -> TokenStream:
+        """Hands the requests over at once; their tokens come through one stream."""
+        self.require_ready()
+        if len(self._streams) + len(requests) > self._max_queue:
+            raise OverloadedError(
+                "The server is full",
+                f"{len(self._streams)} requests are waiting or running, at most {self._max_queue} may.",
+                "Try again later.",
+            )
+        stream = TokenStream(self, [request.id for request in requests])
+        for request in requests:
+            assert request.id not in self._streams, f"request id {request.id} is in use"
+            self._channel.send(Submit(request))
+            self._streams[request.id] = stream
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        if self._streams.pop(request_id, None) is not None:
+            self._channel.send(Abort(request_id))
+
+    async def stats(self) -> EngineStats:
+        self.require_ready()
+        query_id = next(self._query_ids)
+        answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+        self._queries[query_id] = answer
+        try:
+            self._channel.send(StatsQuery(query_id))
+            return await answer
+        finally:
+            del self._queries[query_id]
+
+    async def close(self, grace_s: float = EXIT_GRACE_S) -> None:
+        """Asks the process to end and, after the grace period, ends it."""
+        self._closing = True
+        self._die(EngineDeadError("The server is shutting down"))
+        self._channel.send(Shutdown())
+        await asyncio.wait({self._listening}, timeout=grace_s)
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._listening
+
+    def require_ready(self) -> EngineInfo:
+        if self.failure is not None:
+            raise _dead_engine()
+        if self.info is None:
+            raise EngineDeadError(
+                "The engine is still starting",
+                f"It is at: {self.phase.name}.",
+                "Try again when /health is 200.",
+            )
+        return self.info
+
+    async def _listen(self) -> None:
+        try:
+            while (message := await self._channel.receive()) is not None:
+                self._take(message)
+        except WireError as error:
+            self._die(error)
+        finally:
+            self._channel.close()
+            await self._reap()
+
+    async def _reap(self) -> None:
+        """The channel is closed, so the process is dead or about to be; it never survives this."""
+        ending = asyncio.ensure_future(self._process.wait())
+        await asyncio.wait({ending}, timeout=EXIT_NOTICE_S)
+        self._die(EngineDeadError(f"The engine process ended ({_describe_exit(self._process.returncode)})"))
+        await asyncio.wait({ending}, timeout=EXIT_GRACE_S)
+        if not ending.done():
+            self._process.kill()
+        await ending
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Deltas(deltas):
+                for delta in deltas:
+                    stream = self._streams.get(delta.request_id)
+                    if stream is not None:
+                        if delta.finish is not None:
+                            del self._streams[delta.request_id]
+                        stream.push(delta)
+            case Rejected(request_id, error):
+                stream = self._streams.pop(request_id, None)
+                if stream is not None:
+                    stream.fail(error.to_error())
+            case StatsAnswer(query_id, stats):
+                answer = self._queries.get(query_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(stats)
+            case Progress(phase):
+                self.phase = phase
+                self._on_phase(phase)
+            case Ready(info):
+                self.info = info
+                self._settled.set()
+            case Dying(error):
+                self._die(error.to_error())
+
+    def _die(self, error: PenstockError) -> None:
+        if self.failure is None:
+            self.failure = error
+            if self.info is not None and not self._closing:  # before that, wait_ready tells
+                log.error("%s", error)
+        self._settled.set()
+        streams = set(self._streams.values())
+        self._streams.clear()  # so that failing streams send no aborts
+        for stream in streams:
+            stream.fail(_dead_engine())
+        for answer in self._queries.values():
+            if not answer.done():
+                answer.set_exception(_dead_engine())
+
+
+def _dead_engine() -> EngineDeadError:
+    """What a client hears. The reason stays with /health and the log: it may name paths of this machine."""
+    return EngineDeadError(
+        "The engine is not running", "Its process ended.", "Ask the operator of this server."
+    )
+
+
+async def _wait_connected(
+    process: asyncio.subprocess.Process, connected: asyncio.Future[ServerChannel]
+) -> ServerChannel:
+    exited = asyncio.ensure_future(process.wait())
+    either: set[asyncio.Future[Any]] = {connected, exited}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if connected.done():
+            return connected.result()
+        raise EngineDeadError(
+            f"The engine process did not start ({_describe_exit(process.returncode)})",
+            "It ended before it said a word.",
+            "Its log says more.",
+        )
+    finally:
+        exited.cancel()
+        if not connected.done() and process.returncode is None:
+            process.kill()
+
+
+async def _start_worker(socket_path: str, config: EngineConfig) -> asyncio.subprocess.Process:
+    package_parent = str(Path(penstock.__file__).resolve().parents[1])
+    search_path = os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH"))))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "penstock.engine.worker",
+        "--socket",
+        socket_path,
+        stdin=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": search_path},
+        start_new_session=True,  # the terminal's Ctrl-C reaches the server only
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(config))
+    process.stdin.close()
+    return process
+
+
+def _describe_exit(returncode: int | None) -> str:
+    if returncode is None:
+        return "still running"
+    if returncode < 0:
+        return f"killed by {signal.Signals(-returncode).name}"
+    return f"exit code {returncode}"

@@ -1,0 +1,350 @@
+"""OpenAI's request bodies: from the bytes of a POST to a request whose every field has been checked.
+
+The schema ends here: what comes out is messages or prompts, `SamplingParams`, and how to answer. Unknown
+fields are tolerated, since clients send many; a field with a wrong type or value is a `RequestError` that
+names it. Nothing here renders, tokenises or generates; replies are written in replies.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from penstock.errors import RequestError
+from penstock.types import SamplingParams
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+MAX_REPLIES = 128  # prompts x n of one call
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+
+Scalar = bool | int | float | str | None
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What both endpoints take."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
+    seed: int | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=128)] | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(msgspec.Struct):
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class ToolFunction(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct):
+    function: ToolFunction
+    type: str = "function"
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str
+
+
+class ChatBody(SamplingFields, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking: bool | None = None
+    enable_thinking: bool | None = None
+
+
+class CompletionBody(SamplingFields, kw_only=True):
+    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    template_arguments: dict[str, Scalar]
+    sampling: SamplingParams
+    is_stream: bool
+    include_usage: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    prompts: list[str | list[int]]
+    sampling: SamplingParams
+    echo: bool
+    is_stream: bool
+    include_usage: bool
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    fields = _decode(body, ChatBody)
+    _refuse_unsupported_chat(fields)
+    if fields.max_completion_tokens is not None:  # the newer name of the same field
+        fields.max_tokens = fields.max_completion_tokens
+    logprobs = None
+    if fields.logprobs:
+        logprobs = fields.top_logprobs or 0
+    elif fields.top_logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    tools = None if fields.tool_choice == "none" else fields.tools
+    return ChatRequest(
+        messages=[_plain_message(message, index) for index, message in enumerate(fields.messages)],
+        tools=[_plain_tool(tool, index) for index, tool in enumerate(tools)] if tools else None,
+        template_arguments=_template_arguments(fields),
+        sampling=_sampling(fields, logprobs, {"logprobs": "top_logprobs"}),
+        is_stream=bool(fields.stream),
+        include_usage=_includes_usage(fields),
+    )
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    fields = _decode(body, CompletionBody)
+    if fields.suffix:
+        raise RequestError("suffix is not supported", "The model only continues text.", param="suffix")
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
+        raise RequestError("best_of is not supported", "Every reply is returned: use n.", param="best_of")
+    if fields.echo and fields.logprobs is not None:
+        raise RequestError(
+            "echo with logprobs is not supported",
+            "Log-probabilities exist for generated tokens only.",
+            param="echo",
+        )
+    if fields.max_tokens is None:
+        fields.max_tokens = COMPLETION_MAX_TOKENS
+    prompts = _split_prompts(fields.prompt)
+    if len(prompts) * (fields.n or 1) > MAX_REPLIES:
+        raise RequestError(
+            f"{len(prompts)} prompts with n = {fields.n or 1} are too many for one call",
+            f"At most {MAX_REPLIES} replies are given.",
+            "Split the call.",
+            param="prompt",
+        )
+    return CompletionRequest(
+        prompts=prompts,
+        sampling=_sampling(fields, fields.logprobs, {}),
+        echo=bool(fields.echo),
+        is_stream=bool(fields.stream),
+        include_usage=_includes_usage(fields),
+    )
+
+
+Body = TypeVar("Body", ChatBody, CompletionBody)
+_FIELD_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+_MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
+
+
+def _decode(body: bytes, kind: type[Body]) -> Body:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        path = _FIELD_PATH.search(message)
+        missing = _MISSING_FIELD.search(message)
+        names = [match.group(1) for match in (path, missing) if match is not None and match.group(1)]
+        param = ".".join(names).removesuffix("[...]") or None
+        raise RequestError(f"{param or 'body'}: {_FIELD_PATH.sub('', message)}", param=param) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError("The body is not JSON", f"{error}.", "Send a JSON object in UTF-8.") from error
+
+
+def _includes_usage(fields: SamplingFields) -> bool:
+    return bool(fields.stream_options is not None and fields.stream_options.include_usage)
+
+
+def _sampling(fields: SamplingFields, logprobs: int | None, renamed: dict[str, str]) -> SamplingParams:
+    """`renamed`: how this endpoint calls a field that `SamplingParams` calls otherwise."""
+    given: dict[str, Any] = {
+        name: value for name in _SAMPLING_NAMES if (value := getattr(fields, name)) is not None
+    }
+    if given.get("top_k") == -1:  # the other common spelling of "off"
+        given["top_k"] = 0
+    stop = fields.stop or ()
+    given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    given["stop_token_ids"] = tuple(fields.stop_token_ids or ())
+    given["logit_bias"] = _logit_bias(fields.logit_bias or {})
+    try:
+        return SamplingParams(logprobs=logprobs, **given)
+    except RequestError as error:
+        name = renamed.get(error.param or "", error.param)
+        if error.param == "max_tokens" and getattr(fields, "max_completion_tokens", None) is not None:
+            name = "max_completion_tokens"
+        what = error.what.replace(error.param or "", name or "", 1)
+        raise RequestError(what, error.why, error.todo, param=name) from error
+
+
+_SAMPLING_NAMES = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+    "n",
+)
+
+
+def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
+    for key in biases:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise RequestError(
+                f"logit_bias has the key {key[:32]!r}",
+                'Keys are token ids, such as "42".',
+                param="logit_bias",
+            )
+    return {int(key): bias for key, bias in biases.items()}
+
+
+def _refuse_unsupported_chat(fields: ChatBody) -> None:
+    """Asked-for guarantees that would be broken silently; everything else unknown is tolerated."""
+    if fields.response_format is not None and fields.response_format.type != "text":
+        raise RequestError(
+            f"response_format {fields.response_format.type!r} is not supported",
+            "Replies are free text.",
+            "Ask for JSON in the prompt, or leave the field out.",
+            param="response_format",
+        )
+
+
+def _plain_message(message: Message, index: int) -> dict[str, Any]:
+    """The message as chat templates expect it: plain values, and content that is text."""
+    where = f"messages[{index}]"
+    if message.role not in ROLES:
+        raise RequestError(
+            f"{where}.role is {message.role[:32]!r}",
+            f"It must be one of {', '.join(ROLES)}.",
+            param=f"{where}.role",
+        )
+    if message.content is None and message.role != "assistant":
+        raise RequestError(f"{where} has no content", param=f"{where}.content")
+    plain: dict[str, Any] = {"role": ROLES[message.role], "content": _plain_content(message, where)}
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _plain_content(message: Message, where: str) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    for index, part in enumerate(message.content):
+        if part.type != "text" or part.text is None:
+            raise RequestError(
+                f"{where}.content[{index}] is of type {part.type[:32]!r}",
+                "Only text parts are supported.",
+                param=f"{where}.content",
+            )
+    return "".join(part.text or "" for part in message.content)
+
+
+def _plain_tool(tool: Tool, index: int) -> dict[str, Any]:
+    if tool.type != "function":
+        raise RequestError(
+            f"tools[{index}].type is {tool.type[:32]!r}", "Only functions are supported.", param="tools"
+        )
+    function = {"name": tool.function.name}
+    for name in ("description", "parameters"):
+        if (value := getattr(tool.function, name)) is not None:
+            function[name] = value
+    return {"type": "function", "function": function}
+
+
+def _template_arguments(fields: ChatBody) -> dict[str, Scalar]:
+    arguments: dict[str, Scalar] = {}
+    for flag in (fields.thinking, fields.enable_thinking):
+        if flag is not None:
+            arguments["enable_thinking"] = flag
+    for name, value in (fields.chat_template_kwargs or {}).items():
+        if not isinstance(value, bool | int | float | str | None):
+            raise RequestError(
+                f"chat_template_kwargs.{name[:64]} is a {type(value).__name__}",
+                "Only strings, numbers and booleans are passed to the template.",
+                param="chat_template_kwargs",
+            )
+        arguments[name] = value
+    return arguments
+
+
+def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """OpenAI takes a text, a list of texts, token ids, or a list of token ids; never a mixture."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if len(kinds) != 1:
+        raise RequestError(
+            "prompt mixes texts and token ids",
+            "It must be a text, a list of texts, a list of ids or a list of lists of ids.",
+            param="prompt",
+        )
+    if kinds == {int}:
+        return [[item for item in prompt if isinstance(item, int)]]
+    return [item for item in prompt if not isinstance(item, int)]

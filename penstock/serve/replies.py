@@ -1,0 +1,219 @@
+"""OpenAI's replies: text deltas into JSON bodies and server-sent events, and errors into error bodies.
+
+The frame of a streamed chunk is made once for each reply; a chunk is that frame around one encoded string.
+Knows how answers are spelled, not where they come from or how they travel.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock.errors import PenstockError, RequestError
+from penstock.serve.chat import ScoredToken, TextDelta, Usage
+
+DONE = b"data: [DONE]\n\n"
+LOWEST_LOGPROB = -9999.0  # JSON has no -inf; this is what OpenAI writes for it
+
+
+@dataclass(slots=True)
+class Choice:
+    """One reply put together, for answers that are not streamed."""
+
+    text: str = ""
+    logprobs: list[ScoredToken] = field(default_factory=list)
+    finish: str | None = None
+
+    def take(self, delta: TextDelta) -> None:
+        self.text += delta.text
+        self.logprobs += delta.logprobs
+        self.finish = delta.finish
+
+
+class ReplyFormat(Protocol):
+    """How one endpoint spells its answers."""
+
+    def encode_chunk(self, delta: TextDelta) -> bytes: ...
+
+    def encode_usage_chunk(self, usage: Usage) -> bytes: ...
+
+    def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes: ...
+
+
+class ChatReplyFormat:
+    """chat.completion, and chat.completion.chunk: a role first, then content, then why it ended."""
+
+    def __init__(self, request_id: str, model: str, has_logprobs: bool) -> None:
+        self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
+        self._has_logprobs = has_logprobs
+        self._chunk_head = _chunk_head("chat.completion.chunk", self._head)
+        self._started: set[int] = set()
+
+    def encode_chunk(self, delta: TextDelta) -> bytes:
+        parts = []
+        if delta.index not in self._started:
+            self._started.add(delta.index)
+            parts.append(self._chunk(delta.index, b'{"role":"assistant","content":""}'))
+        if delta.text or delta.logprobs:
+            content = b'{"content":' + msgspec.json.encode(delta.text) + b"}"
+            logprobs = msgspec.json.encode(self._logprobs(delta.logprobs))
+            parts.append(self._chunk(delta.index, content, logprobs))
+        if delta.finish is not None:
+            parts.append(self._chunk(delta.index, b"{}", finish=msgspec.json.encode(delta.finish)))
+        return b"".join(parts)
+
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null") -> bytes:
+        return b'%s"choices":[{"index":%d,"delta":%s,"logprobs":%s,"finish_reason":%s}]}\n\n' % (
+            self._chunk_head,
+            index,
+            delta,
+            logprobs,
+            finish,
+        )
+
+    def encode_usage_chunk(self, usage: Usage) -> bytes:
+        return _usage_chunk(self._chunk_head, usage)
+
+    def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
+        body = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": choice.text},
+                    "logprobs": self._logprobs(choice.logprobs),
+                    "finish_reason": choice.finish,
+                }
+                for index, choice in sorted(choices.items())
+            ],
+            "usage": _usage(usage),
+        }
+        return msgspec.json.encode(body)
+
+    def _logprobs(self, tokens: list[ScoredToken] | tuple[ScoredToken, ...]) -> dict[str, Any] | None:
+        if not self._has_logprobs:
+            return None
+        content = [
+            {
+                **_scored(token.data, token.logprob),
+                "top_logprobs": [_scored(data, logprob) for data, logprob in token.top],
+            }
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+class CompletionReplyFormat:
+    """text_completion, streamed or not: the older shape, with parallel lists of log-probabilities."""
+
+    def __init__(self, request_id: str, model: str, has_logprobs: bool) -> None:
+        self._head = {"id": f"cmpl-{request_id}", "created": int(time.time()), "model": model}
+        self._has_logprobs = has_logprobs
+        self._chunk_head = _chunk_head("text_completion", self._head)
+        self._offsets: dict[int, int] = {}  # characters of tokens so far, by choice
+
+    def encode_chunk(self, delta: TextDelta) -> bytes:
+        logprobs = msgspec.json.encode(self._logprobs(delta.index, delta.logprobs))
+        return b'%s"choices":[{"index":%d,"text":%s,"logprobs":%s,"finish_reason":%s}]}\n\n' % (
+            self._chunk_head,
+            delta.index,
+            msgspec.json.encode(delta.text),
+            logprobs,
+            msgspec.json.encode(delta.finish),
+        )
+
+    def encode_usage_chunk(self, usage: Usage) -> bytes:
+        return _usage_chunk(self._chunk_head, usage)
+
+    def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
+        body = {
+            **self._head,
+            "object": "text_completion",
+            "choices": [
+                {
+                    "index": index,
+                    "text": choice.text,
+                    "logprobs": self._logprobs(index, choice.logprobs),
+                    "finish_reason": choice.finish,
+                }
+                for index, choice in sorted(choices.items())
+            ],
+            "usage": _usage(usage),
+        }
+        return msgspec.json.encode(body)
+
+    def _logprobs(
+        self, index: int, tokens: list[ScoredToken] | tuple[ScoredToken, ...]
+    ) -> dict[str, list[Any]] | None:
+        if not self._has_logprobs:
+            return None
+        lists: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for token in tokens:
+            text = _token_text(token.data)
+            offset = self._offsets.get(index, 0)
+            self._offsets[index] = offset + len(text)
+            top = {_token_text(data): _finite(logprob) for data, logprob in token.top}
+            lists["tokens"].append(text)
+            lists["token_logprobs"].append(_finite(token.logprob))
+            lists["top_logprobs"].append({**top, text: _finite(token.logprob)})
+            lists["text_offset"].append(offset)
+        return lists
+
+
+def encode_error(error: PenstockError) -> bytes:
+    return encode_error_fields(
+        str(error),
+        "invalid_request_error" if error.status < 500 else "server_error",
+        param=error.param if isinstance(error, RequestError) else None,
+        code=error.code,
+    )
+
+
+def encode_error_fields(
+    message: str, kind: str, *, param: str | None = None, code: str | None = None
+) -> bytes:
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def encode_event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+def _chunk_head(kind: str, head: dict[str, Any]) -> bytes:
+    """Everything of a streamed chunk before its choices, open for more fields."""
+    return b"data: " + msgspec.json.encode({**head, "object": kind})[:-1] + b","
+
+
+def _usage_chunk(chunk_head: bytes, usage: Usage) -> bytes:
+    return chunk_head + b'"choices":[],"usage":' + msgspec.json.encode(_usage(usage)) + b"}\n\n"
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_completion_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+    }
+
+
+def _scored(data: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": _token_text(data), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _token_text(data: bytes) -> str:
+    """A token may end inside a character; `bytes` is what such clients must read."""
+    return data.decode("utf-8", "replace")
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

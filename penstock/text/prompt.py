@@ -1,0 +1,94 @@
+"""From prompt ids and sampling parameters to the requests an engine takes.
+
+The last place where a request can be refused before it costs anything: lengths, ids and limits are checked
+here. Knows nothing of HTTP or of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.errors import ContextLengthError, RequestError
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import Request, SamplingParams
+
+
+def build_requests(
+    id: str,
+    token_ids: Sequence[int],
+    sampling: SamplingParams,
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    priority: int = 0,
+) -> list[Request]:
+    """`sampling.n` requests for one prompt, each with its own id and, when a seed is given, its own seed."""
+    prompt = tuple(token_ids)
+    _check_ids(prompt, sampling, tokenizer.vocab_size)
+    max_tokens = _resolve_max_tokens(len(prompt), sampling, max_model_len)
+    eos = () if sampling.ignore_eos else tokenizer.eos_token_ids
+    end_token_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos)))
+    boundaries = tuple(i for i, token in enumerate(prompt) if i and token in tokenizer.turn_start_ids)
+    return [
+        Request(
+            id=id if sampling.n == 1 else f"{id}-{i}",
+            token_ids=prompt,
+            sampling=replace(sampling, n=1, max_tokens=max_tokens, seed=_offset_seed(sampling.seed, i)),
+            end_token_ids=end_token_ids,
+            boundaries=boundaries,
+            priority=priority,
+        )
+        for i in range(sampling.n)
+    ]
+
+
+def _check_ids(prompt: tuple[int, ...], sampling: SamplingParams, vocab_size: int) -> None:
+    if not prompt:
+        raise RequestError(
+            "the prompt is empty",
+            "It has 0 tokens; a model needs at least 1.",
+            "Send some text.",
+            param="prompt",
+        )
+    for name, ids in (("prompt", prompt), ("logit_bias", sampling.logit_bias)):
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise RequestError(
+                    f"{name} has token id {token_id}",
+                    f"The vocabulary has {vocab_size} ids, 0 to {vocab_size - 1}.",
+                    "Use ids of this model's tokenizer.",
+                    param=name,
+                )
+
+
+def _resolve_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, max_model_len: int) -> int:
+    room = max_model_len - num_prompt_tokens
+    todo = "Shorten the prompt or serve with a larger --max-model-len."
+    if room < 1:
+        raise ContextLengthError(
+            f"the prompt has {num_prompt_tokens} tokens",
+            f"The context holds {max_model_len} tokens, and the reply needs at least 1 of them.",
+            todo,
+            param="prompt",
+        )
+    max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
+    if max_tokens > room:
+        raise ContextLengthError(
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}",
+            f"Together {num_prompt_tokens + max_tokens}; the context holds {max_model_len}.",
+            f"Ask for at most {room} tokens, or: {todo[0].lower()}{todo[1:]}",
+            param="max_tokens",
+        )
+    if sampling.min_tokens > max_tokens:
+        raise RequestError(
+            f"min_tokens is {sampling.min_tokens}",
+            f"The reply can have at most {max_tokens} tokens.",
+            f"Ask for at most {max_tokens}.",
+            param="min_tokens",
+        )
+    return max_tokens
+
+
+def _offset_seed(seed: int | None, offset: int) -> int | None:
+    """seed + offset, staying inside 64 signed bits."""
+    return None if seed is None else (seed + offset + 2**63) % 2**64 - 2**63

@@ -1,0 +1,129 @@
+"""Turns a stream of token ids into text that can be shown at once and never has to be taken back.
+
+Holds back half a UTF-8 character and anything that may turn out to be the start of a stop string. Knows
+nothing of requests or of HTTP.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from penstock.errors import RequestError
+from penstock.text.tokenizer import Tokenizer
+
+
+class StreamDecoder:
+    """The text of one reply. What `push` and `finish` return, joined, is the decoded reply up to a stop."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._strips_space = tokenizer.strips_first_space
+        self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._matcher = StopMatcher(stop) if stop else None
+        self._held = ""  # decoded, but possibly the start of a stop string
+        self._min_tokens = min_tokens
+        self.num_tokens = 0
+        self.stopped = False
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Takes tokens; gives the text that is now certain. Tokens after a stop are not looked at."""
+        pieces = []
+        for token_id in token_ids:
+            if self.stopped:
+                break
+            self.num_tokens += 1
+            if token_id in self._skipped:
+                continue
+            data = self._tokenizer.token_bytes(token_id)
+            if self._strips_space and data:
+                data = data.removeprefix(b" ")
+                self._strips_space = False
+            pieces.append(self._release(self._characters.decode(data)))
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """The rest, when no more tokens will come."""
+        if self.stopped:
+            return ""
+        text = self._release(self._characters.decode(b"", final=True))
+        held, self._held = self._held, ""
+        return text + held
+
+    def _release(self, text: str) -> str:
+        if self._matcher is None or not text:
+            return text
+        window = self._held + text
+        for end, character in enumerate(text, start=len(self._held) + 1):
+            num_matched = self._matcher.step(character)
+            if num_matched and self.num_tokens >= self._min_tokens:
+                self.stopped = True
+                self._held = ""
+                return window[: end - num_matched]
+        num_safe = len(window) - self._matcher.depth
+        self._held = window[num_safe:]
+        return window[:num_safe]
+
+
+class StopMatcher:
+    """Looks for several strings at once, one character at a time (Aho-Corasick), in constant time each.
+
+    Its state is a node of the trie of all stop strings: the longest end of the text seen so far that
+    could still grow into one. The stop that is complete first wins; of two complete at once, the longer.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._children: list[dict[str, int]] = [{}]
+        self._depths = [0]
+        self._num_matched = [0]  # length of the longest stop that ends at this node
+        for string in stop:
+            if not string:
+                raise RequestError("stop holds an empty string", "It would match everywhere.", param="stop")
+            self._insert(string)
+        self._shorter = self._link()
+        self._node = 0
+
+    @property
+    def depth(self) -> int:
+        """How many of the last characters may be the start of a stop string."""
+        return self._depths[self._node]
+
+    def step(self, character: str) -> int:
+        """Length of the stop string that this character completes, or 0."""
+        node = self._node
+        while node and character not in self._children[node]:
+            node = self._shorter[node]
+        self._node = self._children[node].get(character, 0)
+        return self._num_matched[self._node]
+
+    def _insert(self, string: str) -> None:
+        node = 0
+        for character in string:
+            if character not in self._children[node]:
+                self._children[node][character] = len(self._children)
+                self._children.append({})
+                self._depths.append(self._depths[node] + 1)
+                self._num_matched.append(0)
+            node = self._children[node][character]
+        self._num_matched[node] = len(string)
+
+    def _link(self) -> list[int]:
+        """For each node, the node of its longest proper suffix; breadth first, so shorter ones are ready."""
+        shorter = [0] * len(self._children)
+        queue = list(self._children[0].values())
+        for node in queue:
+            for character, child in self._children[node].items():
+                suffix = shorter[node]
+                while suffix and character not in self._children[suffix]:
+                    suffix = shorter[suffix]
+                shorter[child] = self._children[suffix].get(character, 0)
+                self._num_matched[child] = self._num_matched[child] or self._num_matched[shorter[child]]
+                queue.append(child)
+        return shorter

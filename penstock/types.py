@@ -1,0 +1,303 @@
+"""The nouns of the engine, from a client's request to one step of the device and back.
+
+`Request` (what a client asked) becomes a `Sequence` (its life in the engine), which owns a *row* (its
+place in every step), *pages* (KV of the attention layers) and a *slot* (state of the DeltaNet layers).
+The scheduler turns sequences into a `StepPlan` of integers; the runner answers with a `StepOutput`; the
+engine reports `TokenDelta`s. No tensors here: everything can be printed, compared and sent over a wire.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from penstock.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one reply is drawn. The defaults give greedy decoding until the model ends its turn."""
+
+    max_tokens: int | None = None  # None: until the context is full
+    min_tokens: int = 0
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps every token
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely ones'
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        for name, lowest, highest in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not (lowest <= value <= highest):  # NaN fails this too
+                raise RequestError(
+                    f"{name} is {value}",
+                    f"It must be between {lowest:g} and {highest:g}.",
+                    param=name,
+                )
+        for token_id, bias in self.logit_bias.items():
+            if token_id < 0 or not -100 <= bias <= 100:
+                raise RequestError(
+                    f"logit_bias has {{{token_id}: {bias}}}",
+                    "Keys are token ids (0 or more) and values lie between -100 and 100.",
+                    param="logit_bias",
+                )
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("max_tokens", 1, 2**31),
+    ("min_tokens", 0, 2**31),
+    ("temperature", 0.0, 100.0),
+    ("top_p", 1e-9, 1.0),
+    ("top_k", 0, 2**31),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 1e-3, 100.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("seed", -(2**63), 2**63 - 1),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("n", 1, 128),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt and how to continue it; `n > 1` has been split into `n` requests before this."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    end_token_ids: tuple[int, ...] = ()  # any of these ends the reply with "stop"
+    boundaries: tuple[int, ...] = ()  # prompt positions where messages start: good places for checkpoints
+    priority: int = 0  # lower runs earlier
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's life in the engine. Only the scheduler and the cache write to it.
+
+    tokens:  [prompt .................... | generated ........ ]  len(tokens)
+             [computed: in the cache ............ | still to run ]
+    A sampled token that the host has not seen yet is not in `tokens`; `num_in_flight` counts those.
+    """
+
+    request: Request
+    arrival: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    num_computed: int = 0  # tokens whose keys, values and state are in the cache once planned steps ran
+    num_in_flight: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found by the first prefix match
+    row: int | None = None
+    pages: list[int] = field(default_factory=list)
+    slot: int | None = None
+    initial_slot: int | None = None  # checkpoint to start from, for the first step after a prefix hit
+    digests: list[bytes] = field(default_factory=list)  # of the full pages of `tokens`, from the start
+    num_registered_pages: int = 0
+    checkpoints: dict[int, int] = field(default_factory=dict)  # num_tokens -> slot, not yet registered
+    finish: FinishReason | None = None
+
+    @classmethod
+    def start(cls, request: Request, arrival: int) -> Sequence:
+        return cls(
+            request=request,
+            arrival=arrival,
+            tokens=list(request.token_ids),
+            num_prompt_tokens=len(request.token_ids),
+        )
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that exist, seen by the host or not."""
+        return len(self.tokens) + self.num_in_flight
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        return self.num_tokens - self.num_computed
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """The longest prefix for which both pages and, for hybrid models, a state checkpoint exist."""
+
+    num_tokens: int = 0
+    pages: tuple[int, ...] = ()
+    checkpoint_slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdit:
+    """Adds `bias` to one token's logit of one row in this step; -inf forbids the token."""
+
+    row: int
+    token_id: int
+    bias: float
+
+    @classmethod
+    def forbid(cls, row: int, token_id: int) -> LogitEdit:
+        return cls(row, token_id, -math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence takes a row: what the device must know about it for longer than one step."""
+
+    row: int
+    sampling: SamplingParams
+    seed: int  # resolved: never None, so that every draw has a reproducible key
+    num_prompt_tokens: int
+    history: tuple[int, ...] = ()  # tokens so far; given only when penalties need them
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """One row of one step: a prefill chunk, a decode, or several tokens to verify, by its numbers."""
+
+    row: int
+    start: int  # position of the first token
+    token_ids: tuple[int, ...]  # empty: one token, the row's last sample, still on the device
+    samples: bool  # False: a chunk that does not reach the end of what is known
+    slot: int = 0  # where the state goes
+    initial_slot: int = 0  # where the state comes from, unless start is 0 (then it is zero)
+    checkpoints: tuple[tuple[int, int], ...] = ()  # (tokens of this row, slot): save the state after them
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) or 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Everything the device must know for one step, as integers. Sent to other ranks as it is."""
+
+    step: int
+    rows: tuple[RowPlan, ...]
+    admissions: tuple[Admission, ...] = ()
+    page_updates: tuple[tuple[int, int, int], ...] = ()  # (row, index in its page table, page)
+    logit_edits: tuple[LogitEdit, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of one generated token, and of the most likely ones at its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step sampled, by row."""
+
+    step: int
+    token_ids: Mapping[int, int]
+    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """News of one request: tokens that were added and, at the end, why it ended."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: FinishReason | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """What an attention layer keeps for every token."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def num_elements(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """What a DeltaNet layer keeps for every sequence: S, and the last inputs of its convolution."""
+
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_channels: int
+    conv_width: int  # K - 1 past inputs
+
+    @property
+    def num_recurrent_elements(self) -> int:
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def num_conv_elements(self) -> int:
+        return self.conv_channels * self.conv_width
+
+
+CacheSpec = KVSpec | StateSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine turned out to be, for people and for the server."""
+
+    model_name: str
+    device: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    max_rows: int
+    page_size: int
+    num_pages: int
+    num_slots: int
+    cache_bytes: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine is doing now. The free counts include what an idle prefix cache would give back."""
+
+    num_waiting: int
+    num_running: int
+    num_free_pages: int
+    num_pages: int
+    num_free_slots: int
+    num_slots: int
+    num_preemptions: int
+    prefix: Mapping[str, int]  # hits, misses by reason, tokens reused

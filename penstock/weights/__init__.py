@@ -1,0 +1,1 @@
+"""From files, or from a seed, into the parameters of a model."""

@@ -1,0 +1,110 @@
+"""Finds the files of a checkpoint and lists their tensors, or says everything that is wrong with them.
+
+One file or many: an index says which file holds which tensor, whatever the files are called. The formats
+are told apart by suffix; what the tensors are for is none of its business.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from penstock.errors import CheckpointError
+from penstock.models.source import WEIGHT_SUFFIXES, read_json_object
+from penstock.weights.safetensors_reader import open_safetensors
+from penstock.weights.stored import StoredTensor
+from penstock.weights.torch_pt import open_torch_file
+
+MAX_LISTED = 20
+
+INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLE_NAMES = ("model.safetensors", "model.pt", "pytorch_model.bin")
+
+
+def open_checkpoint(path: Path) -> list[StoredTensor]:
+    """Every tensor of a weights file, or of the folder that holds a whole checkpoint."""
+    if path.is_dir():
+        for index_name in INDEX_NAMES:
+            if (path / index_name).is_file():
+                return _open_indexed(path, path / index_name)
+        path = _find_single_file(path)
+    try:
+        return _open_file(path)
+    except CheckpointError as error:
+        raise _damaged(path, [error.what]) from error
+
+
+def list_some(names: list[str]) -> str:
+    """The first names of a list that may be thousands long, and how many more there are."""
+    more = len(names) - MAX_LISTED
+    return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _find_single_file(folder: Path) -> Path:
+    for name in SINGLE_NAMES:
+        if (folder / name).is_file():
+            return folder / name
+    files = sorted(entry for entry in folder.iterdir() if entry.suffix in WEIGHT_SUFFIXES)
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise CheckpointError(
+            f"{folder} has no {INDEX_NAMES[0]}",
+            f"It holds {len(files)} weights files: {list_some([file.name for file in files])}.",
+            "Add the index of the checkpoint, or give the one file that is meant.",
+        )
+    raise CheckpointError(
+        f"{folder} has no weights",
+        f"There is no {', '.join(SINGLE_NAMES)} and no {INDEX_NAMES[0]} in it.",
+        "Download the weights too, or run with --random-weights.",
+    )
+
+
+def _open_file(path: Path) -> list[StoredTensor]:
+    if not path.is_file():
+        raise CheckpointError(f"{path.name} is missing")
+    if path.suffix == ".safetensors":
+        return open_safetensors(path)
+    return open_torch_file(path)
+
+
+def _open_indexed(folder: Path, index_path: Path) -> list[StoredTensor]:
+    weight_map = read_json_object(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"{index_path} has no weight_map",
+            "An index names the file of every tensor under that key.",
+            "Download or copy the index again.",
+        )
+    names_of_shard: dict[str, set[str]] = defaultdict(set)
+    problems = []
+    for name, shard in weight_map.items():
+        if isinstance(shard, str) and Path(shard).name == shard:
+            names_of_shard[shard].add(name)
+        else:  # a file outside the folder is never what a checkpoint means
+            problems.append(f"{index_path.name} puts {name} in {shard!r}, which is not a file name")
+    tensors: list[StoredTensor] = []
+    for shard, names in names_of_shard.items():
+        try:
+            in_shard = [tensor for tensor in _open_file(folder / shard) if tensor.name in names]
+        except CheckpointError as error:
+            problems.append(error.what)
+            continue
+        absent = sorted(names - {tensor.name for tensor in in_shard})
+        if absent:
+            problems.append(f"{shard} lacks {list_some(absent)}, which {index_path.name} puts there")
+        tensors += in_shard
+    if problems:
+        raise _damaged(folder, problems)
+    return tensors
+
+
+def _damaged(path: Path, problems: list[str]) -> CheckpointError:
+    listed = problems[:MAX_LISTED]
+    if len(problems) > MAX_LISTED:
+        listed.append(f"and {len(problems) - MAX_LISTED} more problems")
+    return CheckpointError(
+        f"The weights at {path} cannot be read",
+        "\n".join(f"  {problem}." for problem in listed),
+        "Download or copy these files again.",
+    )

@@ -1,0 +1,239 @@
+"""Builds a model and puts its weights in place, one tensor at a time.
+
+The model says where each checkpoint tensor goes (its placements); this file checks that table against what
+the checkpoint holds before a byte is read, then follows it. Knows no architecture and no file format.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import CapacityError, CheckpointError
+from penstock.models import build_model
+from penstock.models.placement import Placement
+from penstock.models.source import ModelSource
+from penstock.progress import OnPhase, Phase
+from penstock.weights.checkpoint import list_some, open_checkpoint
+from penstock.weights.random_weights import fill_parameter
+from penstock.weights.stored import StoredTensor
+
+WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NEWS_INTERVAL_S = 0.2
+
+
+def load_model(
+    source: ModelSource, *, device: str, dtype: str, random_weights: bool, seed: int, on_phase: OnPhase
+) -> nn.Module:
+    """The model of a source on a device, ready to run."""
+    if source.path is None and not random_weights:
+        raise CheckpointError(
+            f"{source.name} is a preset: its shape is known, its weights are not here",
+            todo="Give the folder of its checkpoint, or run it with --random-weights.",
+        )
+    if not random_weights:
+        _refuse_quantized(source)
+    torch_dtype = resolve_dtype(dtype, source.config, device)
+    _check_fits(source, torch_dtype, torch.device(device))
+    progress = _Progress(on_phase)
+    model = build_model(source.config, torch_dtype, torch.device(device))
+    if random_weights or source.path is None:
+        _fill(model, seed, progress)
+    else:
+        _copy(model, source.path, progress)
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)  # the time reported is the time it took
+    progress.finish()
+    return model.requires_grad_(False).eval()
+
+
+def resolve_dtype(dtype: str, config: Mapping[str, Any], device: str) -> torch.dtype:
+    """The dtype asked for; "auto" is the checkpoint's, and float32 on a CPU, where the others are slow."""
+    if dtype == "auto":
+        if torch.device(device).type == "cpu":
+            return torch.float32
+        dtype = _stored_dtype(config)
+    resolved = getattr(torch, dtype, None)
+    if resolved not in WEIGHT_DTYPES:
+        raise CheckpointError(
+            f"config.json asks for dtype {dtype!r}",
+            "A model runs in float32, bfloat16 or float16.",
+            "Choose one with --dtype.",
+        )
+    return resolved
+
+
+def _stored_dtype(config: Mapping[str, Any]) -> str:
+    text_config = config.get("text_config")
+    for level in (text_config if isinstance(text_config, dict) else {}, config):
+        for key in ("dtype", "torch_dtype"):
+            value = level.get(key)
+            if isinstance(value, str):
+                return value.removeprefix("torch.")
+    return "bfloat16"
+
+
+def _refuse_quantized(source: ModelSource) -> None:
+    quantization = source.config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
+        raise CheckpointError(
+            f"{source.name} is quantised ({method})",
+            "Only float32, bfloat16 and float16 weights can be loaded.",
+            "Use the unquantised checkpoint of the same model.",
+        )
+
+
+def _check_fits(source: ModelSource, dtype: torch.dtype, device: torch.device) -> None:
+    """Before any memory is taken: a model that is too large would take the whole machine with it."""
+    if device.type == "cuda":
+        available, _ = torch.cuda.mem_get_info(device)
+    elif device.type == "cpu":
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    sizing = build_model(source.config, dtype, torch.device("meta"))
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in sizing.parameters())
+    if needed > available:
+        raise CapacityError(
+            f"{source.name} does not fit on {device}",
+            f"Its weights take {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}; "
+            f"the device has {available / 1e9:.1f} GB for them.",
+            "Use a smaller model, a smaller --dtype or another --device.",
+        )
+
+
+def _fill(model: nn.Module, seed: int, progress: _Progress) -> None:
+    parameters = dict(model.named_parameters())
+    progress.start(sum(p.numel() * p.element_size() for p in parameters.values()), f"random, seed {seed}, ")
+    for name, parameter in parameters.items():
+        fill_parameter(name, parameter.data, seed)
+        progress.advance(parameter.numel() * parameter.element_size())
+
+
+def _copy(model: nn.Module, path: Path, progress: _Progress) -> None:
+    stored = open_checkpoint(path)
+    placements = model.placements([tensor.name for tensor in stored])  # type: ignore[operator]
+    wanted = match_tensors(path, stored, placements, model.ignored)  # type: ignore[arg-type]
+    progress.start(sum(tensor.num_bytes for tensor in wanted))
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    _assert_covered(parameters, placements.values())
+    filled_by: dict[tuple[str, str], str] = {}
+    for tensor in wanted:
+        placement = placements[tensor.name]
+        target = parameters[placement.parameter][placement.index]
+        place = (placement.parameter, repr(placement.index))
+        if place in filled_by:
+            _check_equal(path, filled_by[place], tensor, target, placement)
+        else:
+            filled_by[place] = tensor.name
+            target.copy_(_converted(tensor, placement))
+        progress.advance(tensor.num_bytes)
+
+
+def _converted(tensor: StoredTensor, placement: Placement) -> Tensor:
+    values = tensor.load()
+    return placement.convert(values) if placement.convert else values
+
+
+def _check_equal(path: Path, first: str, tensor: StoredTensor, target: Tensor, placement: Placement) -> None:
+    """Two tensors for one place (a tied head stored as well) are fine as long as they are the same."""
+    values = _converted(tensor, placement).to(target.device, target.dtype)
+    if not torch.equal(values, target):
+        raise CheckpointError(
+            f"{path} holds both {first} and {tensor.name}, and they differ",
+            "config.json says they are one matrix (tie_word_embeddings).",
+            "Set tie_word_embeddings to false if the head is its own matrix.",
+        )
+
+
+def match_tensors(
+    path: Path,
+    stored: list[StoredTensor],
+    placements: Mapping[str, Placement],
+    ignored: Iterable[str],
+) -> list[StoredTensor]:
+    """The stored tensors the model has a place for, in file order; all that does not fit is one error."""
+    skipped = re.compile("|".join(f"(?:{pattern})" for pattern in ignored) or r"(?!)")
+    wanted = [tensor for tensor in stored if tensor.name in placements]
+    unexpected = [t.name for t in stored if t.name not in placements and not skipped.fullmatch(t.name)]
+    missing = sorted(placements.keys() - {tensor.name for tensor in stored})
+    misshaped = [
+        f"{tensor.name} is {list(tensor.shape)}, expected {list(placements[tensor.name].shape)}"
+        for tensor in wanted
+        if tensor.shape != placements[tensor.name].shape
+    ]
+    not_float = [
+        f"{tensor.name} is {str(tensor.dtype).removeprefix('torch.')}"
+        for tensor in wanted
+        if tensor.dtype not in WEIGHT_DTYPES
+    ]
+    kinds = {
+        "missing": missing,
+        "unexpected": unexpected,
+        "of another shape": misshaped,
+        "not of a float dtype (float64, float32, bfloat16, float16)": not_float,
+    }
+    if any(kinds.values()):
+        raise CheckpointError(
+            f"The weights at {path} are not those of its config.json",
+            "\n".join(
+                f"  {len(names)} {kind}: {list_some(names)}." for kind, names in kinds.items() if names
+            ),
+            "Check that the download is complete, that config.json belongs to these weights, "
+            "and that they are not quantised.",
+        )
+    return wanted
+
+
+def _assert_covered(parameters: Mapping[str, Tensor], placements: Iterable[Placement]) -> None:
+    """A model's table must fill every parameter: a hole would run with whatever was in memory."""
+    places = {(place.parameter, repr(place.index)): place for place in placements}.values()
+    num_filled = dict.fromkeys(parameters, 0)
+    for place in places:
+        num_filled[place.parameter] += parameters[place.parameter][place.index].numel()
+    holes = [name for name, values in parameters.items() if num_filled[name] != values.numel()]
+    assert not holes, f"placements do not fill {holes}"
+
+
+@dataclass
+class _Progress:
+    """Reports how many bytes are in place and how fast, a few times a second."""
+
+    on_phase: OnPhase
+    started: float = field(default_factory=time.monotonic)
+    prefix: str = ""
+    num_total: int = 0
+    num_done: int = 0
+    last_news: float = 0.0
+
+    def start(self, num_total: int, prefix: str = "") -> None:
+        self.num_total, self.prefix = num_total, prefix
+        self.on_phase(Phase("weights", self._detail(), 0.0))
+
+    def advance(self, num_bytes: int) -> None:
+        self.num_done += num_bytes
+        now = time.monotonic()
+        if now - self.last_news >= NEWS_INTERVAL_S:
+            self.last_news = now
+            self.on_phase(Phase("weights", self._detail(), self.num_done / max(self.num_total, 1)))
+
+    def finish(self) -> None:
+        self.on_phase(Phase("weights", self._detail(), 1.0))
+
+    def _detail(self) -> str:
+        seconds = max(time.monotonic() - self.started, 1e-9)
+        speed = self.num_done / seconds
+        return f"{self.prefix}{_gigabytes(self.num_done)} at {_gigabytes(speed)}/s"
+
+
+def _gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

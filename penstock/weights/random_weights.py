@@ -1,0 +1,35 @@
+"""Makes up weights on the device: seeded, with the statistics of a freshly initialised model.
+
+Every parameter's values follow from the seed and its own name, so neither order nor other parameters
+matter. Tells parameters apart by name and rank alone and never passes anything through the host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+
+def fill_parameter(name: str, values: Tensor, seed: int) -> None:
+    """Fills the values of a parameter in place; `name` is its full name in the model."""
+    generator = torch.Generator(values.device).manual_seed(_seed_of(name, seed))
+    kind = name.lower().rsplit(".", 1)[-1]
+    if kind == "a_log":  # decay rates spread over 1 to 16
+        values.uniform_(1.0, 16.0, generator=generator).log_()
+    elif kind == "dt_bias":  # softplus of it is a step between 0.001 and 0.1, evenly in its logarithm
+        step = values.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
+        step.copy_(step.expm1().log_())
+    elif values.dim() >= 2:  # keeps the variance of what it multiplies
+        values.normal_(0.0, values.shape[-1] ** -0.5, generator=generator)
+    elif "norm" in name:
+        values.normal_(1.0, 0.1, generator=generator)
+    else:
+        values.normal_(0.0, 0.02, generator=generator)
+
+
+def _seed_of(name: str, seed: int) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

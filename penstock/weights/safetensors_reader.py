@@ -1,0 +1,136 @@
+"""Reads safetensors files: the header at once, each tensor's bytes when it is loaded.
+
+    [8 bytes: header length n | n bytes: JSON {name: dtype, shape, data_offsets} | data ......]
+
+Bytes are read into memory of the tensor's own size rather than mapped: a mapping keeps every page that was
+touched in the process, and on network disks it is read page by page. Knows files, not models.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import CheckpointError
+from penstock.weights.stored import StoredTensor
+
+MAX_HEADER_BYTES = 100_000_000
+PIECE_BYTES = 32 * 2**20  # a large tensor is read in pieces of this size, several at a time
+NUM_READERS = 4
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def open_safetensors(path: Path) -> list[StoredTensor]:
+    """What the file holds, checked against its size: a truncated file fails here, not hours later."""
+    size = path.stat().st_size
+    header, data_start = _read_header(path, size)
+    tensors = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape, start, end = _parse_entry(path, name, entry)
+        if data_start + end > size:
+            raise CheckpointError(
+                f"{path.name} is truncated: {name} ends at byte {data_start + end:,}, the file at {size:,}"
+            )
+        load = _loader(path, data_start + start, dtype, shape)
+        tensors.append(StoredTensor(name, shape, dtype, load))
+    return tensors
+
+
+def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if size < 8 or header_bytes > min(MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(
+                f"{path.name} is truncated or not safetensors: "
+                f"its header should have {header_bytes:,} bytes, the file has {size:,}"
+            )
+        raw = file.read(header_bytes)
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name} is not safetensors: its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path.name} is not safetensors: its header is not a JSON object")
+    return header, 8 + header_bytes
+
+
+def _parse_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+    try:
+        dtype_name, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path.name} is damaged: its entry for {name} is {entry!r}") from error
+    numbers = (*shape, start, end)
+    if not isinstance(dtype_name, str) or not all(isinstance(n, int) and n >= 0 for n in numbers):
+        raise CheckpointError(f"{path.name} is damaged: its entry for {name} is {entry!r}")
+    if dtype_name not in DTYPES:
+        raise CheckpointError(f"{path.name} stores {name} as {dtype_name!r}, which is not a known dtype")
+    dtype = DTYPES[dtype_name]
+    if end - start != math.prod(shape) * dtype.itemsize:
+        raise CheckpointError(
+            f"{path.name} is damaged: {name} has {end - start:,} bytes for {dtype_name} {list(shape)}"
+        )
+    return dtype, shape, start, end
+
+
+def _loader(path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Callable[[], Tensor]:
+    def load() -> Tensor:
+        raw = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+        _read_into(path, offset, raw.numpy().data)
+        return raw.view(dtype).reshape(shape)
+
+    return load
+
+
+def _read_into(path: Path, offset: int, buffer: memoryview) -> None:
+    """Fills the buffer from the file; large ones with several reads in flight, for fast disks."""
+
+    def read_piece(start: int) -> None:
+        end = min(start + PIECE_BYTES, len(buffer))
+        while start < end:
+            num_read = os.preadv(file, [buffer[start:end]], offset + start)
+            if num_read == 0:
+                raise CheckpointError(
+                    f"{path} ended at byte {offset + start:,} while it was read",
+                    "The file became shorter after it was opened.",
+                    "Download or copy the file again.",
+                )
+            start += num_read
+
+    starts = range(0, len(buffer), PIECE_BYTES)
+    file = os.open(path, os.O_RDONLY)
+    try:
+        if len(starts) <= 1:
+            for start in starts:
+                read_piece(start)
+        else:
+            with ThreadPoolExecutor(NUM_READERS) as pool:
+                list(pool.map(read_piece, starts))
+    finally:
+        os.close(file)

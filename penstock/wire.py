@@ -1,0 +1,206 @@
+"""What a server and its engine process say to each other: msgpack messages in length-prefixed frames.
+
+Owns the messages and their bytes, for a blocking side (the engine) and an asyncio side (the server). Never
+unpickles anything: a frame decodes to one of the messages below or to a `WireError`. Knows nothing of what
+the messages lead to.
+
+    frame = [length of the rest, 4 bytes big-endian | msgpack of one message]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+from penstock import errors
+from penstock.errors import PenstockError, RequestError
+from penstock.progress import Phase
+from penstock.types import EngineInfo, EngineStats, Request, TokenDelta
+
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+_LENGTH = struct.Struct(">I")
+
+
+class WireError(PenstockError):
+    """Bytes that are not one of our messages, or a frame longer than any of them may be."""
+
+
+class ServerGoneError(WireError):
+    """The other end of the engine's channel is closed."""
+
+
+class ErrorFields(msgspec.Struct, frozen=True):
+    """An error of penstock.errors on its way to another process; `kind` is the name of its class."""
+
+    kind: str
+    what: str
+    why: str = ""
+    todo: str = ""
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: PenstockError) -> ErrorFields:
+        param = error.param if isinstance(error, RequestError) else None
+        return cls(type(error).__name__, error.what, error.why, error.todo, param)
+
+    def to_error(self) -> PenstockError:
+        kind: Any = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, PenstockError)):
+            kind = PenstockError
+        error: PenstockError = kind(self.what, self.why, self.todo)
+        if isinstance(error, RequestError):
+            error.param = self.param
+        return error
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    request: Request
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    request_id: str
+
+
+class StatsQuery(msgspec.Struct, tag=True, frozen=True):
+    query_id: int
+
+
+class Shutdown(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
+class Progress(msgspec.Struct, tag=True, frozen=True):
+    phase: Phase
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    info: EngineInfo
+
+
+class Deltas(msgspec.Struct, tag=True, frozen=True):
+    """Everything one step has to say."""
+
+    deltas: list[TokenDelta]
+
+
+class Rejected(msgspec.Struct, tag=True, frozen=True):
+    request_id: str
+    error: ErrorFields
+
+
+class StatsAnswer(msgspec.Struct, tag=True, frozen=True):
+    query_id: int
+    stats: EngineStats
+
+
+class Dying(msgspec.Struct, tag=True, frozen=True):
+    """The engine's last words."""
+
+    error: ErrorFields
+
+
+ToEngine = Submit | Abort | StatsQuery | Shutdown
+FromEngine = Progress | Ready | Deltas | Rejected | StatsAnswer | Dying
+
+
+def encode_frame(message: ToEngine | FromEngine) -> bytes:
+    payload = msgspec.msgpack.encode(message)
+    _check_length(len(payload))
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def _check_length(num_bytes: int) -> None:
+    if num_bytes > MAX_FRAME_BYTES:
+        raise WireError(
+            "A message between server and engine is too long",
+            f"It has {num_bytes} bytes; a frame holds at most {MAX_FRAME_BYTES}.",
+        )
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytes | bytearray) -> Any:
+    try:
+        return decoder.decode(payload)
+    except msgspec.DecodeError as error:
+        raise WireError("A message between server and engine cannot be read", f"{error}.") from error
+
+
+class EngineChannel:
+    """The engine's end: blocking, one thread may receive while another sends."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+
+    @classmethod
+    def connect(cls, path: str) -> EngineChannel:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(path)
+        return cls(connection)
+
+    def send(self, message: FromEngine) -> None:
+        try:
+            self._connection.sendall(encode_frame(message))
+        except ConnectionError as error:
+            raise ServerGoneError("The server is gone", f"{error}.") from error
+
+    def receive(self) -> ToEngine | None:
+        """The next message; None when the server is gone, even in the middle of a frame."""
+        header = self._read(_LENGTH.size)
+        if header is None:
+            return None
+        (num_bytes,) = _LENGTH.unpack(header)
+        _check_length(num_bytes)
+        payload = self._read(num_bytes)
+        if payload is None:
+            return None
+        message: ToEngine = _decode(self._decoder, payload)
+        return message
+
+    def _read(self, num_bytes: int) -> bytearray | None:
+        # Not a buffered file: a thread that waits in one holds its lock, even against closing it.
+        data = bytearray(num_bytes)
+        rest = memoryview(data)
+        while rest:
+            try:
+                num_read = self._connection.recv_into(rest)
+            except ConnectionError:
+                return None
+            if num_read == 0:
+                return None
+            rest = rest[num_read:]
+        return data
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class ServerChannel:
+    """The server's end, on asyncio streams."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+    def send(self, message: ToEngine) -> None:
+        """Never waits. What is said to an engine that is gone is dropped: `receive` tells of its end."""
+        if not self._writer.is_closing():
+            self._writer.write(encode_frame(message))
+
+    async def receive(self) -> FromEngine | None:
+        """The next message; None when the engine is gone, even in the middle of a frame."""
+        try:
+            (num_bytes,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            _check_length(num_bytes)
+            payload = await self._reader.readexactly(num_bytes)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        message: FromEngine = _decode(self._decoder, payload)
+        return message
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,44 @@
+"""Runs `penstock` for tests, in a process of its own or in this one, and reads what it said."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ["--device", "cpu", "--memory-gb", "0.02"]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    home = os.environ.get("PENSTOCK_HOME")
+    return {**kept, "OMP_NUM_THREADS": "1", **({"PENSTOCK_HOME": home} if home else {}), **variables}
+
+
+def penstock(*words: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "penstock", *words],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(**variables),
+        timeout=120,
+    )
+
+
+def fails(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """Runs a command line in this process: its exit code and what stood on stderr."""
+    exit_code = main(words)
+    return exit_code, capsys.readouterr().err
+
+
+def error_in(said: str) -> str:
+    """From the error on: phases may stand before it."""
+    return said[said.index("error:") :]

@@ -1,0 +1,16 @@
+"""What several test files need: where the shared real data is, and one BLAS thread per worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"the shared test data is not at {SHARED_DATA}")
+    return SHARED_DATA

@@ -1,0 +1,324 @@
+"""A runner on the host that executes StepPlans on memory made of token ids, and a driver for histories.
+
+Every page keeps the tokens that were "written" there, every slot the prefix its state has consumed. Each
+row is checked to read exactly its sequence's tokens through its page table and from its initial slot, and
+rows of one step must not touch each other's memory, since a device runs them in any order. The sampled
+token is a hash of everything the row has read: wrong paging or a wrong state becomes a wrong token.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.cache import Cache
+from penstock.engine.scheduler import Scheduler
+from penstock.types import (
+    Admission,
+    LogitEdit,
+    Request,
+    RowPlan,
+    Sequence,
+    StepOutput,
+    StepPlan,
+    TokenDelta,
+    TokenLogprob,
+)
+
+VOCAB_SIZE = 12
+
+
+def sample_token(context: tuple[int, ...], edits: list[LogitEdit]) -> int:
+    """The token with the highest score, a number that only the context and the token decide."""
+    state = zlib.crc32(bytes(context))
+    scores = [zlib.crc32(bytes([token]), state) % 100 for token in range(VOCAB_SIZE)]
+    biases = {edit.token_id: 0.0 for edit in edits}
+    for edit in edits:
+        biases[edit.token_id] += edit.bias
+    return max(range(VOCAB_SIZE), key=lambda token: (scores[token] + biases.get(token, 0.0), token))
+
+
+def reply_alone(request: Request, max_model_len: int) -> tuple[list[int], str]:
+    """What the request must get, whoever else is served: its tokens and why it ends."""
+    tokens, sampling = list(request.token_ids), request.sampling
+    num_prompt = len(tokens)
+    while True:
+        edits = [LogitEdit(0, token, bias) for token, bias in sampling.logit_bias.items()]
+        if len(tokens) - num_prompt < sampling.min_tokens:
+            edits += [LogitEdit.forbid(0, token) for token in request.end_token_ids]
+        tokens.append(sample_token(tuple(tokens), edits))
+        if tokens[-1] in request.end_token_ids:
+            return tokens[num_prompt:], "stop"
+        if len(tokens) - num_prompt == sampling.max_tokens or len(tokens) == max_model_len:
+            return tokens[num_prompt:], "length"
+
+
+@dataclass(slots=True)
+class _Row:
+    """What the device knows of a row; `tokens` is the truth its memory is compared with."""
+
+    admission: Admission
+    page_table: dict[int, int] = field(default_factory=dict)
+    tokens: list[int] | None = None
+    last_sample: int | None = None
+
+
+class FakeRunner:
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        has_pages: bool,
+        has_slots: bool,
+        known_tokens: Callable[[int], list[int]],  # the host's tokens of the sequence in a row
+    ) -> None:
+        self.page_size = page_size
+        self.has_pages = has_pages
+        self.has_slots = has_slots
+        self._known_tokens = known_tokens
+        self._pages: dict[int, list[int | None]] = {}
+        self._slots: dict[int, tuple[int, ...]] = {}
+        self._rows: dict[int, _Row] = {}
+
+    def launch(self, plan: StepPlan) -> StepOutput:
+        assert len({row.row for row in plan.rows}) == len(plan.rows), "a row stands twice in a plan"
+        for admission in plan.admissions:
+            self._rows[admission.row] = _Row(admission)
+        self._update_pages(plan)
+        tokens = {row.row: self._tokens_of(row) for row in plan.rows}
+        self._require_separate_memory(plan)
+        states = {row.row: self._initial_state(row) for row in plan.rows} if self.has_slots else {}
+        for row in plan.rows:
+            self._write(row, tokens[row.row], states.get(row.row, ()))
+        return StepOutput(plan.step, *self._sample(plan))
+
+    def _update_pages(self, plan: StepPlan) -> None:
+        places = [(row, index) for row, index, _ in plan.page_updates]
+        assert len(set(places)) == len(places), "one entry of a page table is written twice in a step"
+        for row, index, page in plan.page_updates:
+            assert page != 0, "page 0 belongs to nobody"
+            self._rows[row].page_table[index] = page
+
+    def _tokens_of(self, plan: RowPlan) -> tuple[int, ...]:
+        """The row's tokens of this step, after comparing them with the host's; advances the truth."""
+        row = self._rows[plan.row]
+        if row.tokens is None:
+            row.tokens = self._known_tokens(plan.row)[: plan.start]
+            assert plan.token_ids, "a row that has not sampled has no last sample"
+            if row.admission.sampling.has_penalties:
+                assert row.admission.history == tuple(self._known_tokens(plan.row))
+            else:
+                assert row.admission.history == ()
+        assert plan.start == len(row.tokens), "a row skips tokens or repeats some"
+        if plan.token_ids:
+            assert len(plan.token_ids) == 1 or plan.start % self.page_size == 0
+            new = plan.token_ids
+            end = plan.start + len(new)
+            assert list(new) == self._known_tokens(plan.row)[plan.start : end]
+            assert plan.samples == (end == len(self._known_tokens(plan.row)))
+            assert plan.samples or end % self.page_size == 0, "a chunk ends inside a page"
+        else:
+            assert row.last_sample is not None
+            assert plan.samples
+            new = (row.last_sample,)
+        row.tokens += new
+        return new
+
+    def _context_pages(self, plan: RowPlan) -> list[int]:
+        if not self.has_pages:
+            return []
+        table = self._rows[plan.row].page_table
+        return [table[i] for i in range(-(-(plan.start + plan.num_tokens) // self.page_size))]
+
+    def _require_separate_memory(self, plan: StepPlan) -> None:
+        """Rows run in any order: nobody writes what another row of the same step reads or writes."""
+        page_writers: dict[int, int] = {}
+        for row in plan.rows:
+            for page in self._context_pages(row)[row.start // self.page_size :]:
+                assert page not in page_writers, f"two rows write page {page}"
+                page_writers[page] = row.row
+        for row in plan.rows:
+            for page in self._context_pages(row):
+                assert page_writers.get(page, row.row) == row.row, f"page {page} is written and read"
+        if not self.has_slots:
+            assert all(row.slot == 0 and not row.checkpoints for row in plan.rows)
+            return
+        written = [slot for row in plan.rows for slot in (row.slot, *(slot for _, slot in row.checkpoints))]
+        assert 0 not in written, "slot 0 belongs to nobody"
+        assert len(set(written)) == len(written), "a slot is written twice in a step"
+        for row in plan.rows:
+            if row.start > 0 and row.initial_slot != row.slot:
+                assert row.initial_slot not in written, "a checkpoint is overwritten while it is read"
+
+    def _initial_state(self, plan: RowPlan) -> tuple[int, ...]:
+        if plan.start == 0:
+            return ()
+        tokens = self._rows[plan.row].tokens
+        assert tokens is not None
+        state = self._slots[plan.initial_slot]
+        assert state == tuple(tokens[: plan.start]), "the state is not that of the sequence's tokens"
+        return state
+
+    def _write(self, plan: RowPlan, new: tuple[int, ...], state: tuple[int, ...]) -> None:
+        table = self._rows[plan.row].page_table
+        for position, token in enumerate(new, plan.start):
+            if self.has_pages:
+                page = self._pages.setdefault(table[position // self.page_size], [None] * self.page_size)
+                page[position % self.page_size] = token
+        if self.has_slots:
+            self._slots[plan.slot] = state + new
+            for num_tokens, slot in plan.checkpoints:
+                assert 0 < num_tokens <= len(new)
+                assert (plan.start + num_tokens) % self.page_size == 0
+                self._slots[slot] = state + new[:num_tokens]
+
+    def _read_context(self, plan: RowPlan) -> tuple[int, ...]:
+        row, end = self._rows[plan.row], plan.start + plan.num_tokens
+        assert row.tokens is not None
+        if self.has_pages:
+            places = ((row.page_table[i // self.page_size], i % self.page_size) for i in range(end))
+            context = [self._pages[page][offset] for page, offset in places]
+            assert context == row.tokens, "the pages do not hold the sequence's tokens"
+        return tuple(row.tokens)
+
+    def _sample(self, plan: StepPlan) -> tuple[dict[int, int], dict[int, TokenLogprob]]:
+        token_ids, logprobs = {}, {}
+        for row in plan.rows:
+            context = self._read_context(row)
+            if row.samples:
+                token = sample_token(context, [edit for edit in plan.logit_edits if edit.row == row.row])
+                token_ids[row.row] = self._rows[row.row].last_sample = token
+                if self._rows[row.row].admission.sampling.logprobs is not None:
+                    logprobs[row.row] = TokenLogprob(token, -float(len(context)))
+        return token_ids, logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Sizes of one engine; `num_pages` and `num_slots` include the reserved ones, 0 means none."""
+
+    num_pages: int = 33
+    num_slots: int = 0
+    page_size: int = 4
+    max_rows: int = 4
+    max_step_tokens: int = 16
+    max_model_len: int = 64
+    max_checkpoints: int | None = None
+    prefix_cache: bool = True
+    depth: int = 0  # how many steps the host plans ahead of the outputs it has seen
+
+
+class World:
+    """Scheduler, cache and fake runner together, checked after every step."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.cache = Cache(
+            page_size=setup.page_size,
+            num_pages=setup.num_pages,
+            num_slots=setup.num_slots,
+            max_checkpoints=setup.max_checkpoints,
+            prefix_cache=setup.prefix_cache,
+        )
+        self.scheduler = Scheduler(
+            self.cache,
+            max_rows=setup.max_rows,
+            max_step_tokens=setup.max_step_tokens,
+            max_model_len=setup.max_model_len,
+        )
+        self.runner = FakeRunner(
+            page_size=setup.page_size,
+            has_pages=setup.num_pages > 0,
+            has_slots=setup.num_slots > 0,
+            known_tokens=lambda row: self._in_row(row).tokens,
+        )
+        self.sequences: dict[str, Sequence] = {}
+        self.replies: dict[str, list[int]] = {}
+        self.finishes: dict[str, str] = {}
+        self.deltas: list[TokenDelta] = []
+        self.plans: list[StepPlan] = []
+        self._pending: deque[StepOutput] = deque()
+        self._sampled: list[Sequence] = []  # have sampled in the row they hold
+
+    def submit(self, request: Request) -> Sequence:
+        self.sequences[request.id] = self.scheduler.submit(request)
+        self.replies[request.id] = []
+        return self.sequences[request.id]
+
+    def abort(self, request_id: str) -> None:
+        delta = self.scheduler.abort(request_id)
+        if delta is not None:
+            self._take(delta)
+        self.cache.check()
+
+    def step(self) -> StepPlan | None:
+        """Plans, launches, and commits the output that is due."""
+        decoding = [sequence for sequence in self._sampled if self._must_run(sequence)]
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._check(plan, decoding)
+            self.plans.append(plan)
+            self._pending.append(self.runner.launch(plan))
+            self._sampled += [self._in_row(row.row) for row in plan.rows if row.samples and row.token_ids]
+        self.cache.check()
+        if self._pending and (plan is None or len(self._pending) > self.setup.depth):
+            for delta in self.scheduler.commit(self._pending.popleft()):
+                self._take(delta)
+            self.cache.check()
+        return plan
+
+    def run(self, max_steps: int = 2000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError(f"requests {set(self.sequences) - set(self.finishes)} starve")
+
+    def require_nothing_owned(self) -> None:
+        """Nobody runs: everything is free, or idle in the prefix cache and free for the asking."""
+        self.cache.check()
+        assert self.cache.num_free_pages == max(self.setup.num_pages - 1, 0)
+        assert self.cache.num_free_slots == max(self.setup.num_slots - 1, 0)
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+
+    def require_reply_alone(self, request: Request) -> None:
+        expected = reply_alone(request, self.setup.max_model_len)
+        assert (self.replies[request.id], self.finishes[request.id]) == expected
+
+    def _take(self, delta: TokenDelta) -> None:
+        assert delta.request_id not in self.finishes, "news of a request that has ended"
+        self.deltas.append(delta)
+        sequence = self.sequences[delta.request_id]
+        assert delta.num_cached_tokens == sequence.num_cached_tokens
+        self.replies[delta.request_id] += delta.token_ids
+        if sequence.request.sampling.logprobs is not None:
+            assert [logprob.token_id for logprob in delta.logprobs] == list(delta.token_ids)
+        if delta.finish is not None:
+            self.finishes[delta.request_id] = delta.finish
+
+    def _in_row(self, row: int) -> Sequence:
+        (sequence,) = [s for s in self.sequences.values() if s.row == row and s.finish is None]
+        return sequence
+
+    def _must_run(self, sequence: Sequence) -> bool:
+        return sequence.row is not None and sequence.num_tokens < self._longest(sequence)
+
+    def _longest(self, sequence: Sequence) -> int:
+        max_tokens = sequence.request.sampling.max_tokens or self.setup.max_model_len
+        return min(sequence.num_prompt_tokens + max_tokens, self.setup.max_model_len)
+
+    def _check(self, plan: StepPlan, decoding: list[Sequence]) -> None:
+        setup = self.setup
+        self._sampled = [sequence for sequence in decoding if sequence.row is not None]  # less the preempted
+        rows = {row.row for row in plan.rows}
+        assert len(rows) <= setup.max_rows
+        assert rows <= set(range(setup.max_rows))
+        assert {sequence.row for sequence in self._sampled} <= rows, "a decoding row was left out of a step"
+        num_decodes = sum(not row.token_ids for row in plan.rows)
+        assert plan.num_tokens <= max(setup.max_step_tokens, num_decodes + setup.page_size)
+        assert plan.num_tokens <= self.scheduler.max_plan_tokens
+        for row in plan.rows:
+            longest = self._longest(self._in_row(row.row))
+            assert row.start + row.num_tokens < longest, "planned past the end"

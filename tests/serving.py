@@ -1,0 +1,158 @@
+"""A real server for tests: its own process, a free port, the tiny model on a CPU, ready when used.
+
+Run as a program it is that process; it reports its phases as JSON lines on stdout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+START_TIMEOUT_S = 120.0
+TINY_ENGINE = {"device": "cpu", "dtype": "float32", "page_size": 16, "memory_gb": 0.05, "max_model_len": 512}
+
+
+class Server:
+    """A server process and what it has said."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.url = ""
+        self.phases: list[dict[str, Any]] = []
+        self.http = httpx.Client(timeout=60.0)
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read_phases, daemon=True).start()
+
+    def _read_phases(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def wait_phase(self, name: str) -> dict[str, Any]:
+        """Waits until the server has said this; fails when it ends before."""
+        while True:
+            line = self._lines.get(timeout=START_TIMEOUT_S)
+            assert line is not None, f"the server ended before {name!r}, after {self.phases}"
+            phase = json.loads(line)
+            self.phases.append(phase)
+            if phase["name"] == "listening":
+                self.url = phase["detail"]
+            if phase["name"] == name:
+                return phase
+
+    @property
+    def engine_pid(self) -> int:
+        """The server's only child process."""
+        (child,) = child_pids(self.process.pid)
+        return child
+
+    def health(self) -> httpx.Response:
+        return self.http.get(f"{self.url}/health")
+
+    def post(self, body: Any, path: str = "/v1/chat/completions") -> httpx.Response:
+        return self.http.post(f"{self.url}{path}", content=json.dumps(body))
+
+    @contextlib.contextmanager
+    def stream(self, body: dict[str, Any]) -> Iterator[Iterator[str]]:
+        """The lines of a streamed chat, of which the first has arrived."""
+        with self.http.stream("POST", f"{self.url}/v1/chat/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: {")
+            yield lines
+
+    def stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] | None = None
+        while stats is None:  # null while the engine is in a long step
+            stats = self.health().json()["stats"]
+        return stats
+
+    def is_idle(self) -> bool:
+        stats = self.stats()
+        pages_back = stats["num_free_pages"] == stats["num_pages"] - 1  # page 0 is never handed out
+        return pages_back and stats["num_running"] == 0 and stats["num_waiting"] == 0
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(timeout=40.0)
+
+
+@contextlib.contextmanager
+def start_server(
+    engine: dict[str, Any] | None = None, serve: dict[str, Any] | None = None, wait_for: str = "ready"
+) -> Iterator[Server]:
+    settings = {"engine": {**TINY_ENGINE, **(engine or {})}, "serve": {"port": 0, **(serve or {})}}
+    process = subprocess.Popen(
+        [sys.executable, __file__, json.dumps(settings)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+    )
+    server = Server(process)
+    try:
+        server.wait_phase(wait_for)
+        yield server
+        server.stop()
+    finally:
+        server.http.close()
+        process.kill()
+        process.wait()
+
+
+def child_pids(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    """Whether the condition becomes true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def main() -> int:
+    from penstock.config import EngineConfig, ServeConfig
+    from penstock.errors import PenstockError
+    from penstock.progress import Phase
+    from penstock.serve.server import run
+
+    def say(phase: Phase) -> None:
+        fields = {"name": phase.name, "detail": phase.detail, "seconds": phase.seconds}
+        print(json.dumps(fields), flush=True)
+
+    settings = json.loads(sys.argv[1])
+    try:
+        run(EngineConfig(**settings["engine"]), ServeConfig(**settings["serve"]), say)
+    except PenstockError as error:
+        say(Phase("failed", f"{type(error).__name__}: {error.what}"))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

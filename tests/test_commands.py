@@ -1,0 +1,204 @@
+"""chat, generate, serve and bench at work, on the embedded model."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_line import ROOT, SMALL, environment, error_in, fails, penstock
+
+from penstock.cli import main
+
+
+def test_generate_prints_the_text_and_nothing_else_on_stdout(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--max-tokens", "8", "--ignore-eos", *SMALL]
+    streamed = penstock("generate", "Once upon a time", *words)
+    assert streamed.returncode == 0, streamed.stderr
+    monkeypatch.setattr("sys.stdin", io.StringIO("Once upon a time"))
+    assert main(["generate", "-", "--json", *words]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    (completion,) = answer["completions"]
+    assert answer["prompt"] == "Once upon a time"
+    assert completion["finish"] == "length"
+    assert len(completion["token_ids"]) == 8
+    assert streamed.stdout == completion["text"] + "\n"
+    assert "weights" in streamed.stderr
+
+
+def test_generate_draws_n_answers_with_logprobs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--n", "2", "--seed", "1", "--temperature", "1", "--max-tokens", "3", "--logprobs", "2"]
+    assert main(["generate", "--chat", "Hello", "--json", "--ignore-eos", *words, *SMALL]) == 0
+    first, second = json.loads(capsys.readouterr().out)["completions"]
+    assert first["token_ids"] != second["token_ids"]
+    assert [len(entry["top"]) for entry in first["logprobs"]] == [2, 2, 2]
+
+
+def test_chat_reads_lines_and_slash_commands(tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    lines = [
+        "/system You are a river.",
+        "Hello",
+        '"""two',
+        'lines"""',
+        f"/save {saved}",
+        "/clear",
+        f"/load {saved}",
+        "/stats",
+        "/think off",
+        "/exit",
+        "never read",
+    ]
+    result = penstock("chat", "--max-tokens", "4", "--ignore-eos", *SMALL, stdin="\n".join(lines))
+    assert result.returncode == 0, result.stderr
+    assert "Loaded 4 messages" in result.stdout
+    assert re.search(r"first token after \d+ ms, then [\d.]+ tokens/s \(\d+ tokens in", result.stdout)
+    conversation = json.loads(saved.read_text())
+    assert conversation["system"] == "You are a river."
+    assert [message["role"] for message in conversation["messages"]] == ["user", "assistant"] * 2
+    assert conversation["messages"][2]["content"] == "two\nlines"
+    assert conversation["messages"][1]["content"] in result.stdout
+
+
+def test_unknown_slash_command_gets_the_nearest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("/stat\n"))
+    exit_code, said = fails(capsys, "chat", *SMALL)
+    assert exit_code == 1
+    assert (
+        error_in(said) == "error: There is no command /stat\n  Did you mean 'stats'?\n  /help lists them.\n"
+    )
+
+
+class Pty:
+    """A command in a terminal, for what only a terminal has: prompts and Ctrl-C."""
+
+    def __init__(self, words: list[str], **variables: str) -> None:
+        self.pid, self.file = pty.fork()
+        if self.pid == 0:
+            os.chdir(ROOT)
+            command = [sys.executable, "-m", "penstock", *words]
+            os.execve(sys.executable, command, environment(TERM="xterm", **variables))
+        self.said = ""
+
+    def wait_for(self, text: str, after: int = 0) -> int:
+        """Reads until the text has come; where it ends."""
+        deadline = time.monotonic() + 60
+        while text not in self.said[after:]:
+            assert time.monotonic() < deadline, f"no {text!r} in {self.said[after:]!r}"
+            if select.select([self.file], [], [], 1.0)[0]:
+                self.said += os.read(self.file, 65536).decode(errors="replace")
+        return self.said.index(text, after) + len(text)
+
+    def type(self, text: str) -> None:
+        os.write(self.file, text.encode())
+
+    def exit_code(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(tmp_path: Path) -> None:
+    terminal = Pty(["chat", "--ignore-eos", *SMALL], XDG_STATE_HOME=str(tmp_path), NO_COLOR="1")
+    place = terminal.wait_for(">>> ")
+    terminal.type("Tell me everything\r")
+    place = terminal.wait_for("everything", place)
+    time.sleep(0.5)  # some of the answer; all of it would take 8192 tokens
+    terminal.type("\x03")
+    place = terminal.wait_for("[stopped]", place)
+    place = terminal.wait_for(">>> ", place)
+    terminal.type("/stats\r")
+    place = terminal.wait_for("first token after", place)
+    place = terminal.wait_for(">>> ", place)
+    terminal.type("\x03")
+    place = terminal.wait_for("Ctrl-D leaves.", place)
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0
+    assert "Tell me everything" in (tmp_path / "penstock" / "chat_history").read_text()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, str]]:
+    """`penstock serve` on a free port: its URL, and the curl line it shows."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", "serve", "--port", "0", *SMALL],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+    )
+    assert process.stderr is not None
+    said = ""
+    while "Ctrl-C ends" not in said:
+        line = process.stderr.readline()
+        assert line, f"the server ended: {said}"
+        said += line
+    url = re.search(r"is served at (http://\S+)", said)
+    assert url is not None
+    yield url[1], said
+    process.send_signal(signal.SIGINT)
+    process.stderr.read()
+    assert process.wait(timeout=60) == 0
+
+
+def test_the_curl_line_works_as_it_is_shown(server: tuple[str, str], tmp_path: Path) -> None:
+    _, said = server
+    line = said[said.index("  curl ") : said.index("Ctrl-C ends")]
+    script = tmp_path / "try.sh"
+    script.write_text(line)
+    answer = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(answer.stdout)["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_chat_over_http_answers_as_the_same_model_here(
+    server: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, _ = server
+    words = ["--max-tokens", "6", "--ignore-eos"]
+    remote = penstock("chat", "--base-url", url, *words, stdin="Hello\n/stats\n")
+    assert remote.returncode == 0, remote.stderr
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    assert main(["chat", *words, *SMALL]) == 0
+    local = capsys.readouterr().out
+    assert local.strip()
+    assert remote.stdout.startswith(local)
+    assert "(6 tokens in" in remote.stdout
+
+
+def test_chat_over_http_shows_the_servers_error(server: tuple[str, str]) -> None:
+    url, _ = server
+    result = penstock("chat", "--base-url", f"{url}/v1", "--max-tokens", "1m", stdin="Hello\n")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert f"So said {url}/v1 (HTTP 400)." in result.stderr
+
+
+def test_bench_ends_with_one_json_line_that_says_where_it_was_born(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "bench.json"
+    shapes = ["--batch", "1,3", "--context", "70", "--repeats", "3", "--warmup", "1"]
+    for what in ("step", "prefill"):
+        assert main(["bench", what, *shapes, "--json", str(written), "--device", "cpu"]) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        report = json.loads(last)
+        assert written.read_text() == last + "\n"
+        assert report.keys() >= {"commit", "host", "gpu", "model", "dtype", "seed", "copy_gb_per_s", "time"}
+        assert [result["batch"] for result in report["results"]] == [1, 3]
+        for result in report["results"]:
+            num_tokens = result["batch"] * (70 if what == "prefill" else 1)
+            assert result["tokens_per_s"] == pytest.approx(num_tokens / result["ms_median"] * 1e3, rel=0.01)
+            assert 0 < result["fraction_of_floor"] < 1
+            assert result["ms_min"] <= result["ms_median"]

@@ -1,0 +1,149 @@
+"""The same laws on a CUDA device: nothing synchronises inside a step, steps can be captured, and the GPU
+says what the CPU says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engine.engine import Engine
+from penstock.types import RowPlan, StepPlan
+from small_models import FAMILIES, HYBRID_MOE, logprobs_of, make_engine, prompt, request, run, tokens_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+
+@pytest.fixture(params=FAMILIES)
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return FAMILIES[request.param]
+
+
+@contextmanager
+def synchronising_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def requests(**sampling: Any) -> list[Any]:
+    return [request(f"r{n}", prompt(n, seed=n), **sampling) for n in (1, 63, 64, 65, 200)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gpu_says_what_the_cpu_says(config: dict[str, Any], overlap: bool) -> None:
+    settings: dict[str, Any] = {"dtype": "float32", "memory_gb": 0.2, "deterministic": False}
+    on_cpu = make_engine(config, device="cpu", **settings)
+    on_gpu = make_engine(config, device="cuda", overlap=overlap, max_step_tokens=128, **settings)
+    # Random weights differ between devices' generators, so the GPU takes the CPU's.
+    on_gpu.runner.model.load_state_dict(on_cpu.runner.model.state_dict())  # type: ignore[attr-defined]
+    expected, seen = run(on_cpu, *requests()), run(on_gpu, *requests())
+    for id in expected:
+        assert tokens_of(seen[id]) == tokens_of(expected[id])
+        for mine, theirs in zip(logprobs_of(seen[id]), logprobs_of(expected[id])):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+
+
+def test_restored_prefix_equals_fresh_prefill_on_a_gpu(config: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"device": "cuda", "dtype": "float32", "memory_gb": 0.2}
+    engine = make_engine(config, **settings)
+    head = prompt(200)
+    run(engine, request("first", head))
+    one = request("second", head + prompt(50, 1))
+    restored = run(engine, one)["second"]
+    fresh = run(make_engine(config, prefix_cache=False, **settings), one)["second"]
+    assert restored[0].num_cached_tokens == 192
+    assert tokens_of(restored) == tokens_of(fresh)
+
+
+def prefill_rows(engine: Engine, num_rows: int, length: int) -> list[RowPlan]:
+    """Prefills rows by hand and returns the plans of their first decode."""
+    page_size = engine.info.page_size
+    pages_per_row = -(-(length + 8) // page_size)
+    updates = tuple(
+        (row, i, 1 + row * pages_per_row + i) for row in range(num_rows) for i in range(pages_per_row)
+    )
+    slots = [row + 1 if engine.info.num_slots else 0 for row in range(num_rows)]
+    rows = tuple(
+        RowPlan(row, 0, prompt(length, row), True, slot=slots[row], initial_slot=slots[row])
+        for row in range(num_rows)
+    )
+    engine.runner.launch(StepPlan(0, rows, page_updates=updates)).wait()
+    return [
+        RowPlan(row, length, (), True, slot=slots[row], initial_slot=slots[row]) for row in range(num_rows)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_step_synchronises(config: dict[str, Any], dtype: str) -> None:
+    """A decode, a prefill chunk and a mixed step, sampled with everything on."""
+    engine = make_engine(config, device="cuda", dtype=dtype, memory_gb=0.2, deterministic=False)
+    sampling: dict[str, Any] = {
+        "temperature": 0.8,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+        "logit_bias": {3: 1.0},
+    }
+    first, second = request("a", prompt(100), **sampling), request("b", prompt(300), **sampling)
+    run(engine, request("warm", prompt(80), **sampling))
+    engine.submit(first)
+    for _ in range(3):
+        with synchronising_is_an_error():
+            plan = engine.scheduler.plan()
+            assert plan is not None
+            pending = engine.runner.launch(plan)
+        engine.scheduler.commit(pending.wait())
+    engine.submit(second)
+    with synchronising_is_an_error():
+        plan = engine.scheduler.plan()
+        assert plan is not None
+        assert len(plan.rows) == 2
+        pending = engine.runner.launch(plan)
+    engine.scheduler.commit(pending.wait())
+
+
+def test_a_decode_step_can_be_captured_and_replayed() -> None:
+    engine = make_engine(HYBRID_MOE, device="cuda", dtype="bfloat16", memory_gb=0.2, deterministic=False)
+    runner = engine.runner
+    decodes = tuple(prefill_rows(engine, num_rows=3, length=70))
+    plan = StepPlan(1, decodes)
+    with torch.inference_mode():
+        inputs, _ = runner.rows.apply(plan, False)
+        caches = runner.caches
+        saved = [
+            [tensor.clone() for tensor in (cache.__getattribute__(n) for n in cache.__slots__)]
+            for cache in caches
+        ]
+
+        def step() -> torch.Tensor:
+            return runner.model.logits(runner.model(inputs, caches)[inputs.logit_rows])
+
+        def restore() -> None:
+            for cache, tensors in zip(caches, saved):
+                for name, tensor in zip(cache.__slots__, tensors):
+                    getattr(cache, name).copy_(tensor)
+
+        expected = step().clone()
+        restore()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        restore()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        restore()
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(captured, expected)

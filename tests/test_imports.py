@@ -1,0 +1,72 @@
+"""Who may import whom: the arrows of docs/architecture.md, checked line by line."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "penstock"
+
+EVERYONE = {"types", "config", "errors", "progress"}
+ALLOWED = {
+    "types": {"errors"},
+    "config": {"errors"},
+    "errors": set(),
+    "progress": set(),
+    "ops": {"ops"},
+    "layers": {"layers", "ops"},
+    "models": {"models", "layers", "ops", "assets"},
+    "weights": {"weights", "models"},
+    "cache": {"cache"},
+    "engine": {"engine", "cache", "models", "weights", "layers", "ops", "wire"},
+    "text": {"text", "assets"},
+    "assets": {"assets"},
+    "eval": {"eval"},
+    "wire": set(),
+    "llm": {"engine", "models", "text"},
+    "serve": {"serve", "text", "wire", "models"},
+    "commands": {"commands", "serve", "llm", "engine", "models", "text", "weights", "eval"},
+    "cli": {"commands"},
+}
+
+
+def imports_of(path: Path) -> list[tuple[int, str]]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module == "penstock":
+                found += [(node.lineno, f"penstock.{alias.name}") for alias in node.names]
+            else:
+                found.append((node.lineno, node.module))
+        elif isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+    return found
+
+
+def test_every_import_follows_the_arrows() -> None:
+    broken = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if part.startswith("__"):
+            continue
+        for line, module in imports_of(path):
+            pieces = module.split(".")
+            if pieces[0] != "penstock" or len(pieces) == 1 or pieces[1].startswith("__"):
+                continue
+            if pieces[1] not in ALLOWED[part] | (EVERYONE if part not in EVERYONE else set()):
+                broken.append(f"{path.relative_to(PACKAGE)}:{line} imports {module}; {part} may not")
+    assert not broken, "\n".join(broken)
+
+
+def test_policy_and_serving_never_import_torch() -> None:
+    """Imports each torch-free module in one fresh interpreter and looks whether torch came along."""
+    torch_free = ["types", "config", "errors", "wire", "cli", "engine.pools", "engine.scheduler"]
+    for folder in ("cache", "text", "serve"):
+        torch_free += [f"{folder}.{path.stem}" for path in sorted((PACKAGE / folder).glob("*.py"))]
+    names = [f"penstock.{name.removesuffix('.__init__')}" for name in torch_free]
+    check = "    __import__(name)\n    assert 'torch' not in sys.modules, name"
+    code = f"import sys\nfor name in {names!r}:\n{check}"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr

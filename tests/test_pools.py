@@ -1,0 +1,81 @@
+"""What a memory budget buys, in numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.engine.pools import PoolSizes, size_pools
+from penstock.errors import CapacityError
+from penstock.types import CacheSpec, KVSpec, StateSpec
+
+ATTENTION: list[CacheSpec] = [KVSpec(num_kv_heads=2, head_dim=256)] * 10
+# Qwen3.5-35B-A3B: 20,480 bytes of KV a token, 60 MiB of state and 1,474,560 bytes of conv a request.
+HYBRID: list[CacheSpec] = ATTENTION + [StateSpec(32, 128, 128, 8192, 3)] * 30
+SLOT_BYTES = 62_914_560 + 1_474_560
+
+
+def pools(specs: list[CacheSpec], budget_gb: float, **changes: Any) -> PoolSizes:
+    settings: dict[str, Any] = {
+        "element_bytes": 2,
+        "page_size": 64,
+        "max_rows": 64,
+        "max_model_len": None,
+        "max_position": 262_144,
+        "prefix_cache": True,
+        "checkpoint_bytes": None,
+    }
+    return size_pools(specs, budget_bytes=int(budget_gb * 1e9), **(settings | changes))
+
+
+def test_bytes_of_the_published_model() -> None:
+    sizes = pools(HYBRID, 60)
+    assert sizes.page_bytes == 64 * 20_480
+    assert sizes.slot_bytes == SLOT_BYTES
+
+
+@pytest.mark.parametrize("budget_gb", [1, 5, 20, 60])
+@pytest.mark.parametrize("specs", [ATTENTION, HYBRID])
+def test_pools_never_exceed_the_budget(specs: list[CacheSpec], budget_gb: float) -> None:
+    assert pools(specs, budget_gb).num_bytes <= budget_gb * 1e9
+
+
+def test_every_row_has_a_slot_and_states_take_at_most_half() -> None:
+    for budget_gb in (1, 2, 8, 30, 60):
+        sizes = pools(HYBRID, budget_gb)
+        assert sizes.num_slots == 1 + sizes.max_rows + sizes.max_checkpoints
+        assert sizes.num_slots * sizes.slot_bytes <= budget_gb * 1e9 / 2
+
+
+def test_rows_shrink_before_nothing_fits() -> None:
+    assert pools(HYBRID, 1).max_rows < 64 == pools(HYBRID, 60).max_rows
+
+
+def test_plain_models_have_no_slots_and_models_without_attention_no_pages() -> None:
+    assert pools(ATTENTION, 1).num_slots == 0
+    assert pools(HYBRID[10:], 60).num_pages == 0
+
+
+def test_checkpoints_follow_their_own_budget() -> None:
+    assert pools(HYBRID, 60, checkpoint_bytes=5 * SLOT_BYTES).max_checkpoints == 5
+    assert pools(HYBRID, 60, prefix_cache=False).max_checkpoints == 0
+
+
+def test_context_is_fitted_to_memory_unless_it_was_asked_for() -> None:
+    assert pools(HYBRID, 2).max_model_len < 262_144
+    with pytest.raises(CapacityError) as raised:
+        pools(HYBRID, 2, max_model_len=262_144)
+    assert "4096 pages" in raised.value.why
+    assert "--max-model-len" in raised.value.todo
+
+
+def test_a_budget_too_small_for_one_sequence_is_refused_with_numbers() -> None:
+    with pytest.raises(CapacityError) as raised:
+        pools(HYBRID, 0.1)
+    assert "0.064 GB" in raised.value.why
+    assert "--memory-gb" in raised.value.todo
+
+
+def test_a_context_longer_than_the_model_knows_is_cut_to_it() -> None:
+    assert pools(ATTENTION, 60, max_model_len=10**6, max_position=4096).max_model_len == 4096

@@ -1,0 +1,525 @@
+"""Laws of continuous batching, on the host: a fake runner checks every read and write of every step.
+
+The random histories mix everything at once; the named laws say what each rule is for.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fake_runner import VOCAB_SIZE, Setup, World, reply_alone
+from penstock.engine.scheduler import checkpoint_targets
+from penstock.errors import ContextLengthError, RequestError
+from penstock.types import LogitEdit, Request, SamplingParams, StepPlan
+
+PLAIN = Setup()
+HYBRID = Setup(num_slots=13)
+KINDS = pytest.mark.parametrize("setup", [PLAIN, HYBRID, Setup(num_pages=0, num_slots=13)], ids=str)
+OVERLAP = pytest.mark.parametrize("depth", [0, 1, 2])
+
+
+def prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(VOCAB_SIZE) for _ in range(num_tokens))
+
+
+def ask(name: str, token_ids: tuple[int, ...], max_tokens: int | None = 8, **fields: object) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return Request(**{"id": name, "token_ids": token_ids, "sampling": sampling, **fields})  # type: ignore[arg-type]
+
+
+def run_all(world: World, requests: list[Request]) -> None:
+    for request in requests:
+        world.submit(request)
+    world.run()
+    for request in requests:
+        world.require_reply_alone(request)
+    world.require_nothing_owned()
+
+
+def prefill_tokens(plans: list[StepPlan]) -> int:
+    return sum(len(row.token_ids) for plan in plans for row in plan.rows)
+
+
+@KINDS
+@OVERLAP
+def test_any_batch_equals_alone(setup: Setup, depth: int) -> None:
+    requests = [ask(str(i), prompt(3 + 5 * i, seed=i), max_tokens=1 + 3 * i) for i in range(7)]
+    run_all(World(replace(setup, depth=depth)), requests)
+
+
+@KINDS
+@OVERLAP
+def test_abort_returns_every_page(setup: Setup, depth: int) -> None:
+    for num_steps in range(12):
+        world = World(replace(setup, depth=depth))
+        for i in range(6):
+            world.submit(ask(str(i), prompt(14, seed=i)))
+        for _ in range(num_steps):
+            world.step()
+        for i in range(6):
+            world.abort(str(i))
+        assert set(world.finishes.values()) <= {"abort", "length"}
+        world.require_nothing_owned()
+        world.run()
+        world.require_nothing_owned()
+
+
+def test_aborting_an_unknown_request_is_harmless() -> None:
+    world = World(PLAIN)
+    assert world.scheduler.abort("nobody") is None
+    request = ask("a", prompt(5))
+    run_all(world, [request])
+    assert world.scheduler.abort("a") is None
+
+
+@OVERLAP
+def test_a_row_taken_over_never_gets_its_last_owners_tokens(depth: int) -> None:
+    world = World(Setup(max_rows=1, depth=depth))
+    world.submit(ask("first", prompt(6, seed=1)))
+    for _ in range(3):
+        world.step()
+    world.abort("first")
+    second = ask("second", prompt(6, seed=2))
+    run_all(world, [second])
+    assert {row.row for plan in world.plans for row in plan.rows} == {0}
+
+
+@KINDS
+@OVERLAP
+def test_preempted_equals_undisturbed(setup: Setup, depth: int) -> None:
+    num_pages = 11 if setup.num_pages else 0
+    world = World(replace(setup, num_pages=num_pages, max_model_len=36, depth=depth))
+    requests = [ask(str(i), prompt(10, seed=i), max_tokens=24) for i in range(4)]
+    run_all(world, requests)
+    assert (world.scheduler.num_preemptions > 0) == (num_pages > 0)
+    # Coming back is not a hit: what counts is what the first admission found.
+    assert [sequence.num_cached_tokens for sequence in world.sequences.values()] == [0] * 4
+    assert world.cache.counters["hit"] == 0
+
+
+def test_preemption_takes_the_latest_of_the_lowest_priority() -> None:
+    world = World(Setup(num_pages=11, max_model_len=36))
+    late_but_urgent = ask("urgent", prompt(10, seed=9), max_tokens=24, priority=-1)
+    requests = [ask(str(i), prompt(10, seed=i), max_tokens=24) for i in range(2)] + [late_but_urgent]
+    for request in requests:
+        world.submit(request)
+    while not world.scheduler.num_preemptions:
+        world.step()
+    assert world.sequences["1"].row is None
+    assert world.sequences["0"].row is not None
+    assert world.sequences["urgent"].row is not None
+
+
+@OVERLAP
+def test_prefills_never_hold_all_pages_between_them(depth: int) -> None:
+    """Though decodes may take the pages that an admission had counted on."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        world = World(Setup(num_pages=9, max_rows=3, max_step_tokens=4, max_model_len=32, depth=depth))
+        requests = [
+            ask(str(i), prompt(rng.randrange(1, 24), seed=100 * seed + i), max_tokens=rng.randrange(1, 8))
+            for i in range(4)
+        ]
+        run_all(world, requests)
+
+
+@KINDS
+def test_restored_prefix_reuses_pages(setup: Setup) -> None:
+    world = World(setup)
+    first = ask("first", prompt(21))
+    run_all(world, [first])
+    num_plans = len(world.plans)
+    second = ask("second", (*prompt(21)[:20], 1, 2, 3))
+    run_all(world, [second])
+    assert world.sequences["first"].num_cached_tokens == 0
+    assert world.sequences["second"].num_cached_tokens == 20
+    assert prefill_tokens(world.plans[num_plans:]) == 3
+    assert world.cache.counters["hit"] == 1
+    assert world.cache.counters["tokens_reused"] == 20
+
+
+@KINDS
+@OVERLAP
+def test_a_prompt_that_ends_with_its_first_token_is_reused_too(setup: Setup, depth: int) -> None:
+    world = World(replace(setup, depth=depth))
+    run_all(world, [ask("first", prompt(9), max_tokens=1)])
+    run_all(world, [ask("second", prompt(9), max_tokens=1)])
+    assert world.sequences["second"].num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("num_pages", [33, 0])
+def test_divergent_prompt_restores_nearest_checkpoint(num_pages: int) -> None:
+    world = World(Setup(num_pages=num_pages, num_slots=13))
+    conversation = prompt(33)
+    run_all(world, [ask("first", conversation, boundaries=(0, 9, 17, 26))])
+    for name, num_shared, num_reused in (("a", 31, 24), ("b", 23, 16), ("c", 15, 8), ("d", 7, 0)):
+        other = (*conversation[:num_shared], (conversation[num_shared] + 1) % VOCAB_SIZE, *prompt(5))
+        run_all(world, [ask(name, other)])
+        assert world.sequences[name].num_cached_tokens == num_reused, name
+
+
+def test_checkpoints_stand_at_the_ends_of_prompt_and_system_prompt_and_the_last_two_messages() -> None:
+    def targets(num_tokens: int, *boundaries: int) -> tuple[int, ...]:
+        return checkpoint_targets(ask("a", prompt(num_tokens), boundaries=boundaries), page_size=4)
+
+    assert targets(33) == (32,)
+    assert targets(32) == (28,)
+    assert targets(4) == ()
+    assert targets(33, 0, 9, 13, 17, 22, 27) == (8, 20, 24, 32)
+    assert targets(33, 0, 3, 31) == (28, 32)
+    assert targets(9, 0, 8, 9) == (8,)
+
+
+@pytest.mark.parametrize("max_checkpoints", [0, 1, 2, 5])
+def test_checkpoints_evicted_before_running_requests_are_refused(max_checkpoints: int) -> None:
+    world = World(Setup(num_pages=65, num_slots=5, max_rows=4, max_checkpoints=max_checkpoints))
+    for i in range(6):
+        run_all(world, [ask(f"old{i}", prompt(9, seed=i), max_tokens=1)])
+    requests = [ask(str(i), prompt(4, seed=10 + i)) for i in range(4)]
+    for request in requests:
+        world.submit(request)
+    plan = world.step()
+    assert plan is not None
+    assert len(plan.admissions) == 4
+    world.run()
+
+
+def test_a_checkpoint_read_by_an_earlier_plan_can_be_evicted() -> None:
+    world = World(Setup(num_slots=4, max_step_tokens=64))
+    for name in ("writer", "reader"):
+        run_all(world, [ask(name, prompt(9), max_tokens=1)])
+    assert world.sequences["reader"].num_cached_tokens == 8
+    for i in range(3):
+        world.submit(ask(str(i), prompt(4, seed=1 + i)))
+    world.step()
+    assert world.scheduler.num_running == 3
+    world.run()
+
+
+@pytest.mark.parametrize("setup", [PLAIN, HYBRID], ids=str)
+@pytest.mark.parametrize("num_prompt", [39, 15])
+@OVERLAP
+def test_siblings_wait_for_the_leaders_prompt(setup: Setup, num_prompt: int, depth: int) -> None:
+    world = World(replace(setup, depth=depth))
+    requests = [ask(f"r-{i}", prompt(num_prompt), max_tokens=4 + i) for i in range(4)]
+    run_all(world, requests)
+    assert prefill_tokens(world.plans) == num_prompt + 3 * 3
+    shared = num_prompt - 3
+    assert [world.sequences[f"r-{i}"].num_cached_tokens for i in range(4)] == [0, shared, shared, shared]
+
+
+@pytest.mark.parametrize("setup", [PLAIN, HYBRID], ids=str)
+@OVERLAP
+def test_siblings_go_on_when_their_leader_is_aborted(setup: Setup, depth: int) -> None:
+    world = World(replace(setup, depth=depth))
+    requests = [ask(f"r-{i}", prompt(39)) for i in range(3)]
+    for request in requests:
+        world.submit(request)
+    world.step()
+    assert world.scheduler.num_waiting == 2
+    world.abort("r-0")
+    world.run()
+    for request in requests[1:]:
+        world.require_reply_alone(request)
+    world.require_nothing_owned()
+
+
+def test_who_waits_for_a_leader_does_not_hold_up_others() -> None:
+    world = World(PLAIN)
+    for name, tokens in (("leader", prompt(39)), ("sibling", prompt(39)), ("other", prompt(3, seed=5))):
+        world.submit(ask(name, tokens))
+    world.step()
+    world.step()
+    world.step()
+    assert world.sequences["sibling"].row is None
+    assert world.sequences["other"].row is not None
+
+
+def test_a_waiting_request_is_not_overtaken_by_a_smaller_one() -> None:
+    world = World(Setup(num_pages=11, max_model_len=40))
+    world.submit(ask("running", prompt(16, seed=1), max_tokens=20))
+    world.step()
+    world.submit(ask("large", prompt(28, seed=2), max_tokens=2))
+    world.submit(ask("small", prompt(2, seed=3), max_tokens=2))
+    while "running" not in world.finishes:
+        world.step()
+        assert world.sequences["small"].row is None
+    world.run()
+
+
+def test_a_prefill_under_way_keeps_the_pages_it_will_need() -> None:
+    world = World(Setup(num_pages=9, max_step_tokens=6))
+    world.submit(ask("long", prompt(32), max_tokens=1))
+    world.submit(ask("short", prompt(1, seed=1), max_tokens=4))
+    while "long" not in world.finishes:
+        assert world.sequences["short"].row is None
+        world.step()
+    world.run()
+    assert len(world.plans) == 8 + 4
+
+
+def test_admissions_leave_pages_for_those_who_decode() -> None:
+    world = World(Setup(num_pages=9))
+    world.submit(ask("running", prompt(12), max_tokens=8))
+    world.step()
+    world.submit(ask("waiting", prompt(20, seed=1), max_tokens=2))
+    world.run()
+    assert world.scheduler.num_preemptions == 0
+
+
+def test_waiting_requests_are_admitted_by_priority_then_arrival() -> None:
+    world = World(Setup(max_rows=1))
+    for name, priority in (("a", 1), ("b", 0), ("c", 1), ("d", 0)):
+        world.submit(ask(name, prompt(3), max_tokens=1, priority=priority))
+    world.run()
+    assert [delta.request_id for delta in world.deltas] == ["b", "d", "a", "c"]
+
+
+@OVERLAP
+def test_rows_never_exceed_max_rows_and_all_are_used(depth: int) -> None:
+    world = World(Setup(num_pages=65, max_rows=3, max_step_tokens=64, depth=depth))
+    requests = [ask(str(i), prompt(4, seed=i)) for i in range(7)]
+    run_all(world, requests)
+    assert max(len(plan.rows) for plan in world.plans) == 3
+
+
+@pytest.mark.parametrize("max_step_tokens", [1, 4, 7, 16, 64])
+def test_budget_is_respected_and_prefill_goes_on(max_step_tokens: int) -> None:
+    """The driver checks every plan: the budget, or one page beside the decode rows where it is smaller."""
+    world = World(Setup(num_pages=65, max_rows=6, max_step_tokens=max_step_tokens))
+    for i in range(5):
+        world.submit(ask(f"short{i}", prompt(4, seed=i), max_tokens=50))
+    for _ in range(5):
+        world.step()
+    long = world.submit(ask("long", prompt(40, seed=9)))
+    num_steps = 0
+    while not world.replies["long"]:
+        world.step()
+        num_steps += 1
+    assert num_steps <= 10
+    assert long.num_cached_tokens == 0
+    world.run()
+    assert max(plan.num_tokens for plan in world.plans) <= max(max_step_tokens, 5 + 4)
+
+
+def test_chunks_fill_the_budget_with_whole_pages() -> None:
+    world = World(Setup(num_pages=65, max_step_tokens=10))
+    run_all(world, [ask("a", prompt(21), max_tokens=1)])
+    assert [plan.num_tokens for plan in world.plans] == [8, 8, 5]
+
+
+def test_an_end_token_is_delivered_and_ends_the_reply() -> None:
+    tokens, _ = reply_alone(ask("a", prompt(5), max_tokens=20), 64)
+    end = tokens[6]
+    for depth in (0, 1, 2):
+        world = World(Setup(depth=depth))
+        run_all(world, [ask("a", prompt(5), max_tokens=20, end_token_ids=(end,))])
+        assert world.replies["a"] == tokens[: tokens.index(end) + 1]
+        assert world.finishes["a"] == "stop"
+
+
+@OVERLAP
+def test_replies_end_at_max_tokens_and_when_the_context_is_full(depth: int) -> None:
+    world = World(Setup(max_model_len=20, depth=depth))
+    run_all(world, [ask("short", prompt(5), max_tokens=3), ask("full", prompt(5, seed=1), max_tokens=None)])
+    assert (len(world.replies["short"]), world.finishes["short"]) == (3, "length")
+    assert (len(world.replies["full"]), world.finishes["full"]) == (15, "length")
+    assert len(world.plans) == 15  # nobody is planned past its last token
+
+
+@OVERLAP
+def test_min_tokens_forbids_end_tokens_until_then(depth: int) -> None:
+    every = tuple(range(1, VOCAB_SIZE))
+    world = World(Setup(depth=depth))
+    sampling = SamplingParams(max_tokens=20, min_tokens=5)
+    run_all(world, [ask("a", prompt(5), sampling=sampling, end_token_ids=every)])
+    assert world.replies["a"][:5] == [0] * 5
+    edits = [plan.logit_edits for plan in world.plans]
+    assert edits[:5] == [tuple(LogitEdit.forbid(0, token) for token in every)] * 5
+    assert not any(edits[5:])
+
+
+def test_logit_bias_is_applied_in_every_step_that_samples() -> None:
+    world = World(Setup(max_step_tokens=4))
+    sampling = SamplingParams(max_tokens=4, logit_bias={7: 100.0})
+    run_all(world, [ask("a", prompt(6), sampling=sampling)])
+    assert world.replies["a"] == [7] * 4
+    edited = [plan.logit_edits == (LogitEdit(0, 7, 100.0),) for plan in world.plans]
+    assert edited == [False, True, True, True, True]
+
+
+def test_logprobs_are_passed_through() -> None:
+    world = World(PLAIN)
+    run_all(world, [ask("a", prompt(6), sampling=SamplingParams(max_tokens=3, logprobs=0))])
+    assert [logprob.logprob for delta in world.deltas for logprob in delta.logprobs] == [-6.0, -7.0, -8.0]
+
+
+def test_seeds_are_given_or_follow_from_the_arrival() -> None:
+    def seeds() -> list[int]:
+        world = World(Setup(max_step_tokens=64))
+        for i in range(3):
+            world.submit(ask(str(i), prompt(3, seed=i)))
+        world.submit(ask("given", prompt(3), sampling=SamplingParams(seed=-7)))
+        plan = world.step()
+        assert plan is not None
+        return [admission.seed for admission in plan.admissions]
+
+    assert seeds() == seeds()
+    assert len(set(seeds())) == 4
+    assert seeds()[3] == -7
+    assert all(0 <= seed < 2**63 for seed in seeds()[:3])
+
+
+def test_a_resumed_sequence_keeps_its_seed_and_brings_its_history() -> None:
+    world = World(Setup(num_pages=11, max_model_len=36))
+    sampling = SamplingParams(max_tokens=24, presence_penalty=1.0)
+    requests = [ask(str(i), prompt(10, seed=i), sampling=sampling) for i in range(3)]
+    run_all(world, requests)
+    admissions = [admission for plan in world.plans for admission in plan.admissions]
+    assert len(admissions) > 3
+    assert len({admission.seed for admission in admissions}) == 3
+    assert max(len(admission.history) for admission in admissions) > 10
+    assert {admission.num_prompt_tokens for admission in admissions} == {10}
+
+
+def test_what_can_never_fit_is_refused_with_numbers() -> None:
+    world = World(Setup(num_pages=6, max_model_len=40))
+    with pytest.raises(ContextLengthError, match=r"(?s)40 tokens.*holds 40"):
+        world.scheduler.submit(ask("a", prompt(40)))
+    with pytest.raises(ContextLengthError, match=r"(?s)22 tokens.*holds 21 in 5 pages of 4"):
+        world.scheduler.submit(ask("b", prompt(12), max_tokens=10))
+    with pytest.raises(RequestError, match="no tokens"):
+        world.scheduler.submit(ask("c", ()))
+    assert not world.scheduler.has_work
+    run_all(world, [ask("d", prompt(12), max_tokens=9)])
+
+
+def test_a_reply_without_a_limit_ends_when_the_pool_is_full() -> None:
+    world = World(Setup(num_pages=6, max_model_len=40))
+    world.submit(ask("a", prompt(12), max_tokens=None))
+    world.run()
+    assert (len(world.replies["a"]), world.finishes["a"]) == (9, "length")
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
+    world = World(PLAIN)
+    world.submit(ask("a", prompt(5)))
+    with pytest.raises(RequestError, match="already here"):
+        world.scheduler.submit(ask("a", prompt(5)))
+    world.run()
+    del world.finishes["a"]
+    run_all(world, [ask("a", prompt(5))])
+
+
+def test_an_idle_scheduler_remembers_nobody() -> None:
+    world = World(Setup(num_pages=11, max_model_len=36, depth=1))
+    run_all(world, [ask(str(i), prompt(10, seed=i), max_tokens=24) for i in range(4)])
+    assert world.scheduler.num_preemptions > 0
+    held = {
+        name: value for name, value in vars(world.scheduler).items() if isinstance(value, list | dict | set)
+    }
+    assert sorted(held.pop("_free_rows")) == [0, 1, 2, 3]
+    assert not any(held.values()), held
+
+
+def test_without_the_prefix_cache_nothing_is_shared() -> None:
+    world = World(Setup(num_slots=9, prefix_cache=False))
+    requests = [ask(str(i), prompt(20)) for i in range(3)]
+    run_all(world, requests)
+    assert prefill_tokens(world.plans) == 60
+    assert world.cache.counters["miss_disabled"] == 3
+
+
+def random_setup(rng: random.Random) -> Setup:
+    page_size = rng.choice([2, 4])
+    kind = rng.choice(["plain", "plain", "hybrid", "hybrid", "hybrid", "recurrent"])
+    max_rows = rng.randrange(1, 6)
+    return Setup(
+        num_pages=0 if kind == "recurrent" else rng.choice([8, 10, 12, 20, 40]),
+        num_slots=0 if kind == "plain" else rng.randrange(2, 3 + 2 * max_rows),
+        page_size=page_size,
+        max_rows=max_rows,
+        max_step_tokens=rng.choice([1, 3, 8, 16, 64]),
+        max_model_len=rng.choice([14, 24, 40]),
+        max_checkpoints=rng.choice([None, None, 0, 1, 3]),
+        prefix_cache=rng.random() < 0.9,
+        depth=rng.choice([0, 1, 1, 2]),
+    )
+
+
+def random_request(rng: random.Random, name: str, setup: Setup, stems: list[tuple[int, ...]]) -> Request:
+    stem = rng.choice(stems)
+    tokens = stem[: rng.randrange(len(stem) + 1)] if rng.random() < 0.5 else stem
+    tokens = (*tokens, *(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 6))))
+    num_tokens = len(tokens)
+    sampling = SamplingParams(
+        max_tokens=rng.choice([1, 2, 5, 9, 16, 24]),
+        min_tokens=rng.choice([0, 0, 1, 3]),
+        presence_penalty=rng.choice([0.0, 0.0, 0.5]),
+        logit_bias={rng.randrange(VOCAB_SIZE): 30.0} if rng.random() < 0.2 else {},
+        logprobs=rng.choice([None, 0]),
+    )
+    return Request(
+        id=name,
+        token_ids=tokens,
+        sampling=sampling,
+        end_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 1, 2]))),
+        boundaries=tuple(sorted(rng.sample(range(num_tokens), min(num_tokens, rng.randrange(4))))),
+        priority=rng.choice([0, 0, 0, -1, 1]),
+    )
+
+
+def run_history(seed: int) -> World:
+    """Random arrivals (often of several alike), aborts and sizes; everything is checked on the way."""
+    rng = random.Random(seed)
+    setup = random_setup(rng)
+    world = World(setup)
+    stems = [prompt(rng.randrange(1, setup.max_model_len - 6), seed=rng.randrange(99)) for _ in range(2)]
+    requests: list[Request] = []
+    for _ in range(rng.randrange(1, 6)):
+        request = random_request(rng, str(len(requests)), setup, stems)
+        for _ in range(rng.choice([1, 2, 3])):
+            request = replace(request, id=str(len(requests)))
+            try:
+                world.submit(request)
+            except ContextLengthError:
+                break
+            requests.append(request)
+        for _ in range(rng.randrange(5)):
+            world.step()
+            if requests and rng.random() < 0.1:
+                world.abort(rng.choice(requests).id)
+    num_steps_alone = sum(len(r.token_ids) + (r.sampling.max_tokens or 0) for r in requests)
+    # Alone, one after the other, they take fewer steps than tokens; preemption repeats work, but not often.
+    world.run(max_steps=20 + 4 * num_steps_alone)
+    for request in requests:
+        if world.finishes[request.id] == "abort":
+            tokens, _ = reply_alone(request, setup.max_model_len)
+            assert world.replies[request.id] == tokens[: len(world.replies[request.id])]
+        else:
+            world.require_reply_alone(request)
+    world.require_nothing_owned()
+    return world
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**40))
+def test_histories_found_by_search_keep_every_law(seed: int) -> None:
+    run_history(seed)
+
+
+def test_two_thousand_random_histories_keep_every_law() -> None:
+    worlds = [run_history(seed) for seed in range(2000)]
+    # The histories reach the paths they are meant for.
+    assert sum(world.scheduler.num_preemptions > 0 for world in worlds) > 100
+    assert sum(world.cache.counters["hit"] > 0 for world in worlds) > 500
+    assert sum(world.cache.counters["evicted_checkpoints"] > 0 for world in worlds) > 200
+    assert sum(world.cache.counters["evicted_pages"] > 0 for world in worlds) > 200
+    assert sum("abort" in world.finishes.values() for world in worlds) > 200
+    assert sum("stop" in world.finishes.values() for world in worlds) > 500

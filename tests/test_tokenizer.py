@@ -1,0 +1,241 @@
+"""Ids and text agree with the `tokenizers` library and with golden cases; ends of turns are found."""
+
+from __future__ import annotations
+
+import json
+import logging
+import lzma
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models
+
+from penstock.assets import default_model
+from penstock.errors import CheckpointError, RequestError
+from penstock.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def qwen_folder(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a Qwen3.5 folder has for its text side: the end of a turn is only in the template."""
+    folder = tmp_path_factory.mktemp("qwen3.5")
+    packed = (shared_data / "qwen3.5" / "tokenizer.json.xz").read_bytes()
+    (folder / "tokenizer.json").write_bytes(lzma.decompress(packed))
+    (folder / "chat_template.jinja").write_bytes(
+        (shared_data / "qwen3.5" / "chat_template.jinja").read_bytes()
+    )
+    (folder / "config.json").write_text('{"text_config": {"eos_token_id": 248044}}')
+    return folder
+
+
+@pytest.fixture(scope="session")
+def qwen(qwen_folder: Path) -> Tokenizer:
+    return Tokenizer.load(qwen_folder)
+
+
+@pytest.fixture(scope="session")
+def library(qwen_folder: Path) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(qwen_folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_HOME", str(tmp_path_factory.mktemp("home")))
+        return default_model()
+
+
+def golden(shared_data: Path, name: str) -> list[dict]:
+    lines = (shared_data / "qwen3.5" / name).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_golden_texts_give_golden_ids_and_back(qwen: Tokenizer, shared_data: Path) -> None:
+    cases = golden(shared_data, "golden_tokenization.jsonl")
+    assert len(cases) == 127
+    for case in cases:
+        assert qwen.encode(case["text"]) == case["ids"], case["name"]
+        assert qwen.decode(case["ids"], skip_special_tokens=False) == case["decoded"], case["name"]
+
+
+def test_rendered_conversations_give_golden_ids(qwen: Tokenizer, shared_data: Path) -> None:
+    cases = [case for case in golden(shared_data, "golden_renders.jsonl") if "rendered" in case]
+    assert len(cases) == 11
+    for case in cases:
+        assert qwen.encode(case["rendered"]) == case["ids"], case["name"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 248076), max_size=12), st.booleans())
+def test_any_ids_decode_as_the_library_decodes(qwen: Tokenizer, library, ids: list[int], skip: bool) -> None:
+    assert qwen.decode(ids, skip_special_tokens=skip) == library.decode(ids, skip_special_tokens=skip)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 255), max_size=12))
+def test_any_bytes_decode_as_the_library_decodes(qwen: Tokenizer, library, ids: list[int]) -> None:
+    """The first 256 ids are single bytes, so this is every kind of broken UTF-8."""
+    assert qwen.decode(ids) == library.decode(ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text())
+def test_token_bytes_join_to_the_normalised_text(qwen: Tokenizer, library, text: str) -> None:
+    joined = b"".join(qwen.token_bytes(id) for id in qwen.encode(text))
+    assert joined.decode() == library.normalizer.normalize_str(text)
+
+
+def test_qwen_ends_with_the_document_and_with_the_turn(qwen: Tokenizer) -> None:
+    assert set(qwen.eos_token_ids) == {248044, 248046}
+    assert qwen.turn_start_ids == {248045}
+    assert qwen.vocab_size == 248077
+    assert qwen.id_of("<think>") == 248068
+    assert qwen.id_of("no such token") is None
+
+
+def test_padded_and_negative_ids_decode_to_nothing(qwen: Tokenizer) -> None:
+    assert qwen.token_bytes(248077) == qwen.token_bytes(248319) == qwen.token_bytes(10**9) == b""
+    assert qwen.token_bytes(-1) == b""
+    assert qwen.decode([248300, *qwen.encode("ok"), 248077]) == "ok"
+
+
+def test_special_tokens_are_skipped_and_markup_is_kept(qwen: Tokenizer) -> None:
+    ids = qwen.encode("<think>\nyes</think><|im_end|>")
+    assert qwen.decode(ids) == "<think>\nyes</think>"
+    assert qwen.decode(ids, skip_special_tokens=False) == "<think>\nyes</think><|im_end|>"
+
+
+def write_folder(tiny_folder: Path, folder: Path, **files: object) -> Path:
+    (folder / "tokenizer.json").write_bytes((tiny_folder / "tokenizer.json").read_bytes())
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, ()),
+        ({"generation_config__json": {"eos_token_id": 7}}, (7,)),
+        ({"generation_config__json": {"eos_token_id": [7, 8]}, "config__json": {"eos_token_id": 8}}, (7, 8)),
+        ({"config__json": {"eos_token_id": None, "text_config": {"eos_token_id": [9]}}}, (9,)),
+        ({"tokenizer_config__json": {"eos_token": "<|endoftext|>"}}, (1000,)),
+        ({"tokenizer_config__json": {"eos_token": {"content": "<|im_end|>"}}}, (1002,)),
+        ({"tokenizer_config__json": {"eos_token": "unknown"}}, ()),
+        ({"tokenizer_config__json": {"chat_template": "x<|im_end|>"}}, (1002,)),
+        ({"chat_template__jinja": "x<|im_end|><|eot_id|>"}, (1002,)),
+    ],
+)
+def test_every_place_that_names_an_end_counts(tiny_folder: Path, tmp_path: Path, files, expected) -> None:
+    assert Tokenizer.load(write_folder(tiny_folder, tmp_path, **files)).eos_token_ids == expected
+
+
+def test_no_path_is_the_embedded_model_and_a_file_may_be_named(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tiny_folder.parents[1]))
+    ids = Tokenizer.load(None).encode("Hello, river!")
+    assert ids
+    assert ids == Tokenizer.load(tiny_folder / "tokenizer.json").encode("Hello, river!")
+    assert ids == Tokenizer.load(tiny_folder / "model.safetensors").encode("Hello, river!")
+
+
+def test_missing_damaged_and_foreign_tokenizers_are_checkpoint_errors(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="--tokenizer"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Tokenizer.load(tmp_path)
+    foreign = tokenizers.Tokenizer(models.WordPiece({"a": 0}, unk_token="a"))
+    foreign.decoder = decoders.WordPiece()
+    foreign.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="WordPiece"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_lone_surrogate_is_refused(tiny_folder: Path) -> None:
+    with pytest.raises(RequestError, match="surrogate"):
+        Tokenizer.load(tiny_folder).encode("a\ud800b")
+
+
+@pytest.fixture
+def sentence_piece(tmp_path: Path) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    """Llama's way: a mark for spaces, bytes as <0xXX>, one leading space dropped."""
+    words = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b", "é", "▁<0x4>"]
+    library = tokenizers.Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>")
+    )
+    library.add_special_tokens([AddedToken("<s>", special=True)])
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    library.save(str(tmp_path / "tokenizer.json"))
+    return Tokenizer.load(tmp_path), library
+
+
+def test_sentence_piece_vocabularies_decode_as_the_library_decodes(sentence_piece) -> None:
+    ours, library = sentence_piece
+    a, b, e, mark = (library.token_to_id(word) for word in ("▁a", "b", "é", "▁<0x4>"))
+    snowman = [2 + byte for byte in "☃".encode()]
+    for ids in ([1, a, b], [b, a, a], [a, *snowman, e, b], [258, 258, a], [], [mark, a]):
+        assert ours.decode(ids) == library.decode(ids)
+    assert ours.token_bytes(snowman[0]) == b"\xe2"
+
+
+class _Encoding:
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+
+
+def install_fastokens(monkeypatch: pytest.MonkeyPatch, change) -> None:
+    """A stand-in encoder under fastokens' name, whose ids are the library's passed through `change`."""
+
+    class Fast:
+        def __init__(self, file: str) -> None:
+            self._library = tokenizers.Tokenizer.from_file(file)
+
+        from_file = classmethod(lambda cls, file: cls(file))
+
+        def encode(self, text: str, add_special_tokens: bool = False) -> _Encoding:
+            return _Encoding(change(self._library.encode(text, add_special_tokens=add_special_tokens).ids))
+
+    module = types.ModuleType("fastokens")
+    module.Tokenizer = Fast  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fastokens", module)
+
+
+def test_a_fast_encoder_that_agrees_is_used(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fastokens(monkeypatch, lambda ids: ids)
+    assert Tokenizer.load(tiny_folder).encoder_name == "fastokens"
+
+
+def test_a_fast_encoder_that_differs_is_refused_loudly(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install_fastokens(monkeypatch, lambda ids: ids[:20])
+    with caplog.at_level(logging.WARNING):
+        tokenizer = Tokenizer.load(tiny_folder)
+    assert tokenizer.encoder_name == "tokenizers"
+    assert "differs from tokenizers" in caplog.text
+    assert len(tokenizer.encode("one two three " * 20)) > 20
+
+
+def test_without_the_fast_encoder_nothing_is_said(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    assert Tokenizer.load(tiny_folder).encoder_name == "tokenizers"
+    assert not caplog.records
+
+
+def test_the_real_fast_encoder_gives_golden_ids(qwen: Tokenizer, shared_data: Path) -> None:
+    pytest.importorskip("fastokens")
+    assert qwen.encoder_name == "fastokens"
+    for case in golden(shared_data, "golden_tokenization.jsonl"):
+        assert qwen.encode(case["text"]) == case["ids"], case["name"]

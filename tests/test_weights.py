@@ -1,0 +1,461 @@
+"""Checkpoints, whole and broken: what is loaded is what was stored, and what cannot be is said at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from penstock.errors import CapacityError, CheckpointError
+from penstock.models import build_model
+from penstock.models.source import ModelSource, find_model
+from penstock.progress import Phase
+from penstock.weights.load import load_model, resolve_dtype
+from penstock.weights.random_weights import fill_parameter
+from penstock.weights.safetensors_reader import open_safetensors
+from penstock.weights.torch_pt import open_torch_file
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 12,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [0],
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+META = torch.device("meta")
+
+
+def make_state(config: dict[str, Any] = CONFIG, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Random tensors under the names and shapes a checkpoint of this config has."""
+    generator = torch.Generator().manual_seed(5)
+    placements = build_model(config, torch.float32, META).placements()  # type: ignore[operator]
+    return {
+        name: torch.randn(place.shape, generator=generator).to(dtype) for name, place in placements.items()
+    }
+
+
+def write_checkpoint(folder: Path, state: dict[str, Tensor], config: dict[str, Any] = CONFIG) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+def write_shards(folder: Path, state: dict[str, Tensor], num_shards: int = 3) -> Path:
+    """Shards with the unusual names of the published Qwen3.5 checkpoints."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    weight_map = {}
+    for shard in range(num_shards):
+        file_name = f"model.safetensors-{shard + 1:05}-of-{num_shards:05}.safetensors"
+        names = list(state)[shard::num_shards]
+        save_file({name: state[name] for name in names}, folder / file_name)
+        weight_map |= dict.fromkeys(names, file_name)
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def load(path: Path | ModelSource, **settings: Any) -> nn.Module:
+    source = find_model(str(path)) if isinstance(path, Path) else path
+    given = {"device": "cpu", "dtype": "auto", "random_weights": False, "seed": 0}
+    return load_model(source, **{**given, "on_phase": lambda phase: None, **settings})
+
+
+def error_of(action: Callable[[], object]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        action()
+    return str(caught.value)
+
+
+def assert_same(left: nn.Module, right: nn.Module) -> None:
+    ours, theirs = dict(left.named_parameters()), dict(right.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def test_every_form_of_a_checkpoint_gives_the_same_model(tmp_path: Path) -> None:
+    state = make_state()
+    single = load(write_checkpoint(tmp_path / "single", state))
+    assert torch.equal(single.get_parameter("embed"), state["model.embed_tokens.weight"])
+    assert_same(single, load(write_shards(tmp_path / "sharded", state)))
+    for name in ("model.pt", "pytorch_model.bin", "anything.pth"):
+        folder = write_checkpoint(tmp_path / name, state)
+        (folder / "model.safetensors").unlink()
+        torch.save(state, folder / name)
+        assert_same(single, load(folder))
+        assert_same(single, load(folder / name))
+    torch.save(state, folder / name, _use_new_zipfile_serialization=False)
+    assert_same(single, load(folder))
+
+
+def test_fused_experts_and_experts_one_by_one_give_the_same_model(tmp_path: Path) -> None:
+    state = make_state()
+    one_by_one = load(write_checkpoint(tmp_path / "one", state))
+    experts = "model.layers.1.mlp.experts."
+    parts = {
+        kind: [state.pop(f"{experts}{e}.{kind}_proj.weight") for e in range(CONFIG["num_experts"])]
+        for kind in ("gate", "up", "down")
+    }
+    gate_up = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"])]
+    state |= {
+        f"{experts}gate_up_proj": torch.stack(gate_up),
+        f"{experts}down_proj": torch.stack(parts["down"]),
+    }
+    assert_same(one_by_one, load(write_checkpoint(tmp_path / "fused", state)))
+
+
+def test_weights_take_the_model_dtype_and_norms_stay_float32(tmp_path: Path) -> None:
+    state = make_state()
+    model = load(write_checkpoint(tmp_path, state), dtype="bfloat16")
+    assert torch.equal(model.get_parameter("embed"), state["model.embed_tokens.weight"].bfloat16())
+    assert model.get_parameter("norm").dtype == torch.float32
+    assert torch.equal(model.get_parameter("norm"), state["model.norm.weight"])
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_any_float_dtype_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    state = make_state(dtype=dtype)
+    model = load(write_checkpoint(tmp_path, state))
+    assert torch.equal(model.get_parameter("head"), state["lm_head.weight"].float())
+
+
+def test_auto_is_the_dtype_of_the_config_and_float32_on_a_cpu() -> None:
+    assert resolve_dtype("auto", CONFIG, "cpu") == torch.float32
+    assert resolve_dtype("bfloat16", CONFIG, "cpu") == torch.bfloat16
+    assert resolve_dtype("auto", CONFIG, "cuda") == torch.bfloat16
+    assert resolve_dtype("auto", {"dtype": "float16"}, "cuda") == torch.float16
+    assert resolve_dtype("auto", {"text_config": {"dtype": "float16"}}, "cuda") == torch.float16
+    assert resolve_dtype("auto", {}, "cuda") == torch.bfloat16
+    text = error_of(lambda: resolve_dtype("auto", {"dtype": "int8"}, "cuda"))
+    assert text.startswith("config.json asks for dtype 'int8'")
+
+
+def test_large_tensors_are_read_in_pieces_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.weights.safetensors_reader.PIECE_BYTES", 1000)
+    state = make_state()
+    model = load(write_checkpoint(tmp_path, state))
+    assert torch.equal(model.get_parameter("head"), state["lm_head.weight"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see the peak memory")
+def test_loading_never_holds_much_more_than_one_tensor(tmp_path: Path) -> None:
+    """On the meta device a model takes no memory, so the growth of the process is the loader's own."""
+    config = {**CONFIG, "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096}
+    config |= {"num_hidden_layers": 5, "num_key_value_heads": 4, "head_dim": 64}
+    large = write_checkpoint(tmp_path / "large", make_state(config), config)
+    small = write_checkpoint(tmp_path / "small", make_state())
+    code = f"""
+import re
+from pathlib import Path
+from penstock.models.source import find_model
+from penstock.weights.load import load_model
+
+def peak_bytes():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+def load(path):
+    load_model(find_model(path), device="meta", dtype="float32", random_weights=False, seed=0,
+               on_phase=lambda phase: None)
+
+load({str(small)!r})  # whatever is imported on the way is not the loader's
+before = peak_bytes()
+load({str(large)!r})
+print(peak_bytes() - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
+    )
+    largest = 1024 * 4096 * 4
+    file_bytes = (large / "model.safetensors").stat().st_size
+    assert file_bytes > 12 * largest
+    assert int(done.stdout) < 3 * largest
+
+
+def test_progress_is_told_in_bytes_and_ends_at_one(tmp_path: Path) -> None:
+    phases: list[Phase] = []
+    load(write_checkpoint(tmp_path, make_state()), on_phase=phases.append)
+    assert {phase.name for phase in phases} == {"weights"}
+    fractions = [phase.fraction for phase in phases]
+    assert fractions == sorted(fractions, key=lambda fraction: fraction or 0.0)
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+    assert "MB at" in phases[-1].detail
+
+
+def test_a_tied_head_may_be_stored_again_but_not_differ(tmp_path: Path) -> None:
+    config = {**CONFIG, "tie_word_embeddings": True}
+    state = make_state(config)
+    assert "lm_head.weight" not in state
+    without = load(write_checkpoint(tmp_path / "without", state, config))
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    assert_same(without, load(write_checkpoint(tmp_path / "with", state, config)))
+    state["lm_head.weight"][3, 3] += 1
+    text = error_of(lambda: load(write_checkpoint(tmp_path / "differs", state, config)))
+    assert "and they differ" in text
+    assert "tie_word_embeddings" in text
+
+
+def test_rotary_tables_in_a_checkpoint_are_skipped(tmp_path: Path) -> None:
+    state = make_state()
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(5)
+    load(write_checkpoint(tmp_path, state))
+
+
+def test_all_that_does_not_fit_is_one_error_that_names_it(tmp_path: Path) -> None:
+    state = make_state()
+    del state["model.norm.weight"], state["lm_head.weight"]
+    state["model.layers.0.self_attn.o_proj.bias"] = torch.ones(24)
+    state["model.layers.1.mlp.gate.weight"] = torch.ones(5, 24)
+    state["model.layers.1.self_attn.q_norm.weight"] = torch.ones(10, dtype=torch.int8)
+    text = error_of(lambda: load(write_checkpoint(tmp_path, state)))
+    assert text.startswith(f"The weights at {tmp_path} are not those of its config.json\n")
+    assert "  2 missing: lm_head.weight, model.norm.weight.\n" in text
+    assert "  1 unexpected: model.layers.0.self_attn.o_proj.bias.\n" in text
+    assert "  1 of another shape: model.layers.1.mlp.gate.weight is [5, 24], expected [3, 24].\n" in text
+    assert "1 not of a float dtype (float64, float32, bfloat16, float16): " in text
+    assert "model.layers.1.self_attn.q_norm.weight is int8." in text
+    assert text.splitlines()[-1].startswith("Check that the download is complete")
+
+
+def test_a_long_list_of_names_is_cut_with_its_count(tmp_path: Path) -> None:
+    state = make_state() | {f"extra.{i:03}": torch.ones(1) for i in range(100)}
+    text = error_of(lambda: load(write_checkpoint(tmp_path, state)))
+    assert "  100 unexpected: extra.000, " in text
+    assert "extra.019 and 80 more." in text
+    assert "extra.020" not in text
+
+
+def test_integer_weights_are_refused_by_dtype(tmp_path: Path) -> None:
+    state = {name: value.to(torch.int8) for name, value in make_state().items()}
+    text = error_of(lambda: load(write_checkpoint(tmp_path, state)))
+    assert f"{len(state)} not of a float dtype" in text
+    assert "model.embed_tokens.weight is int8" in text
+
+
+def test_a_quantised_checkpoint_is_refused_by_its_method(tmp_path: Path) -> None:
+    config = {**CONFIG, "quantization_config": {"quant_method": "fp8"}}
+    text = error_of(lambda: load(write_checkpoint(tmp_path, make_state(), config)))
+    assert "is quantised (fp8)" in text
+
+
+def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    text = error_of(lambda: load(tmp_path))
+    assert "has no weights" in text
+    assert "--random-weights" in text
+
+
+def test_several_files_without_an_index_are_not_guessed_at(tmp_path: Path) -> None:
+    write_shards(tmp_path, make_state())
+    (tmp_path / "model.safetensors.index.json").unlink()
+    text = error_of(lambda: load(tmp_path))
+    assert "has no model.safetensors.index.json" in text
+    assert "It holds 3 weights files" in text
+
+
+def damage_header(content: bytes, header: object) -> bytes:
+    encoded = json.dumps(header).encode()
+    length = struct.unpack("<Q", content[:8])[0]
+    return struct.pack("<Q", len(encoded)) + encoded + content[8 + length :]
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: content[:-100], "model.safetensors is truncated: "),
+        (lambda content: content[:200], "model.safetensors is truncated or not safetensors: its header"),
+        (lambda content: content[:5], "model.safetensors is truncated or not safetensors: its header"),
+        (lambda content: b"", "model.safetensors is truncated or not safetensors: its header"),
+        (lambda content: b"\xb1" * 5000, "model.safetensors is truncated or not safetensors: its header"),
+        (lambda content: content[:8] + b"\xb1" * (len(content) - 8), "its header is not JSON"),
+        (lambda content: damage_header(content, [1]), "its header is not a JSON object"),
+        (lambda content: damage_header(content, {"a": 3}), "its entry for a is 3"),
+        (lambda content: damage_header(content, entry(shape=[-2])), "its entry for a is"),
+        (lambda content: damage_header(content, entry(shape=[3])), "a has 8 bytes for F32 [3]"),
+        (lambda content: damage_header(content, entry(data_offsets=[8])), "its entry for a is"),
+        (lambda content: damage_header(content, entry(dtype="F4")), "stores a as 'F4'"),
+        (lambda content: damage_header(content, entry(dtype=[])), "its entry for a is"),
+    ],
+)
+def test_a_damaged_safetensors_file_is_named_with_its_damage(
+    tmp_path: Path, damage: Callable[[bytes], bytes], message: str
+) -> None:
+    path = write_checkpoint(tmp_path, make_state()) / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    text = error_of(lambda: load(tmp_path))
+    assert text.startswith(f"The weights at {path} cannot be read\n")
+    assert message in text
+    assert text.endswith("Download or copy these files again.")
+
+
+def test_everything_wrong_with_the_shards_is_one_error(tmp_path: Path) -> None:
+    write_shards(tmp_path, make_state(), num_shards=5)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    shards[0].unlink()
+    shards[1].write_bytes(shards[1].read_bytes()[:-10])
+    shards[2].write_bytes(b"\x00" * 3)
+    index_path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    index["weight_map"] |= {"model.absent.weight": shards[3].name, "model.outside": "../other.safetensors"}
+    index_path.write_text(json.dumps(index))
+    text = error_of(lambda: load(tmp_path))
+    assert f"  {shards[0].name} is missing.\n" in text
+    assert f"  {shards[1].name} is truncated: " in text
+    assert f"  {shards[2].name} is truncated or not safetensors" in text
+    assert f"  {shards[3].name} lacks model.absent.weight, which model.safetensors.index.json" in text
+    assert "puts model.outside in '../other.safetensors', which is not a file name" in text
+    assert shards[4].name not in text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "is not JSON"), ("{}", "has no weight_map"), ('{"weight_map": []}', "has no weight_map")],
+)
+def test_a_damaged_index_is_named(tmp_path: Path, content: str, message: str) -> None:
+    write_shards(tmp_path, make_state())
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    text = error_of(lambda: load(tmp_path))
+    assert f"model.safetensors.index.json {message}" in text
+
+
+class Malicious:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.marker),))
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "pickle"])
+def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path: Path, form: str) -> None:
+    folder = write_checkpoint(tmp_path / "model", {})
+    (folder / "model.safetensors").unlink()
+    marker = tmp_path / "owned"
+    state = {"model.embed_tokens.weight": Malicious(marker)}
+    if form == "pickle":
+        (folder / "model.pt").write_bytes(pickle.dumps(state, protocol=2))
+    else:
+        torch.save(state, folder / "model.pt", _use_new_zipfile_serialization=form == "zip")
+    text = error_of(lambda: load(folder))
+    assert "model.pt holds more than tensors, and nothing of it was run" in text
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda path: torch.save([1, 2], path), "model.pt holds a list, not a state dict"),
+        (lambda path: torch.save({"model": {}}, path), "'model' is a dict, not a tensor"),
+        (lambda path: path.write_bytes(b""), "model.pt is truncated or not a torch file"),
+        (lambda path: path.write_bytes(b"\xb1" * 999), "model.pt"),
+        (lambda path: (torch.save(make_state(), path), os.truncate(path, 5000)), "model.pt"),
+    ],
+)
+def test_a_pt_that_is_no_state_dict_is_named(
+    tmp_path: Path, write: Callable[[Path], object], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write(tmp_path / "model.pt")
+    text = error_of(lambda: load(tmp_path))
+    assert text.startswith(f"The weights at {tmp_path / 'model.pt'} cannot be read\n")
+    assert message in text
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("open_file", [open_safetensors, open_torch_file])
+def test_flipped_bytes_are_a_checkpoint_error_or_harmless(tmp_path: Path, open_file: Any) -> None:
+    """Every field of both formats gets damaged in some round; none may raise anything else."""
+    path = tmp_path / "weights"
+    state = {"a.weight": torch.ones(3, 2), "b": torch.zeros(4, dtype=torch.bfloat16)}
+    if open_file is open_safetensors:
+        save_file(state, path)
+    else:
+        torch.save(state, path)
+    content, generator = path.read_bytes(), random.Random(11)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(content)
+        for _ in range(generator.choice((1, 3, 10))):
+            damaged[generator.randrange(len(damaged))] = generator.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            for tensor in open_file(path):
+                assert tensor.load().shape == tensor.shape
+        except CheckpointError:
+            refused += 1
+    assert refused > 30
+
+
+def test_a_model_larger_than_the_machine_is_refused_before_memory_is_taken() -> None:
+    with pytest.raises(
+        CapacityError, match=r"Qwen3.5-397B-A17B does not fit on cpu\nIts weights take 1\d\d\d\."
+    ):
+        load(find_model("Qwen3.5-397B-A17B"), random_weights=True)
+
+
+def test_random_weights_follow_from_the_seed_and_the_name_alone() -> None:
+    source = ModelSource("small", None, CONFIG)
+    model = load(source, random_weights=True, seed=3)
+    assert_same(model, load(source, random_weights=True, seed=3))
+    deeper = load(
+        ModelSource("deeper", None, {**CONFIG, "num_hidden_layers": 4}), random_weights=True, seed=3
+    )
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, deeper.get_parameter(name)), name
+    other = load(source, random_weights=True, seed=4)
+    for name, parameter in model.named_parameters():
+        assert not torch.equal(parameter, other.get_parameter(name)), name
+
+
+def test_random_weights_have_the_statistics_of_a_fresh_model() -> None:
+    shapes = {"matrix": (200, 100), "a_log": (5000,), "dt_bias": (5000,), "q_norm": (5000,), "bias": (5000,)}
+    values = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    for name, parameter in values.items():
+        fill_parameter(f"layers.0.{name}", parameter, seed=1)
+    assert values["matrix"].std() == pytest.approx(0.1, rel=0.05)
+    decay = values["a_log"].exp()
+    assert 1.0 <= decay.min() < 1.1
+    assert 15.9 < decay.max() <= 16.0
+    step = nn.functional.softplus(values["dt_bias"])
+    assert 0.00099 < step.min() < 0.0011
+    assert 0.09 < step.max() < 0.101
+    assert values["q_norm"].mean() == pytest.approx(1.0, abs=0.01)
+    assert values["bias"].abs().max() < 0.2
+
+
+def test_a_preset_without_random_weights_says_what_to_do() -> None:
+    text = error_of(lambda: load(find_model("Qwen3-8B")))
+    assert "Qwen3-8B is a preset" in text
+    assert "--random-weights" in text

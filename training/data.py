@@ -1,0 +1,208 @@
+"""Turns drawn conversations into batches of fixed shape, in as many processes as there are cores to spare.
+
+Every conversation gets a row of its own, padded on the right to the nearest row length; what is learned of it starts
+at `first_target`. Each process draws from its own seed. No torch here: the processes must start before CUDA does and
+stay small.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from random import Random
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import PenstockError
+from training.config import TrainConfig
+
+SPARE_BATCHES = 64  # kept for another use while the generators are behind
+
+
+class Example(NamedTuple):
+    token_ids: Sequence[int]
+    first_target: int
+    kind: int
+
+
+Draw = Callable[[Random], Example]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    token_ids: NDArray[np.int16] | NDArray[np.int32]  # [R, T]
+    first_targets: NDArray[np.int32]  # [R]
+    lengths: NDArray[np.int32]  # [R]
+    kinds: NDArray[np.int32]  # [R]
+
+    @property
+    def row_len(self) -> int:
+        return int(self.token_ids.shape[1])
+
+    @classmethod
+    def pack(cls, examples: Sequence[Example], row_len: int, pad_id: int, vocab_size: int) -> Batch:
+        dtype = np.int16 if vocab_size <= 2**15 else np.int32
+        token_ids = np.full((len(examples), row_len), pad_id, dtype)
+        for row, example in enumerate(examples):
+            token_ids[row, : len(example.token_ids)] = example.token_ids
+        return cls(
+            token_ids,
+            np.array([example.first_target for example in examples], np.int32),
+            np.array([len(example.token_ids) for example in examples], np.int32),
+            np.array([example.kind for example in examples], np.int32),
+        )
+
+
+class BatchMaker:
+    """Draws until one row length has enough rows for a batch; each length comes as often as its rows do."""
+
+    def __init__(self, draw: Draw, config: TrainConfig, seed: str, pad_id: int, vocab_size: int) -> None:
+        self._draw = draw
+        self._config = config
+        self._pad_id = pad_id
+        self._vocab_size = vocab_size
+        self._rng = Random(seed)
+        self._pending: dict[int, list[Example]] = {row_len: [] for row_len in sorted(config.row_lens)}
+        self.num_too_long = 0
+
+    def next_batch(self) -> Batch:
+        while True:
+            example = self._draw(self._rng)
+            row_len = next((n for n in self._pending if n >= len(example.token_ids)), None)
+            if row_len is None:
+                self.num_too_long += 1
+                continue
+            pending = self._pending[row_len]
+            pending.append(example)
+            if len(pending) == self._config.rows_of(row_len):
+                self._pending[row_len] = []
+                return Batch.pack(pending, row_len, self._pad_id, self._vocab_size)
+
+    def state(self) -> dict[str, Any]:
+        pending = {row_len: [tuple(e) for e in examples] for row_len, examples in self._pending.items()}
+        return {"rng": self._rng.getstate(), "pending": pending}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._rng.setstate(state["rng"])
+        self._pending = {n: [Example(*e) for e in examples] for n, examples in state["pending"].items()}
+
+
+class Feed(Protocol):
+    """Where the training loop gets its batches."""
+
+    def next_batch(self) -> Batch: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def report(self) -> str: ...
+
+    def close(self) -> None: ...
+
+
+class LocalFeed:
+    """Batches made in this process, one after the other: a resumed run sees exactly what it would have seen."""
+
+    def __init__(self, maker: BatchMaker, state: dict[str, Any] | None = None) -> None:
+        self._maker = maker
+        if state:
+            maker.restore(state)
+
+    def next_batch(self) -> Batch:
+        return self._maker.next_batch()
+
+    def state(self) -> dict[str, Any]:
+        return self._maker.state()
+
+    def report(self) -> str:
+        return "data made in this process"
+
+    def close(self) -> None:
+        pass
+
+
+class WorkerFeed:
+    """Batches made by processes. While they are behind, recent batches are used again, `max_reuse` times at most.
+
+    The processes are forked, so start them before anything touches CUDA. They are endless and ordered by the
+    clock, not by a number: a resumed run gives them new seeds (`run`) and sees new data.
+    """
+
+    def __init__(self, make: Callable[[str], BatchMaker], num_workers: int, config: TrainConfig, run: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self._queue: multiprocessing.Queue[Batch] = context.Queue(maxsize=2 * num_workers)
+        self._workers: list[BaseProcess] = [
+            context.Process(
+                target=_fill, args=(make, f"train-{config.seed}-{run}-{number}", self._queue), daemon=True
+            )
+            for number in range(num_workers)
+        ]
+        for worker in self._workers:
+            worker.start()
+        self._spare: deque[tuple[Batch, int]] = deque(maxlen=SPARE_BATCHES)
+        self._max_reuse = config.max_reuse
+        self._num_fresh = self._num_reused = 0
+        self._waited_s = 0.0
+
+    def next_batch(self) -> Batch:
+        uses_left = self._max_reuse
+        try:
+            batch = self._queue.get_nowait()
+            self._num_fresh += 1
+        except queue.Empty:
+            if self._spare:
+                batch, uses_left = self._spare.popleft()
+                self._num_reused += 1
+            else:
+                batch = self._wait()
+                self._num_fresh += 1
+        if uses_left > 1:
+            self._spare.append((batch, uses_left - 1))
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def report(self) -> str:
+        return f"fresh {self._num_fresh} reused {self._num_reused} waited {self._waited_s:.1f}s"
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.terminate()
+        for worker in self._workers:
+            worker.join()
+
+    def _wait(self) -> Batch:
+        start = time.monotonic()
+        while True:
+            try:
+                batch = self._queue.get(timeout=5.0)
+            except queue.Empty:
+                self._check_alive()
+                continue
+            self._waited_s += time.monotonic() - start
+            return batch
+
+    def _check_alive(self) -> None:
+        ended = [worker for worker in self._workers if not worker.is_alive()]
+        if ended:
+            raise PenstockError(
+                f"{len(ended)} of {len(self._workers)} processes that make training data ended",
+                f"{ended[0].name} ended with exit code {ended[0].exitcode} and no batch is left.",
+                "Its traceback is further up in this output.",
+            )
+
+
+def _fill(make: Callable[[str], BatchMaker], seed: str, batches: multiprocessing.Queue[Batch]) -> None:
+    # The training process decides when to stop; Ctrl-C reaches the whole group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    maker = make(seed)
+    while True:
+        batches.put(maker.next_batch())

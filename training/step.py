@@ -1,0 +1,200 @@
+"""One training step on the device: loss, backward, update, all without waiting for it.
+
+Each row length has static input buffers and, on CUDA, its own captured graph of the whole step. Whether graphs are
+used is decided once, in `prepare`, and reported. Results are summed on the device and read rarely.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from training.config import TrainConfig
+from training.data import Batch
+from training.model import Qwen35Moe
+from training.optimizer import FlatAdamW
+
+MAX_STEPS_AHEAD = 4  # the host may queue this many: more, and the clock of the schedule would run early
+COLUMNS = ("loss", "tokens", "draft_loss", "draft_hits", "draft_tokens", "exact_rows", "rows")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInputs:
+    token_ids: Tensor  # [R, T] int32, padded on the right
+    first_targets: Tensor  # [R] position of the first token to learn
+    lengths: Tensor  # [R]
+    kinds: Tensor  # [R] int64, the row of the totals to count in
+
+    @classmethod
+    def random(cls, rows: int, row_len: int, vocab_size: int, device: torch.device) -> BatchInputs:
+        """Full rows of any tokens: for warming up, where only shapes matter."""
+        return cls(
+            torch.randint(vocab_size, (rows, row_len), dtype=torch.int32, device=device),
+            torch.full((rows,), row_len // 2, device=device),
+            torch.full((rows,), row_len, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
+        )
+
+    def copy_from(self, batch: Batch) -> None:
+        """Queues the copy; the pinned source is freed only when the copy is over."""
+        for target, array in (
+            (self.token_ids, batch.token_ids),
+            (self.first_targets, batch.first_targets),
+            (self.lengths, batch.lengths),
+            (self.kinds, batch.kinds),
+        ):
+            source = torch.from_numpy(array).to(target.dtype)
+            if target.is_cuda:
+                source = source.pin_memory()
+            target.copy_(source, non_blocking=True)
+
+
+def compute_loss(
+    model: Qwen35Moe, inputs: BatchInputs, config: TrainConfig, num_kinds: int
+) -> tuple[Tensor, Tensor]:
+    """The loss to descend, and its parts by kind, [kinds, COLUMNS]."""
+    token_ids = inputs.token_ids.long()
+    place = torch.arange(token_ids.shape[1], device=token_ids.device)
+    counted = (place < inputs.lengths[:, None]).float()
+    hidden, imbalance = model(token_ids, counted)
+    drafted, draft_imbalance = model.draft(hidden, token_ids, counted)
+
+    def score(states: Tensor, distance: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Summed loss, wrong answers and number of targets of each row, predicting `distance` ahead."""
+        reached = place + distance
+        wanted = (reached >= inputs.first_targets[:, None]) & (reached < inputs.lengths[:, None])
+        logits = model.logits(states)
+        targets = token_ids.roll(-distance, 1)
+        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+        wrong = (logits.detach().argmax(-1) != targets) & wanted
+        return (losses.view_as(targets) * wanted).sum(1), wrong.sum(1), wanted.sum(1)
+
+    losses, wrong, num_targets = score(hidden, 1)
+    draft_losses, draft_wrong, num_drafts = score(drafted, 2)
+    balance = (imbalance + draft_imbalance) / len(model.decoder_layers)
+    loss = (
+        losses.sum() / num_targets.sum().clamp(min=1)
+        + config.mtp_weight * draft_losses.sum() / num_drafts.sum().clamp(min=1)
+        + config.balance_weight * balance
+    )
+    # A row whose every token is the most likely one is a row greedy decoding would have written.
+    columns = (losses, num_targets, draft_losses, num_drafts - draft_wrong, num_drafts, wrong == 0, wrong >= 0)
+    by_row = torch.stack([column.detach().float() for column in columns], 1)
+    totals = by_row.new_zeros(num_kinds, len(COLUMNS)).index_add_(0, inputs.kinds, by_row)
+    return loss, totals
+
+
+class Trainer:
+    """Owns what a step touches on the device: the model, its optimizer, input buffers, graphs and totals."""
+
+    def __init__(
+        self, model: Qwen35Moe, optimizer: FlatAdamW, config: TrainConfig, num_kinds: int, device: torch.device
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.config = config
+        self.device = device
+        self.totals = torch.zeros(num_kinds, len(COLUMNS), device=device)
+        self.num_skipped = torch.zeros((), device=device)
+        self.inputs = {
+            row_len: BatchInputs.random(config.rows_of(row_len), row_len, model.config.vocab_size, device)
+            for row_len in config.row_lens
+        }
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._queued: deque[torch.cuda.Event] = deque()
+
+    def prepare(self, report: Callable[[str], None], use_graphs: bool = True) -> None:
+        """Warms every shape up and captures it; weights and totals are afterwards what they were before."""
+        before = {name: tensor.clone() for name, tensor in self.optimizer.state().items()}
+        if self.device.type != "cuda":
+            report("steps run eagerly: no CUDA device")
+            return
+        self.optimizer.lr.zero_()
+        try:
+            # The longest rows need the most memory at once: a failure shows first, and the pool fits the rest.
+            for row_len in sorted(self.inputs, reverse=True):
+                eager = self._warm_up(row_len)
+                if use_graphs:
+                    self._capture(row_len, eager)
+                report(f"row length {row_len} ready, {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB reserved")
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or not use_graphs:
+                raise
+            self._graphs.clear()
+            report(f"!!! CUDA GRAPHS ARE OFF, every step is slow: capture failed with: {error}")
+        self.optimizer.restore(before)
+        self._clear_totals()
+        report(f"steps run as {'CUDA graphs' if self._graphs else 'eager launches'}")
+
+    def step(self, batch: Batch, lr: float) -> None:
+        inputs = self.inputs[batch.row_len]
+        inputs.copy_from(batch)
+        self.optimizer.lr.fill_(lr)
+        if graph := self._graphs.get(batch.row_len):
+            graph.replay()
+        else:
+            self._run(inputs)
+        if self.device.type == "cuda":
+            self._wait_for_earlier_steps()
+
+    def read_totals(self) -> tuple[list[list[float]], int]:
+        """The sums since the last call, by kind in COLUMNS, and the steps skipped. Waits for the device."""
+        totals, num_skipped = self.totals.tolist(), int(self.num_skipped.item())
+        self._clear_totals()
+        return totals, num_skipped
+
+    def _run(self, inputs: BatchInputs) -> None:
+        self.optimizer.gradients.zero_()
+        loss, totals = compute_loss(self.model, inputs, self.config, len(self.totals))
+        loss.backward()
+        taken = self.optimizer.update()
+        # Of a step that was not taken nothing is counted: its numbers may not be numbers.
+        self.totals.add_(totals.masked_fill(taken == 0, 0.0))
+        self.num_skipped.add_(1 - taken)
+
+    def _warm_up(self, row_len: int) -> Tensor:
+        """Runs the shape eagerly and returns what it counted."""
+        # On a side stream, as capture needs: libraries allocate their workspaces on first use.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._clear_totals()
+                self._run(self.inputs[row_len])
+        torch.cuda.current_stream().wait_stream(stream)
+        totals = self.totals.clone()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # the graph's own pool is about to need the same memory
+        return totals
+
+    def _capture(self, row_len: int, eager: Tensor) -> None:
+        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+        graph = torch.cuda.CUDAGraph()
+        # One pool for all: graphs never overlap and leave their results outside of it.
+        with torch.cuda.graph(graph, pool=pool):
+            self._run(self.inputs[row_len])
+        self._clear_totals()
+        graph.replay()
+        torch.cuda.synchronize()
+        # The learning rate is zero here, so the same weights were asked twice.
+        if not torch.allclose(eager[:, :3], self.totals[:, :3], rtol=1e-2):
+            raise RuntimeError(
+                f"row length {row_len}: a replay counts {self.totals.tolist()}, an eager step {eager.tolist()}"
+            )
+        self._graphs[row_len] = graph
+
+    def _clear_totals(self) -> None:
+        self.totals.zero_()
+        self.num_skipped.zero_()
+
+    def _wait_for_earlier_steps(self) -> None:
+        event = torch.cuda.Event()
+        event.record()
+        self._queued.append(event)
+        if len(self._queued) > MAX_STEPS_AHEAD:
+            self._queued.popleft().synchronize()
