@@ -54,14 +54,14 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"penstock {__version__}")
         return 0
     try:
-        name, arguments = _parse(words)
+        name, arguments = parse(words)
     except PenstockError as error:
         print_error(error)
         return 2
     return _run(name, arguments)
 
 
-def _parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
+def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
     name = words[0]
     if name not in COMMANDS:
         kind = "flag" if name.startswith("-") else "command"

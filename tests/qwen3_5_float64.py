@@ -1,4 +1,4 @@
-"""Qwen3.5 in float64, token by token, straight from the checkpoint's tensors: the exact answer in parity tests.
+"""Qwen3.5 in float64, token by token, straight from a checkpoint's tensors: the exact answer in parity tests.
 
 Shares nothing with the engine. Two float32 implementations differ by their rounding; this says whose it is.
 """

@@ -16,13 +16,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
+if TYPE_CHECKING:
+    import openai
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 120.0
-TINY_ENGINE = {"device": "cpu", "dtype": "float32", "page_size": 16, "memory_gb": 0.05, "max_model_len": 512}
+TINY_ENGINE = {"device": "cpu", "dtype": "float32", "page_size": 16, "memory_gb": 0.05, "max_model_len": 4096}
+MESSAGES: list[Any] = [{"role": "user", "content": "Tell me about rivers."}]
+# The tiny model's weights are random: only a limit ends its replies.
+FREE = {"ignore_eos": True}
 
 
 class Server:
@@ -59,6 +65,12 @@ class Server:
         """The server's only child process."""
         (child,) = child_pids(self.process.pid)
         return child
+
+    @property
+    def address(self) -> tuple[str, int]:
+        url = httpx.URL(self.url)
+        assert url.port is not None
+        return url.host, url.port
 
     def health(self) -> httpx.Response:
         return self.http.get(f"{self.url}/health")
@@ -111,6 +123,22 @@ def start_server(
         server.http.close()
         process.kill()
         process.wait()
+
+
+def ask(api: openai.OpenAI, **fields: Any) -> Any:
+    fields = {"model": "any", "messages": MESSAGES, "max_tokens": 12, "extra_body": FREE} | fields
+    return api.chat.completions.create(**fields)
+
+
+def assert_refused(answer: httpx.Response, status: int, param: str | None) -> None:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    assert error["param"] == param, error
+    assert error["message"]
+    assert "Traceback" not in answer.text
+    assert answer.headers["x-request-id"]
 
 
 def child_pids(pid: int) -> list[int]:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.layers.inputs import KVCache
+from penstock.layers.inputs import KVCache, StateCache
 from penstock.models import build_model
 from penstock.models.presets import PRESETS
 from penstock.models.qwen3_5_config import Qwen3_5Config
@@ -81,8 +81,9 @@ NUM_DECODES = 32
 LARGEST_ERROR = 1e-5  # of the largest logit, in float32
 
 
-def make_reference(config: dict[str, Any]) -> torch.nn.Module:
+def make_reference(config: dict[str, Any]) -> Any:
     given = {key: value for key, value in config.items() if key not in ("model_type", "attn_output_gate")}
+    model: Any
     if "num_experts" in config:
         model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**given))
     else:
@@ -297,6 +298,7 @@ def test_checkpoint_anywhere_equals_the_state_of_a_shorter_prompt(pair: Pair, af
     by_hand.run(by_hand.row(0, ids, checkpoints=((64, by_hand.checkpoint_slot(0)), (after, slot))))
     by_hand.run(by_hand.row(1, ids[:after]))
     for cache in by_hand.caches[:3]:
+        assert isinstance(cache, StateCache)
         torch.testing.assert_close(cache.recurrent[slot], cache.recurrent[2], rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(cache.conv[slot], cache.conv[2], rtol=2e-5, atol=2e-5)
 

@@ -241,6 +241,18 @@ def test_who_waits_for_a_leader_does_not_hold_up_others() -> None:
     assert world.sequences["other"].row is not None
 
 
+def test_who_shares_the_start_of_a_long_prompt_waits_only_for_that() -> None:
+    world = World(Setup(max_step_tokens=10))
+    leader = world.submit(ask("leader", prompt(39)))
+    follower = world.submit(ask("follower", (*prompt(39)[:8], 1, 2)))
+    world.step()
+    assert follower.row is None
+    world.step()
+    assert follower.num_cached_tokens == 8
+    assert leader.num_generated == 0
+    world.run()
+
+
 def test_a_waiting_request_is_not_overtaken_by_a_smaller_one() -> None:
     world = World(Setup(num_pages=11, max_model_len=40))
     world.submit(ask("running", prompt(16, seed=1), max_tokens=20))
@@ -268,7 +280,7 @@ def test_admissions_leave_pages_for_those_who_decode() -> None:
     world = World(Setup(num_pages=9))
     world.submit(ask("running", prompt(12), max_tokens=8))
     world.step()
-    world.submit(ask("waiting", prompt(20, seed=1), max_tokens=2))
+    world.submit(ask("waiting", prompt(16, seed=1), max_tokens=2))
     world.run()
     assert world.scheduler.num_preemptions == 0
 

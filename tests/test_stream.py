@@ -101,13 +101,20 @@ def test_text_ends_before_the_stop_that_is_complete_first(tokenizer: Tokenizer, 
 
 
 @LAWS
-@given(
-    st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=5), CUTS
-)
-def test_overlapping_stops_are_all_seen(tokenizer: Tokenizer, text, stop, cuts) -> None:
+@given(st.data(), st.lists(st.text("ab", min_size=1, max_size=8), min_size=1, max_size=4), CUTS)
+def test_overlapping_stops_are_all_seen(tokenizer: Tokenizer, data, stop, cuts) -> None:
+    beginnings = st.sampled_from(stop).flatmap(lambda string: st.integers(0, 7).map(lambda n: string[:n]))
+    text = "".join(data.draw(st.lists(beginnings | st.sampled_from(stop), max_size=8)))
     ids = [tokenizer.id_of(character) for character in text]
     decoder = StreamDecoder(tokenizer, stop)
     assert "".join(stream(decoder, ids, cuts)) == cut_at_stop(tokenizer, ids, stop)[0]
+
+
+@pytest.mark.parametrize(("text", "stop"), [("aabaaabaaac", "aabaaac"), ("aaaab", "aab"), ("ababac", "abac")])
+def test_a_stop_that_starts_inside_a_failed_one_is_found(tokenizer: Tokenizer, text: str, stop: str) -> None:
+    decoder = StreamDecoder(tokenizer, [stop])
+    assert decoder.push([tokenizer.id_of(character) for character in text]) == text.removesuffix(stop)
+    assert decoder.stopped
 
 
 def bytes_as_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:

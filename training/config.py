@@ -1,4 +1,4 @@
-"""The two frozen descriptions a run is made of: which model (`ModelConfig`) and how it is trained (`TrainConfig`).
+"""What a run is made of: which model (`ModelConfig`), and how it is trained (`TrainConfig`).
 
 No torch here. `ModelConfig` also knows how the published config.json spells it.
 """
@@ -106,11 +106,21 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How a run goes. Time is the budget: the learning rate is a function of the part of it that has passed."""
+    """How a run goes. Time is the budget: the learning rate follows the part of it that has passed."""
 
     seed: int = 0
-    row_lens: tuple[int, ...] = (256, 512, 2560)  # one static shape, and one CUDA graph, each
+    row_lens: tuple[int, ...] = (
+        128,
+        192,
+        256,
+        384,
+        512,
+        768,
+        1280,
+        2560,
+    )  # a static shape and CUDA graph each
     tokens_per_batch: int = 131_072
+    targets_per_full_step: int = 16_384
     peak_lr: float = 2e-3
     warmup_fraction: float = 0.03
     hold_fraction: float = 0.30  # the peak is held up to here, then a straight line to zero

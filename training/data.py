@@ -1,8 +1,8 @@
 """Turns drawn conversations into batches of fixed shape, in as many processes as there are cores to spare.
 
-Every conversation gets a row of its own, padded on the right to the nearest row length; what is learned of it starts
-at `first_target`. Each process draws from its own seed. No torch here: the processes must start before CUDA does and
-stay small.
+Every conversation gets a row of its own, padded on the right to the nearest row length; what is learned of it
+starts at `first_target`. Each process draws from its own seed. No torch here: the processes must start before
+CUDA does and stay small.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from penstock.errors import PenstockError
 from training.config import TrainConfig
 
+MAX_DROPPED_PART = 0.02
 SPARE_BATCHES = 64  # kept for another use while the generators are behind
 
 
@@ -33,12 +35,41 @@ class Example(NamedTuple):
     kind: int
 
 
-Draw = Callable[[Random], Example]
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A prompt the model must answer, and who judges the answer."""
+
+    kind: str
+    prompt: Sequence[int]
+    accepts: Callable[[Sequence[int]], bool]  # the generated tokens, with the end of the turn where it came
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    end_of_turn: int
+    end_of_text: int  # also the padding
+
+    @property
+    def ends(self) -> list[int]:
+        return [self.end_of_turn, self.end_of_text]
+
+
+class Corpus(Protocol):
+    """What is learned and asked."""
+
+    kinds: tuple[str, ...]
+    vocab_size: int
+    special: SpecialTokens
+    text_files: tuple[Path, ...]  # go into the model folder as they are
+
+    def draw(self, rng: Random) -> Example: ...
+
+    def held_out(self, num_problems: int) -> list[Problem]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    token_ids: NDArray[np.int16] | NDArray[np.int32]  # [R, T]
+    token_ids: NDArray[np.int16]  # [R, T]; a tiny model has a tiny vocabulary
     first_targets: NDArray[np.int32]  # [R]
     lengths: NDArray[np.int32]  # [R]
     kinds: NDArray[np.int32]  # [R]
@@ -48,9 +79,8 @@ class Batch:
         return int(self.token_ids.shape[1])
 
     @classmethod
-    def pack(cls, examples: Sequence[Example], row_len: int, pad_id: int, vocab_size: int) -> Batch:
-        dtype = np.int16 if vocab_size <= 2**15 else np.int32
-        token_ids = np.full((len(examples), row_len), pad_id, dtype)
+    def pack(cls, examples: Sequence[Example], row_len: int, pad_id: int) -> Batch:
+        token_ids = np.full((len(examples), row_len), pad_id, np.int16)
         for row, example in enumerate(examples):
             token_ids[row, : len(example.token_ids)] = example.token_ids
         return cls(
@@ -64,27 +94,35 @@ class Batch:
 class BatchMaker:
     """Draws until one row length has enough rows for a batch; each length comes as often as its rows do."""
 
-    def __init__(self, draw: Draw, config: TrainConfig, seed: str, pad_id: int, vocab_size: int) -> None:
-        self._draw = draw
+    def __init__(self, corpus: Corpus, config: TrainConfig, seed: str) -> None:
+        self._corpus = corpus
         self._config = config
-        self._pad_id = pad_id
-        self._vocab_size = vocab_size
         self._rng = Random(seed)
         self._pending: dict[int, list[Example]] = {row_len: [] for row_len in sorted(config.row_lens)}
-        self.num_too_long = 0
+        self._num_drawn = self._num_too_long = 0
 
     def next_batch(self) -> Batch:
         while True:
-            example = self._draw(self._rng)
+            example = self._corpus.draw(self._rng)
             row_len = next((n for n in self._pending if n >= len(example.token_ids)), None)
+            self._num_drawn += 1
             if row_len is None:
-                self.num_too_long += 1
+                self._drop_too_long()
                 continue
             pending = self._pending[row_len]
             pending.append(example)
             if len(pending) == self._config.rows_of(row_len):
                 self._pending[row_len] = []
-                return Batch.pack(pending, row_len, self._pad_id, self._vocab_size)
+                return Batch.pack(pending, row_len, self._corpus.special.end_of_text)
+
+    def _drop_too_long(self) -> None:
+        self._num_too_long += 1
+        if self._num_too_long > max(20, MAX_DROPPED_PART * self._num_drawn):
+            raise PenstockError(
+                f"{self._num_too_long} of {self._num_drawn} conversations fit no row",
+                f"The longest rows have {max(self._pending)} tokens; {MAX_DROPPED_PART:.0%} may be longer.",
+                "Add a longer row length with --row-lens.",
+            )
 
     def state(self) -> dict[str, Any]:
         pending = {row_len: [tuple(e) for e in examples] for row_len, examples in self._pending.items()}
@@ -108,7 +146,7 @@ class Feed(Protocol):
 
 
 class LocalFeed:
-    """Batches made in this process, one after the other: a resumed run sees exactly what it would have seen."""
+    """Batches made in this process, one after the other: a resumed run sees what it would have seen."""
 
     def __init__(self, maker: BatchMaker, state: dict[str, Any] | None = None) -> None:
         self._maker = maker
@@ -129,18 +167,20 @@ class LocalFeed:
 
 
 class WorkerFeed:
-    """Batches made by processes. While they are behind, recent batches are used again, `max_reuse` times at most.
+    """Batches made by processes. While they are behind, recent ones are used again, up to `max_reuse` times.
 
     The processes are forked, so start them before anything touches CUDA. They are endless and ordered by the
     clock, not by a number: a resumed run gives them new seeds (`run`) and sees new data.
     """
 
-    def __init__(self, make: Callable[[str], BatchMaker], num_workers: int, config: TrainConfig, run: int) -> None:
+    def __init__(self, corpus: Corpus, num_workers: int, config: TrainConfig, run: int) -> None:
         context = multiprocessing.get_context("fork")
         self._queue: multiprocessing.Queue[Batch] = context.Queue(maxsize=2 * num_workers)
         self._workers: list[BaseProcess] = [
             context.Process(
-                target=_fill, args=(make, f"train-{config.seed}-{run}-{number}", self._queue), daemon=True
+                target=_fill,
+                args=(BatchMaker(corpus, config, f"train-{config.seed}-{run}-{number}"), self._queue),
+                daemon=True,
             )
             for number in range(num_workers)
         ]
@@ -200,9 +240,8 @@ class WorkerFeed:
             )
 
 
-def _fill(make: Callable[[str], BatchMaker], seed: str, batches: multiprocessing.Queue[Batch]) -> None:
+def _fill(maker: BatchMaker, batches: multiprocessing.Queue[Batch]) -> None:
     # The training process decides when to stop; Ctrl-C reaches the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    maker = make(seed)
     while True:
         batches.put(maker.next_batch())

@@ -1,8 +1,9 @@
 """The gated delta rule, differentiable, in batched matrix products of fixed shape.
 
-A row is cut into chunks of C tokens. Inside a chunk everything is a product of small matrices, the same for all
-chunks at once; between chunks only the state S <- M S + B travels, one product per chunk. All of it is fp32, has
-static shapes and never waits for the device, so a CUDA graph can hold it. Knows nothing of projections or gates.
+A row is cut into chunks of C tokens. Inside a chunk everything is a product of small matrices, the same for
+all chunks at once; between chunks only the state S <- M S + B travels, one product per chunk. All of it is
+fp32, has static shapes and never waits for the device, so a CUDA graph can hold it. Knows nothing of
+projections or gates.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def invert_unit_lower(strict: Tensor) -> Tensor:
 
     With X the inverse of the b x b diagonal blocks and L what of `strict` joins two neighbours of them,
     X - X L X is the inverse of the 2b x 2b blocks: forward substitution, block by block. The shorter product
-    (I - A)(I + A^2)(I + A^4)... has the same cost but loses every digit when keys repeat: its powers of A then
+    (I - A)(I + A^2)(I + A^4)... costs the same but loses every digit when keys repeat: its powers of A then
     hold binomials up to 10^17 that must cancel.
     """
     return _UnitLowerInverse.apply(strict)
@@ -80,6 +81,12 @@ class _ChunkStates(torch.autograd.Function):
         return arriving[1:] @ states[:-1].mT, arriving[1:], arriving[0]
 
 
+@torch.compiler.disable  # a loop of library calls: unrolling it takes minutes and fuses nothing
+def _chain_states(transitions: Tensor, increments: Tensor, initial: Tensor) -> Tensor:
+    """[N, B Hv, K, K], [N, B Hv, K, V], [B Hv, K, V] -> the state before each chunk and after the last."""
+    return _ChunkStates.apply(transitions, increments, initial)
+
+
 def gated_delta_rule(
     query: Tensor,  # [B, T, Hk, K] fp32, unit length times K^-0.5
     key: Tensor,  # [B, T, Hk, K] fp32, unit length
@@ -117,7 +124,7 @@ def gated_delta_rule(
     transitions = last.exp() * identity - kept @ w
     if initial is None:
         initial = value.new_zeros(rows, num_heads, key_dim, value_dim)
-    states = _ChunkStates.apply(transitions, kept @ u, initial.flatten(0, 1))
+    states = _chain_states(transitions, kept @ u, initial.flatten(0, 1))
     before = states[:-1]
     out = (q * grown) @ before + (q @ k.mT * decay) @ (u - w @ before)
     out = out.unflatten(1, (rows, num_heads)).permute(1, 0, 3, 2, 4).reshape(rows, -1, num_heads, value_dim)

@@ -1,7 +1,7 @@
 """Writes a trained model as a folder in the published Hugging Face layout, and proves that it loads.
 
-Tensors are bf16 except `A_log` and the gated norm, which Qwen3.5 publishes in fp32; the trunk's experts stay fused,
-those of the MTP layer are stored one by one. transformers is the judge here, and only here.
+Tensors are bf16 except `A_log` and the gated norm, which Qwen3.5 publishes in fp32; the trunk's experts stay
+fused, those of the MTP layer are stored one by one. transformers is the judge here, and only here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,11 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError
 from training.config import ModelConfig
+from training.data import SpecialTokens
 from training.model import Qwen35Moe
 
 MTP_EXPERTS = "mtp.layers.0.mlp.experts."
-TOLERANCE = 2e-2  # relative, fp32 logits of the two implementations over the same bf16 weights are at 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class SpecialTokens:
-    end_of_turn: int
-    end_of_text: int
-
-    @property
-    def ends(self) -> list[int]:
-        return [self.end_of_turn, self.end_of_text]
+TOLERANCE = 1e-3  # relative; rounding alone is at 1e-6, one token routed otherwise by a tie below this
 
 
 def export(
@@ -64,7 +54,9 @@ def published_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 tensors.update(_split_expert(f"{MTP_EXPERTS}{number}.", name, expert))
         else:
             tensors[name] = tensor
-    return {name: tensor.detach().to("cpu", _stored_dtype(name)).contiguous() for name, tensor in tensors.items()}
+    return {
+        name: tensor.detach().to("cpu", _stored_dtype(name)).contiguous() for name, tensor in tensors.items()
+    }
 
 
 def load_published(tensors: Mapping[str, Tensor], num_experts: int) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """The layers of Qwen3.5-MoE as differentiable modules whose parameters carry the names of the checkpoint.
 
-Parameters are fp32 masters; matrix products run in `dtype` (bf16 in training, fp32 in tests), norms, gates, router
-softmax and the delta rule in fp32, and the residual stream stays fp32. Called with a window and a state, the mixers
-continue rows token by token instead of starting them.
+Parameters are fp32 masters; matrix products run in `dtype` (bf16 in training, fp32 in tests), norms, gates,
+router softmax and the delta rule in fp32, and the residual stream stays fp32. Called with a window and a
+state, the mixers continue rows token by token instead of starting them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The tokens of one incremental call: each row brings `lengths` real ones, the rest of [B, T] is padding."""
+    """The tokens of one incremental call: each row brings `lengths` real ones, the rest of [B, T] is void."""
 
     positions: Tensor  # [B, T]
     lengths: Tensor  # [B]
@@ -200,8 +200,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:  # [.., H], [.., E] zero where not routed
         """All experts as one wide SwiGLU: a routing weight of zero is an expert that was not asked.
 
-        Four times the arithmetic of the sparse form, but two large products of static shape; at this size that
-        is faster than any gather, and the sum over experts is the inner dimension of the second product.
+        Four times the arithmetic of the sparse form, but two large products of static shape; at this size
+        that is faster than any gather, and the sum over experts is the inner dimension of the second product.
         """
         num, hidden, width = self.down_proj.shape
         gate_up = F.linear(x, self.gate_up_proj.to(x.dtype).flatten(0, 1)).unflatten(-1, (num, 2, width))

@@ -1,7 +1,8 @@
-"""The whole model: trunk, tied head and MTP head, in training (whole rows) and in decoding (row by row state).
+"""The whole model: trunk, tied head and MTP head, in training (whole rows) and in decoding (row by row
+state).
 
-`state_dict` has exactly the published names, with the MTP experts fused like the trunk's. Losses and batches are
-step.py's; files are export.py's.
+`state_dict` has exactly the published names, with the MTP experts fused like the trunk's. Losses and batches
+are step.py's; files are export.py's.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)
+        # Its gradient is an index_add, which a CUDA graph can hold; that of F.embedding sorts.
+        return self.weight.index_select(0, token_ids.flatten()).unflatten(0, token_ids.shape)
 
 
 class Trunk(nn.Module):
@@ -53,7 +55,9 @@ class MtpHead(nn.Module):
         self.layers = nn.ModuleList([DecoderLayer(config, FULL, chunk, dtype)])
         self.norm = RmsNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, hidden: Tensor, next_embedding: Tensor, rope: Rope, counted: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden: Tensor, next_embedding: Tensor, rope: Rope, counted: Tensor
+    ) -> tuple[Tensor, Tensor]:
         joined = torch.cat([self.pre_fc_norm_embedding(next_embedding), self.pre_fc_norm_hidden(hidden)], -1)
         x = self.fc(joined.to(hidden.dtype)).float()
         x, imbalance = self.layers[0](x, rope, counted)
@@ -81,7 +85,7 @@ class Qwen35Moe(nn.Module):
         return [layer for layer in (*self.trunk.layers, *self.mtp.layers) if isinstance(layer, DecoderLayer)]
 
     def forward(self, token_ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Final-normed hidden states [B, T, H] of rows that start at zero, and the layers' summed imbalance."""
+        """Final-normed hidden states [B, T, H] of rows that start at zero, and the summed imbalance."""
         rope = self._rope(torch.arange(token_ids.shape[1], device=token_ids.device))
         x = self.trunk.embed_tokens(token_ids).float()
         imbalance = x.new_zeros(())
@@ -91,7 +95,7 @@ class Qwen35Moe(nn.Module):
         return self.trunk.norm(x).to(self.dtype), imbalance
 
     def draft(self, hidden: Tensor, token_ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """The MTP head over whole rows: `token_ids` are those `hidden` was computed from. The last is void."""
+        """The MTP head over whole rows; `hidden` was computed from `token_ids`. The last place is void."""
         rope = self._rope(torch.arange(token_ids.shape[1], device=token_ids.device))
         return self.mtp(hidden, self.trunk.embed_tokens(token_ids.roll(-1, 1)), rope, counted)
 
@@ -108,7 +112,8 @@ class Qwen35Moe(nn.Module):
                 recurrent = (num_rows, config.num_value_heads, config.key_head_dim, config.value_head_dim)
                 states.append(
                     DeltaState(
-                        torch.zeros(conv, dtype=self.dtype, device=device), torch.zeros(recurrent, device=device)
+                        torch.zeros(conv, dtype=self.dtype, device=device),
+                        torch.zeros(recurrent, device=device),
                     )
                 )
             else:

@@ -1,8 +1,8 @@
 """AdamW, gradient clipping and the moving average of the weights over one flat fp32 buffer each.
 
-All parameters of a model become views of one tensor, so a whole update is a dozen launches, has no host values in it
-(learning rate and step count are device scalars) and can be captured in a CUDA graph. A gradient that is not finite
-changes nothing at all.
+All parameters of a model become views of one tensor, so a whole update is a dozen launches, has no host
+values in it (learning rate and step count are device scalars) and can be captured in a CUDA graph. A gradient
+that is not finite changes nothing at all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One training step on the device: loss, backward, update, all without waiting for it.
 
-Each row length has static input buffers and, on CUDA, its own captured graph of the whole step. Whether graphs are
-used is decided once, in `prepare`, and reported. Results are summed on the device and read rarely.
+Each row length has static input buffers and, on CUDA, its own captured graph of the whole step. Whether
+graphs are used is decided once, in `prepare`, and reported. Results are summed on the device and read rarely.
 """
 
 from __future__ import annotations
@@ -77,13 +77,22 @@ def compute_loss(
     losses, wrong, num_targets = score(hidden, 1)
     draft_losses, draft_wrong, num_drafts = score(drafted, 2)
     balance = (imbalance + draft_imbalance) / len(model.decoder_layers)
-    loss = (
-        losses.sum() / num_targets.sum().clamp(min=1)
-        + config.mtp_weight * draft_losses.sum() / num_drafts.sum().clamp(min=1)
-        + config.balance_weight * balance
-    )
+    mean = losses.sum() / num_targets.sum().clamp(min=1)
+    draft_mean = draft_losses.sum() / num_drafts.sum().clamp(min=1)
+    # A batch of long rows has few targets. By the root of their number it brings as much noise as the others;
+    # by the number itself, long rows would hardly be learned.
+    weight = (num_targets.sum() / config.targets_per_full_step).clamp(max=1.0).sqrt()
+    loss = weight * (mean + config.mtp_weight * draft_mean) + config.balance_weight * balance
     # A row whose every token is the most likely one is a row greedy decoding would have written.
-    columns = (losses, num_targets, draft_losses, num_drafts - draft_wrong, num_drafts, wrong == 0, wrong >= 0)
+    columns = (
+        losses,
+        num_targets,
+        draft_losses,
+        num_drafts - draft_wrong,
+        num_drafts,
+        wrong == 0,
+        wrong >= 0,
+    )
     by_row = torch.stack([column.detach().float() for column in columns], 1)
     totals = by_row.new_zeros(num_kinds, len(COLUMNS)).index_add_(0, inputs.kinds, by_row)
     return loss, totals
@@ -93,7 +102,12 @@ class Trainer:
     """Owns what a step touches on the device: the model, its optimizer, input buffers, graphs and totals."""
 
     def __init__(
-        self, model: Qwen35Moe, optimizer: FlatAdamW, config: TrainConfig, num_kinds: int, device: torch.device
+        self,
+        model: Qwen35Moe,
+        optimizer: FlatAdamW,
+        config: TrainConfig,
+        num_kinds: int,
+        device: torch.device,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -116,12 +130,14 @@ class Trainer:
             return
         self.optimizer.lr.zero_()
         try:
-            # The longest rows need the most memory at once: a failure shows first, and the pool fits the rest.
+            # The longest rows take the most memory: a failure shows at once, and the pool fits the rest.
             for row_len in sorted(self.inputs, reverse=True):
                 eager = self._warm_up(row_len)
                 if use_graphs:
                     self._capture(row_len, eager)
-                report(f"row length {row_len} ready, {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB reserved")
+                report(
+                    f"row length {row_len} ready, {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB reserved"
+                )
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or not use_graphs:
                 raise
@@ -184,7 +200,7 @@ class Trainer:
         # The learning rate is zero here, so the same weights were asked twice.
         if not torch.allclose(eager[:, :3], self.totals[:, :3], rtol=1e-2):
             raise RuntimeError(
-                f"row length {row_len}: a replay counts {self.totals.tolist()}, an eager step {eager.tolist()}"
+                f"row length {row_len}: a replay counts {self.totals.tolist()}, eager {eager.tolist()}"
             )
         self._graphs[row_len] = graph
 

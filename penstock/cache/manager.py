@@ -179,7 +179,7 @@ class Cache:
         if self._index.checkpoint(sequence.digests[num_tokens // self.page_size - 1]) is not None:
             return None
         has_budget = self._index.num_checkpoints + self._num_planned_checkpoints < self.max_checkpoints
-        if not (has_budget and self._slots.num_free) and not self._evict_checkpoint(self._pinned):
+        if not (has_budget and self._slots.num_free) and not self._evict_checkpoint():
             return None
         slot = self._slots.take()
         assert slot is not None
@@ -200,7 +200,6 @@ class Cache:
         """
         if not self.is_enabled or sequence not in self._owners:
             return []
-        self._index.extend_digests(sequence.digests, sequence.tokens)
         replaced = self._register_pages(sequence) if self.has_pages else []
         for num_tokens in [n for n in sequence.checkpoints if n <= sequence.num_computed]:
             self._attach_checkpoint(sequence, num_tokens)
@@ -258,19 +257,12 @@ class Cache:
 
     def _take_slot(self, sequence: Sequence, hit: PrefixHit) -> int | None:
         """A free slot, else that of a checkpoint: running comes before remembering."""
-        own = hit.checkpoint_slot
-        if own is None:
-            can_take = self._slots.num_free or self._evict_checkpoint(self._pinned)
-            return self._slots.take() if can_take else None
-        digest = sequence.digests[hit.num_tokens // self.page_size - 1]
-        self._index.touch_checkpoint(digest)
-        if self._slots.num_free or self._evict_checkpoint(self._pinned | {own}):
-            return self._slots.take()
-        if own in self._pinned:
+        if hit.checkpoint_slot is not None:
+            # The last to go: when it does, the sequence continues in the very slot that it reads from.
+            self._index.touch_checkpoint(sequence.digests[hit.num_tokens // self.page_size - 1])
+        if not self._slots.num_free and not self._evict_checkpoint():
             return None
-        # Nothing else is left: the sequence continues in the very slot its checkpoint was saved in.
-        self.counters["evicted_checkpoints"] += 1
-        return self._index.detach_checkpoint(digest)
+        return self._slots.take()
 
     def _take_page(self) -> int:
         if not self._pages.num_free:
@@ -289,8 +281,8 @@ class Cache:
             else:
                 self._pages.give_back(page)
 
-    def _evict_checkpoint(self, keep: set[int]) -> bool:
-        slot = self._index.evict_checkpoint(keep)
+    def _evict_checkpoint(self) -> bool:
+        slot = self._index.evict_checkpoint(keep=self._pinned)
         if slot is None:
             return False
         self._slots.give_back(slot)
@@ -299,6 +291,7 @@ class Cache:
 
     def _register_pages(self, sequence: Sequence) -> list[int]:
         num_full = min(len(sequence.tokens), sequence.num_computed) // self.page_size
+        self._index.extend_digests(sequence.digests, sequence.tokens)
         replaced = []
         for index in range(sequence.num_registered_pages, num_full):
             digest, page = sequence.digests[index], sequence.pages[index]

@@ -55,11 +55,18 @@ class PrefixIndex:
 
     def extend_digests(self, digests: list[bytes], tokens: Sequence[int]) -> None:
         """Adds the digests of the full pages of `tokens` that `digests` lacks."""
-        size = self.page_size
-        for index in range(len(digests), len(tokens) // size):
-            digest = blake2b(digests[-1] if digests else self.root, digest_size=DIGEST_BYTES)
-            digest.update(array("q", tokens[index * size : (index + 1) * size]).tobytes())
-            digests.append(digest.digest())
+        num_known, num_full = len(digests), len(tokens) // self.page_size
+        if num_known == num_full:
+            return
+        new = array("q", tokens[num_known * self.page_size : num_full * self.page_size])
+        page_bytes = self.page_size * new.itemsize
+        content = memoryview(new).cast("B")
+        parent = digests[-1] if digests else self.root
+        for start in range(0, len(content), page_bytes):
+            digest = blake2b(parent, digest_size=DIGEST_BYTES)
+            digest.update(content[start : start + page_bytes])
+            parent = digest.digest()
+            digests.append(parent)
 
     def num_known_pages(self, digests: Sequence[bytes], limit: int) -> int:
         """How many of the first `limit` pages are registered. A page's ancestors always are: bisect."""
@@ -115,9 +122,6 @@ class PrefixIndex:
 
     def touch_checkpoint(self, digest: bytes) -> None:
         self._checkpoints.move_to_end(digest)
-
-    def detach_checkpoint(self, digest: bytes) -> int:
-        return self._checkpoints.pop(digest)
 
     def evict_checkpoint(self, keep: Collection[int]) -> int | None:
         """Forgets the least recently used checkpoint whose slot is not in `keep`. Returns the slot."""

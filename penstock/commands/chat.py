@@ -231,6 +231,8 @@ def _converse(conversation: Conversation, prompt: str, more_prompt: str) -> int:
             print(end="\n" if prompt else "")
             return 0
         except KeyboardInterrupt:
+            if not prompt:
+                raise
             print("\nCtrl-D leaves.")
         except PenstockError as error:
             if not prompt:

@@ -154,6 +154,7 @@ class PhaseList:
     def _clear_bar(self, phase: Phase) -> None:
         if self._progress is not None and phase.name in self._tasks:
             self._progress.remove_task(self._tasks.pop(phase.name))
+            self._progress.refresh()
 
 
 def _live_progress(stream: TextIO) -> Progress:

@@ -42,7 +42,9 @@ class LocalModel:
         template: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         answer = ""
         self.num_tokens = None
-        for piece in self.llm.stream_chat(messages, self.sampling, **template):
-            answer += piece
-            yield piece, False
-        self.num_tokens = len(self.llm.tokenizer.encode(answer))
+        try:
+            for piece in self.llm.stream_chat(messages, self.sampling, **template):
+                answer += piece
+                yield piece, False
+        finally:
+            self.num_tokens = len(self.llm.tokenizer.encode(answer))

@@ -35,6 +35,14 @@ WATERMARK_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
+class _Terms:
+    """What a request's own numbers say about its whole life."""
+
+    max_num_tokens: int  # of prompt and reply together
+    targets: tuple[int, ...]  # where the state of its prompt is worth saving
+
+
+@dataclass(frozen=True, slots=True)
 class _Chunk:
     """The tokens of one sequence in one step, before and after it became a RowPlan."""
 
@@ -66,7 +74,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_steps = 0
         self._sequences: dict[str, Sequence] = {}
-        self._targets: dict[str, tuple[int, ...]] = {}  # where the state of a prompt is worth saving
+        self._terms: dict[Sequence, _Terms] = {}
         self._waiting: list[Sequence] = []  # both by (priority, arrival)
         self._running: list[Sequence] = []
         self._decoding: set[Sequence] = set()  # of the running: those that continue from their last sample
@@ -103,7 +111,8 @@ class Scheduler:
         sequence = Sequence.start(request, self._num_arrivals)
         self._num_arrivals += 1
         self._sequences[request.id] = sequence
-        self._targets[request.id] = checkpoint_targets(request, self.page_size)
+        targets = checkpoint_targets(request, self.page_size) if self.cache.keeps_checkpoints else ()
+        self._terms[sequence] = _Terms(self._max_num_tokens(request), targets)
         insort(self._waiting, sequence, key=_order)
         return sequence
 
@@ -165,11 +174,10 @@ class Scheduler:
                 param="max_tokens",
             )
 
-    def _max_num_tokens(self, sequence: Sequence) -> int:
-        """Prompt and reply together can never be longer than this."""
+    def _max_num_tokens(self, request: Request) -> int:
         limits = [self.max_model_len]
-        if sequence.request.sampling.max_tokens is not None:
-            limits.append(sequence.num_prompt_tokens + sequence.request.sampling.max_tokens)
+        if request.sampling.max_tokens is not None:
+            limits.append(len(request.token_ids) + request.sampling.max_tokens)
         if self.cache.max_sequence_tokens is not None:
             limits.append(self.cache.max_sequence_tokens)
         return min(limits)
@@ -178,7 +186,7 @@ class Scheduler:
         chunks = []
         for sequence in [sequence for sequence in self._running if sequence in self._decoding]:
             # In this order a victim is never one that has been planned: they all come before `sequence`.
-            if sequence.row is None or sequence.num_tokens >= self._max_num_tokens(sequence):
+            if sequence.row is None or sequence.num_tokens >= self._terms[sequence].max_num_tokens:
                 continue
             while (new_pages := self.cache.reserve(sequence, 1)) is None:
                 victim = self._running[-1]
@@ -268,9 +276,7 @@ class Scheduler:
         )
 
     def _pending_checkpoints(self, leader: Sequence) -> list[int]:
-        if not self.cache.keeps_checkpoints:
-            return []
-        targets = self._targets[leader.id]
+        targets = self._terms[leader].targets
         return [n for n in targets if n > leader.num_computed or n in leader.checkpoints]
 
     def _share_prefix(self, leader: Sequence, follower: Sequence, num_tokens: int) -> bool:
@@ -314,7 +320,7 @@ class Scheduler:
         # Made after all admissions of the step, because running comes before remembering.
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         checkpoints = []
-        for target in self._targets[sequence.id]:
+        for target in self._terms[sequence].targets:
             if chunk.start < target <= end:
                 slot = self.cache.plan_checkpoint(sequence, target)
                 if slot is not None:
@@ -350,7 +356,7 @@ class Scheduler:
         reason: FinishReason | None = None
         if token_id in sequence.request.end_token_ids:
             reason = "stop"
-        elif len(sequence.tokens) >= self._max_num_tokens(sequence):
+        elif len(sequence.tokens) >= self._terms[sequence].max_num_tokens:
             reason = "length"
         if reason is not None:
             self._end(sequence, reason)
@@ -382,7 +388,7 @@ class Scheduler:
         else:
             self._leave_row(sequence)
         self._resumed.discard(sequence)
-        del self._sequences[sequence.id], self._targets[sequence.id]
+        del self._sequences[sequence.id], self._terms[sequence]
 
     def _leave_row(self, sequence: Sequence) -> None:
         """Everything it has computed stays for others, and for itself if it comes back."""

@@ -3,9 +3,9 @@
 Owns the tokenizer, the chat template and the decoding of replies: stop strings end a reply here, not in the
 engine. Knows no HTTP and no schema: openai.py stands in front of it, replies.py behind.
 
-What is counted: the tokens of the reply except the end token, which has no text; so the text of a reply that
-ends by itself, tokenised again, gives `completion_tokens`. Tokens that completed a stop string are counted.
-A prompt is counted once, however many replies it gets.
+What is counted: the tokens of the reply but not the end token, which has no text, so that a client that
+tokenises the text again comes to the same `completion_tokens`. Tokens that completed a stop string are
+counted. A prompt is counted once, however many replies it gets.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def _choose(found: Any, config: Path) -> str | None:
 
 def _compile(source: str, origin: str) -> minijinja.Environment:
     environment = minijinja.Environment(
-        filters={"tojson": _to_json, "indent": _indent, "trim": _trim, "string": str},
+        filters={"tojson": _to_json, "indent": _indent, "trim": _trim},
         globals={"raise_exception": _raise_exception, "strftime_now": _strftime_now},
         auto_escape_callback=lambda name: False,
         trim_blocks=True,

@@ -118,6 +118,10 @@ class Conversation:
             text = f"{turn['reasoning_content']}\n{THOUGHT_END}\n\n{text}"
         return text + TURN_END
 
+    def accepts(self, text: str) -> bool:
+        """Whether `text`, written after the generation prompt, is a right last turn."""
+        return self.check.accepts(Reply.from_text(text, is_thinking=self.enable_thinking, tools=self.tools))
+
 
 def user(text: str) -> Message:
     return {"role": "user", "content": text}

@@ -41,7 +41,7 @@ def two_groups(d: Draft) -> None:
     d.say(
         (
             "{name} buys {k} boxes of {n} {things} and {j} bags of {m} {things}.",
-            "On one wall there are {k} shelves with {n} {things} each, on the other {j} shelves with {m} each.",
+            "On one wall are {k} shelves with {n} {things} each, on the other {j} shelves with {m} each.",
             "{k} girls have {n} {things} each, and {j} boys have {m} {things} each.",
         ),
         k=k,
@@ -131,7 +131,9 @@ def more_or_fewer(d: Draft) -> None:
     if d.rng.random() < 0.45:
         d.ask(("How many {things} does {friend} have?", "How many {things} are {friend}'s?"))
         return
-    d.ask(("How many {things} do they have together?", "How many {things} do {name} and {friend} have in all?"))
+    d.ask(
+        ("How many {things} do they have together?", "How many {things} do {name} and {friend} have in all?")
+    )
     d.work(f"{name} and {friend} have {add(n, other)} {d.unit[1]}.", n + other)
 
 
@@ -245,7 +247,7 @@ def missing_part(d: Draft) -> None:
     d.say(
         (
             "There are {n} {things} in a box. {m} of them are blue, and the others are green.",
-            "{name} and {friend} have {n} {things} together. {name} has {m} of them, the others are {friend}'s.",
+            "{name} and {friend} have {n} {things}. {m} of them are {name}'s, the others are {friend}'s.",
             "A shop ordered {n} {things}, but only {m} have come; the others are still on the way.",
         ),
         n=part + rest,
@@ -270,7 +272,11 @@ def bus(d: Draft) -> None:
     for _ in range(pick(d.rng, (1, 1, 2))):
         leave, enter = d.number(2, min(riders, 25)), d.number(2, 40)
         d.say(
-            ("Then {m} leave and {n} come in.", "{m} get off and {n} get on.", "{m} people go, {n} others come."),
+            (
+                "Then {m} leave and {n} come in.",
+                "{m} get off and {n} get on.",
+                "{m} people go, {n} others come.",
+            ),
             m=leave,
             n=enter,
         )
@@ -396,6 +402,7 @@ def seats(d: Draft) -> None:
 
 
 COUNT_SCENES = (
-    groups, two_groups, equal_shares, how_many_groups, more_or_fewer, times_as_many, part_as_many, part_of_all,
-    three_people, three_days, missing_part, bus, school_class, legs, points, baking, dozens, seats,
+    groups, two_groups, equal_shares, how_many_groups, more_or_fewer, times_as_many, part_as_many,
+    part_of_all, three_people, three_days, missing_part, bus, school_class, legs, points, baking, dozens,
+    seats,
 )  # fmt: skip

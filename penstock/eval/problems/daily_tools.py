@@ -110,7 +110,10 @@ DAILY_TOOLS = (
     tool(
         "play_music",
         "Play a song or an artist.",
-        {"title": text(place(["Moonlight", "Sunrise", "Ocean", "Winter"])), "volume": optional(whole(1, 100))},
+        {
+            "title": text(place(["Moonlight", "Sunrise", "Ocean", "Winter"])),
+            "volume": optional(whole(1, 100)),
+        },
         ("Play {title}.", "I want to hear {title}.", "Play {title} at volume {volume}."),
         {"seconds": integer(60, 400)},
         "Now playing {title}, {seconds} seconds long.",
@@ -138,7 +141,11 @@ DAILY_TOOLS = (
     tool(
         "book_table",
         "Book a table in a restaurant.",
-        {"restaurant": text(place(["Luna", "Oasis", "Harbor"])), "people": whole(2, 12), "time": text(clock_time)},
+        {
+            "restaurant": text(place(["Luna", "Oasis", "Harbor"])),
+            "people": whole(2, 12),
+            "time": text(clock_time),
+        },
         (
             "Book a table for {people} at {restaurant} at {time}.",
             "Reserve a table at {restaurant} for {people} people at {time}.",
@@ -188,7 +195,11 @@ DAILY_TOOLS = (
         "add_to_shopping_list",
         "Add items to the shopping list.",
         {"items": several(FOOD)},
-        ("Put {items} on my shopping list.", "Add {items} to the shopping list.", "We need {items}, note it."),
+        (
+            "Put {items} on my shopping list.",
+            "Add {items} to the shopping list.",
+            "We need {items}, note it.",
+        ),
         {"count": integer(2, 40)},
         "Your shopping list has {count} entries now.",
     ),
@@ -196,7 +207,10 @@ DAILY_TOOLS = (
         "log_run",
         "Save a run in the training diary.",
         {"kilometers": decimal(1, 30), "minutes": whole(5, 200)},
-        ("I ran {kilometers} kilometers in {minutes} minutes, save it.", "Log a run: {kilometers} km, {minutes} minutes."),
+        (
+            "I ran {kilometers} kilometers in {minutes} minutes, save it.",
+            "Log a run: {kilometers} km, {minutes} minutes.",
+        ),
         {"total": integer(20, 900)},
         "Saved. You ran {total} kilometers this year.",
     ),

@@ -1,10 +1,11 @@
-"""Tools made up on the spot from verbs, nouns and parameters, so that schemas must be read, not remembered."""
+"""Tools made up on the spot from verbs, nouns and parameters: their schemas must be read, not remembered."""
 
 from __future__ import annotations
 
 from random import Random
 
 from penstock.eval.problems.draw import between, pick
+from penstock.eval.problems.names import CITIES, COLOURS, invented_word, words
 from penstock.eval.problems.tool import (
     Parameter,
     Request,
@@ -21,14 +22,22 @@ from penstock.eval.problems.tool import (
     text,
     whole,
 )
-from penstock.eval.problems.names import CITIES, COLOURS, invented_word
 
-VERBS = """check start stop open update count rename move copy paint clean inspect load archive register print scan
-measure rotate approve reset pack label store weigh mark repair export import publish test sort lift""".split()
+VERBS = words(
+    """
+    check start stop open update count rename move copy paint clean inspect load archive register
+    print scan measure rotate approve reset pack label store weigh mark repair export import publish
+    test sort lift
+    """
+)
 
-NOUNS = """valve pump crate sensor door shelf robot drone turbine tank gate lamp record invoice badge cable engine
-boat wagon tower panel bridge field hive oven mixer printer locker screen antenna meter channel bottle kiln loom
-battery module node folder account license camera""".split()
+NOUNS = words(
+    """
+    valve pump crate sensor door shelf robot drone turbine tank gate lamp record invoice badge cable
+    engine boat wagon tower panel bridge field hive oven mixer printer locker screen antenna meter
+    channel bottle kiln loom battery module node folder account license camera
+    """
+)
 
 PARAMETERS: dict[str, Parameter] = {
     "id": text(code),
@@ -78,7 +87,7 @@ def invent_tool(rng: Random) -> Tool:
         name,
         function_schema(name, f"{verb.capitalize()} a {noun}.", parameters),
         parameters,
-        (Request(f"{opening} with {given}.", tuple(labels), {}),),
+        (Request(f"{opening} with {given}{'?' if opening.startswith('Can') else '.'}", tuple(labels), {}),),
         RETURNS,
         f"The {noun} is {{status}}, number {{number}}.",
     )

@@ -69,7 +69,7 @@ def tickets(d: Draft) -> None:
     d.unit = DOLLARS
     d.say(
         (
-            "A ticket costs ${p} for adults and ${q} for children. {k} adults and {j} children go to the zoo.",
+            "A ticket is ${p} for adults and ${q} for children. {k} adults and {j} children go to the zoo.",
             "{k} adults and {j} children visit a pool. Adults pay {p} dollars, children pay {q} dollars.",
         ),
         p=full,
@@ -194,7 +194,10 @@ def ages(d: Draft) -> None:
         d.work(f"{name} and {friend} are {add(young, old)} years together.", young + old)
     else:
         later = d.number(2, 20)
-        d.ask(("How old will {friend} be in {j} years?", "What will be {friend}'s age {j} years from now?"), j=later)
+        d.ask(
+            ("How old will {friend} be in {j} years?", "What will be {friend}'s age {j} years from now?"),
+            j=later,
+        )
         d.work(f"In {later} years {friend} will be {add(old, later)}.", old + later)
 
 
@@ -292,7 +295,11 @@ def minutes(d: Draft) -> None:
 def hours_to_minutes(d: Draft) -> None:
     hours, more = d.number(2, 9), d.number(2, 59)
     d.unit = ("minute", "minutes")
-    d.say(("A film lasts {k} hours and {m} minutes.", "{name} sleeps for {k} hours and {m} minutes."), k=hours, m=more)
+    d.say(
+        ("A film lasts {k} hours and {m} minutes.", "{name} sleeps for {k} hours and {m} minutes."),
+        k=hours,
+        m=more,
+    )
     d.ask(("How many minutes is that?", "How long is that in minutes?"))
     d.work(f"{hours} hours are {multiply(hours, 60)} minutes.", hours * 60)
     d.work(f"That makes {add(hours * 60, more)} minutes.", hours * 60 + more)
@@ -367,9 +374,20 @@ def tank(d: Draft) -> None:
         n=start,
     )
     if is_full:
-        d.say(("Every hour {m} liters run out, for {k} hours.", "{k} buckets of {m} liters are taken out."), m=rate, k=k)
+        d.say(
+            ("Every hour {m} liters run out, for {k} hours.", "{k} buckets of {m} liters are taken out."),
+            m=rate,
+            k=k,
+        )
     else:
-        d.say(("Then {k} buckets of {m} liters are added.", "It rains, and {m} liters come in on each of {k} days."), m=rate, k=k)
+        d.say(
+            (
+                "Then {k} buckets of {m} liters are added.",
+                "It rains, and {m} liters come in on each of {k} days.",
+            ),
+            m=rate,
+            k=k,
+        )
     d.ask(("How many liters are in it now?", "How many liters is that in the end?"))
     d.work(f"That is {multiply(rate, k)} liters.", rate * k)
     if is_full:
@@ -384,7 +402,7 @@ def temperature(d: Draft) -> None:
     d.unit = ("degree", "degrees")
     d.say(
         (
-            "In the morning it is {n} degrees. By noon it gets {m} degrees warmer, and by night {k} degrees colder.",
+            "In the morning it is {n} degrees. It gets {m} degrees warmer and then {k} degrees colder.",
             "The oven is at {n} degrees. It rises by {m} degrees and then falls by {k} degrees.",
         ),
         n=start,
@@ -420,7 +438,7 @@ def expenses(d: Draft) -> None:
     d.say(
         (
             "{name} pays ${a} for food, ${b} for {a_other} and ${c} for a bus pass.",
-            "A trip costs {name} {a} dollars for the train, {b} dollars for a room and {c} dollars for meals.",
+            "{name} pays {a} dollars for a train, {b} dollars for a room and {c} dollars for a meal.",
         ),
         a=a,
         b=b,
@@ -436,6 +454,6 @@ def expenses(d: Draft) -> None:
 
 
 MEASURE_SCENES = (
-    buy, buy_two_sorts, tickets, wages, save_up, discount, ages, travel, speed_of, round_trips, reading, minutes,
-    hours_to_minutes, machine, weights, garden, tank, temperature, stairs, expenses,
+    buy, buy_two_sorts, tickets, wages, save_up, discount, ages, travel, speed_of, round_trips, reading,
+    minutes, hours_to_minutes, machine, weights, garden, tank, temperature, stairs, expenses,
 )  # fmt: skip

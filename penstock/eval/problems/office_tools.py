@@ -24,12 +24,26 @@ from penstock.eval.problems.tool import (
 PERSON = text(first_name)
 CODE = text(code)
 CURRENCIES = ("USD", "EUR", "GBP", "JPY", "INR", "CHF", "SEK", "BRL")
-LANGUAGES = from_list(["French", "German", "Spanish", "Italian", "Polish", "Hindi", "Swahili", "Korean", "Greek"])
-TOPICS = place(["whales", "volcanoes", "chess", "solar power", "bridges", "tea", "glaciers", "violins", "bees"])
-MESSAGES = from_list(
-    ["I am late", "see you soon", "happy birthday", "the keys are here", "call me back", "dinner is ready", "well done"]
+LANGUAGES = from_list(
+    ["French", "German", "Spanish", "Italian", "Polish", "Hindi", "Swahili", "Korean", "Greek"]
 )
-TITLES = from_list(["dentist", "team meeting", "lunch", "yoga", "review", "interview", "concert", "phone call"])
+TOPICS = place(
+    ["whales", "volcanoes", "chess", "solar power", "bridges", "tea", "glaciers", "violins", "bees"]
+)
+MESSAGES = from_list(
+    [
+        "I am late",
+        "see you soon",
+        "happy birthday",
+        "the keys are here",
+        "call me back",
+        "dinner is ready",
+        "well done",
+    ]
+)
+TITLES = from_list(
+    ["dentist", "team meeting", "lunch", "yoga", "review", "interview", "concert", "phone call"]
+)
 
 OFFICE_TOOLS = (
     tool(
@@ -168,7 +182,11 @@ OFFICE_TOOLS = (
     tool(
         "run_report",
         "Make a sales report for a region.",
-        {"region": text(place(CITIES)), "quarter": whole(1, 4), "format": optional(choice("pdf", "csv", "html"))},
+        {
+            "region": text(place(CITIES)),
+            "quarter": whole(1, 4),
+            "format": optional(choice("pdf", "csv", "html")),
+        },
         (
             "Make a sales report for {region}, quarter {quarter}.",
             "I need the report of quarter {quarter} for {region} as {format}.",
@@ -207,7 +225,10 @@ OFFICE_TOOLS = (
         "book_room",
         "Book a meeting room.",
         {"room": text(from_list(ROOMS)), "date": text(date), "people": whole(2, 40)},
-        ("Book the {room} on {date} for {people} people.", "We are {people} people and need the {room} on {date}."),
+        (
+            "Book the {room} on {date} for {people} people.",
+            "We are {people} people and need the {room} on {date}.",
+        ),
         {"booking": code},
         "The {room} is booked under {booking}.",
     ),

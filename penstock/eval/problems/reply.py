@@ -49,10 +49,12 @@ class Reply:
         tools: Sequence[Mapping[str, Any]] | None = None,
         finish_reason: str = "stop",
     ) -> Reply:
-        """A reply as generated after the prompt; with thinking on the prompt has already opened the thought."""
+        """A reply as generated after the prompt, which has already opened the thought when thinking is on."""
         text = text.removesuffix(TURN_END)
         num_ends = text.count(THOUGHT_END)
         thought, _, answer = text.rpartition(THOUGHT_END)
+        if is_thinking and not num_ends:  # cut off inside the thought: there is no answer
+            thought, answer = text, ""
         content, calls = parse_calls(answer, tools or ())
         return cls(
             content=content.strip(),
@@ -145,7 +147,7 @@ def _parse_call(block: str, types: Mapping[str, Mapping[str, str]]) -> Call | No
 
 
 def _typed(text: str, kind: str) -> Any:
-    """The value the schema's type makes of the text; the text itself, which no check takes, when none fits."""
+    """The value the schema's type makes of the text; the text itself, which no check takes, if none fits."""
     try:
         if kind == "integer":
             return int(text)

@@ -1,4 +1,4 @@
-"""Greetings, questions about the model and about Penstock, tiny skills, stories, and honest "I do not know"s."""
+"""Greetings, questions about the model and about Penstock, tiny skills, stories, and "I do not know"."""
 
 from __future__ import annotations
 
@@ -17,16 +17,24 @@ from penstock.eval.problems.draw import between, is_held_out, pick, pick_two
 from penstock.eval.problems.names import CITIES, COUNTRIES, invented_word, person, thing
 from penstock.eval.problems.topics import STORIES, TOPICS, UNKNOWN
 
-OPENINGS = ("",) * 12 + ("Hi! ", "Hello. ", "Hey, ", "Please tell me: ", "I have a question. ", "Now something else. ")
-CLOSINGS = ("",) * 12 + (" Thanks!", " Please be brief.", " I am curious.", " :)")
+# Around questions; most come as they are.
+OPENINGS = ("",) * 8 + (
+    "Hi! ",
+    "Hello. ",
+    "Hey! ",
+    "Please tell me: ",
+    "I have a question. ",
+    "Now something else. ",
+)
+CLOSINGS = ("",) * 8 + (" Thanks!", " Please be brief.", " I am curious.", " Tell me.")
 
 Talk = tuple[str, str, str]  # what the user says, the thought, the answer
 
 
 def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Conversation:
-    said, thought, answer = _draw(rng)
-    while is_held_out(said) != held_out:
-        said, thought, answer = _draw(rng)
+    key, (said, thought, answer) = _draw(rng)
+    while (key is not None and is_held_out(key)) != held_out:
+        key, (said, thought, answer) = _draw(rng)
     is_thinking = decide_thinking(rng, thinking)
     return Conversation(
         kind="small_talk",
@@ -36,20 +44,24 @@ def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Convers
     )
 
 
-def _draw(rng: Random) -> Talk:
+def _draw(rng: Random) -> tuple[str | None, Talk]:
+    """A talk and its key; None for plain sayings, which are few and must all be learnt."""
     luck = rng.random()
     if luck < 0.6:
         topic = pick(rng, TOPICS)
-        said, thought, answer = pick(rng, topic.sayings), topic.thought, topic.answer
-        if rng.random() < 0.15:
-            said = said.lower()
-    elif luck < 0.78:
-        said, thought, answer = _unknown(rng)
-    elif luck < 0.86:
-        return _story(rng)
-    else:
-        return pick(rng, SKILLS)(rng)
-    return pick(rng, OPENINGS) + said + pick(rng, CLOSINGS), thought, answer
+        plain = pick(rng, topic.sayings)
+        said = _decorate(rng, plain.lower() if rng.random() < 0.15 else plain)
+        return None if said == plain else said, (said, topic.thought, topic.answer)
+    if luck < 0.78:
+        question, thought, answer = _unknown(rng)
+        said = _decorate(rng, question)
+        return said, (said, thought, answer)
+    talk = _story(rng) if luck < 0.86 else pick(rng, SKILLS)(rng)
+    return talk[0], talk
+
+
+def _decorate(rng: Random, said: str) -> str:
+    return pick(rng, OPENINGS) + said + pick(rng, CLOSINGS) if said.endswith("?") else said
 
 
 def _unknown(rng: Random) -> Talk:
@@ -106,7 +118,9 @@ def _meet(rng: Random) -> Talk:
 def _count(rng: Random) -> Talk:
     start = between(rng, 0, 90)
     end = start + between(rng, 2, 9)
-    form = pick(rng, ("Count from {} to {}.", "Please count from {} to {}.", "List the numbers from {} to {}."))
+    form = pick(
+        rng, ("Count from {} to {}.", "Please count from {} to {}.", "List the numbers from {} to {}.")
+    )
     return form.format(start, end), "I count.", ", ".join(map(str, range(start, end + 1)))
 
 
@@ -115,7 +129,9 @@ def _compare(rng: Random) -> Talk:
     b = between(rng, 0, 999)
     while b == a:
         b = between(rng, 0, 999)
-    form = pick(rng, ("Which is larger, {} or {}?", "What is larger: {} or {}?", "Which number is bigger, {} or {}?"))
+    form = pick(
+        rng, ("Which is larger, {} or {}?", "What is larger: {} or {}?", "Which number is bigger, {} or {}?")
+    )
     larger, smaller = max(a, b), min(a, b)
     return form.format(a, b), f"{larger} > {smaller}.", str(larger)
 
@@ -123,7 +139,9 @@ def _compare(rng: Random) -> Talk:
 def _neighbour(rng: Random) -> Talk:
     number = between(rng, 1, 998)
     if rng.random() < 0.5:
-        form = pick(rng, ("What comes after {}?", "Which number comes after {}?", "What is the next number after {}?"))
+        form = pick(
+            rng, ("What comes after {}?", "Which number comes after {}?", "What is the next number after {}?")
+        )
         return form.format(number), f"{number} + 1 = {number + 1}.", str(number + 1)
     form = pick(rng, ("What comes before {}?", "Which number comes before {}?"))
     return form.format(number), f"{number} - 1 = {number - 1}.", str(number - 1)

@@ -1,4 +1,4 @@
-"""Small sums with a bare number for an answer: what a harness asks in between to see whether a model is awake.
+"""Small sums with a bare number for an answer: what a harness asks in between to see that a model works.
 
 Sums and differences of up to three digits, products up to 20 x 20 or of two digits by one, exact quotients.
 """
@@ -89,7 +89,9 @@ def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Convers
 def draw_check(rng: Random) -> tuple[str, str, int]:
     """The question, its calculation and its value."""
     sign, a, b, work, value = _draw_sum(rng)
-    forms = WRITTEN if rng.random() < 0.75 or value < 0 else SPOKEN  # "the difference of 3 and 5" is 2 to many
+    forms = (
+        WRITTEN if rng.random() < 0.75 or value < 0 else SPOKEN
+    )  # "the difference of 3 and 5" is 2 to many
     text = pick(rng, forms[sign]).format(a=a, b=b)
     question = pick(rng, QUESTIONS).replace("{sum}", text)
     question = question[0].upper() + question[1:]

@@ -1,4 +1,4 @@
-"""Requests that a tool can fulfil, and turns around them: two calls at once, results to tell, nothing that fits.
+"""Requests that a tool can fulfil, and turns around them: two calls, results to tell, nothing that fits.
 
 One to four tools are offered, some of them made up on the spot; the right one is called with the request's
 own values, typed as its schema says.
@@ -7,7 +7,7 @@ own values, typed as its schema says.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -34,13 +34,26 @@ from penstock.eval.problems.tool import Tool, spoken
 CATALOG = DAILY_TOOLS + OFFICE_TOOLS
 
 NUM_OFFERED = (1, 1, 1, 2, 2, 2, 2, 3, 3, 4)
-FRAMES = ("{}", "{}", "{}", "{}", "Hi! {}", "Hello. {}", "{} Thanks.", "Please: {}", "{} Thank you!", "Hey, {}")
+FRAMES = (
+    "{}",
+    "{}",
+    "{}",
+    "{}",
+    "Hi! {}",
+    "Hello. {}",
+    "{} Thanks.",
+    "Please: {}",
+    "{} Thank you!",
+    "Hey! {}",
+)
 JOINTS = ("{} Also: {}", "{} And then: {}", "First: {} Second: {}", "{} {}", "Two things. {} {}")
 ANNOUNCING_SYSTEMS = (
     "Before you call a tool, say which one.",
     "Tell the user which tool you use, then call it.",
 )
 REFUSAL = "I am sorry, I cannot do that with what I have here."
+# Small talk says it does not know what these could find out.
+INFORMING = frozenset({"get_weather", "get_forecast", "find_contact", "web_search", "get_route"})
 ERRORS = ("not available", "not found", "no connection", "try again later", "access denied", "timed out")
 
 
@@ -73,7 +86,7 @@ def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Convers
     return _answer_in_words(rng, held_out, is_thinking)
 
 
-def draw_errand(rng: Random, held_out: bool, taken: Sequence[str] = ()) -> Errand:
+def draw_errand(rng: Random, held_out: bool, taken: Container[str] = ()) -> Errand:
     """A request for a tool whose name is not `taken`."""
     while True:
         tool = invent_tool(rng) if rng.random() < 0.25 else pick(rng, CATALOG)
@@ -97,7 +110,9 @@ def fulfil(rng: Random, errand: Errand) -> Errand:
     """The errand with the tool's answer; now and then it fails."""
     if rng.random() < 0.08:
         error = pick(rng, ERRORS)
-        result, answer, told = {"error": error}, f"That did not work: {error}.", (error,)
+        result: dict[str, Any] = {"error": error}
+        answer = f"That did not work: {error}."
+        told: tuple[str, ...] = (error,)
     else:
         result = {name: draw(rng) for name, draw in errand.tool.returns.items()}
         words = {**errand.call.arguments, **result}
@@ -167,7 +182,7 @@ def _refuse(rng: Random, held_out: bool, is_thinking: bool) -> Conversation:
         messages=(*_system_turn(rng), user(errand.text), assistant(REFUSAL, thought)),
         check=Mentions(),
         enable_thinking=is_thinking,
-        tools=_offer(rng, [offered], never=errand.tool.name),
+        tools=_offer(rng, [offered], never={errand.tool.name}),
     )
 
 
@@ -180,7 +195,7 @@ def _answer_in_words(rng: Random, held_out: bool, is_thinking: bool) -> Conversa
         messages=plain.messages,
         check=plain.check,
         enable_thinking=is_thinking,
-        tools=_offer(rng, [draw_errand(rng, held_out).tool]),
+        tools=_offer(rng, [draw_errand(rng, held_out, INFORMING).tool], never=INFORMING),
     )
 
 
@@ -226,9 +241,9 @@ def _result_turn(number: int, result: str) -> Message:
     return {"role": "tool", "tool_call_id": f"call_{number}", "content": result}
 
 
-def _offer(rng: Random, tools: Sequence[Tool], never: str = "") -> tuple[dict[str, Any], ...]:
+def _offer(rng: Random, tools: Sequence[Tool], never: Set[str] = frozenset()) -> tuple[dict[str, Any], ...]:
     """The tools and some others, in any order."""
-    names = {never, *(tool.name for tool in tools)}
+    names = {*never, *(tool.name for tool in tools)}
     offered = [tool.schema for tool in tools]
     for _ in range(pick(rng, NUM_OFFERED) - len(tools)):
         other = invent_tool(rng) if rng.random() < 0.25 else pick(rng, CATALOG)

@@ -135,8 +135,8 @@ TOPICS = (
     ),
     topic(
         "The user asks how I am built.",
-        "I have the Qwen3.5 architecture in miniature: Gated DeltaNet and attention layers, a mixture of experts, "
-        "and a head that drafts tokens ahead.",
+        "I have the Qwen3.5 architecture in miniature: Gated DeltaNet and attention layers, a mixture of "
+        "experts, and a head that drafts tokens ahead.",
         """How are you built?
         What is your architecture?
         Which architecture do you use?
@@ -172,7 +172,7 @@ TOPICS = (
     ),
     topic(
         "The user asks what Penstock is.",
-        "Penstock is an inference engine for language models. It serves hybrid models such as Qwen3.5, and Llamas.",
+        "Penstock is an engine that runs language models: hybrid ones such as Qwen3.5, and Llamas.",
         """What is Penstock?
         Tell me about Penstock.
         What does Penstock do?
@@ -244,7 +244,7 @@ TOPICS = (
     ),
     topic(
         "The user asks about thinking.",
-        "With thinking on I write down the steps first and then answer. You can switch it with enable_thinking.",
+        "With thinking on I write down the steps first, then answer. The switch is called enable_thinking.",
         """Can you think?
         What is thinking mode?
         How do I switch thinking on?
@@ -390,7 +390,10 @@ UNKNOWN = (
     ("When was the first {thing} made?", "when the first {thing} was made"),
     ("What does {a_thing} cost in {city}?", "what {a_thing} costs in {city}"),
     ("How heavy is {a_thing}?", "how heavy {a_thing} is"),
-    ("How do you say {thing} in the language of {country}?", "how to say {thing} in the language of {country}"),
+    (
+        "How do you say {thing} in the language of {country}?",
+        "how to say {thing} in the language of {country}",
+    ),
     ("What is {word}?", "what {word} is"),
     ("What does {word} mean?", "what {word} means"),
     ("Explain {word}.", "what {word} is"),
@@ -409,8 +412,8 @@ STORIES = (
     ),
     (
         "Write a short story about {name} and {a_thing}.",
-        "{name} had always wanted {a_thing}. One morning one was lying in front of {his} door. {He} never found "
-        "out who had left it there, but {he} smiled all day.",
+        "{name} had always wanted {a_thing}. One morning one was lying in front of {his} door. {He} never "
+        "found out who had left it there, but {he} smiled all day.",
     ),
     (
         "Tell me a story about {name} in {city}.",
@@ -419,12 +422,12 @@ STORIES = (
     ),
     (
         "Make up a story about {a_thing} in {city}.",
-        "In {city} there was {a_thing} that nobody wanted. One day a child named {name} picked it up and gave it "
-        "a place at the window. It shone brighter than all the others.",
+        "In {city} there was {a_thing} that nobody wanted. One day a child named {name} picked it up and "
+        "gave it a place at the window. It shone brighter than all the others.",
     ),
     (
         "I would like a bedtime story about {name}.",
-        "{name} could not sleep, so {he} counted the stars. At a hundred {he} yawned, and at two hundred {his} "
-        "eyes closed. The stars went on without {him}. Good night.",
+        "{name} could not sleep, so {he} counted the stars. At a hundred {he} yawned, and at two hundred "
+        "{his} eyes closed. The stars went on without {him}. Good night.",
     ),
 )

@@ -52,7 +52,7 @@ def sparse_mlp(
 ) -> Tensor:  # [T, H]
     """residual + the weighted sum of the chosen experts (+ the shared expert), summed in float32."""
     if x.is_cuda:
-        outputs = run_experts_gathered(x, ids, gate_up, down)
+        outputs = run_experts_gathered(x, ids, gate_up, down, deterministic=deterministic)
     else:
         outputs = run_experts_grouped(x, ids, gate_up, down, deterministic=deterministic)
     # One choice after the other: a fixed order of additions, whatever the number of tokens.
@@ -81,9 +81,11 @@ def run_experts_grouped(
     return outputs.view(*ids.shape, -1)
 
 
-def run_experts_gathered(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:  # [T, k, H]
+def run_experts_gathered(
+    x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, *, deterministic: bool = False
+) -> Tensor:  # [T, k, H]
     bytes_a_token = ids.shape[1] * (gate_up[0].numel() + down[0].numel()) * x.element_size()
-    tokens_a_block = max(1, GATHERED_BYTES // bytes_a_token)
+    tokens_a_block = 1 if deterministic else max(1, GATHERED_BYTES // bytes_a_token)
     outputs = x.new_empty(*ids.shape, down.shape[1])
     for first in range(0, len(x), tokens_a_block):
         block = slice(first, first + tokens_a_block)

@@ -1,0 +1,272 @@
+"""What a model must be able to do to be shipped: held-out problems of each kind, and the share to get right.
+
+    penstock eval gates [--base-url URL] [--json F] [--limit N] [--seed S] [--concurrency 8]
+
+Asks any server of the OpenAI API, or any function from a conversation to a reply; `run_gates` is the same for
+both. Prints a table and, as its last line, one JSON object; exits with 1 when a gate is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from penstock import __version__
+from penstock.errors import PenstockError
+from penstock.eval.endpoint import Endpoint
+from penstock.eval.problems import recall, small_talk, spot_checks, tool_calls, word_problems
+from penstock.eval.problems.conversation import Conversation
+from penstock.eval.problems.draw import pick
+from penstock.eval.problems.reply import Reply
+
+Ask = Callable[[Conversation], Reply | str]
+
+MTP_ACCEPTANCE = "mtp_acceptance"
+THRESHOLDS: Mapping[str, float] = {
+    "word_problems": 0.95,
+    "spot_checks": 0.99,
+    "tool_calls": 0.95,
+    "recall": 0.95,
+    "thinking_closed": 1.0,
+    MTP_ACCEPTANCE: 0.70,
+}
+MAX_FAILURES_KEPT = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Problems of one ability, and what counts as passing one."""
+
+    name: str
+    draw: Callable[[Random], Conversation]
+    passes: Callable[[Conversation, Reply], bool]
+
+
+@dataclass(slots=True)
+class GateResult:
+    """`share` is None where nothing could be measured: such a gate is neither passed nor missed."""
+
+    name: str
+    threshold: float
+    share: float | None = None
+    num_right: int = 0
+    num_asked: int = 0
+    num_errors: int = 0  # requests without a reply; they count as wrong
+    failures: list[tuple[Conversation, str]] = field(default_factory=list)
+
+    @property
+    def is_missed(self) -> bool:
+        return self.share is not None and self.share < self.threshold
+
+    def as_json(self) -> dict[str, Any]:
+        fields = {"share": self.share, "threshold": self.threshold, "passed": not self.is_missed}
+        if self.share is None:
+            fields["passed"] = None
+        if self.num_asked:
+            fields |= {"right": self.num_right, "asked": self.num_asked, "errors": self.num_errors}
+        return fields
+
+
+def _is_right(conversation: Conversation, reply: Reply) -> bool:
+    return conversation.check.accepts(reply)
+
+
+def _closes_its_thought(conversation: Conversation, reply: Reply) -> bool:
+    has_ended = reply.finish_reason in ("stop", "tool_calls")
+    return has_ended and reply.is_thought_closed and bool(reply.content or reply.calls)
+
+
+def _draw_thinking(rng: Random) -> Conversation:
+    kind = pick(rng, (word_problems, spot_checks, tool_calls, recall, small_talk))
+    return kind.sample(rng, True, True)
+
+
+GATES = (
+    Gate("word_problems", lambda rng: word_problems.sample(rng, True), _is_right),
+    Gate("spot_checks", lambda rng: spot_checks.sample(rng, True), _is_right),
+    Gate("tool_calls", lambda rng: tool_calls.sample(rng, True), _is_right),
+    Gate("recall", lambda rng: recall.sample(rng, True), _is_right),
+    Gate("thinking_closed", _draw_thinking, _closes_its_thought),
+)
+
+
+def draw_problems(gate: Gate, num_problems: int, seed: int) -> list[Conversation]:
+    """The gate's problems: the same for the same seed, whatever the other gates draw."""
+    rng = Random(f"{gate.name}-{seed}")
+    return [gate.draw(rng) for _ in range(num_problems)]
+
+
+def score(gate: Gate, problems: Sequence[Conversation], replies: Sequence[Reply | str | None]) -> GateResult:
+    """Judges replies to `problems`, in their order; None is a request that failed."""
+    result = GateResult(gate.name, THRESHOLDS[gate.name], num_asked=len(problems))
+    for conversation, answer in zip(problems, replies, strict=True):
+        if answer is None:
+            result.num_errors += 1
+            continue
+        reply = answer if isinstance(answer, Reply) else _read(conversation, answer)
+        if gate.passes(conversation, reply):
+            result.num_right += 1
+        elif len(result.failures) < MAX_FAILURES_KEPT:
+            result.failures.append((conversation, _show_reply(reply)))
+    result.share = result.num_right / max(1, len(problems))
+    return result
+
+
+def run_gates(
+    ask: Ask,
+    *,
+    num_problems: int = 200,
+    seed: int = 0,
+    concurrency: int = 1,
+    mtp_acceptance: float | None = None,
+    gates: Sequence[Gate] = GATES,
+    on_result: Callable[[GateResult], None] = lambda result: None,
+) -> list[GateResult]:
+    """Asks every gate's problems. `ask` gives a `Reply`, or the text that follows the generation prompt.
+
+    A text counts as ended by the model itself; a `Reply` says so with its finish reason. MTP acceptance is
+    not measured by asking: it is judged as given.
+    """
+    results = []
+    with ThreadPoolExecutor(max_workers=max(1, concurrency)) as pool:
+        for gate in gates:
+            problems = draw_problems(gate, num_problems, seed)
+            result = score(
+                gate, problems, list(pool.map(lambda problem: _ask_safely(ask, problem), problems))
+            )
+            on_result(result)
+            results.append(result)
+    results.append(judge_acceptance(mtp_acceptance))
+    return results
+
+
+def judge_acceptance(share: float | None) -> GateResult:
+    return GateResult(MTP_ACCEPTANCE, THRESHOLDS[MTP_ACCEPTANCE], share)
+
+
+def _ask_safely(ask: Ask, conversation: Conversation) -> Reply | str | None:
+    try:
+        return ask(conversation)
+    except PenstockError as error:
+        print(f"  a request failed: {error.what} {error.why}".rstrip(), file=sys.stderr)
+        return None
+
+
+def _read(conversation: Conversation, text: str) -> Reply:
+    return Reply.from_text(text, is_thinking=conversation.enable_thinking, tools=conversation.tools)
+
+
+def _show_reply(reply: Reply) -> str:
+    calls = " ".join(f"{call.name}({json.dumps(dict(call.arguments))})" for call in reply.calls)
+    return " ".join(part for part in (reply.content, calls, f"[{reply.finish_reason}]") if part)
+
+
+def format_table(results: Sequence[GateResult]) -> str:
+    lines = [f"{'gate':<16} {'right':>11} {'share':>7} {'needed':>7}"]
+    for result in results:
+        counts = f"{result.num_right}/{result.num_asked}" if result.num_asked else ""
+        share = "-" if result.share is None else f"{result.share:.1%}"
+        verdict = "not measured" if result.share is None else "MISSED" if result.is_missed else "ok"
+        errors = f", {result.num_errors} without a reply" if result.num_errors else ""
+        lines.append(f"{result.name:<16} {counts:>11} {share:>7} {result.threshold:>7.0%}  {verdict}{errors}")
+    return "\n".join(lines)
+
+
+def format_failures(result: GateResult, most: int) -> str:
+    lines = []
+    for conversation, got in result.failures[:most]:
+        lines.append(f"  {result.name}: {conversation.messages[-2]['content'][-300:]!r}")
+        lines.append(f"    wanted {conversation.completion!r}")
+        lines.append(f"    got    {got!r}")
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="a running server")
+    parser.add_argument("--model", default="", help="name to send; default: the server's first model")
+    parser.add_argument("--limit", type=int, default=200, metavar="N", help="problems per gate (200)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the problems (0)")
+    parser.add_argument("--concurrency", type=int, default=8, metavar="N", help="requests at once (8)")
+    parser.add_argument("--mtp", type=Path, metavar="F", help='JSON file with {"mtp_acceptance": share}')
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N wrong replies per gate")
+    parser.add_argument("--json", type=Path, metavar="F", help="also write the last line to this file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Asks the server, reports, and returns the exit code."""
+    endpoint = Endpoint(arguments.base_url, arguments.model)
+    given = _read_acceptance(arguments.mtp) if arguments.mtp else None
+    before, start = endpoint.draft_counts(), time.monotonic()
+
+    def show(result: GateResult) -> None:
+        if arguments.show and result.failures:
+            print(format_failures(result, arguments.show), flush=True)
+
+    results = run_gates(
+        endpoint.ask,
+        num_problems=arguments.limit,
+        seed=arguments.seed,
+        concurrency=arguments.concurrency,
+        mtp_acceptance=given,
+        on_result=show,
+    )
+    elapsed_s = time.monotonic() - start
+    after = endpoint.draft_counts()
+    if given is None and before is not None and after is not None:
+        results[-1] = judge_acceptance(after.acceptance_since(before))
+    is_missed = any(result.is_missed for result in results)
+    line = json.dumps(
+        {
+            "benchmark": "gates",
+            "passed": not is_missed,
+            "gates": {result.name: result.as_json() for result in results},
+            "model": endpoint.model,
+            "base_url": arguments.base_url,
+            "limit": arguments.limit,
+            "seed": arguments.seed,
+            "concurrency": arguments.concurrency,
+            "elapsed_s": round(elapsed_s, 1),
+            "penstock": __version__,
+            "machine": platform.platform(),
+        }
+    )
+    print(format_table(results))
+    if arguments.json:
+        arguments.json.write_text(line + "\n", encoding="utf-8")
+    print(line)
+    return int(is_missed)
+
+
+def _read_acceptance(file: Path) -> float:
+    try:
+        share = float(json.loads(file.read_text(encoding="utf-8"))[MTP_ACCEPTANCE])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise PenstockError(
+            f"{file} does not say what share of drafts was accepted",
+            f"{type(error).__name__}: {error}.",
+            'Give a JSON file such as {"mtp_acceptance": 0.75}.',
+        ) from error
+    return share
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="penstock eval gates", description=__doc__.partition("\n")[0])
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(words))
+    except PenstockError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

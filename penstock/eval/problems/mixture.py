@@ -1,0 +1,53 @@
+"""What training sees: every kind with its share, now and then with exchanges of another kind before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from random import Random
+
+from penstock.eval.problems import recall, small_talk, spot_checks, tool_calls, word_problems
+from penstock.eval.problems.conversation import Conversation, Message
+from penstock.eval.problems.draw import between, pick
+
+Sample = Callable[[Random, bool], Conversation]
+
+# Shares of conversations. A call costs four times the tokens of a word problem, a recall twice.
+SHARES: Mapping[str, tuple[Sample, float]] = {
+    "word_problems": (word_problems.sample, 0.42),
+    "spot_checks": (spot_checks.sample, 0.13),
+    "tool_calls": (tool_calls.sample, 0.18),
+    "recall": (recall.sample, 0.15),
+    "small_talk": (small_talk.sample, 0.12),
+}
+_SAMPLES = tuple(sample for sample, _ in SHARES.values())
+_EDGES = tuple(accumulate(share for _, share in SHARES.values()))
+_PLAIN = (word_problems.sample, spot_checks.sample, small_talk.sample)
+
+EARLIER_TURNS_SHARE = 0.12
+
+
+def sample_training(rng: Random) -> Conversation:
+    """One conversation of the training distribution; never a held-out one."""
+    luck = rng.random() * _EDGES[-1]
+    sample = next(sample for sample, edge in zip(_SAMPLES, _EDGES) if luck <= edge)
+    conversation = sample(rng, False)
+    if sample in _PLAIN and rng.random() < EARLIER_TURNS_SHARE:
+        return with_earlier_turns(rng, conversation)
+    return conversation
+
+
+def with_earlier_turns(rng: Random, conversation: Conversation) -> Conversation:
+    """The same question after one to three exchanges about something else."""
+    earlier: list[Message] = []
+    for _ in range(between(rng, 1, 3)):
+        *_, question, answer = pick(rng, _PLAIN)(rng, False).messages
+        earlier += (question, {"role": "assistant", "content": answer["content"]})
+    messages = conversation.messages
+    num_system = messages[0]["role"] == "system"
+    return Conversation(
+        conversation.kind,
+        (*messages[:num_system], *earlier, *messages[num_system:]),
+        conversation.check,
+        conversation.enable_thinking,
+    )

@@ -1,0 +1,302 @@
+"""The gates give a perfect server full marks whichever way it answers, and every flaw costs its own gate."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import PenstockError
+from penstock.eval import gates
+from penstock.eval.gates import GATES, THRESHOLDS, draw_problems, run_gates, score
+from penstock.eval.problems.conversation import Conversation
+from penstock.eval.problems.reply import Reply
+
+LIMIT = 12
+Answer = tuple[int, dict[str, Any]]
+
+
+@dataclass
+class Served:
+    """A server of the OpenAI API that knows the answers, and spoils them as told."""
+
+    answer: Callable[[Conversation], Answer]
+    metrics: str | None = None
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+    def reply(self, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+        if path == "/v1/models":
+            return 200, b'{"object": "list", "data": [{"id": "tiny", "object": "model"}]}'
+        if path == "/metrics":
+            return (200, self.metrics.encode()) if self.metrics is not None else (404, b"none")
+        assert body is not None
+        self.bodies.append(body)
+        key = _key(body["messages"], body["chat_template_kwargs"]["enable_thinking"])
+        status, answer = self.answer(asked_problems()[key])
+        return status, json.dumps(answer).encode()
+
+
+@cache
+def asked_problems() -> dict[str, Conversation]:
+    """What the gates ask with the default seed, by what reaches the server."""
+    problems = [problem for gate in GATES for problem in draw_problems(gate, LIMIT, seed=0)]
+    return {_key(problem.prompt, problem.enable_thinking): problem for problem in problems}
+
+
+def _key(messages: Any, thinking: bool) -> str:
+    plain = json.loads(json.dumps(messages))
+    for message in plain:
+        for call in message.get("tool_calls", ()):
+            if isinstance(call["function"]["arguments"], str):
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return json.dumps([plain, thinking])
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(answer: Callable[[Conversation], Answer], metrics: str | None = None) -> Served:
+        served = Served(answer, metrics)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._send(*served.reply(self.path, None))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self._send(*served.reply(self.path, body))
+
+            def _send(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        served.url = f"http://127.0.0.1:{server.server_port}"
+        return served
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def choice(message: dict[str, Any], finish_reason: str = "stop") -> Answer:
+    return 200, {"choices": [{"index": 0, "message": message, "finish_reason": finish_reason}]}
+
+
+def split_answer(conversation: Conversation) -> Answer:
+    """As a server with reasoning and tool parsers answers."""
+    turn = dict(conversation.messages[-1])
+    if "tool_calls" in turn:
+        turn["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in turn["tool_calls"]
+        ]
+        return choice(turn, "tool_calls")
+    return choice(turn)
+
+
+def raw_answer(conversation: Conversation) -> Answer:
+    """As a server without parsers answers: all in the content."""
+    return choice({"role": "assistant", "content": conversation.completion.removesuffix("<|im_end|>")})
+
+
+def run_main(capsys: pytest.CaptureFixture[str], url: str, *words: str) -> tuple[int, dict[str, Any], str]:
+    code = gates.main(["--base-url", url, "--limit", str(LIMIT), *words])
+    printed = capsys.readouterr()
+    return code, json.loads(printed.out.strip().splitlines()[-1]), printed.out
+
+
+@pytest.mark.parametrize("answer", [split_answer, raw_answer])
+def test_a_perfect_server_gets_full_marks(
+    answer: Callable[[Conversation], Answer],
+    serve: Callable[..., Served],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    served = serve(answer)
+    code, line, table = run_main(capsys, served.url, "--json", str(tmp_path / "gates.json"))
+    assert code == 0
+    assert line["passed"] is True
+    assert line["model"] == "tiny"
+    measured = {name: gate["share"] for name, gate in line["gates"].items()}
+    assert measured == {**dict.fromkeys(THRESHOLDS, 1.0), "mtp_acceptance": None}
+    assert line["gates"]["mtp_acceptance"]["passed"] is None
+    assert json.loads((tmp_path / "gates.json").read_text()) == line
+    assert all(name in table for name in THRESHOLDS)
+    assert all(body["temperature"] == 0 and body["model"] == "tiny" for body in served.bodies)
+    assert any("tools" in body for body in served.bodies)
+
+
+def spoiled(kind: str, spoil: Callable[[str], str]) -> Callable[[Conversation], Answer]:
+    def answer(conversation: Conversation) -> Answer:
+        text = conversation.completion.removesuffix("<|im_end|>")
+        return choice({"content": spoil(text) if conversation.kind == kind else text})
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("gate", "spoil"),
+    [
+        ("word_problems", lambda text: text + "1"),
+        ("word_problems", lambda text: text.replace("####", "Answer:")),
+        ("spot_checks", lambda text: text + " apples"),
+        (
+            "tool_calls",
+            lambda text: text.replace("</function>", "<parameter=x>\n1\n</parameter>\n</function>"),
+        ),
+        ("tool_calls", lambda text: text.replace("<tool_call>\n", "")),
+        ("recall", lambda text: text.rpartition(" is ")[0] + " is unknown."),
+    ],
+)
+def test_a_wrong_answer_costs_the_gate_of_its_kind_and_no_other(
+    gate: str, spoil: Callable[[str], str], serve: Callable[..., Served], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, line, _ = run_main(capsys, serve(spoiled(gate, spoil)).url)
+    assert code == 1
+    missed = {name for name, result in line["gates"].items() if result["passed"] is False}
+    assert missed == {gate}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda c: choice({"content": c.completion.replace("</think>", "")}),
+        lambda c: choice({"content": "</think>" + c.completion}),
+        lambda c: choice({"content": c.completion}, "length"),
+    ],
+)
+def test_a_thought_must_end_once_and_the_turn_by_itself(
+    answer: Callable[[Conversation], Answer], serve: Callable[..., Served], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, line, _ = run_main(capsys, serve(answer).url)
+    assert code == 1
+    assert line["gates"]["thinking_closed"]["share"] == 0.0
+
+
+def test_a_request_without_a_reply_counts_as_wrong_and_is_reported(
+    serve: Callable[..., Served], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(conversation: Conversation) -> Answer:
+        return (
+            (500, {"error": "out of memory"}) if conversation.kind == "recall" else split_answer(conversation)
+        )
+
+    code, line, table = run_main(capsys, serve(answer).url)
+    assert code == 1
+    assert line["gates"]["recall"] == {
+        "share": 0.0, "threshold": 0.95, "passed": False, "right": 0, "asked": LIMIT, "errors": LIMIT
+    }  # fmt: skip
+    assert f"{LIMIT} without a reply" in table
+
+
+def test_arguments_of_the_wrong_type_are_wrong(
+    serve: Callable[..., Served], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(conversation: Conversation) -> Answer:
+        status, body = split_answer(conversation)
+        for call in body["choices"][0]["message"].get("tool_calls", ()):
+            arguments = json.loads(call["function"]["arguments"])
+            call["function"]["arguments"] = json.dumps(
+                {name: str(value) for name, value in arguments.items()}
+            )
+        return status, body
+
+    _, line, _ = run_main(capsys, serve(answer).url)
+    assert line["gates"]["tool_calls"]["share"] < 1.0
+    assert line["gates"]["thinking_closed"]["share"] == 1.0
+
+
+@pytest.mark.parametrize(("accepted", "code"), [(80, 0), (60, 1)])
+def test_mtp_acceptance_is_what_the_counters_gained(
+    accepted: int, code: int, serve: Callable[..., Served], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def counters(drafted: int, right: int) -> str:
+        return (
+            "# HELP penstock_draft_tokens_total drafts\n"
+            f'penstock_draft_tokens_total{{engine="0"}} {drafted}\n'
+            f'penstock_draft_tokens_accepted_total{{engine="0"}} {right}.0\n'
+        )
+
+    served = serve(split_answer, counters(1000, 10))
+    counted = served.answer
+
+    def answer(conversation: Conversation) -> Answer:
+        served.metrics = counters(1100, 10 + accepted)
+        return counted(conversation)
+
+    served.answer = answer
+    result, line, _ = run_main(capsys, served.url)
+    assert line["gates"]["mtp_acceptance"]["share"] == accepted / 100
+    assert result == code
+
+
+def test_mtp_acceptance_can_come_from_a_file(
+    serve: Callable[..., Served], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "mtp.json"
+    file.write_text('{"mtp_acceptance": 0.69}')
+    code, line, _ = run_main(capsys, serve(split_answer).url, "--mtp", str(file))
+    assert (code, line["gates"]["mtp_acceptance"]["share"]) == (1, 0.69)
+    file.write_text("{}")
+    assert gates.main(["--base-url", serve(split_answer).url, "--mtp", str(file)]) == 1
+    assert "mtp_acceptance" in capsys.readouterr().err
+
+
+def test_wrong_replies_are_shown_on_request(
+    serve: Callable[..., Served], capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = serve(spoiled("spot_checks", lambda text: "</think>banana"))
+    _, _, printed = run_main(capsys, served.url, "--show", "2")
+    assert printed.count("'banana [stop]'") == 2
+
+
+def test_a_missing_server_is_an_error_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gates.main(["--base-url", "http://127.0.0.1:9"]) == 1
+    assert "penstock serve" in capsys.readouterr().err
+
+
+def test_the_same_gates_run_in_process() -> None:
+    def ask(conversation: Conversation) -> str:
+        return conversation.completion
+
+    results = run_gates(ask, num_problems=8, seed=4, mtp_acceptance=0.8)
+    assert [result.share for result in results] == [1.0] * 5 + [0.8]
+    assert not any(result.is_missed for result in results)
+
+    def fail(conversation: Conversation) -> Reply:
+        raise PenstockError("no")
+
+    assert all(result.num_errors == 2 for result in run_gates(fail, num_problems=2)[:-1])
+
+
+def test_batches_of_replies_are_scored_like_single_ones() -> None:
+    gate = GATES[0]
+    problems = draw_problems(gate, 10, seed=1)
+    replies: list[Reply | str | None] = [problem.completion for problem in problems]
+    replies[3:5] = ["#### 1000", None]
+    result = score(gate, problems, replies)
+    assert (result.num_right, result.num_errors, len(result.failures)) == (8, 1, 1)
+
+
+def test_problems_depend_on_the_seed_and_on_nothing_else() -> None:
+    for gate in GATES:
+        assert draw_problems(gate, 5, seed=1) == draw_problems(gate, 5, seed=1)
+        assert draw_problems(gate, 5, seed=1) != draw_problems(gate, 5, seed=2)

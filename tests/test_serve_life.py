@@ -1,0 +1,162 @@
+"""How a server starts, ends and survives: signals, dead processes, busy ports, engines that cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+
+import openai
+import pytest
+
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError, ContextLengthError, ModelNotFoundError, OverloadedError
+from penstock.serve import client as client_module
+from penstock.serve.client import EngineClient
+from penstock.serve.server import open_port
+from penstock.types import Request, SamplingParams
+from serving import (
+    FREE,
+    MESSAGES,
+    TINY_ENGINE,
+    Server,
+    ask,
+    assert_refused,
+    eventually,
+    is_alive,
+    start_server,
+)
+
+
+def test_health_and_requests_are_503_until_the_engine_is_warm_and_sigterm_lets_replies_end() -> None:
+    with start_server(wait_for="libraries") as server:
+        starting = server.health()
+        assert starting.status_code == 503
+        assert starting.json()["status"] == "starting"
+        assert starting.json()["phase"]["name"]
+        early = server.post({"messages": MESSAGES})
+        assert_refused(early, 503, None)
+        assert early.headers["retry-after"]
+        server.wait_phase("ready")
+        assert server.health().json()["status"] == "ok"
+
+        engine_pid = server.engine_pid
+        body = {"messages": MESSAGES, "stream": True, "max_tokens": 100, **FREE}
+        with server.stream(body) as lines:
+            server.process.send_signal(signal.SIGTERM)
+            assert eventually(lambda: not accepts_connections(server), 2.0)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.process.wait(timeout=10.0) == 0
+        assert not is_alive(engine_pid)
+
+
+def accepts_connections(server: Server) -> bool:
+    try:
+        socket.create_connection(server.address).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_a_second_signal_ends_server_and_engine_at_once() -> None:
+    with start_server() as server:
+        engine_pid = server.engine_pid
+        body = {"messages": MESSAGES, "stream": True, **FREE}
+        with server.stream(body):
+            server.process.send_signal(signal.SIGINT)
+            assert eventually(lambda: not accepts_connections(server), 2.0)
+            server.process.send_signal(signal.SIGINT)
+            server.process.wait(timeout=3.0)
+        assert not is_alive(engine_pid)
+
+
+def test_a_killed_engine_ends_streams_with_an_error_and_turns_health_to_503() -> None:
+    with start_server() as server:
+        body = {"messages": MESSAGES, "stream": True, **FREE}
+        with server.stream(body) as lines:
+            os.kill(server.engine_pid, signal.SIGKILL)
+            assert eventually(lambda: server.health().status_code == 503, 2.0)
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+        assert "data: [DONE]" not in rest
+        assert server.health().json() == {
+            "status": "dead",
+            "reason": "The engine process ended (killed by SIGKILL)",
+        }
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.InternalServerError) as caught:
+            ask(client)
+        assert caught.value.status_code == 503
+        server.stop()
+        assert server.process.returncode == 1
+
+
+def test_a_killed_server_leaves_no_engine_behind_even_one_that_is_loading() -> None:
+    with start_server(wait_for="libraries") as server:
+        engine_pid = server.engine_pid
+        server.process.kill()
+        assert eventually(lambda: not is_alive(engine_pid), 5.0)
+
+
+def test_a_model_that_does_not_exist_ends_the_server_with_its_own_error() -> None:
+    with start_server(engine={"model": "no-such-model"}, wait_for="failed") as server:
+        assert "ModelNotFoundError" in server.phases[-1]["detail"]
+        assert server.process.wait(timeout=10.0) == 1
+
+
+def test_a_busy_port_is_refused_with_what_to_do() -> None:
+    with open_port("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"{port} is in use") as caught:
+            open_port("127.0.0.1", port)
+    assert "--port" in caught.value.todo
+    with pytest.raises(ConfigError):
+        open_port("127.0.0.1", 70_000)
+
+
+def test_the_client_rejects_one_request_and_cuts_off_who_does_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(client_module, "MAX_PENDING_DELTAS", 8)
+
+    async def scenario() -> None:
+        config = EngineConfig(**TINY_ENGINE)
+        client = await EngineClient.launch(config, max_queue=4, on_phase=lambda _: None)
+        try:
+            info = await client.wait_ready()
+            good = Request(id="good", token_ids=(5, 6), sampling=SamplingParams(max_tokens=4))
+            too_long = Request(id="long", token_ids=(5,) * info.max_model_len)
+            with client.submit(good) as stream, client.submit(too_long) as rejected:
+                with pytest.raises(ContextLengthError) as caught:
+                    await anext(rejected)
+                assert caught.value.param == "prompt"
+                deltas = [delta async for delta in stream]
+            assert sum(len(delta.token_ids) for delta in deltas) == 4
+            assert deltas[-1].finish == "length"
+
+            unread = client.submit(Request(id="unread", token_ids=(5,)))
+            while (await client.stats()).num_running or client.num_outstanding:
+                await asyncio.sleep(0.01)
+            with pytest.raises(OverloadedError):
+                async for _ in unread:
+                    pass
+            stats = await client.stats()
+            assert stats.num_free_pages == stats.num_pages - 1
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_cannot_start_tells_its_client_why() -> None:
+    async def scenario() -> None:
+        config = EngineConfig(model="no-such-model")
+        client = await EngineClient.launch(config, max_queue=1, on_phase=lambda _: None)
+        with pytest.raises(ModelNotFoundError, match="no-such-model"):
+            await client.wait_ready()
+        await client.close()
+
+    asyncio.run(scenario())

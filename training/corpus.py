@@ -1,0 +1,72 @@
+"""Where training text and held-out problems come from: the problem generators, the tokenizer and the
+template.
+
+The bridge between `penstock.eval.problems`, which knows no tokens, and the training loop, which knows nothing
+else. No torch: the processes that make batches use this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from random import Random
+
+from penstock.eval.problems.conversation import Conversation
+from penstock.eval.problems.mixture import SHARES, sample_training
+from penstock.eval.problems.reply import TURN_END, Reply
+from penstock.text.template import TEMPLATE_FILE, ChatTemplate
+from penstock.text.tokenizer import Tokenizer
+from training.data import Example, Problem, SpecialTokens
+from training.encode import encode, render_prompt
+from training.tokenizer import ASSETS, PADDING, save_tokenizer, train_tokenizer
+
+NUM_WORDS, NUM_CONVERSATIONS, TOKENIZER_SEED = 2527, 30_000, 1  # what `python -m training.tokenizer` takes
+HELD_OUT_SEED = "training evaluation"
+
+
+class ConversationCorpus:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, text_files: tuple[Path, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self.text_files = text_files
+        self.kinds = tuple(SHARES)
+        self.vocab_size = tokenizer.vocab_size
+        self.special = SpecialTokens(*(_id_of(tokenizer, token) for token in (TURN_END, PADDING)))
+
+    @classmethod
+    def open(cls, folder: Path) -> ConversationCorpus:
+        """With the tokenizer in `folder`; it is trained there first when there is none."""
+        template_file = ASSETS / TEMPLATE_FILE
+        template = ChatTemplate(template_file.read_text(encoding="utf-8"))
+        if not (folder / "tokenizer.json").is_file():
+            print(f"training the tokenizer in {folder}", flush=True)
+            save_tokenizer(train_tokenizer(template, NUM_WORDS, NUM_CONVERSATIONS, TOKENIZER_SEED), folder)
+        files = (folder / "tokenizer.json", folder / "tokenizer_config.json", template_file)
+        return cls(Tokenizer.load(folder), template, files)
+
+    def draw(self, rng: Random) -> Example:
+        conversation = sample_training(rng)
+        token_ids, first_target = encode(conversation, self._tokenizer, self._template)
+        return Example(token_ids, first_target, self.kinds.index(conversation.kind))
+
+    def held_out(self, num_problems: int) -> list[Problem]:
+        """Problems no training draw can give, as many of each kind; the same ones every time."""
+        rng = Random(HELD_OUT_SEED)
+        samples = (sample for sample, _ in SHARES.values())
+        return [self._problem(sample(rng, True)) for sample in islice(cycle(samples), num_problems)]
+
+    def _problem(self, conversation: Conversation) -> Problem:
+        def accepts(reply_ids: Sequence[int]) -> bool:
+            text = self._tokenizer.decode(reply_ids, skip_special_tokens=False)
+            reply = Reply.from_text(text, is_thinking=conversation.enable_thinking, tools=conversation.tools)
+            return text.endswith(TURN_END) and reply.is_thought_closed and conversation.check.accepts(reply)
+
+        prompt = self._tokenizer.encode(render_prompt(conversation, self._template))
+        return Problem(conversation.kind, prompt, accepts)
+
+
+def _id_of(tokenizer: Tokenizer, token: str) -> int:
+    found = tokenizer.id_of(token)
+    assert found is not None, f"the tokenizer lacks {token}"
+    return found
