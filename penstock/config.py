@@ -58,6 +58,12 @@ class EngineConfig:
         for name, value in positive.items():
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}", "It must be more than 0.")
+        if self.deterministic and self.page_size % 64:
+            raise ConfigError(
+                f"page_size is {self.page_size} and deterministic is on",
+                "States are computed in chunks of 64 tokens; a prefix ending inside one rounds differently.",
+                "Use a multiple of 64.",
+            )
         if self.dtype not in DTYPES:
             raise ConfigError(
                 f"dtype is {self.dtype!r}",

@@ -28,7 +28,7 @@ Prompt = str | Sequence[int]
 @dataclass(frozen=True, slots=True)
 class Completion:
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # with the end token, which has no text
     finish: FinishReason
     num_prompt_tokens: int
     num_cached_tokens: int

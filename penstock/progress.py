@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -17,3 +19,19 @@ class Phase:
 
 
 OnPhase = Callable[[Phase], None]
+
+
+@contextmanager
+def timed(name: str, on_phase: OnPhase) -> Iterator[OnPhase]:
+    """Reports a phase's start, whatever its body reports, and its end with the time it took."""
+    started = time.perf_counter()
+    last = Phase(name)
+
+    def report(phase: Phase) -> None:
+        nonlocal last
+        last = phase
+        on_phase(phase)
+
+    report(last)
+    yield report
+    on_phase(Phase(name, last.detail, 1.0, time.perf_counter() - started))

@@ -47,7 +47,7 @@ class SamplingParams:
             if value is not None and not (lowest <= value <= highest):  # NaN fails this too
                 raise RequestError(
                     f"{name} is {value}",
-                    f"It must be between {lowest:g} and {highest:g}.",
+                    f"It must be between {lowest} and {highest}.",
                     param=name,
                 )
         for token_id, bias in self.logit_bias.items():
@@ -114,6 +114,7 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)  # of the full pages of `tokens`, from the start
     num_registered_pages: int = 0
     checkpoints: dict[int, int] = field(default_factory=dict)  # num_tokens -> slot, not yet registered
+    num_preemptions: int = 0
     finish: FinishReason | None = None
 
     @classmethod

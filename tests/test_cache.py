@@ -381,7 +381,8 @@ def test_a_resumed_sequence_keeps_its_first_cached_count() -> None:
     sequence = sequence_of(prompt(9))
     compute(cache, sequence, 9)
     finish(cache, sequence)
-    cache.admit(sequence, is_resumed=True)
+    sequence.num_preemptions = 1
+    cache.admit(sequence)
     assert sequence.num_computed == 8
     assert sequence.num_cached_tokens == 0
     assert cache.counters["hit"] == 0

@@ -182,8 +182,8 @@ def test_thoughts_are_short_closed_and_only_where_asked_for(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "num", "wanted"),
     [
-        ("spot_checks", 8_000, ".+"),
-        ("small_talk", 3_000, ".+"),
+        ("spot_checks", 8_000, "(?s).+"),
+        ("small_talk", 3_000, "(?s).+"),
         ("word_problems", 2_500, r"A film lasts .*? minutes\?"),
     ],
 )
@@ -201,7 +201,7 @@ def test_held_out_and_training_draws_never_meet_though_training_draws_do(
         for held_out, seed, share in ((False, 1, 1), (False, 2, 1), (True, 3, 4))
     ]
     assert sets[0] & sets[1]
-    assert len(sets[2]) > 50
+    assert len(sets[2]) > 25
     assert not (sets[0] | sets[1]) & sets[2]
 
 

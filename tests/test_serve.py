@@ -295,6 +295,7 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools"),
     ({"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
     ({"thinking": "on"}, "thinking"),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"response_format": {"type": "json_object"}}, "response_format"),

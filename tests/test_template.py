@@ -250,6 +250,16 @@ def test_templates_are_found_in_the_tokenizer_config(tmp_path: Path, found: obje
     assert ChatTemplate.load(folder / "tokenizer.json").render(HELLO) == "file"
 
 
+def test_templates_can_name_the_special_tokens(tmp_path: Path) -> None:
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None}
+    folder_with(tmp_path, "tokenizer_config.json", config)
+    template = ChatTemplate.load(
+        folder_with(tmp_path, "chat_template.jinja", "{{ bos_token }}x{{ eos_token }}")
+    )
+    assert template.render(HELLO) == "<s>x</s>"
+    assert template.variables == set()
+
+
 def test_no_path_is_the_embedded_models_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
     assert ChatTemplate.load(None).source == OWN_TEMPLATE.read_text(encoding="utf-8")

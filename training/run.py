@@ -66,8 +66,6 @@ class Run:
         self.model = Qwen35Moe(model_config, dtype, train_config.delta_chunk)
         init_weights(self.model, train_config.seed)
         self.model.to(self.device)
-        if settings.use_compile:
-            self._compile()
         self.optimizer = FlatAdamW(self.model, train_config)
         if self.progress.optimizer is not None:
             self.optimizer.restore(self.progress.optimizer)
@@ -85,7 +83,9 @@ class Run:
             number: signal.signal(number, self._ask_to_stop) for number in (signal.SIGTERM, signal.SIGINT)
         }
         try:
-            self.trainer.prepare(self.report, self.settings.use_graphs)
+            self.trainer.prepare(self.report, self.settings.use_graphs, self.settings.use_compile)
+            # A check that cannot judge, or a reply that cannot be generated, shows now and not after minutes.
+            self._evaluate("before training", self.problems[: self.settings.num_problems // 8])
             self._loop()
             return self._finish()
         finally:
@@ -150,17 +150,14 @@ class Run:
                 self._export(self.settings.out / "unfinished")
             self.report(f"stopped before the end at step {self.progress.step}; --resume goes on")
             return None
+        folder = self.settings.out / "model"
+        self._export(folder)
         trained = self._evaluate("trained weights", self.problems)
         with self.optimizer.averaged_weights():
             averaged = self._evaluate("averaged weights", self.problems)
-        is_average_better = averaged.total.num_right > trained.total.num_right
-        folder = self.settings.out / "model"
-        if is_average_better:
-            with self.optimizer.averaged_weights():
+            if averaged.total.num_right > trained.total.num_right:
+                self.report("the averaged weights are better")
                 self._export(folder)
-        else:
-            self._export(folder)
-        self.report(f"exported the {'averaged' if is_average_better else 'trained'} weights")
         difference = check_with_transformers(folder, self.model)
         self.report(f"transformers loads {folder} and agrees to {difference:.1e}")
         return folder
@@ -202,12 +199,6 @@ class Run:
                 BatchMaker(self.corpus, self.config, f"train-{self.config.seed}"), self.progress.feed
             )
         return WorkerFeed(self.corpus, self.settings.num_workers, self.config, self.progress.run)
-
-    def _compile(self) -> None:
-        # Layer by layer: layers of one kind share their compiled code, a whole model would take minutes.
-        torch._dynamo.config.recompile_limit = 64
-        for layer in self.model.decoder_layers:
-            layer.compile(dynamic=False)
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
         self._stop_asked = True

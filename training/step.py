@@ -122,30 +122,43 @@ class Trainer:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._queued: deque[torch.cuda.Event] = deque()
 
-    def prepare(self, report: Callable[[str], None], use_graphs: bool = True) -> None:
-        """Warms every shape up and captures it; weights and totals are afterwards what they were before."""
-        before = {name: tensor.clone() for name, tensor in self.optimizer.state().items()}
+    def prepare(self, report: Callable[[str], None], use_graphs: bool, use_compile: bool) -> None:
+        """Warms every shape up in the fastest way that works; weights and totals stay what they were."""
         if self.device.type != "cuda":
             report("steps run eagerly: no CUDA device")
             return
-        self.optimizer.lr.zero_()
-        try:
-            # The longest rows take the most memory: a failure shows at once, and the pool fits the rest.
-            for row_len in sorted(self.inputs, reverse=True):
-                eager = self._warm_up(row_len)
-                if use_graphs:
-                    self._capture(row_len, eager)
-                report(
-                    f"row length {row_len} ready, {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB reserved"
-                )
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or not use_graphs:
+        before = {name: tensor.clone() for name, tensor in self.optimizer.state().items()}
+        ways = [(use_graphs, use_compile), (use_graphs, False), (False, False)]
+        for number, (with_graphs, with_compile) in enumerate(ways):
+            try:
+                self._prepare_one_way(report, with_graphs, with_compile)
+                break
+            except torch.OutOfMemoryError:
                 raise
-            self._graphs.clear()
-            report(f"!!! CUDA GRAPHS ARE OFF, every step is slow: capture failed with: {error}")
-        self.optimizer.restore(before)
-        self._clear_totals()
-        report(f"steps run as {'CUDA graphs' if self._graphs else 'eager launches'}")
+            except RuntimeError as error:
+                if number == len(ways) - 1:
+                    raise
+                self._graphs.clear()
+                report(f"!!! FALLING BACK: graphs={with_graphs} compile={with_compile} failed with: {error}")
+            finally:
+                self.optimizer.restore(before)
+                self._clear_totals()
+        report(f"steps run with graphs={with_graphs} compile={with_compile}")
+
+    def _prepare_one_way(self, report: Callable[[str], None], with_graphs: bool, with_compile: bool) -> None:
+        if with_compile:
+            # Layer by layer: layers of one kind share their code, the whole model would take minutes.
+            torch._dynamo.config.recompile_limit = 8 * len(self.inputs)
+            for layer in self.model.decoder_layers:
+                layer.compile(dynamic=False)
+        torch.compiler.set_stance("default" if with_compile else "force_eager")
+        self.optimizer.lr.zero_()
+        # The longest rows take the most memory: a failure shows at once, and the pool fits the rest.
+        for row_len in sorted(self.inputs, reverse=True):
+            eager = self._warm_up(row_len)
+            if with_graphs:
+                self._capture(row_len, eager)
+            report(f"row length {row_len} ready, {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB reserved")
 
     def step(self, batch: Batch, lr: float) -> None:
         inputs = self.inputs[batch.row_len]

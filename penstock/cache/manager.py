@@ -126,7 +126,6 @@ class Cache:
         hit: PrefixHit | None = None,  # what `match` has just found; None: it is looked up
         *,
         spare_pages: int = 0,
-        is_resumed: bool = False,  # admitted before: its hit is not news
     ) -> bool:
         """Gives the sequence the pages of its hit and a slot, or changes nothing and answers False.
 
@@ -154,7 +153,7 @@ class Cache:
         sequence.num_registered_pages = len(hit.pages)
         sequence.num_computed = hit.num_tokens
         self._owners.add(sequence)
-        if not is_resumed:
+        if not sequence.num_preemptions:  # on coming back, its own pages are not a hit
             sequence.num_cached_tokens = hit.num_tokens
             self.counters[reason] += 1
             self.counters["tokens_reused"] += hit.num_tokens

@@ -6,9 +6,6 @@ behind the host's back, of the one before. The engine knows token ids; text is s
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +19,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.engine.storage import allocate_caches
 from penstock.errors import ConfigError
 from penstock.models.source import ModelSource, find_model
-from penstock.progress import OnPhase, Phase
+from penstock.progress import OnPhase, Phase, timed
 from penstock.types import EngineInfo, EngineStats, Request, TokenDelta
 from penstock.weights.load import load_model
 
@@ -33,7 +30,7 @@ class Engine:
     ) -> None:
         """Takes a model whose weights are in place and the memory its cache may use."""
         device = model.device
-        with _timed("cache", on_phase) as report:
+        with timed("cache", on_phase) as report:
             pools = _size_pools(model, config, device)
             report(Phase("cache", pools.describe(config.page_size)))
             caches = allocate_caches(
@@ -91,7 +88,7 @@ class Engine:
     def from_source(
         cls, source: ModelSource, config: EngineConfig, on_phase: OnPhase = lambda _: None
     ) -> Engine:
-        with _timed("weights", on_phase) as report:
+        with timed("weights", on_phase) as report:
             model = load_model(
                 source,
                 device=pick_device(config.device),
@@ -175,19 +172,3 @@ def _size_pools(model: Any, config: EngineConfig, device: torch.device) -> PoolS
         prefix_cache=config.prefix_cache,
         checkpoint_bytes=None if config.checkpoint_gb is None else int(config.checkpoint_gb * GB),
     )
-
-
-@contextmanager
-def _timed(name: str, on_phase: OnPhase) -> Iterator[OnPhase]:
-    """Reports a phase's start, whatever its body reports, and its end with the time it took."""
-    started = time.perf_counter()
-    last = Phase(name)
-
-    def report(phase: Phase) -> None:
-        nonlocal last
-        last = phase
-        on_phase(phase)
-
-    report(last)
-    yield report
-    on_phase(Phase(name, last.detail, 1.0, time.perf_counter() - started))

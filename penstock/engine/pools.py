@@ -60,7 +60,7 @@ def size_pools(
         if affordable < 1:
             raise CapacityError(
                 f"The cache budget of {budget_bytes / GB:.2f} GB holds no sequence",
-                f"One sequence's state takes {slot_bytes / GB:.3f} GB, and states may use half of the budget.",
+                f"One sequence's state takes {slot_bytes / GB:.3f} GB; states may use half of the budget.",
                 f"Give at least --memory-gb {4 * slot_bytes / GB:.2f}.",
             )
         max_rows = min(max_rows, affordable)
@@ -78,8 +78,8 @@ def size_pools(
         if affordable < (needed if max_model_len is not None else 1):
             raise CapacityError(
                 f"A context of {length:,} tokens does not fit the cache",
-                f"It needs {needed} pages of {page_bytes / GB:.4f} GB; the {max(left, 0) / GB:.2f} GB left of "
-                f"{budget_bytes / GB:.2f} GB hold {max(affordable, 0)}.",
+                f"It needs {needed} pages of {page_bytes / GB:.4f} GB; what is left of "
+                f"{budget_bytes / GB:.2f} GB holds {max(affordable, 0)}.",
                 f"Lower --max-model-len to {max(affordable, 0) * page_size} or raise --memory-gb.",
             )
         length = min(length, affordable * page_size)

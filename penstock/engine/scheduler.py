@@ -78,7 +78,6 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # both by (priority, arrival)
         self._running: list[Sequence] = []
         self._decoding: set[Sequence] = set()  # of the running: those that continue from their last sample
-        self._resumed: set[Sequence] = set()  # preempted once, so that their prompts are not news
         self._free_rows = list(range(max_rows))
         self._in_flight: dict[int, list[_Chunk]] = {}  # planned, not committed
         self._replaced_pages: list[tuple[int, int, int]] = []  # page updates for the next plan
@@ -224,10 +223,8 @@ class Scheduler:
                 num_passed += 1
                 continue
             num_tokens = self._chunk_len(sequence, hit.num_tokens, budget)
-            is_resumed = sequence in self._resumed
-            if num_tokens == 0 or not self.cache.admit(
-                sequence, hit, spare_pages=self._num_spoken_for(), is_resumed=is_resumed
-            ):
+            spare_pages = self._num_spoken_for()
+            if num_tokens == 0 or not self.cache.admit(sequence, hit, spare_pages=spare_pages):
                 break
             del self._waiting[num_passed]
             insort(self._running, sequence, key=_order)
@@ -377,7 +374,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave_row(sequence)
-        self._resumed.add(sequence)
+        sequence.num_preemptions += 1
         insort(self._waiting, sequence, key=_order)
         self.num_preemptions += 1
 
@@ -387,7 +384,6 @@ class Scheduler:
             del self._waiting[bisect_left(self._waiting, _order(sequence), key=_order)]
         else:
             self._leave_row(sequence)
-        self._resumed.discard(sequence)
         del self._sequences[sequence.id], self._terms[sequence]
 
     def _leave_row(self, sequence: Sequence) -> None:

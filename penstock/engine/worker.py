@@ -15,16 +15,13 @@ import queue
 import signal
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.config import EngineConfig
 from penstock.errors import EngineDeadError, PenstockError
-from penstock.progress import OnPhase, Phase
+from penstock.progress import Phase, timed
 from penstock.types import Request, SamplingParams
 from penstock.wire import (
     Abort,
@@ -119,14 +116,6 @@ def start_engine(config_json: bytes, channel: EngineChannel) -> Engine:
     with timed("warm-up", report):
         warm_up(engine)
     return engine
-
-
-@contextmanager
-def timed(name: str, report: OnPhase) -> Iterator[None]:
-    started = time.perf_counter()
-    report(Phase(name))
-    yield
-    report(Phase(name, fraction=1.0, seconds=time.perf_counter() - started))
 
 
 def warm_up(engine: Engine) -> None:

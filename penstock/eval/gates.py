@@ -167,7 +167,7 @@ def _read(conversation: Conversation, text: str) -> Reply:
 
 def _show_reply(reply: Reply) -> str:
     calls = " ".join(f"{call.name}({json.dumps(dict(call.arguments))})" for call in reply.calls)
-    return " ".join(part for part in (reply.content, calls, f"[{reply.finish_reason}]") if part)
+    return " ".join(part for part in (reply.content[:300], calls[:300], f"[{reply.finish_reason}]") if part)
 
 
 def format_table(results: Sequence[GateResult]) -> str:

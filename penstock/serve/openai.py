@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.text.template import RESERVED_NAMES
 from penstock.types import SamplingParams
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -328,6 +329,12 @@ def _template_arguments(fields: ChatBody) -> dict[str, Scalar]:
             raise RequestError(
                 f"chat_template_kwargs.{name[:64]} is a {type(value).__name__}",
                 "Only strings, numbers and booleans are passed to the template.",
+                param="chat_template_kwargs",
+            )
+        if name in RESERVED_NAMES:
+            raise RequestError(
+                f"chat_template_kwargs has {name}",
+                "The request itself says what that is.",
                 param="chat_template_kwargs",
             )
         arguments[name] = value

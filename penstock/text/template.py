@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import minijinja
@@ -21,6 +22,15 @@ from penstock.errors import CheckpointError, RequestError
 
 TEMPLATE_FILE = "chat_template.jinja"
 RESERVED_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "chat_template", "tokenize"})
+SPECIAL_TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 # A turn of the Qwen3.5 template burns about 150; a runaway loop burns 500,000 in some 15 ms.
 BASE_FUEL = 500_000
@@ -34,10 +44,15 @@ _GENERATION_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 class ChatTemplate:
     """One compiled chat template, or the knowledge that the model has none."""
 
-    def __init__(self, source: str | None, origin: str = "the chat template") -> None:
+    def __init__(
+        self,
+        source: str | None,
+        origin: str = "the chat template",
+        special_tokens: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.source = source
         self._origin = origin
-        self._environment = None if source is None else _compile(source, origin)
+        self._environment = None if source is None else _compile(source, origin, special_tokens)
 
     @classmethod
     def load(cls, path: Path | str | None) -> ChatTemplate:
@@ -49,7 +64,7 @@ class ChatTemplate:
         path = Path(path)
         folder = path if path.is_dir() else path.parent
         source, origin = find_template(folder)
-        return cls(source, origin)
+        return cls(source, origin, _special_tokens(folder))
 
     @property
     def variables(self) -> frozenset[str]:
@@ -195,11 +210,18 @@ def _choose(found: Any, config: Path) -> str | None:
     return named.get("default") or next(iter(named.values()))
 
 
-def _compile(source: str, origin: str) -> minijinja.Environment:
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """bos_token and its kin, which templates write out by name."""
+    config = read_json(folder / "tokenizer_config.json")
+    tokens = {name: config.get(name) for name in SPECIAL_TOKEN_NAMES}
+    texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _compile(source: str, origin: str, special_tokens: Mapping[str, str]) -> minijinja.Environment:
     environment = minijinja.Environment(
         filters={"tojson": _to_json, "indent": _indent, "trim": _trim},
-        globals={"raise_exception": _raise_exception, "strftime_now": _strftime_now},
-        auto_escape_callback=lambda name: False,
+        globals={**special_tokens, "raise_exception": _raise_exception, "strftime_now": _strftime_now},
         trim_blocks=True,
         lstrip_blocks=True,
         pycompat=True,

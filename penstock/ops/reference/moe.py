@@ -7,6 +7,7 @@ memory but never asks the device what was chosen.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from penstock.ops.reference.activation import sigmoid
@@ -72,13 +73,15 @@ def run_experts_grouped(
     x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, *, deterministic: bool = False
 ) -> Tensor:  # [T, k, H]
     order = ids.flatten().argsort(stable=True)
-    counts = ids.flatten().bincount(minlength=gate_up.shape[0]).tolist()
-    outputs = x.new_empty(ids.numel(), down.shape[1])
-    for expert, places in enumerate(order.split(counts)):
-        if len(places):
-            inner = linear(x[places // ids.shape[1]], gate_up[expert], deterministic=deterministic)
-            outputs[places] = swiglu_linear(inner, down[expert], deterministic=deterministic)
-    return outputs.view(*ids.shape, -1)
+    counts = ids.flatten().bincount(minlength=len(gate_up)).tolist()
+
+    def each_expert(rows: Tensor, weights: Tensor) -> Tensor:
+        groups = zip(rows.split(counts), weights)
+        return torch.cat([linear(own, w, deterministic=deterministic) for own, w in groups if len(own)])
+
+    inner = each_expert(x[order // ids.shape[1]], gate_up)
+    outputs = each_expert(swiglu(inner), down)
+    return torch.empty_like(outputs).index_copy_(0, order, outputs).view(*ids.shape, -1)
 
 
 def run_experts_gathered(
