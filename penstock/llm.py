@@ -8,7 +8,7 @@ for completion in llm.generate(["One", "Two"], SamplingParams(max_tokens=16)):
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,7 +115,7 @@ class LLM:
     ) -> Completion:
         return self.generate(self.encode_chat(messages, **template_kwargs), sampling)[0]
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[str]:
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[str, None, None]:
         """Pieces of text as they come. Leaving the loop early stops the request."""
         (id,) = self._submit(self._encode(prompt), sampling)
         reply = self._replies[id]
@@ -132,7 +132,7 @@ class LLM:
 
     def stream_chat(
         self, messages: list[dict[str, Any]], sampling: SamplingParams | None = None, **template_kwargs: Any
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         return self.stream(self.encode_chat(messages, **template_kwargs), sampling)
 
     def encode_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:

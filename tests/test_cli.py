@@ -107,9 +107,9 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
             "  Run `penstock serve --help` for everything it takes.\n",
         ),
         (
-            ["generate", "x", "--top-p", "7"],
+            ["generate", "x", "--n", "200"],
             1,
-            "error: top_p is 7.0\n  It must be between 1e-09 and 1.\n",
+            "error: n is 200\n  It must be between 1 and 128.\n",
         ),
         (
             ["inspect", "--dtype", "float23"],

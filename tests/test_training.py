@@ -22,9 +22,14 @@ from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer, Qwen3_5MoeRMSNorm
 
 from penstock.errors import CheckpointError
+from penstock.eval.problems.mixture import SHARES
+from penstock.text.template import ChatTemplate
+from penstock.text.tokenizer import Tokenizer
 from training.config import FULL, ModelConfig, TrainConfig, tiny
+from training.corpus import ConversationCorpus
 from training.data import Batch, BatchMaker, Example, Problem, SpecialTokens, WorkerFeed
 from training.delta_rule import gated_delta_rule, invert_unit_lower, unit_norm
+from training.encode import encode
 from training.evaluate import count_accepted_drafts, evaluate, generate
 from training.export import check_with_transformers, export
 from training.layers import is_among_largest
@@ -32,6 +37,7 @@ from training.model import Qwen35Moe, count_parameters, init_weights
 from training.optimizer import FlatAdamW
 from training.run import Run, RunSettings
 from training.step import COLUMNS, BatchInputs, Trainer, compute_loss
+from training.tokenizer import ASSETS, train_tokenizer
 
 CPU = torch.device("cpu")
 SPECIAL = SpecialTokens(end_of_turn=1, end_of_text=0)
@@ -482,6 +488,34 @@ def test_evaluation_counts_right_replies_by_kind() -> None:
     assert report.by_kind["known"].accuracy == 1.0
     assert report.by_kind["impossible"].accuracy == 0.0
     assert report.total.num_problems == 4
+
+
+def test_final_weights_are_those_a_checkpoint_can_store() -> None:
+    optimizer = FlatAdamW(make_model(COPY_MODEL), COPY_TRAINING)
+    optimizer.average.normal_()
+    trained, average = optimizer.weights.clone(), optimizer.average.clone()
+    with optimizer.published_weights(use_average=True):
+        assert torch.equal(optimizer.weights, average.bfloat16().float())
+    assert torch.equal(optimizer.weights, trained)
+
+
+def test_the_corpus_accepts_what_it_teaches_and_nothing_shorter() -> None:
+    template = ChatTemplate((ASSETS / "chat_template.jinja").read_text(encoding="utf-8"))
+    tokenizer = Tokenizer(train_tokenizer(template, 700, 300, seed=1))
+    corpus = ConversationCorpus(tokenizer, template, ())
+    rng = Random(5)
+    for kind, (sample, _) in SHARES.items():
+        for _ in range(4):
+            conversation = sample(rng, True)
+            problem = corpus.problem_of(conversation)
+            token_ids, first_target = encode(conversation, tokenizer, template)
+            assert problem.kind == kind
+            assert list(problem.prompt) == token_ids[:first_target]
+            assert problem.accepts(token_ids[first_target:])
+            assert not problem.accepts(token_ids[first_target:-1])
+    example = corpus.draw(rng)
+    assert example.token_ids[-1] == corpus.special.end_of_turn
+    assert 0 < example.first_target < len(example.token_ids) - 1
 
 
 def test_export_is_the_published_layout_and_loads(tmp_path: Path) -> None:

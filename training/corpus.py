@@ -54,9 +54,11 @@ class ConversationCorpus:
         """Problems no training draw can give, as many of each kind; the same ones every time."""
         rng = Random(HELD_OUT_SEED)
         samples = (sample for sample, _ in SHARES.values())
-        return [self._problem(sample(rng, True)) for sample in islice(cycle(samples), num_problems)]
+        return [self.problem_of(sample(rng, True)) for sample in islice(cycle(samples), num_problems)]
 
-    def _problem(self, conversation: Conversation) -> Problem:
+    def problem_of(self, conversation: Conversation) -> Problem:
+        """The conversation's prompt; its own check judges a reply that ended its turn."""
+
         def accepts(reply_ids: Sequence[int]) -> bool:
             text = self._tokenizer.decode(reply_ids, skip_special_tokens=False)
             reply = Reply.from_text(text, is_thinking=conversation.enable_thinking, tools=conversation.tools)

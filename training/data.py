@@ -243,5 +243,13 @@ class WorkerFeed:
 def _fill(maker: BatchMaker, batches: multiprocessing.Queue[Batch]) -> None:
     # The training process decides when to stop; Ctrl-C reaches the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while True:
-        batches.put(maker.next_batch())
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    while parent.is_alive():
+        batch, is_delivered = maker.next_batch(), False
+        while not is_delivered and parent.is_alive():
+            try:
+                batches.put(batch, timeout=2.0)
+                is_delivered = True
+            except queue.Full:
+                continue  # the trainer is busy, or was killed: look whether it lives

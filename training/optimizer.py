@@ -60,10 +60,10 @@ class FlatAdamW:
             tensor.copy_(state[name])
 
     @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """The model computes with the moving average while this is open."""
+    def published_weights(self, use_average: bool) -> Iterator[None]:
+        """While this is open the model computes with weights rounded as a checkpoint stores them."""
         trained = self.weights.clone()
-        self.weights.copy_(self.average)
+        self.weights.copy_((self.average if use_average else self.weights).bfloat16())
         try:
             yield
         finally:

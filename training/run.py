@@ -146,14 +146,15 @@ class Run:
         self._save()
         if not self._is_over():
             # What there is may still be wanted: the average is the better half of a run that has not decayed.
-            with self.optimizer.averaged_weights():
+            with self.optimizer.published_weights(use_average=True):
                 self._export(self.settings.out / "unfinished")
             self.report(f"stopped before the end at step {self.progress.step}; --resume goes on")
             return None
         folder = self.settings.out / "model"
-        self._export(folder)
-        trained = self._evaluate("trained weights", self.problems)
-        with self.optimizer.averaged_weights():
+        with self.optimizer.published_weights(use_average=False):
+            self._export(folder)
+            trained = self._evaluate("trained weights", self.problems)
+        with self.optimizer.published_weights(use_average=True):
             averaged = self._evaluate("averaged weights", self.problems)
             if averaged.total.num_right > trained.total.num_right:
                 self.report("the averaged weights are better")

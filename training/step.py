@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.errors import CapacityError
 from training.config import TrainConfig
 from training.data import Batch
 from training.model import Qwen35Moe
@@ -133,8 +134,12 @@ class Trainer:
             try:
                 self._prepare_one_way(report, with_graphs, with_compile)
                 break
-            except torch.OutOfMemoryError:
-                raise
+            except torch.OutOfMemoryError as error:
+                raise CapacityError(
+                    f"a batch of {self.config.tokens_per_batch:,} tokens does not fit the device",
+                    f"{error}.",
+                    "Give a smaller --tokens-per-batch.",
+                ) from error
             except RuntimeError as error:
                 if number == len(ways) - 1:
                     raise

@@ -12,8 +12,8 @@ from penstock.eval.problems.draw import between, pick
 
 Sample = Callable[[Random, bool], Conversation]
 
-# Shares of conversations. By tokens, a call is four times a word problem and a spot check half of one; but the
-# table that spot checks must know by heart needs many of them.
+# Shares of conversations. By tokens, a call is four times a word problem and a spot check half of one, but
+# the table that spot checks must know by heart needs many of them.
 SHARES: Mapping[str, tuple[Sample, float]] = {
     "word_problems": (word_problems.sample, 0.38),
     "spot_checks": (spot_checks.sample, 0.20),
