@@ -25,7 +25,7 @@ from penstock.errors import CheckpointError
 from penstock.eval.problems.mixture import SHARES
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
-from training.config import FULL, ModelConfig, TrainConfig, tiny
+from training.config import FULL, ModelConfig, TrainConfig
 from training.corpus import ConversationCorpus
 from training.data import Batch, BatchMaker, Example, Problem, SpecialTokens, WorkerFeed
 from training.delta_rule import gated_delta_rule, invert_unit_lower, unit_norm
@@ -72,6 +72,28 @@ class CopyCorpus:
 
 def equals(wanted: list[int], reply: Sequence[int]) -> bool:
     return list(reply) == wanted
+
+
+def tiny(**changes: Any) -> ModelConfig:
+    """A small model in which no two dimensions are equal, so that none can stand in for another."""
+    given: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 48,
+        "num_layers": 4,
+        "num_query_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "max_position": 512,
+        "num_key_heads": 2,
+        "num_value_heads": 6,
+        "key_head_dim": 8,
+        "value_head_dim": 12,
+        "num_experts": 8,
+        "num_active_experts": 3,
+        "expert_width": 20,
+        "shared_expert_width": 28,
+    }
+    return ModelConfig(**{**given, **changes})
 
 
 COPY_MODEL = tiny(vocab_size=16, hidden_size=32, num_layers=2, full_attention_interval=2)

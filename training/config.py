@@ -5,7 +5,6 @@ No torch here. `ModelConfig` also knows how the published config.json spells it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,8 +118,8 @@ class TrainConfig:
         1280,
         2560,
     )  # a static shape and CUDA graph each
-    tokens_per_batch: int = 131_072
-    targets_per_full_step: int = 16_384
+    tokens_per_batch: int = 65_536
+    targets_per_full_step: int = 8_192
     peak_lr: float = 2e-3
     warmup_fraction: float = 0.03
     hold_fraction: float = 0.30  # the peak is held up to here, then a straight line to zero
@@ -142,25 +141,3 @@ class TrainConfig:
             return self.peak_lr * fraction / self.warmup_fraction
         left = (1.0 - fraction) / (1.0 - self.hold_fraction)
         return self.peak_lr * min(1.0, max(0.0, left))
-
-
-def tiny(**changes: Any) -> ModelConfig:
-    """Unequal dimensions everywhere, small enough for a CPU: what tests and smoke runs train."""
-    given: Mapping[str, Any] = {
-        "vocab_size": 96,
-        "hidden_size": 48,
-        "num_layers": 4,
-        "num_query_heads": 6,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "max_position": 512,
-        "num_key_heads": 2,
-        "num_value_heads": 6,
-        "key_head_dim": 8,
-        "value_head_dim": 12,
-        "num_experts": 8,
-        "num_active_experts": 3,
-        "expert_width": 20,
-        "shared_expert_width": 28,
-    }
-    return ModelConfig(**{**given, **changes})

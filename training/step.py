@@ -129,7 +129,7 @@ class Trainer:
             report("steps run eagerly: no CUDA device")
             return
         before = {name: tensor.clone() for name, tensor in self.optimizer.state().items()}
-        ways = [(use_graphs, use_compile), (use_graphs, False), (False, False)]
+        ways = list(dict.fromkeys([(use_graphs, use_compile), (use_graphs, False), (False, False)]))
         for number, (with_graphs, with_compile) in enumerate(ways):
             try:
                 self._prepare_one_way(report, with_graphs, with_compile)
@@ -144,6 +144,7 @@ class Trainer:
                 if number == len(ways) - 1:
                     raise
                 self._graphs.clear()
+                torch.compiler.set_stance("force_eager")  # whatever was compiled is not used any more
                 report(f"!!! FALLING BACK: graphs={with_graphs} compile={with_compile} failed with: {error}")
             finally:
                 self.optimizer.restore(before)
@@ -156,7 +157,6 @@ class Trainer:
             torch._dynamo.config.recompile_limit = 8 * len(self.inputs)
             for layer in self.model.decoder_layers:
                 layer.compile(dynamic=False)
-        torch.compiler.set_stance("default" if with_compile else "force_eager")
         self.optimizer.lr.zero_()
         # The longest rows take the most memory: a failure shows at once, and the pool fits the rest.
         for row_len in sorted(self.inputs, reverse=True):
