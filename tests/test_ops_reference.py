@@ -191,7 +191,7 @@ class Mixer:
         self.heads = (key_heads, value_heads, key_dim, value_dim)
         self.channels = 2 * key_heads * key_dim + value_heads * value_dim
         self.width = self.channels + value_heads * value_dim + 2 * value_heads
-        self.conv_weight = randn(self.channels, 4)
+        self.conv_weight = randn(4, self.channels)
         self.a_log, self.dt_bias = randn(value_heads), randn(value_heads, seed=1) - 2
         self.norm_weight = randn(value_dim) + 1
         self.conv = torch.full((12, 3, self.channels), torch.nan)
@@ -229,7 +229,7 @@ class Mixer:
         sizes = (self.channels, value_heads * value_dim, value_heads, value_heads)
         inputs, z, b, a = mixed.double().split(sizes, dim=-1)
         inputs = torch.cat((history.double(), inputs))
-        weight = self.conv_weight.double()[:, None]
+        weight = self.conv_weight.double().T[:, None]
         u = F.silu(F.conv1d(inputs.T[None], weight, groups=self.channels))[0].T
         q, k, v = u.split((key_heads * key_dim, key_heads * key_dim, value_heads * value_dim), dim=-1)
         q, k = (x.unflatten(-1, (key_heads, key_dim)) for x in (q, k))

@@ -42,7 +42,7 @@ class DeltaNet(nn.Module):
         num_rows = conv_channels + value_size + 2 * num_value_heads
         self.norm = norm_parameter(hidden_size, device)
         self.in_proj = parameter(num_rows, hidden_size, dtype=dtype, device=device)
-        self.conv = parameter(conv_channels, conv_kernel, dtype=dtype, device=device)
+        self.conv = parameter(conv_kernel, conv_channels, dtype=dtype, device=device)
         self.a_log = parameter(num_value_heads, dtype=torch.float32, device=device)
         self.dt_bias = parameter(num_value_heads, dtype=torch.float32, device=device)
         self.gated_norm = norm_parameter(value_dim, device)

@@ -99,7 +99,7 @@ def _delta_net(config: Qwen3_5Config, source: str, target: str) -> Named:
         begin += size
     yield (
         f"{source}linear_attn.conv1d.weight",
-        Placement(f"{target}conv", (channels, 1, config.conv_kernel), convert=_without_group),
+        Placement(f"{target}conv", (channels, 1, config.conv_kernel), convert=_taps_by_channel),
     )
     yield f"{source}linear_attn.A_log", Placement(f"{target}a_log", (heads,))
     yield f"{source}linear_attn.dt_bias", Placement(f"{target}dt_bias", (heads,))
@@ -107,8 +107,8 @@ def _delta_net(config: Qwen3_5Config, source: str, target: str) -> Named:
     yield f"{source}linear_attn.out_proj.weight", Placement(f"{target}out", (hidden, value))
 
 
-def _without_group(weight: Tensor) -> Tensor:
-    return weight.squeeze(1)
+def _taps_by_channel(weight: Tensor) -> Tensor:
+    return weight.squeeze(1).t()  # [C, 1, Kc] -> [Kc, C]
 
 
 def _mlp(config: Qwen3_5Config, source: str, target: str, stored: frozenset[str]) -> Named:

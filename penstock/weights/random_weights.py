@@ -22,6 +22,8 @@ def fill_parameter(name: str, values: Tensor, seed: int) -> None:
     elif kind == "dt_bias":  # softplus of it is a step between 0.001 and 0.1, evenly in its logarithm
         step = values.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_()
         step.copy_(step.expm1().log_())
+    elif kind == "conv":  # [taps, channels]: sums over the taps
+        values.normal_(0.0, values.shape[0] ** -0.5, generator=generator)
     elif values.dim() >= 2:  # keeps the variance of what it multiplies
         values.normal_(0.0, values.shape[-1] ** -0.5, generator=generator)
     elif "norm" in name:

@@ -25,7 +25,7 @@ L2_EPS = 1e-6
 
 def gated_delta_net(
     mixed: Tensor,  # [T, C + Hv * V + 2 * Hv]  conv channels (q, k, v), z, b, a
-    conv_weight: Tensor,  # [C, Kc]
+    conv_weight: Tensor,  # [Kc, C]  the newest input last
     a_log: Tensor,  # [Hv] float32
     dt_bias: Tensor,  # [Hv] float32
     norm_weight: Tensor,  # [V] float32
@@ -42,7 +42,7 @@ def gated_delta_net(
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
     num_value_heads, value_dim = a_log.shape[0], norm_weight.shape[0]
-    sizes = (conv_weight.shape[0], num_value_heads * value_dim, num_value_heads, num_value_heads)
+    sizes = (conv_weight.shape[1], num_value_heads * value_dim, num_value_heads, num_value_heads)
     channels, z, b, a = mixed.split(sizes, dim=-1)
     beta = sigmoid(b)  # [T, Hv]
     log_decay = -a_log.exp() * softplus(a.float() + dt_bias)  # [T, Hv]
@@ -89,7 +89,7 @@ def _convolve(inputs: Tensor, history: Tensor, weight: Tensor) -> tuple[Tensor, 
     """
     windows = torch.cat((history, inputs.to(history.dtype)), dim=1)
     num_tokens = inputs.shape[1]
-    taps = weight.float().t().contiguous()  # [Kc, C]
+    taps = weight.float()
     total = windows[:, :num_tokens].float() * taps[0]
     for age in range(1, len(taps)):
         total = total + windows[:, age : age + num_tokens].float() * taps[age]
@@ -105,10 +105,9 @@ def _split_heads(
     """Queries and keys have length one; the queries carry the scale K^-0.5."""
     value_size = num_value_heads * value_dim
     key_size = (convolved.shape[-1] - value_size) // 2
-    q, k, v = convolved.split((key_size, key_size, value_size), dim=-1)
-    q, k = (x.unflatten(-1, (num_key_heads, -1)) for x in (q, k))
-    q = _unit_length(q) * q.shape[-1] ** -0.5
-    return q, _unit_length(k), v.unflatten(-1, (num_value_heads, value_dim))
+    qk, v = convolved.split((2 * key_size, value_size), dim=-1)
+    q, k = _unit_length(qk.unflatten(-1, (2, num_key_heads, -1))).unbind(-3)
+    return q * q.shape[-1] ** -0.5, k, v.unflatten(-1, (num_value_heads, value_dim))
 
 
 def _unit_length(x: Tensor) -> Tensor:

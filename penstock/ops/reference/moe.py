@@ -74,10 +74,11 @@ def run_experts_grouped(
 ) -> Tensor:  # [T, k, H]
     order = ids.flatten().argsort(stable=True)
     counts = ids.flatten().bincount(minlength=len(gate_up)).tolist()
+    used = [expert for expert, count in enumerate(counts) if count]
 
     def each_expert(rows: Tensor, weights: Tensor) -> Tensor:
-        groups = zip(rows.split(counts), weights)
-        return torch.cat([linear(own, w, deterministic=deterministic) for own, w in groups if len(own)])
+        groups = zip(used, rows.split([counts[expert] for expert in used]))
+        return torch.cat([linear(own, weights[e], deterministic=deterministic) for e, own in groups])
 
     inner = each_expert(x[order // ids.shape[1]], gate_up)
     outputs = each_expert(swiglu(inner), down)
