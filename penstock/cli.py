@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": "continue one text and print it",
     "inspect": "what a model weighs and how much of it fits here",
     "bench": "time decode steps and prefills against the memory floor",
+    "eval": "what the model behind a server can do, on problems it has never seen",
 }
 
 HELP = """Penstock runs language models: hybrid Gated-DeltaNet ones (Qwen3.5) and Llamas.

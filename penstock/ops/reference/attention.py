@@ -77,7 +77,7 @@ def paged_attention(
                 q[piece.tokens], keys, values, pages[0], piece.span.context_len, scale, window
             )
     flat = out.flatten(1)
-    return (flat if gate is None else flat * sigmoid(gate)).to(q.dtype)
+    return (flat if gate is None else flat * sigmoid(gate, deterministic)).to(q.dtype)
 
 
 def _decode(

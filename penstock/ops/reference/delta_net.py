@@ -44,15 +44,16 @@ def gated_delta_net(
     num_value_heads, value_dim = a_log.shape[0], norm_weight.shape[0]
     sizes = (conv_weight.shape[1], num_value_heads * value_dim, num_value_heads, num_value_heads)
     channels, z, b, a = mixed.split(sizes, dim=-1)
-    beta = sigmoid(b)  # [T, Hv]
-    log_decay = -a_log.exp() * softplus(a.float() + dt_bias)  # [T, Hv]
+    beta = sigmoid(b, deterministic)  # [T, Hv]
+    log_decay = -a_log.exp() * softplus(a.float() + dt_bias, deterministic)  # [T, Hv]
     starts_empty = context_lens == query_start.diff()  # [R]  nothing came before this step
     out = torch.empty(len(mixed), num_value_heads, value_dim, dtype=torch.float32, device=mixed.device)
     for piece in cut_rows(spans, batch_decodes=not deterministic):
         rows, tokens = piece.rows, piece.tokens
         history = _initial(conv, initial_slots[rows], starts_empty[rows])
         state = _initial(recurrent, initial_slots[rows], starts_empty[rows])
-        convolved, windows = _convolve(channels[tokens].unflatten(0, (len(state), -1)), history, conv_weight)
+        inputs = channels[tokens].unflatten(0, (len(state), -1))
+        convolved, windows = _convolve(inputs, history, conv_weight, deterministic)
         q, k, v = _split_heads(convolved, num_key_heads, num_value_heads, value_dim)
         if _takes_chunks(piece.span):
             out[tokens], states = _chunked_row(
@@ -69,7 +70,8 @@ def gated_delta_net(
         for num_tokens, slot in piece.span.checkpoints if piece.span else ():
             recurrent[slot] = states[num_tokens]
             conv[slot] = windows[0, num_tokens : num_tokens + conv.shape[1]]
-    return gated_rms_norm(out, z.unflatten(-1, (-1, value_dim)), norm_weight, eps).flatten(1)
+    z = z.unflatten(-1, (-1, value_dim))
+    return gated_rms_norm(out, z, norm_weight, eps, deterministic=deterministic).flatten(1)
 
 
 def _takes_chunks(span: Span | None) -> TypeGuard[Span]:
@@ -83,7 +85,7 @@ def _initial(pool: Tensor, slots: Tensor, starts_empty: Tensor) -> Tensor:
     return states.masked_fill_(starts_empty.view(-1, *[1] * (pool.dim() - 1)), 0.0)
 
 
-def _convolve(inputs: Tensor, history: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _convolve(inputs: Tensor, history: Tensor, weight: Tensor, deterministic: bool) -> tuple[Tensor, Tensor]:
     """inputs [n, t, C] after history [n, Kc - 1, C] -> silu of the causal convolution [n, t, C] float32,
     and both as one [n, Kc - 1 + t, C]: the history of a later token is a slice of it.
     """
@@ -92,8 +94,8 @@ def _convolve(inputs: Tensor, history: Tensor, weight: Tensor) -> tuple[Tensor, 
     taps = weight.float()
     total = windows[:, :num_tokens].float() * taps[0]
     for age in range(1, len(taps)):
-        total = total + windows[:, age : age + num_tokens].float() * taps[age]
-    return silu(total), windows
+        total = torch.addcmul(total, windows[:, age : age + num_tokens].float(), taps[age])
+    return silu(total, deterministic), windows
 
 
 def _split_heads(

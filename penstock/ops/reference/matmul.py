@@ -47,13 +47,13 @@ def swiglu_linear(
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
-    return linear(swiglu(gate_up), weight, residual=residual, deterministic=deterministic)
+    return linear(swiglu(gate_up, deterministic), weight, residual=residual, deterministic=deterministic)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, deterministic: bool) -> Tensor:
     """[.., 2F] -> [.., F] : silu(gate) * up, float32 inside."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return (silu(gate) * up.float()).to(gate_up.dtype)
+    return (silu(gate, deterministic) * up.float()).to(gate_up.dtype)
 
 
 def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

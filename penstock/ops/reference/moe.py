@@ -35,7 +35,11 @@ def route(
         weights = weights / weights.sum(-1, keepdim=True)
     if shared_gate is None:
         return weights, ids, None
-    return weights, ids, sigmoid(linear(wide, shared_gate.float(), deterministic=deterministic))
+    return (
+        weights,
+        ids,
+        sigmoid(linear(wide, shared_gate.float(), deterministic=deterministic), deterministic),
+    )
 
 
 def sparse_mlp(
@@ -56,10 +60,7 @@ def sparse_mlp(
         outputs = run_experts_gathered(x, ids, gate_up, down, deterministic=deterministic)
     else:
         outputs = run_experts_grouped(x, ids, gate_up, down, deterministic=deterministic)
-    # One choice after the other: a fixed order of additions, whatever the number of tokens.
-    total = outputs[:, 0].float() * weights[:, :1]
-    for choice in range(1, ids.shape[1]):
-        total = total + outputs[:, choice].float() * weights[:, choice : choice + 1]
+    total = (outputs.float() * weights[..., None]).sum(1)
     if shared_weight is not None:
         assert shared_gate_up is not None
         assert shared_down is not None
@@ -72,17 +73,24 @@ def sparse_mlp(
 def run_experts_grouped(
     x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, *, deterministic: bool = False
 ) -> Tensor:  # [T, k, H]
-    order = ids.flatten().argsort(stable=True)
-    counts = ids.flatten().bincount(minlength=len(gate_up)).tolist()
-    used = [expert for expert, count in enumerate(counts) if count]
+    if len(x) == 1:  # nothing to sort
+        used, counts = ids[0].tolist(), [1] * ids.shape[1]
+        rows = x.expand(ids.shape[1], -1)
+    else:
+        order = ids.flatten().argsort(stable=True)
+        by_expert = ids.flatten().bincount(minlength=len(gate_up)).tolist()
+        used = [expert for expert, count in enumerate(by_expert) if count]
+        counts = [by_expert[expert] for expert in used]
+        rows = x[order // ids.shape[1]]
 
     def each_expert(rows: Tensor, weights: Tensor) -> Tensor:
-        groups = zip(used, rows.split([counts[expert] for expert in used]))
+        groups = zip(used, rows.split(counts))
         return torch.cat([linear(own, weights[e], deterministic=deterministic) for e, own in groups])
 
-    inner = each_expert(x[order // ids.shape[1]], gate_up)
-    outputs = each_expert(swiglu(inner), down)
-    return torch.empty_like(outputs).index_copy_(0, order, outputs).view(*ids.shape, -1)
+    outputs = each_expert(swiglu(each_expert(rows, gate_up), deterministic), down)
+    if len(x) > 1:
+        outputs = torch.empty_like(outputs).index_copy_(0, order, outputs)
+    return outputs.view(*ids.shape, -1)
 
 
 def run_experts_gathered(
@@ -95,5 +103,5 @@ def run_experts_gathered(
         block = slice(first, first + tokens_a_block)
         chosen = ids[block]
         inner = gate_up[chosen] @ x[block, None, :, None]  # [n, k, 2I, 1]
-        outputs[block] = (down[chosen] @ swiglu(inner.squeeze(-1)).unsqueeze(-1)).squeeze(-1)
+        outputs[block] = (down[chosen] @ swiglu(inner.squeeze(-1), deterministic).unsqueeze(-1)).squeeze(-1)
     return outputs

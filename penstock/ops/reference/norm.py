@@ -15,9 +15,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (_unit_rms(x, eps) * weight).to(x.dtype)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, deterministic: bool = False
+) -> Tensor:
     """x [.., D], gate [.., D], weight [D] float32 -> [.., D] like the gate: norm first, then silu(gate)."""
-    return (_unit_rms(x, eps) * weight * silu(gate)).to(gate.dtype)
+    return (_unit_rms(x, eps) * weight * silu(gate, deterministic)).to(gate.dtype)
 
 
 def _unit_rms(x: Tensor, eps: float) -> Tensor:
