@@ -38,6 +38,7 @@ Try it; without a model these use a tiny one that comes along:
   penstock generate "Once upon a time"        one answer, streamed
   penstock serve                              an OpenAI-compatible server on port 8000
   penstock serve ~/models/Qwen3.5-4B          the same with a checkpoint of yours
+  penstock eval gates                         what the model behind that server can do
   penstock inspect Qwen3.5-35B-A3B            parameters, bytes, what fits here
 
 penstock COMMAND --help shows every flag. Engine and server flags are environment variables too:

@@ -17,8 +17,7 @@ SMALL = ["--device", "cpu", "--memory-gb", "0.02"]
 
 def environment(**variables: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-    home = os.environ.get("PENSTOCK_HOME")
-    return {**kept, "OMP_NUM_THREADS": "1", **({"PENSTOCK_HOME": home} if home else {}), **variables}
+    return {**kept, "OMP_NUM_THREADS": "1", **variables}
 
 
 def penstock(*words: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:

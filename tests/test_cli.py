@@ -71,14 +71,14 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             "error: penstock has no command 'srve'\n"
             "  Did you mean 'serve'?\n"
-            "  The commands are serve, chat, generate, inspect, bench.\n",
+            "  The commands are serve, chat, generate, inspect, bench, eval.\n",
         ),
         (
             ["--versoin"],
             2,
             "error: penstock has no flag '--versoin'\n"
             "  Did you mean '--version'?\n"
-            "  The commands are serve, chat, generate, inspect, bench.\n",
+            "  The commands are serve, chat, generate, inspect, bench, eval.\n",
         ),
         (
             ["serve", "--max-row", "4"],
@@ -320,7 +320,7 @@ def test_wrong_variable_is_named() -> None:
 
 
 def test_misspelt_variable_does_not_pass_in_silence() -> None:
-    assert unknown_variables({"PENSTOCK_MAX_ROWS": "8", "PENSTOCK_HOME": "/x", "PATH": "/bin"}) == []
+    assert unknown_variables({"PENSTOCK_MAX_ROWS": "8", "PATH": "/bin"}) == []
     (sentence,) = unknown_variables({"PENSTOCK_MAX_ROW": "8"})
     assert "Did you mean 'PENSTOCK_MAX_ROWS'?" in sentence
 

@@ -40,7 +40,7 @@ def test_generate_prints_the_text_and_nothing_else_on_stdout(
 
 
 def test_generate_draws_n_answers_with_logprobs(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--n", "2", "--seed", "1", "--temperature", "1", "--max-tokens", "3", "--logprobs", "2"]
+    words = ["--n", "2", "--seed", "1", "--temperature", "9", "--max-tokens", "3", "--logprobs", "2"]
     assert main(["generate", "--chat", "Hello", "--json", "--ignore-eos", *words, *SMALL]) == 0
     first, second = json.loads(capsys.readouterr().out)["completions"]
     assert first["token_ids"] != second["token_ids"]

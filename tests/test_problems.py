@@ -282,7 +282,13 @@ def template(request: pytest.FixtureRequest) -> ChatTemplate:
     if request.param == "published":
         file = request.getfixturevalue("shared_data") / "qwen3.5" / "chat_template.jinja"
     else:
-        file = Path(__file__).resolve().parents[1] / "penstock" / "assets" / "chat_template.jinja"
+        file = (
+            Path(__file__).resolve().parents[1]
+            / "penstock"
+            / "assets"
+            / "penstock-tiny"
+            / "chat_template.jinja"
+        )
     return ChatTemplate(file.read_text(encoding="utf-8"))
 
 
@@ -300,7 +306,9 @@ def test_prompt_and_completion_are_the_templates_own_rendering(name: str, templa
 
 @pytest.fixture(scope="module")
 def own_template() -> ChatTemplate:
-    file = Path(__file__).resolve().parents[1] / "penstock" / "assets" / "chat_template.jinja"
+    file = (
+        Path(__file__).resolve().parents[1] / "penstock" / "assets" / "penstock-tiny" / "chat_template.jinja"
+    )
     return ChatTemplate(file.read_text(encoding="utf-8"))
 
 

@@ -125,11 +125,11 @@ def write_folder(tiny_folder: Path, folder: Path, **files: object) -> Path:
         ({"generation_config__json": {"eos_token_id": 7}}, (7,)),
         ({"generation_config__json": {"eos_token_id": [7, 8]}, "config__json": {"eos_token_id": 8}}, (7, 8)),
         ({"config__json": {"eos_token_id": None, "text_config": {"eos_token_id": [9]}}}, (9,)),
-        ({"tokenizer_config__json": {"eos_token": "<|endoftext|>"}}, (1000,)),
-        ({"tokenizer_config__json": {"eos_token": {"content": "<|im_end|>"}}}, (1002,)),
+        ({"tokenizer_config__json": {"eos_token": "<|endoftext|>"}}, (2527,)),
+        ({"tokenizer_config__json": {"eos_token": {"content": "<|im_end|>"}}}, (2529,)),
         ({"tokenizer_config__json": {"eos_token": "unknown"}}, ()),
-        ({"tokenizer_config__json": {"chat_template": "x<|im_end|>"}}, (1002,)),
-        ({"chat_template__jinja": "x<|im_end|><|eot_id|>"}, (1002,)),
+        ({"tokenizer_config__json": {"chat_template": "x<|im_end|>"}}, (2529,)),
+        ({"chat_template__jinja": "x<|im_end|><|eot_id|>"}, (2529,)),
     ],
 )
 def test_every_place_that_names_an_end_counts(tiny_folder: Path, tmp_path: Path, files, expected) -> None:

@@ -22,7 +22,7 @@ from penstock.eval.problems.mixture import sample_training
 from penstock.text.template import ChatTemplate
 from training.encode import encode, render_prompt
 
-ASSETS = Path(__file__).resolve().parents[1] / "penstock" / "assets"
+ASSETS = Path(__file__).resolve().parents[1] / "penstock" / "assets" / "penstock-tiny"
 
 # Words with the sign before them, single digits, runs of other signs with the line's end, line ends, spaces.
 SPLIT = (

@@ -19,7 +19,6 @@ from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import ConfigError, PenstockError, nearest
 
 ENV_PREFIX = "PENSTOCK_"
-OTHER_VARIABLES = ("PENSTOCK_HOME",)  # where the embedded model is kept; has no flag
 SHORT_FLAGS = {"model": "-m"}
 _COUNT = re.compile(r"(-?\d+(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
 _SCALES = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
@@ -220,7 +219,6 @@ def _read_variable(flag: Flag, text: str) -> Any:
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """A sentence for each PENSTOCK_ variable that no setting answers to: a misspelt one must not pass."""
     known = [flag.variable for settings in (EngineConfig, ServeConfig) for flag in flags_of(settings)]
-    known += OTHER_VARIABLES
     unknown = sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
     return [
         f"{name} is set, but there is no such setting. {nearest(name, known)}".strip() for name in unknown

@@ -94,7 +94,7 @@ GATES = (
     Gate("word_problems", lambda rng: word_problems.sample(rng, True), _is_right),
     Gate("spot_checks", lambda rng: spot_checks.sample(rng, True), _is_right),
     Gate("tool_calls", lambda rng: tool_calls.sample(rng, True), _is_right),
-    Gate("recall", lambda rng: recall.sample(rng, True), _is_right),
+    Gate("recall", lambda rng: recall.sample_far(rng, True), _is_right),
     Gate("thinking_closed", _draw_thinking, _closes_its_thought),
 )
 

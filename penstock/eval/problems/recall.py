@@ -39,6 +39,7 @@ from penstock.eval.problems.tool import Draw, clock_time, first_name, from_list,
 
 THE_USERS = "The user's"
 MAX_FILLER_CHARS = 6_600
+FAR_CHARS = 8_000
 # How long the filler is at most, and the share of conversations up to there; a token has four characters.
 FILLER_CHARS = ((0, 0.2), (350, 0.6), (1_200, 0.82), (3_200, 0.93), (MAX_FILLER_CHARS, 1.0))
 
@@ -170,6 +171,20 @@ def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Convers
     )
 
 
+def sample_far(rng: Random, held_out: bool) -> Conversation:
+    """One fact in the first turn, asked for after more than 2,000 tokens of something else."""
+    asked = draw_facts(rng, held_out)[0]
+    turns = [tell(rng, asked), *_draw_exchanges(rng, held_out, FAR_CHARS)]
+    messages = [message for said, answer in turns for message in (user(said), assistant(answer))]
+    question = user(asked.fill(pick(rng, QUESTIONS)))
+    return Conversation(
+        kind="recall",
+        messages=(*messages, question, assistant(capitalised(f"{asked.statement}."))),
+        check=Mentions((asked.value,), ()),
+        enable_thinking=False,
+    )
+
+
 def draw_facts(rng: Random, held_out: bool) -> list[Fact]:
     """Facts with different questions; the first is the one to ask for, and decides what is held out."""
     asked = _draw_fact(rng)
@@ -241,10 +256,14 @@ def _acknowledge(rng: Random, held_out: bool, is_thinking: bool) -> Conversation
 
 def _draw_filler(rng: Random, held_out: bool) -> list[tuple[str, str]]:
     """Exchanges of about a drawn length."""
-    turns: list[tuple[str, str]] = []
     luck = rng.random()
     most = next(most for most, edge in FILLER_CHARS if luck < edge)
-    left = most * (0.5 + 0.5 * rng.random())
+    return _draw_exchanges(rng, held_out, most * (0.5 + 0.5 * rng.random()))
+
+
+def _draw_exchanges(rng: Random, held_out: bool, num_chars: float) -> list[tuple[str, str]]:
+    turns: list[tuple[str, str]] = []
+    left = num_chars
     while left > 150:
         said, answer = _draw_exchange(rng, held_out, int(left))
         if len(said) + len(answer) > left:

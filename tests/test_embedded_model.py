@@ -1,0 +1,130 @@
+"""The embedded model is a real checkpoint: in the published layout, and saying the same in transformers."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer, Qwen3_5MoeForCausalLM
+
+from penstock import LLM, SamplingParams
+from penstock.assets import default_model
+from penstock.eval.problems.mixture import sample_training
+from penstock.text.template import ChatTemplate
+from penstock.text.tokenizer import Tokenizer
+
+MAX_BYTES = 24e6
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return default_model()
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Qwen3_5MoeForCausalLM:
+    config = AutoConfig.from_pretrained(folder)
+    model = Qwen3_5MoeForCausalLM(config.text_config).float()
+    trunk = {
+        name.replace("model.language_model.", "model."): tensor.float()
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if not name.startswith("mtp.")
+    }
+    missing, unexpected = model.load_state_dict(trunk, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])  # tied
+    model.tie_weights()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(device="cpu", memory_gb=0.3)
+
+
+def test_it_fits_the_package(folder: Path) -> None:
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= MAX_BYTES
+
+
+def test_names_and_counts_are_those_of_a_published_checkpoint(folder: Path) -> None:
+    """18 tensors for a DeltaNet layer, 15 for an attention layer, 2 global (tied), 17 + 3 per MTP expert."""
+    tensors = load_file(folder / "model.safetensors")
+    mtp = [name for name in tensors if name.startswith("mtp.")]
+    assert len(mtp) == 17 + 3 * 16
+    assert len(tensors) - len(mtp) == 18 * 6 + 15 * 2 + 2
+    for name, tensor in tensors.items():
+        in_float32 = re.search(r"A_log$|linear_attn\.norm\.weight$", name)
+        assert tensor.dtype == (torch.float32 if in_float32 else torch.bfloat16), name
+        assert tensor.isfinite().all()
+
+
+def test_control_tokens_are_those_of_qwen_in_their_order(folder: Path, shared_data: Path) -> None:
+    packed = (shared_data / "qwen3.5" / "tokenizer.json.xz").read_bytes()
+    published = json.loads(lzma.decompress(packed))["added_tokens"]
+    ours = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    assert [(token["content"], token["special"]) for token in ours] == [
+        (token["content"], token["special"]) for token in published
+    ]
+
+
+def test_text_survives_the_tokenizer(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    for text in ("The turbine turns.", "naïve 漢字 🚀\r\n\t x", "12345", "<think>no</think>"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("2026")) == 4
+    assert set(tokenizer.eos_token_ids) == {tokenizer.id_of("<|im_end|>"), tokenizer.id_of("<|endoftext|>")}
+    assert tokenizer.turn_start_ids == {tokenizer.id_of("<|im_start|>")}
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
+def test_transformers_reads_the_same_tokenizer_and_template(folder: Path, variables: dict[str, Any]) -> None:
+    theirs = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    rendered = ChatTemplate.load(folder).render(messages, tools=tools, **variables)
+    assert rendered == theirs.apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables
+    )
+    assert theirs(rendered)["input_ids"] == Tokenizer.load(folder).encode(rendered)
+
+
+def test_it_thinks_only_when_asked(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is 17 + 26? Reply with just the number."}]
+    plain = llm.chat(messages, SamplingParams(max_tokens=80)).text
+    assert plain == "43"
+    thought, closed, answer = llm.chat(
+        messages, SamplingParams(max_tokens=80), enable_thinking=True
+    ).text.partition("</think>")
+    assert closed
+    assert thought.strip()
+    assert answer.strip() == "43"
+
+
+def test_greedy_text_is_that_of_transformers(llm: LLM, reference: Qwen3_5MoeForCausalLM) -> None:
+    """Every kind of conversation the model knows, with tools and without, thinking and not."""
+    rng = Random("greedy-text")
+    conversations = [sample_training(rng) for _ in range(12)]
+    conversations = [conversation for conversation in conversations if len(str(conversation.messages)) < 4000]
+    assert len({conversation.kind for conversation in conversations}) >= 4
+    for conversation in conversations:
+        prompt = llm.encode_chat(
+            list(conversation.messages[:-1]),
+            tools=conversation.tools,
+            enable_thinking=conversation.enable_thinking,
+        )
+        ours = llm.generate(prompt, SamplingParams(max_tokens=60)).pop()
+        with torch.inference_mode():
+            ids = reference.generate(
+                torch.tensor([prompt]),
+                max_new_tokens=60,
+                do_sample=False,
+                eos_token_id=list(llm.tokenizer.eos_token_ids),
+                pad_token_id=0,
+            )
+        assert list(ours.token_ids) == ids[0, len(prompt) :].tolist(), conversation.kind

@@ -1,0 +1,384 @@
+"""The gate of CI: the engine answers held-out word problems as well as transformers, and a broken one does not.
+
+The share of right answers is what a user sees. A confident model hides small faults from it, and even from
+every token it picks: without the renormalised top-k or without the scale of q all 24 replies stay the same.
+So the gate also compares how likely the second choice was at every place, where such faults are plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from penstock import LLM, SamplingParams
+from penstock.assets import default_model
+from penstock.engine.rows import RowTable
+from penstock.eval.gates import GATES, draw_problems, score
+from penstock.eval.problems.conversation import Conversation
+from penstock.eval.problems.reply import Reply
+from penstock.layers import mlp
+from penstock.layers.inputs import StepInputs
+from penstock.ops.reference import attention, delta_net
+from penstock.text.template import ChatTemplate
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import StepPlan
+from serving import Server, start_server
+
+GATE = next(gate for gate in GATES if gate.name == "word_problems")
+SEED = 2026
+NUM_PROBLEMS, NUM_FAULT_PROBLEMS = 100, 24
+NUM_CLIENTS = 8
+MAX_TOKENS = 160  # half as many again as the longest right reply
+
+MIN_REFERENCE_SHARE = 0.90
+MAX_SHARE_GAP = 0.02
+MAX_DRIFT = 0.001
+
+# Small pages: a problem and its reply lie on three to twelve of them. Fewer rows than problems: slots change hands.
+SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "page_size": 16, "memory_gb": 0.2}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What somebody said to a problem, token by token, and how likely their second choice was each time."""
+
+    reply: Reply
+    tokens: tuple[bytes, ...]
+    runner_ups: tuple[float, ...]  # log-probabilities
+
+
+Criterion = Literal["share", "drift"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    share: float
+    reference_share: float
+    drift: float
+
+    @property
+    def missed(self) -> list[Criterion]:
+        missed: list[Criterion] = []
+        if abs(self.share - self.reference_share) > MAX_SHARE_GAP:
+            missed.append("share")
+        if not self.drift <= MAX_DRIFT:  # a NaN is a miss
+            missed.append("drift")
+        return missed
+
+
+def judge(problems: Sequence[Conversation], ours: Sequence[Answer], theirs: Sequence[Answer]) -> Verdict:
+    """The gate: passed when nothing is missed."""
+    gaps = [gap for our, their in zip(ours, theirs, strict=True) for gap in runner_up_gaps(our, their)]
+    return Verdict(share_right(problems, ours), share_right(problems, theirs), fmean(gaps))
+
+
+def share_right(problems: Sequence[Conversation], answers: Sequence[Answer]) -> float:
+    share = score(GATE, problems, [answer.reply for answer in answers]).share
+    assert share is not None
+    return share
+
+
+def runner_up_gaps(ours: Answer, theirs: Answer) -> list[float]:
+    """As long as both have said the same so far; after that they answer different questions."""
+    gaps = []
+    for our_token, their_token, our_value, their_value in zip(
+        ours.tokens, theirs.tokens, ours.runner_ups, theirs.runner_ups
+    ):
+        gaps.append(abs(our_value - their_value))
+        if our_token != their_token:
+            break
+    assert gaps, "an answer without tokens"
+    return gaps
+
+
+class Reference:
+    """transformers on the same checkpoint, greedy."""
+
+    def __init__(self) -> None:
+        folder = default_model()
+        loaded: tuple[PreTrainedModel, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+        self.model, info = loaded
+        assert not info["missing_keys"]
+        self.tokenizer = Tokenizer.load(folder)
+        self.template = ChatTemplate.load(folder)
+
+    def answer(self, problems: Sequence[Conversation]) -> list[Answer]:
+        """In one batch, padded on the left: masked places leave neither keys nor a trace in the state."""
+        prompts = [self._encode(problem) for problem in problems]
+        width = max(map(len, prompts))
+        with torch.inference_mode():
+            output: Any = self.model.generate(
+                torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts]),
+                attention_mask=torch.tensor(
+                    [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+                ),
+                max_new_tokens=MAX_TOKENS,
+                do_sample=False,
+                eos_token_id=list(self.tokenizer.eos_token_ids),
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        runner_ups = torch.stack([logits.log_softmax(-1).topk(2).values[:, 1] for logits in output.logits], 1)
+        return [
+            self._read(problem, token_ids, values)
+            for problem, token_ids, values in zip(
+                problems, output.sequences[:, width:].tolist(), runner_ups.tolist()
+            )
+        ]
+
+    def _encode(self, problem: Conversation) -> list[int]:
+        text = self.template.render(list(problem.prompt), enable_thinking=problem.enable_thinking)
+        return self.tokenizer.encode(text)
+
+    def _read(self, problem: Conversation, token_ids: list[int], runner_ups: list[float]) -> Answer:
+        ends = (place for place, id in enumerate(token_ids) if id in self.tokenizer.eos_token_ids)
+        end = next(ends, len(token_ids))
+        return read_answer(self.tokenizer, problem, token_ids[:end], runner_ups[: end + 1])
+
+
+def read_answer(
+    tokenizer: Tokenizer, problem: Conversation, token_ids: Sequence[int], runner_ups: Sequence[float]
+) -> Answer:
+    text = tokenizer.decode(list(token_ids))
+    return Answer(
+        Reply.from_text(text, is_thinking=problem.enable_thinking),
+        tuple(map(tokenizer.token_bytes, token_ids)),
+        tuple(runner_ups),
+    )
+
+
+@pytest.fixture(scope="module")
+def problems() -> list[Conversation]:
+    problems = draw_problems(GATE, NUM_PROBLEMS, SEED)
+    assert len({problem.enable_thinking for problem in problems}) == 2
+    return problems
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference()
+
+
+@pytest.fixture(scope="module")
+def theirs(reference: Reference, problems: list[Conversation]) -> list[Answer]:
+    return reference.answer(problems)
+
+
+def ask_server(server: Server, problem: Conversation, max_tokens: int = MAX_TOKENS) -> Answer:
+    response = server.post(
+        {
+            "messages": list(problem.prompt),
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "chat_template_kwargs": {"enable_thinking": problem.enable_thinking},
+        }
+    )
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    scored = choice["logprobs"]["content"]
+    return Answer(
+        Reply.from_message(choice["message"], choice["finish_reason"], is_thinking=problem.enable_thinking),
+        tuple(bytes(token["bytes"]) for token in scored),
+        tuple(token["top_logprobs"][1]["logprob"] for token in scored),
+    )
+
+
+def ask_engine(llm: LLM, problems: Sequence[Conversation]) -> list[Answer]:
+    """All problems in one batch."""
+    prompts = [
+        llm.encode_chat(list(problem.prompt), enable_thinking=problem.enable_thinking) for problem in problems
+    ]
+    completions = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=2))
+    return [
+        read_answer(
+            llm.tokenizer,
+            problem,
+            completion.token_ids[: -1 if completion.finish == "stop" else None],
+            [logprob.top[1][1] for logprob in completion.logprobs],
+        )
+        for problem, completion in zip(problems, completions, strict=True)
+    ]
+
+
+def test_transformers_solves_the_problems(problems: list[Conversation], theirs: list[Answer]) -> None:
+    """Or agreeing with it would say nothing."""
+    assert share_right(problems, theirs) >= MIN_REFERENCE_SHARE
+
+
+def test_padding_changes_nothing_in_transformers(
+    reference: Reference, problems: list[Conversation], theirs: list[Answer]
+) -> None:
+    """The most padded ones again, each alone."""
+    shortest = sorted(range(NUM_PROBLEMS), key=lambda index: len(str(problems[index].prompt)))[:3]
+    for index in shortest:
+        (alone,) = reference.answer([problems[index]])
+        assert alone.tokens == theirs[index].tokens
+        assert max(runner_up_gaps(alone, theirs[index])) < MAX_DRIFT
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_the_server_answers_like_transformers(
+    prefix_cache: bool, problems: list[Conversation], theirs: list[Answer]
+) -> None:
+    """With the cache every prompt is sent twice: all answers go on from restored pages and states."""
+    cached = {"prefix_cache": True, "checkpoint_gb": 0.08}
+    settings = cached if prefix_cache else {"prefix_cache": False, "page_size": 64}
+    with (
+        start_server({**SETTINGS, "max_rows": NUM_CLIENTS, **settings}) as server,
+        ThreadPoolExecutor(NUM_CLIENTS) as clients,
+    ):
+        if prefix_cache:
+            list(clients.map(lambda problem: ask_server(server, problem, max_tokens=1), problems))
+        num_hits_before = server.stats()["prefix"]["hit"]
+        ours = list(clients.map(lambda problem: ask_server(server, problem), problems))
+        num_hits = server.stats()["prefix"]["hit"] - num_hits_before
+    assert num_hits == (NUM_PROBLEMS if prefix_cache else 0)
+    verdict = judge(problems, ours, theirs)
+    print(verdict)
+    assert not verdict.missed, verdict
+
+
+def edit_inputs(patch: pytest.MonkeyPatch, edit: Callable[[StepInputs], StepInputs]) -> None:
+    make_inputs = RowTable._step_inputs
+    patch.setattr(RowTable, "_step_inputs", lambda *arguments: edit(make_inputs(*arguments)))
+
+
+def turn_neighbouring_dimensions(patch: pytest.MonkeyPatch) -> None:
+    """Rope: pairs are (2j, 2j + 1) instead of (j, j + rot/2)."""
+    rotate = attention.rotate
+    patch.setattr(attention, "rotate", lambda x, cos, sin, interleaved: rotate(x, cos, sin, not interleaved))
+
+
+def count_positions_from_the_step(patch: pytest.MonkeyPatch) -> None:
+    """Rope: a token's position is its place in the step, not in the sequence."""
+
+    def edit(inputs: StepInputs) -> StepInputs:
+        num_tokens = inputs.query_start.diff()
+        starts = (inputs.context_lens - num_tokens).repeat_interleave(num_tokens)
+        return replace(inputs, positions=inputs.positions - starts)
+
+    edit_inputs(patch, edit)
+
+
+def lose_pages_of_decodes(patch: pytest.MonkeyPatch) -> None:
+    """KV paging: a page that a row takes after its admission does not reach the device's table."""
+    apply = RowTable.apply
+
+    def apply_admissions_only(table: RowTable, plan: StepPlan, deterministic: bool) -> Any:
+        admitted = {admission.row for admission in plan.admissions}
+        kept = tuple(update for update in plan.page_updates if update[0] in admitted)
+        return apply(table, replace(plan, page_updates=kept), deterministic)
+
+    patch.setattr(RowTable, "apply", apply_admissions_only)
+
+
+def read_later_pages_of_another_row(patch: pytest.MonkeyPatch) -> None:
+    """KV paging: from the second page on, a row reads those of the row before it."""
+
+    def edit(inputs: StepInputs) -> StepInputs:
+        first, later = inputs.page_table[:, :1], inputs.page_table[:, 1:]
+        return replace(inputs, page_table=torch.cat((first, later.roll(1, dims=0)), dim=1))
+
+    edit_inputs(patch, edit)
+
+
+def read_state_of_another_row(patch: pytest.MonkeyPatch) -> None:
+    """State slots: a row goes on from the state of the row before it."""
+    edit_inputs(patch, lambda inputs: replace(inputs, initial_slots=inputs.initial_slots.roll(1)))
+
+
+def keep_state_of_the_last_owner(patch: pytest.MonkeyPatch) -> None:
+    """State slots: a new sequence does not start empty but from what its slot still holds."""
+    read_initial = delta_net._initial
+
+    def read_as_it_is(pool: Tensor, slots: Tensor, starts_empty: Tensor) -> Tensor:
+        return read_initial(pool, slots, torch.zeros_like(starts_empty))
+
+    patch.setattr(delta_net, "_initial", read_as_it_is)
+
+
+def skip_renormalisation(patch: pytest.MonkeyPatch) -> None:
+    """Top-k: the weights of the chosen experts stay as the softmax over all of them gave them."""
+    route = mlp.route
+
+    def route_plainly(x: Tensor, router: Tensor, k: int, normalize: bool, *rest: Any, **options: Any) -> Any:
+        assert normalize
+        return route(x, router, k, False, *rest, **options)
+
+    patch.setattr(mlp, "route", route_plainly)
+
+
+def scale_heads(patch: pytest.MonkeyPatch, q_power: float, k_power: float) -> None:
+    split_heads = delta_net._split_heads
+
+    def split_and_scale(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = split_heads(*arguments)
+        width = q.shape[-1]
+        return q * width**q_power, k * width**k_power, v
+
+    patch.setattr(delta_net, "_split_heads", split_and_scale)
+
+
+def forget_scale_of_q(patch: pytest.MonkeyPatch) -> None:
+    """q scale: gone. Only the epsilon of the gated norm after it can tell."""
+    scale_heads(patch, q_power=0.5, k_power=0.0)
+
+
+def scale_k_as_well(patch: pytest.MonkeyPatch) -> None:
+    """q scale: applied to q and k while they are one tensor."""
+    scale_heads(patch, q_power=0.0, k_power=-0.5)
+
+
+FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Criterion]] = [
+    (turn_neighbouring_dimensions, "share"),
+    (count_positions_from_the_step, "share"),
+    (lose_pages_of_decodes, "share"),
+    (read_later_pages_of_another_row, "share"),
+    (read_state_of_another_row, "share"),
+    (keep_state_of_the_last_owner, "drift"),
+    (skip_renormalisation, "drift"),
+    (forget_scale_of_q, "drift"),
+    (scale_k_as_well, "share"),
+]
+
+
+def judge_engine(problems: list[Conversation], theirs: list[Answer]) -> Verdict:
+    """In this process, where it can be broken."""
+    some = slice(NUM_FAULT_PROBLEMS)
+    llm = LLM(**SETTINGS, max_rows=NUM_FAULT_PROBLEMS // 2)
+    return judge(problems[some], ask_engine(llm, problems[some]), theirs[some])
+
+
+def test_the_engine_passes_where_its_faults_are_sought(
+    problems: list[Conversation], theirs: list[Answer]
+) -> None:
+    verdict = judge_engine(problems, theirs)
+    print(verdict)
+    assert not verdict.missed, verdict
+
+
+@pytest.mark.parametrize(("fault", "criterion"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+def test_the_gate_closes_on_a_fault(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    criterion: Criterion,
+    problems: list[Conversation],
+    theirs: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault(monkeypatch)
+    verdict = judge_engine(problems, theirs)
+    print(verdict)
+    assert criterion in verdict.missed, verdict
