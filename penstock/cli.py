@@ -35,7 +35,7 @@ usage: penstock COMMAND [...]
 
 Try it; without a model these use a tiny one that comes along:
   penstock chat                               talk to it
-  penstock generate "Once upon a time"        one answer, streamed
+  penstock generate --chat "What is 7 * 8?"   one answer, streamed
   penstock serve                              an OpenAI-compatible server on port 8000
   penstock serve ~/models/Qwen3.5-4B          the same with a checkpoint of yours
   penstock eval gates                         what the model behind that server can do

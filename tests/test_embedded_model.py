@@ -16,9 +16,11 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3_5MoeForCausalLM
 
 from penstock import LLM, SamplingParams
 from penstock.assets import default_model
+from penstock.eval.problems import word_problems
 from penstock.eval.problems.mixture import sample_training
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
+from step_inputs import ByHand, make_cache, make_inputs
 
 MAX_BYTES = 24e6
 
@@ -128,3 +130,30 @@ def test_greedy_text_is_that_of_transformers(llm: LLM, reference: Qwen3_5MoeForC
                 pad_token_id=0,
             )
         assert list(ours.token_ids) == ids[0, len(prompt) :].tolist(), conversation.kind
+
+
+def test_its_mtp_head_guesses_the_token_after_the_next(llm: LLM) -> None:
+    """On held-out word problems, over the replies it writes itself: the first draft of speculation."""
+    model: Any = llm.engine.runner.model
+    rng = Random("drafts")
+    problems = [word_problems.sample(rng, True) for _ in range(12)]
+    prompts = [
+        llm.encode_chat(list(problem.messages[:-1]), enable_thinking=problem.enable_thinking)
+        for problem in problems
+    ]
+    num_drafts = num_right = 0
+    for prompt, reply in zip(prompts, llm.generate(prompts, SamplingParams(max_tokens=200)), strict=True):
+        tokens = torch.tensor([*prompt, *reply.token_ids])
+        by_hand = ByHand(model, num_sequences=1)
+        row = by_hand.row(0, tokens[:-2].tolist())
+        with torch.inference_mode():
+            hidden = model.final_norm(by_hand.hidden(row))
+            cache = make_cache(model.mtp.cache_spec, 1 + by_hand.pages_each, 1, torch.float32)
+            drafted = model.draft_logits(model.draft(make_inputs([row]), tokens[1:-1], hidden, cache)).argmax(
+                -1
+            )
+        in_reply = slice(len(prompt) - 2, None)
+        num_drafts += len(drafted[in_reply])
+        num_right += int((drafted[in_reply] == tokens[2:][in_reply]).sum())
+    assert num_right >= 0.7 * num_drafts, f"{num_right} of {num_drafts} drafts"
+    print(f"{num_right} of {num_drafts} drafts are right")

@@ -1,12 +1,13 @@
-"""The gate of CI: the engine answers held-out word problems as well as transformers, and a broken one does not.
+"""The gate of CI: the engine answers held-out word problems as well as transformers, and broken it does not.
 
-The share of right answers is what a user sees. A confident model hides small faults from it, and even from
-every token it picks: without the renormalised top-k or without the scale of q all 24 replies stay the same.
-So the gate also compares how likely the second choice was at every place, where such faults are plain.
+The share of right answers is what a user sees. A confident model hides some faults from it, and even from
+every token it picks: without renormalised top-k weights, without the scale of q or with a stale state, not
+one reply changes. So the gate also asks how likely the second choice was at every place; there they are plain.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -36,13 +37,13 @@ GATE = next(gate for gate in GATES if gate.name == "word_problems")
 SEED = 2026
 NUM_PROBLEMS, NUM_FAULT_PROBLEMS = 100, 24
 NUM_CLIENTS = 8
-MAX_TOKENS = 160  # half as many again as the longest right reply
+MAX_TOKENS = 128  # right replies have at most 107
 
 MIN_REFERENCE_SHARE = 0.90
 MAX_SHARE_GAP = 0.02
-MAX_DRIFT = 0.001
+MAX_DRIFT = 1e-3  # float32 differs by 6e-6, the smallest fault below by 8e-2
 
-# Small pages: a problem and its reply lie on three to twelve of them. Fewer rows than problems: slots change hands.
+# Small pages, so that a problem and its reply lie on several of them.
 SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "page_size": 16, "memory_gb": 0.2}
 
 
@@ -62,7 +63,7 @@ Criterion = Literal["share", "drift"]
 class Verdict:
     share: float
     reference_share: float
-    drift: float
+    drift: float  # mean distance of the runner-ups' log-probabilities
 
     @property
     def missed(self) -> list[Criterion]:
@@ -77,7 +78,8 @@ class Verdict:
 def judge(problems: Sequence[Conversation], ours: Sequence[Answer], theirs: Sequence[Answer]) -> Verdict:
     """The gate: passed when nothing is missed."""
     gaps = [gap for our, their in zip(ours, theirs, strict=True) for gap in runner_up_gaps(our, their)]
-    return Verdict(share_right(problems, ours), share_right(problems, theirs), fmean(gaps))
+    drift = fmean(gaps) if gaps else math.inf
+    return Verdict(share_right(problems, ours), share_right(problems, theirs), drift)
 
 
 def share_right(problems: Sequence[Conversation], answers: Sequence[Answer]) -> float:
@@ -95,7 +97,6 @@ def runner_up_gaps(ours: Answer, theirs: Answer) -> list[float]:
         gaps.append(abs(our_value - their_value))
         if our_token != their_token:
             break
-    assert gaps, "an answer without tokens"
     return gaps
 
 
@@ -247,7 +248,6 @@ def test_the_server_answers_like_transformers(
         num_hits = server.stats()["prefix"]["hit"] - num_hits_before
     assert num_hits == (NUM_PROBLEMS if prefix_cache else 0)
     verdict = judge(problems, ours, theirs)
-    print(verdict)
     assert not verdict.missed, verdict
 
 
@@ -283,16 +283,6 @@ def lose_pages_of_decodes(patch: pytest.MonkeyPatch) -> None:
         return apply(table, replace(plan, page_updates=kept), deterministic)
 
     patch.setattr(RowTable, "apply", apply_admissions_only)
-
-
-def read_later_pages_of_another_row(patch: pytest.MonkeyPatch) -> None:
-    """KV paging: from the second page on, a row reads those of the row before it."""
-
-    def edit(inputs: StepInputs) -> StepInputs:
-        first, later = inputs.page_table[:, :1], inputs.page_table[:, 1:]
-        return replace(inputs, page_table=torch.cat((first, later.roll(1, dims=0)), dim=1))
-
-    edit_inputs(patch, edit)
 
 
 def read_state_of_another_row(patch: pytest.MonkeyPatch) -> None:
@@ -346,7 +336,6 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Criterion]] = [
     (turn_neighbouring_dimensions, "share"),
     (count_positions_from_the_step, "share"),
     (lose_pages_of_decodes, "share"),
-    (read_later_pages_of_another_row, "share"),
     (read_state_of_another_row, "share"),
     (keep_state_of_the_last_owner, "drift"),
     (skip_renormalisation, "drift"),
@@ -356,7 +345,7 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Criterion]] = [
 
 
 def judge_engine(problems: list[Conversation], theirs: list[Answer]) -> Verdict:
-    """In this process, where it can be broken."""
+    """In this process, where it can be broken. Half as many rows as problems: slots and pages change hands."""
     some = slice(NUM_FAULT_PROBLEMS)
     llm = LLM(**SETTINGS, max_rows=NUM_FAULT_PROBLEMS // 2)
     return judge(problems[some], ask_engine(llm, problems[some]), theirs[some])
@@ -366,7 +355,6 @@ def test_the_engine_passes_where_its_faults_are_sought(
     problems: list[Conversation], theirs: list[Answer]
 ) -> None:
     verdict = judge_engine(problems, theirs)
-    print(verdict)
     assert not verdict.missed, verdict
 
 
@@ -380,5 +368,4 @@ def test_the_gate_closes_on_a_fault(
 ) -> None:
     fault(monkeypatch)
     verdict = judge_engine(problems, theirs)
-    print(verdict)
     assert criterion in verdict.missed, verdict
