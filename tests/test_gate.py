@@ -2,7 +2,7 @@
 
 The share of right answers is what a user sees. A confident model hides some faults from it, and even from
 every token it picks: without renormalised top-k weights, without the scale of q or with a stale state, not
-one reply changes. So the gate also asks how likely the second choice was at every place; there they are plain.
+one reply changes. So the gate also asks how likely the second choice was at every place, which shows them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from penstock import LLM, SamplingParams
 from penstock.assets import default_model
@@ -105,10 +105,10 @@ class Reference:
 
     def __init__(self) -> None:
         folder = default_model()
-        loaded: tuple[PreTrainedModel, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
+        self.model: Any
+        self.model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True
         )
-        self.model, info = loaded
         assert not info["missing_keys"]
         self.tokenizer = Tokenizer.load(folder)
         self.template = ChatTemplate.load(folder)
@@ -118,7 +118,7 @@ class Reference:
         prompts = [self._encode(problem) for problem in problems]
         width = max(map(len, prompts))
         with torch.inference_mode():
-            output: Any = self.model.generate(
+            output = self.model.generate(
                 torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts]),
                 attention_mask=torch.tensor(
                     [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -234,19 +234,20 @@ def test_padding_changes_nothing_in_transformers(
 def test_the_server_answers_like_transformers(
     prefix_cache: bool, problems: list[Conversation], theirs: list[Answer]
 ) -> None:
-    """With the cache every prompt is sent twice: all answers go on from restored pages and states."""
+    """With the cache, half of the answers go on from restored pages and states, among others that do not."""
     cached = {"prefix_cache": True, "checkpoint_gb": 0.08}
     settings = cached if prefix_cache else {"prefix_cache": False, "page_size": 64}
+    seen_before = problems[::2] if prefix_cache else []
     with (
         start_server({**SETTINGS, "max_rows": NUM_CLIENTS, **settings}) as server,
         ThreadPoolExecutor(NUM_CLIENTS) as clients,
     ):
-        if prefix_cache:
-            list(clients.map(lambda problem: ask_server(server, problem, max_tokens=1), problems))
+        list(clients.map(lambda problem: ask_server(server, problem, max_tokens=1), seen_before))
         num_hits_before = server.stats()["prefix"]["hit"]
         ours = list(clients.map(lambda problem: ask_server(server, problem), problems))
         num_hits = server.stats()["prefix"]["hit"] - num_hits_before
-    assert num_hits == (NUM_PROBLEMS if prefix_cache else 0)
+    assert num_hits >= len(seen_before)
+    assert prefix_cache or num_hits == 0
     verdict = judge(problems, ours, theirs)
     assert not verdict.missed, verdict
 
@@ -332,40 +333,43 @@ def scale_k_as_well(patch: pytest.MonkeyPatch) -> None:
     scale_heads(patch, q_power=0.0, k_power=-0.5)
 
 
-FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], Criterion]] = [
-    (turn_neighbouring_dimensions, "share"),
-    (count_positions_from_the_step, "share"),
-    (lose_pages_of_decodes, "share"),
-    (read_state_of_another_row, "share"),
-    (keep_state_of_the_last_owner, "drift"),
-    (skip_renormalisation, "drift"),
-    (forget_scale_of_q, "drift"),
-    (scale_k_as_well, "share"),
+class Fault(NamedTuple):
+    inject: Callable[[pytest.MonkeyPatch], None]
+    misses: Criterion
+    max_rows: int = NUM_FAULT_PROBLEMS
+
+
+FAULTS = [
+    Fault(turn_neighbouring_dimensions, "share"),
+    Fault(count_positions_from_the_step, "share"),
+    Fault(lose_pages_of_decodes, "share"),
+    Fault(read_state_of_another_row, "share"),
+    Fault(keep_state_of_the_last_owner, "drift", max_rows=NUM_FAULT_PROBLEMS // 2),  # slots change owners
+    Fault(skip_renormalisation, "drift"),
+    Fault(forget_scale_of_q, "drift"),
+    Fault(scale_k_as_well, "share"),
 ]
 
 
-def judge_engine(problems: list[Conversation], theirs: list[Answer]) -> Verdict:
-    """In this process, where it can be broken. Half as many rows as problems: slots and pages change hands."""
+def judge_engine(problems: list[Conversation], theirs: list[Answer], max_rows: int) -> Verdict:
+    """In this process, where it can be broken."""
     some = slice(NUM_FAULT_PROBLEMS)
-    llm = LLM(**SETTINGS, max_rows=NUM_FAULT_PROBLEMS // 2)
+    llm = LLM(**SETTINGS, max_rows=max_rows)
     return judge(problems[some], ask_engine(llm, problems[some]), theirs[some])
 
 
-def test_the_engine_passes_where_its_faults_are_sought(
-    problems: list[Conversation], theirs: list[Answer]
+@pytest.mark.parametrize("max_rows", sorted({fault.max_rows for fault in FAULTS}))
+def test_the_gate_opens_for_the_engine_without_faults(
+    max_rows: int, problems: list[Conversation], theirs: list[Answer]
 ) -> None:
-    verdict = judge_engine(problems, theirs)
+    verdict = judge_engine(problems, theirs, max_rows)
     assert not verdict.missed, verdict
 
 
-@pytest.mark.parametrize(("fault", "criterion"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.inject.__name__ for fault in FAULTS])
 def test_the_gate_closes_on_a_fault(
-    fault: Callable[[pytest.MonkeyPatch], None],
-    criterion: Criterion,
-    problems: list[Conversation],
-    theirs: list[Answer],
-    monkeypatch: pytest.MonkeyPatch,
+    fault: Fault, problems: list[Conversation], theirs: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault(monkeypatch)
-    verdict = judge_engine(problems, theirs)
-    assert criterion in verdict.missed, verdict
+    fault.inject(monkeypatch)
+    verdict = judge_engine(problems, theirs, fault.max_rows)
+    assert fault.misses in verdict.missed, verdict

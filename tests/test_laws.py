@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from penstock.errors import RequestError
 from penstock.types import Request
 from small_models import (
     FAMILIES,
@@ -187,3 +188,12 @@ def test_a_row_without_penalties_is_untouched_by_a_neighbour_with_them(config: d
     together = run(engine, noisy, plain)
     assert logprobs_of(together["plain"]) == greedy
     assert logprobs_of(together["noisy"]) == alone(config, noisy)
+
+
+def test_ids_outside_the_vocabulary_are_refused_and_harm_nobody(config: dict[str, Any]) -> None:
+    engine = make_engine(config)
+    engine.submit(request("good", prompt(30)))
+    for bad in (request("a", (1, 320)), request("b", (-1, 2)), request("c", (1,), logit_bias={999: 1.0})):
+        with pytest.raises(RequestError):
+            engine.submit(bad)
+    assert logprobs_of(drain(engine)["good"]) == alone(config, request("good", prompt(30)))

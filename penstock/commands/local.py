@@ -22,7 +22,9 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
     tokenizer = read_settings(ServeConfig, arguments).get("tokenizer")
     with PhaseList() as phases:
         with phases.timed("libraries"):
+            from penstock.engine.threads import leave_a_core
             from penstock.llm import LLM
+        leave_a_core()
         return LLM(settings.pop("model", ""), tokenizer=tokenizer, on_phase=phases, **settings)
 
 

@@ -17,7 +17,7 @@ from penstock.engine.rows import RowTable
 from penstock.engine.runner import PendingStep, Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.storage import allocate_caches
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RequestError
 from penstock.models.source import ModelSource, find_model
 from penstock.progress import OnPhase, Phase, timed
 from penstock.types import EngineInfo, EngineStats, Request, TokenDelta
@@ -100,6 +100,18 @@ class Engine:
         return cls(model, config, source.name, on_phase)
 
     def submit(self, request: Request) -> None:
+        """Refuses what would end the engine for everybody: the device indexes with these ids unchecked."""
+        size = self.info.vocab_size
+        for name, ids in (
+            ("prompt", request.token_ids),
+            ("logit_bias", request.sampling.logit_bias),
+            ("stop_token_ids", request.end_token_ids),
+        ):
+            wrong = next((token_id for token_id in ids if not 0 <= token_id < size), None)
+            if wrong is not None:
+                raise RequestError(
+                    f"{name} has the token id {wrong}", f"The vocabulary has {size} tokens.", param=name
+                )
         self.scheduler.submit(request)
 
     def abort(self, request_id: str) -> None:

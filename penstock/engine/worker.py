@@ -112,20 +112,12 @@ def start_engine(config_json: bytes, channel: EngineChannel) -> Engine:
 
     with timed("libraries", report):  # seconds of silence, were it imported before the channel is open
         from penstock.engine.engine import Engine
+        from penstock.engine.threads import leave_a_core
     leave_a_core()
     engine = Engine.from_config(msgspec.json.decode(config_json, type=EngineConfig), report)
     with timed("warm-up", report):
         warm_up(engine)
     return engine
-
-
-def leave_a_core() -> None:
-    """The server needs one: torch's threads spin while they wait, and when there are more of them than free
-    cores every operation waits for the operating system."""
-    import torch
-
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))
 
 
 def warm_up(engine: Engine) -> None:

@@ -11,7 +11,6 @@ counted. A prompt is counted once, however many replies it gets.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -185,11 +184,8 @@ class TextEngine:
         info: EngineInfo,
         echoes: list[str | list[int]] | None = None,  # prompts to repeat before their replies
     ) -> TextStream:
-        check_vocabulary(sampling.stop_token_ids, info.vocab_size, "stop_token_ids")
-        check_vocabulary(list(sampling.logit_bias), info.vocab_size, "logit_bias")
         replies: list[list[_Reply]] = []
         for number, token_ids in enumerate(prompts):
-            check_vocabulary(token_ids, info.vocab_size, "prompt")
             own_id = request_id if len(prompts) == 1 else f"{request_id}-{number}"
             requests = build_requests(own_id, token_ids, sampling, self._tokenizer, info.max_model_len)
             echo = "" if echoes is None else self._as_text(echoes[number])
@@ -200,14 +196,3 @@ class TextEngine:
 
     def _as_text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
-
-
-def check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """The engine indexes with these: one outside would end it for everybody."""
-    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
-    if wrong is not None:
-        raise RequestError(
-            f"{param} has the token id {wrong}",
-            f"The vocabulary has {vocab_size} tokens, numbered from 0.",
-            param=param,
-        )
