@@ -1,8 +1,8 @@
 """The gate of CI: the engine answers held-out word problems as well as transformers, and broken it does not.
 
 The share of right answers is what a user sees. A confident model hides some faults from it, and even from
-every token it picks: without renormalised top-k weights, without the scale of q or with a stale state, not
-one reply changes. So the gate also asks how likely the second choice was at every place, which shows them.
+every token it picks: without renormalised top-k weights, without the scale of q or with a stale state, none
+of 24 replies changes. So the gate also asks how likely the second choice was at every place: there they show.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock import LLM, SamplingParams
 from penstock.assets import default_model
@@ -28,7 +28,6 @@ from penstock.eval.problems.reply import Reply
 from penstock.layers import mlp
 from penstock.layers.inputs import StepInputs
 from penstock.ops.reference import attention, delta_net
-from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import StepPlan
 from serving import Server, start_server
@@ -101,17 +100,17 @@ def runner_up_gaps(ours: Answer, theirs: Answer) -> list[float]:
 
 
 class Reference:
-    """transformers on the same checkpoint, greedy."""
+    """transformers on the same checkpoint, greedy, from messages to text."""
 
     def __init__(self) -> None:
         folder = default_model()
-        self.model: Any
-        self.model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True
         )
+        self.model, info = loaded
         assert not info["missing_keys"]
-        self.tokenizer = Tokenizer.load(folder)
-        self.template = ChatTemplate.load(folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.our_tokenizer = Tokenizer.load(folder)  # names the tokens as our answers do
 
     def answer(self, problems: Sequence[Conversation]) -> list[Answer]:
         """In one batch, padded on the left: masked places leave neither keys nor a trace in the state."""
@@ -125,7 +124,7 @@ class Reference:
                 ),
                 max_new_tokens=MAX_TOKENS,
                 do_sample=False,
-                eos_token_id=list(self.tokenizer.eos_token_ids),
+                eos_token_id=list(self.our_tokenizer.eos_token_ids),
                 pad_token_id=0,
                 return_dict_in_generate=True,
                 output_logits=True,
@@ -139,24 +138,22 @@ class Reference:
         ]
 
     def _encode(self, problem: Conversation) -> list[int]:
-        text = self.template.render(list(problem.prompt), enable_thinking=problem.enable_thinking)
-        return self.tokenizer.encode(text)
+        text = self.tokenizer.apply_chat_template(
+            list(problem.prompt),
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=problem.enable_thinking,
+        )
+        return list(self.tokenizer(text)["input_ids"])
 
     def _read(self, problem: Conversation, token_ids: list[int], runner_ups: list[float]) -> Answer:
-        ends = (place for place, id in enumerate(token_ids) if id in self.tokenizer.eos_token_ids)
-        end = next(ends, len(token_ids))
-        return read_answer(self.tokenizer, problem, token_ids[:end], runner_ups[: end + 1])
-
-
-def read_answer(
-    tokenizer: Tokenizer, problem: Conversation, token_ids: Sequence[int], runner_ups: Sequence[float]
-) -> Answer:
-    text = tokenizer.decode(list(token_ids))
-    return Answer(
-        Reply.from_text(text, is_thinking=problem.enable_thinking),
-        tuple(map(tokenizer.token_bytes, token_ids)),
-        tuple(runner_ups),
-    )
+        ends = (place for place, id in enumerate(token_ids) if id in self.our_tokenizer.eos_token_ids)
+        reply_ids = token_ids[: next(ends, None)]
+        return Answer(
+            Reply.from_text(self.tokenizer.decode(reply_ids), is_thinking=problem.enable_thinking),
+            tuple(map(self.our_tokenizer.token_bytes, reply_ids)),
+            tuple(runner_ups[: len(reply_ids)]),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -204,11 +201,10 @@ def ask_engine(llm: LLM, problems: Sequence[Conversation]) -> list[Answer]:
     ]
     completions = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=2))
     return [
-        read_answer(
-            llm.tokenizer,
-            problem,
-            completion.token_ids[: -1 if completion.finish == "stop" else None],
-            [logprob.top[1][1] for logprob in completion.logprobs],
+        Answer(
+            Reply.from_text(completion.text, is_thinking=problem.enable_thinking),
+            tuple(map(llm.tokenizer.token_bytes, completion.token_ids)),
+            tuple(logprob.top[1][1] for logprob in completion.logprobs),
         )
         for problem, completion in zip(problems, completions, strict=True)
     ]

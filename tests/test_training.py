@@ -457,6 +457,20 @@ def test_training_lowers_the_loss_and_leaves_a_model(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
+def test_a_run_can_start_from_an_exported_model(tmp_path: Path) -> None:
+    taught = run_copy(tmp_path / "first", steps=20)
+    settings = RunSettings(
+        out=tmp_path / "second",
+        budget_steps=20,
+        device="cpu",
+        num_workers=0,
+        init=tmp_path / "first" / "model",
+    )
+    started = Run(CopyCorpus(), COPY_MODEL, COPY_TRAINING, settings)
+    for name, tensor in taught.model.state_dict().items():
+        torch.testing.assert_close(started.model.state_dict()[name], tensor, rtol=1e-2, atol=1e-3)  # bf16
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = run_copy(tmp_path / "whole", steps=10)
     first = run_copy(tmp_path / "parts", steps=10, pause_after=4)

@@ -15,12 +15,13 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from safetensors.torch import load_file
 
 from training.checkpoint import Progress, load_progress, save_progress
 from training.config import ModelConfig, TrainConfig
 from training.data import BatchMaker, Corpus, Feed, LocalFeed, Problem, WorkerFeed
 from training.evaluate import Report, evaluate
-from training.export import check_with_transformers, export
+from training.export import check_with_transformers, export, load_published
 from training.model import Qwen35Moe, init_weights
 from training.optimizer import FlatAdamW
 from training.step import COLUMNS, Trainer
@@ -40,6 +41,7 @@ class RunSettings:
     use_graphs: bool = True
     use_compile: bool = False
     resume: bool = False
+    init: Path | None = None  # a model folder whose weights are the start, instead of random ones
     log_every_s: float = 5.0
     save_every_s: float = 60.0
     evaluate_every_s: float = 240.0
@@ -65,6 +67,9 @@ class Run:
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.model = Qwen35Moe(model_config, dtype, train_config.delta_chunk)
         init_weights(self.model, train_config.seed)
+        if settings.init is not None:
+            tensors = load_file(settings.init / "model.safetensors")
+            self.model.load_state_dict(load_published(tensors, model_config.num_experts))
         self.model.to(self.device)
         self.optimizer = FlatAdamW(self.model, train_config)
         if self.progress.optimizer is not None:

@@ -32,6 +32,9 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument(
+        "--init", type=Path, metavar="MODEL", help="start from this folder's weights and tokenizer"
+    )
+    parser.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="default: OUT/tokenizer, made when absent"
     )
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try things out")
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parse_flags(argv)
     if flags.tf32:
         torch.set_float32_matmul_precision("high")
-    corpus = ConversationCorpus.open(flags.tokenizer or flags.out / "tokenizer")
+    corpus = ConversationCorpus.open(flags.tokenizer or flags.init or flags.out / "tokenizer")
     model_config = ModelConfig(vocab_size=-(-corpus.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
     train_config = TrainConfig(
         seed=flags.seed,
@@ -81,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         use_graphs=not flags.no_graphs,
         use_compile=flags.compile,
         resume=flags.resume,
+        init=flags.init,
         evaluate_every_s=flags.evaluate_every,
         num_problems=flags.problems,
     )

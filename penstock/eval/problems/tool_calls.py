@@ -73,13 +73,13 @@ class Errand:
 def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Conversation:
     is_thinking = decide_thinking(rng, thinking)
     luck = rng.random()
-    if luck < 0.54:
+    if luck < 0.48:
         return _ask_once(rng, held_out, is_thinking)
-    if luck < 0.68:
+    if luck < 0.62:
         return _ask_twice(rng, held_out, is_thinking)
-    if luck < 0.84:
+    if luck < 0.78:
         return _tell_result(rng, held_out, is_thinking)
-    if luck < 0.91:
+    if luck < 0.85:
         return _ask_again(rng, held_out, is_thinking)
     if luck < 0.96:
         return _refuse(rng, held_out, is_thinking)
