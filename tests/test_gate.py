@@ -109,7 +109,7 @@ class Reference:
         )
         self.model, info = loaded
         assert not info["missing_keys"]
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.our_tokenizer = Tokenizer.load(folder)  # names the tokens as our answers do
 
     def answer(self, problems: Sequence[Conversation]) -> list[Answer]:
