@@ -120,7 +120,7 @@ class RowTable:
             "logit_rows": query_start[1:][[row.samples for row in rows]] - 1,
         }
         on_device = self._upload(np.concatenate(list(packed.values())))
-        inputs = dict(zip(packed, on_device.split([len(part) for part in packed.values()])))
+        inputs = dict(zip(packed, on_device.split_with_sizes([len(part) for part in packed.values()])))
         owner, positions = inputs.pop("row_of_token"), inputs["positions"]
         token_ids = inputs.pop("token_ids")
         page = self.page_table[owner, positions // self.page_size].long()

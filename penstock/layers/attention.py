@@ -70,7 +70,7 @@ class Attention(nn.Module):
             hidden, self.norm, self.eps, self.qkv, self.qkv_bias, deterministic=deterministic
         )
         sizes = (self.query_size, self.gate_size, self.kv_size, self.kv_size)
-        q, gate, k, v = projected.split(sizes, dim=-1)
+        q, gate, k, v = projected.split_with_sizes(sizes, dim=-1)
         q = rope_and_store(
             q.unflatten(-1, (self.num_heads, self.head_dim)),
             k.unflatten(-1, (self.num_kv_heads, self.head_dim)),

@@ -43,7 +43,7 @@ def gated_delta_net(
 ) -> Tensor:  # [T, Hv * V]
     num_value_heads, value_dim = a_log.shape[0], norm_weight.shape[0]
     sizes = (conv_weight.shape[1], num_value_heads * value_dim, num_value_heads, num_value_heads)
-    channels, z, b, a = mixed.split(sizes, dim=-1)
+    channels, z, b, a = mixed.split_with_sizes(sizes, dim=-1)
     beta = sigmoid(b, deterministic)  # [T, Hv]
     log_decay = -a_log.exp() * softplus(a.float() + dt_bias, deterministic)  # [T, Hv]
     starts_empty = context_lens == query_start.diff()  # [R]  nothing came before this step
@@ -107,7 +107,7 @@ def _split_heads(
     """Queries and keys have length one; the queries carry the scale K^-0.5."""
     value_size = num_value_heads * value_dim
     key_size = (convolved.shape[-1] - value_size) // 2
-    qk, v = convolved.split((2 * key_size, value_size), dim=-1)
+    qk, v = convolved.split_with_sizes((2 * key_size, value_size), dim=-1)
     q, k = _unit_length(qk.unflatten(-1, (2, num_key_heads, -1))).unbind(-3)
     return q * q.shape[-1] ** -0.5, k, v.unflatten(-1, (num_value_heads, value_dim))
 

@@ -84,7 +84,7 @@ def run_experts_grouped(
         rows = x[order // ids.shape[1]]
 
     def each_expert(rows: Tensor, weights: Tensor) -> Tensor:
-        groups = zip(used, rows.split(counts))
+        groups = zip(used, rows.split_with_sizes(counts))
         return torch.cat([linear(own, weights[e], deterministic=deterministic) for e, own in groups])
 
     outputs = each_expert(swiglu(each_expert(rows, gate_up), deterministic), down)
