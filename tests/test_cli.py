@@ -21,7 +21,7 @@ from penstock.commands.flags import Parser, add_flags, flags_of, read_count, rea
 from penstock.commands.sampling import add_sampling_flags, read_sampling
 from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import ConfigError, PenstockError
-from penstock.progress import Phase
+from penstock.progress import Phase, timed
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], *([name, "--help"] for name in COMMANDS)])
@@ -351,7 +351,7 @@ def test_log_has_one_line_a_phase() -> None:
         phases(Phase("weights", "0.1 GB", 0.5))
         phases(Phase("weights", "0.2 GB", 1.0, 1.25))
         phases(Phase("weights", "", 1.0, 1.26))
-        with phases.timed("cache"):
+        with timed("cache", phases):
             pass
     assert [line.split() for line in log.getvalue().splitlines()] == [
         ["weights", "1.25", "s", "0.2", "GB"],

@@ -28,6 +28,7 @@ from penstock.commands.roofline import Roofline
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.source import find_model
+from penstock.progress import timed
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     config: EngineConfig = from_mapping(EngineConfig, settings)
 
     with PhaseList() as phases:
-        with phases.timed("libraries"):
+        with timed("libraries", phases):
             from penstock.engine.direct import DirectEngine
             from penstock.engine.engine import Engine
         source = find_model(config.model)

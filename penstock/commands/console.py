@@ -6,11 +6,10 @@ imported when a bar or a table is drawn, so that help and errors are immediate.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
@@ -114,14 +113,6 @@ class PhaseList:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-
-    @contextlib.contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """The body as a phase."""
-        started = time.perf_counter()
-        self(Phase(name))
-        yield
-        self(Phase(name, fraction=1.0, seconds=time.perf_counter() - started))
 
     def __call__(self, phase: Phase) -> None:
         if phase.name in self._ended:

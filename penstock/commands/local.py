@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.commands.console import PhaseList
 from penstock.commands.flags import read_settings
 from penstock.config import EngineConfig, ServeConfig
+from penstock.progress import timed
 from penstock.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
     settings = read_settings(EngineConfig, arguments)
     tokenizer = read_settings(ServeConfig, arguments).get("tokenizer")
     with PhaseList() as phases:
-        with phases.timed("libraries"):
+        with timed("libraries", phases):
             from penstock.engine.threads import leave_a_core
             from penstock.llm import LLM
         leave_a_core()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.config import EngineConfig, from_mapping
-from penstock.engine.engine import Engine, pick_device
+from penstock.engine.engine import Engine, check_token_ids, pick_device
 from penstock.errors import CapacityError, ContextLengthError, RequestError
 from penstock.models.source import ModelSource
 from penstock.types import Request, RowPlan, StepPlan
@@ -76,7 +76,7 @@ class DirectEngine:
             raise RequestError(f"{len(request_ids)} request ids came with {len(tokens)} tokens")
         for id, token in zip(request_ids, tokens):
             self._known(id)
-            self._check_range(id, [token])
+            check_token_ids(f"request {id!r}", [token], self.engine.info.vocab_size)
             self._check_length(id, self._requests[id].num_tokens + 1)
         page_size = self.engine.info.page_size
         rows = [self._requests[id] for id in request_ids]
@@ -158,17 +158,9 @@ class DirectEngine:
                 "A prompt is a 1-D tensor of at least one token.",
             )
         values = tokens.tolist()
-        self._check_range(id, values)
+        check_token_ids(f"request {id!r}", values, self.engine.info.vocab_size)
         self._check_length(id, len(values))
         return tuple(values)
-
-    def _check_range(self, id: Hashable, tokens: list[int]) -> None:
-        size = self.engine.info.vocab_size
-        for token in tokens:
-            if not 0 <= token < size:
-                raise RequestError(
-                    f"Token {token} of {id!r} is out of range", f"The vocabulary has {size} tokens."
-                )
 
     def _check_length(self, id: Hashable, length: int) -> None:
         longest = self.engine.info.max_model_len

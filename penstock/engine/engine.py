@@ -6,6 +6,7 @@ behind the host's back, of the one before. The engine knows token ids; text is s
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -101,17 +102,9 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Refuses what would end the engine for everybody: the device indexes with these ids unchecked."""
-        size = self.info.vocab_size
-        for name, ids in (
-            ("prompt", request.token_ids),
-            ("logit_bias", request.sampling.logit_bias),
-            ("stop_token_ids", request.end_token_ids),
-        ):
-            wrong = next((token_id for token_id in ids if not 0 <= token_id < size), None)
-            if wrong is not None:
-                raise RequestError(
-                    f"{name} has the token id {wrong}", f"The vocabulary has {size} tokens.", param=name
-                )
+        check_token_ids("prompt", request.token_ids, self.info.vocab_size)
+        check_token_ids("logit_bias", request.sampling.logit_bias, self.info.vocab_size)
+        check_token_ids("stop_token_ids", request.end_token_ids, self.info.vocab_size)
         self.scheduler.submit(request)
 
     def abort(self, request_id: str) -> None:
@@ -144,6 +137,14 @@ class Engine:
             num_slots=self.info.num_slots,
             num_preemptions=self.scheduler.num_preemptions,
             prefix=dict(self.cache.counters),
+        )
+
+
+def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise RequestError(
+            f"{name} has the token id {wrong}", f"The vocabulary has {vocab_size} tokens.", param=name
         )
 
 
