@@ -62,9 +62,11 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        """The server's only child process."""
-        (child,) = child_pids(self.process.pid)
-        return child
+        """The other child process of the server runs its chat templates."""
+        (engine,) = [
+            pid for pid in child_pids(self.process.pid) if b"penstock.engine.worker" in command_of(pid)
+        ]
+        return engine
 
     @property
     def address(self) -> tuple[str, int]:
@@ -139,6 +141,10 @@ def assert_refused(answer: httpx.Response, status: int, param: str | None) -> No
     assert error["message"]
     assert "Traceback" not in answer.text
     assert answer.headers["x-request-id"]
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def child_pids(pid: int) -> list[int]:

@@ -153,7 +153,8 @@ class TextEngine:
     async def stream_chat(self, request_id: str, chat: ChatRequest) -> TextStream:
         info = self._client.require_ready()
         arguments: dict[str, Any] = {**self._template_defaults, **chat.template_arguments}
-        text = self._template.render(chat.messages, tools=chat.tools, **arguments)
+        # In a thread: it waits for the template's own process, which may take its time.
+        text = await asyncio.to_thread(self._template.render, chat.messages, tools=chat.tools, **arguments)
         token_ids = await self._encode(text, add_special_tokens=False)
         try:
             return self._submit(request_id, [token_ids], chat.sampling, info)

@@ -1,24 +1,25 @@
 """Renders a conversation to the text a model was trained on, with the checkpoint's own chat template.
 
-Owns where templates are found and the limits they run under. Knows nothing of tokens. A template comes with
-the checkpoint and never from a request. It runs in minijinja, which cannot reach Python internals, refuses
-giant ranges and repetitions, and burns fuel for every instruction; it works on a copy of the conversation.
+Owns where templates are found, the limits they run under and what is said when one stops them. Knows nothing
+of tokens. A template comes with the checkpoint and never from a request. Even so it is another's program: it
+runs in a process of its own, whose memory and time are limited (template_process.py), in minijinja, which
+cannot reach Python internals and burns fuel for every instruction, and on a copy of the conversation.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import minijinja
 import msgspec
 
 from penstock.errors import CheckpointError, RequestError
+from penstock.text.template_process import MEMORY_LIMIT_BYTES, Answer, Failure, shared_process
 
 TEMPLATE_FILE = "chat_template.jinja"
 RESERVED_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "chat_template", "tokenize"})
@@ -35,10 +36,52 @@ SPECIAL_TOKEN_NAMES = (
 # A turn of the Qwen3.5 template burns about 150; a runaway loop burns 500,000 in some 15 ms.
 BASE_FUEL = 500_000
 FUEL_PER_ITEM = 2_000
-MAX_INDENT = 16
+# Fuel counts instructions, but one may copy a long text.
+BASE_CPU_SECONDS = 0.5
+CPU_SECONDS_PER_ITEM = 0.0001
+CPU_SECONDS_PER_MB = 0.1
+MAX_PROMPT_CHARS = 16 * 1024 * 1024
 
-# transformers marks the assistant's text with this tag for training; for rendering it is transparent.
-_GENERATION_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one rendering may use, beside the memory of its process."""
+
+    fuel: int
+    cpu_seconds: float
+    max_chars: int
+
+    @classmethod
+    def of(cls, num_items: int, num_bytes: int) -> Limits:
+        """For so many messages and tools, which take so many bytes."""
+        cpu_seconds = (
+            BASE_CPU_SECONDS + CPU_SECONDS_PER_ITEM * num_items + CPU_SECONDS_PER_MB * num_bytes / 1e6
+        )
+        return cls(BASE_FUEL + FUEL_PER_ITEM * num_items, cpu_seconds, MAX_PROMPT_CHARS)
+
+    def reached(self, failure: Failure) -> tuple[str, str] | None:
+        """The limit that stopped the template and its number, or None if it failed on its own."""
+        match failure.kind:
+            case "OutOfFuel":
+                return (
+                    "the chat template ran out of fuel",
+                    f"It was stopped after {self.fuel:,} instructions: {BASE_FUEL:,}, and {FUEL_PER_ITEM:,} "
+                    "for every message and tool.",
+                )
+            case "OutOfTime":
+                allowed = failure.detail or f"{self.cpu_seconds:.1f} s of CPU time"
+                return "the chat template ran out of time", f"It was stopped after {allowed}."
+            case "OutOfMemory":
+                allowed = f"{MEMORY_LIMIT_BYTES // 2**20} MiB of memory"
+                return "the chat template ran out of memory", f"It may use {allowed}, and wanted more."
+            case "TooLong":
+                return (
+                    "the chat template wrote too long a prompt",
+                    f"It wrote {failure.detail}, and may write {self.max_chars:,}.",
+                )
+            case "Died":
+                return "the chat template crashed", f"Of its process is known: {failure.detail}."
+        return None
 
 
 class ChatTemplate:
@@ -52,7 +95,8 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self._origin = origin
-        self._environment = None if source is None else _compile(source, origin, special_tokens)
+        self._special_tokens = dict(special_tokens)
+        self._variables = frozenset() if source is None else self._names_it_reads()
 
     @classmethod
     def load(cls, path: Path | str | None) -> ChatTemplate:
@@ -69,10 +113,7 @@ class ChatTemplate:
     @property
     def variables(self) -> frozenset[str]:
         """The names the template reads besides the conversation: what a request may set."""
-        if self._environment is None:
-            return frozenset()
-        names = frozenset(self._environment.undeclared_variables_in_template("chat"))
-        return names - RESERVED_NAMES - self._environment.globals.keys()
+        return self._variables - RESERVED_NAMES
 
     def render(
         self,
@@ -83,7 +124,7 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """The prompt text. Further names, such as `enable_thinking`, reach the template as variables."""
-        if self._environment is None:
+        if self.source is None:
             raise RequestError(
                 "this model has no chat template",
                 f"{self._origin}.",
@@ -97,42 +138,72 @@ class ChatTemplate:
                 "Leave it out of chat_template_kwargs.",
                 param="chat_template_kwargs",
             )
-        num_items = len(messages) + len(tools or ())
-        fuel = BASE_FUEL + FUEL_PER_ITEM * num_items
-        self._environment.fuel = fuel
         try:
             context = msgspec.to_builtins({"messages": messages, "tools": tools, **kwargs})
             parse_arguments(context["messages"])
             if not context["tools"]:
                 del context["tools"]  # templates ask both `if tools` and `if tools is defined`
-            return self._environment.render_template(
-                "chat", add_generation_prompt=add_generation_prompt, **context
-            )
-        except minijinja.TemplateError as error:
-            raise self._refusal(error, fuel) from error
-        except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(
-                "the messages cannot be given to the chat template",
-                f"{type(error).__name__}: {error}.",
-                "Send plain JSON values that are not nested hundreds of levels deep.",
-                param="messages",
-            ) from error
+            context["add_generation_prompt"] = add_generation_prompt
+            payload = msgspec.json.encode(context)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise _cannot_be_given(f"{type(error).__name__}: {error}") from error
+        limits = Limits.of(len(messages) + len(tools or ()), len(payload))
+        answer = self._ask(limits, msgspec.Raw(payload))
+        if answer.failure is not None:
+            raise self._refusal(answer.failure, limits)
+        return answer.text
 
-    def _refusal(self, error: minijinja.TemplateError, fuel: int) -> RequestError:
-        if error.kind == "OutOfFuel":
+    def _names_it_reads(self) -> frozenset[str]:
+        """What compiling, without rendering, finds out."""
+        limits = Limits.of(0, 0)
+        try:
+            answer = self._ask(limits, None)
+        except UnicodeEncodeError as error:  # JSON can spell halves of characters
+            raise CheckpointError(
+                f"{self._origin} is not text", f"{error}.", "Fetch the file again."
+            ) from error
+        if answer.failure is not None:
+            limit = limits.reached(answer.failure)
+            raise CheckpointError(
+                f"{self._origin} does not parse" if limit is None else f"{self._origin} cannot be compiled",
+                f"Line {answer.failure.line}: {answer.failure.reason}." if limit is None else limit[1],
+                "Fetch the file again, or correct the template.",
+            )
+        return frozenset(answer.variables)
+
+    def _ask(self, limits: Limits, context: msgspec.Raw | None) -> Answer:
+        task = {"source": self.source, "special_tokens": self._special_tokens, "context": context}
+        return shared_process.ask({**task, **dataclasses.asdict(limits)})
+
+    def _refusal(self, failure: Failure, limits: Limits) -> RequestError:
+        if failure.kind == "Refused":
             return RequestError(
-                "the chat template ran out of fuel",
-                f"It was stopped after {fuel:,} instructions ({FUEL_PER_ITEM:,} for every message and tool, "
-                f"and {BASE_FUEL:,}).",
-                "Send fewer or smaller messages; if it happens with every request, the template loops.",
+                failure.detail, "The model's chat template refused the messages.", param="messages"
+            )
+        if failure.kind == "BadValue":
+            return _cannot_be_given(failure.detail)
+        limit = limits.reached(failure)
+        if limit is not None:
+            return RequestError(
+                *limit,
+                "Send fewer or smaller messages; if it happens with every request, the template is at fault.",
                 param="messages",
             )
         return RequestError(
             "the chat template cannot render these messages",
-            f"Line {error.line} of {self._origin}: {error.detail or error.kind}.",
+            f"Line {failure.line} of {self._origin}: {failure.reason}.",
             "Check the roles, the content and the tool calls of the messages.",
             param="messages",
         )
+
+
+def _cannot_be_given(why: str) -> RequestError:
+    return RequestError(
+        "the messages cannot be given to the chat template",
+        f"{why}.",
+        "Send plain JSON values that are not nested hundreds of levels deep.",
+        param="messages",
+    )
 
 
 def find_template(folder: Path) -> tuple[str | None, str]:
@@ -216,71 +287,3 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     tokens = {name: config.get(name) for name in SPECIAL_TOKEN_NAMES}
     texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _compile(source: str, origin: str, special_tokens: Mapping[str, str]) -> minijinja.Environment:
-    environment = minijinja.Environment(
-        filters={"tojson": _to_json, "indent": _indent, "trim": _trim},
-        globals={**special_tokens, "raise_exception": _raise_exception, "strftime_now": _strftime_now},
-        trim_blocks=True,
-        lstrip_blocks=True,
-        pycompat=True,
-        fuel=BASE_FUEL,
-    )
-    for amplifier in ("batch", "slice"):  # one number makes them allocate gigabytes
-        environment.remove_filter(amplifier)
-    plain = _GENERATION_TAG.sub(
-        lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", source
-    )
-    try:
-        environment.add_template("chat", plain)
-    except minijinja.TemplateError as error:
-        raise CheckpointError(
-            f"{origin} does not parse",
-            f"Line {error.line}: {error.detail or error.kind}.",
-            "Fetch the file again, or correct the template.",
-        ) from error
-    return environment
-
-
-def _raise_exception(message: str) -> None:
-    raise RequestError(str(message), "The model's chat template refused the messages.", param="messages")
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """What transformers gives templates: key order kept, nothing escaped for HTML, ", " and ": " between."""
-    if indent is not None:
-        _check_indent(indent)
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _indent(value: str, width: int = 4, first: bool = False, blank: bool = False) -> str:
-    _check_indent(width)
-    margin = " " * width
-    lines = [line if not line and not blank else margin + line for line in value.split("\n")]
-    return "\n".join(lines) if first else "\n".join(lines).removeprefix(margin)
-
-
-def _check_indent(width: object) -> None:
-    """Builtin filters would allocate whatever one number asks for."""
-    if not isinstance(width, int) or width > MAX_INDENT:
-        raise ValueError(
-            f"the template asks for an indent of {str(width)[:20]!r}; at most {MAX_INDENT} is allowed"
-        )
-
-
-def _trim(value: Any, characters: str | None = None) -> str:
-    """Python's idea of white space, which differs from Rust's in a few control characters."""
-    return "" if value is None else str(value).strip(characters)

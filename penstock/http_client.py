@@ -1,0 +1,116 @@
+"""A client of servers of the OpenAI API over plain HTTP, with the standard library only.
+
+Owns connections, JSON bodies, event streams, and what is said when a server does not answer or answers with
+an error. Any server of that API will do; nothing here is particular to ours, and nothing here knows what is
+asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from penstock.errors import PenstockError
+
+
+class HttpClient:
+    """A server behind a URL. Safe to use from several threads: every call has its own connection."""
+
+    def __init__(self, base_url: str, *, timeout_s: float) -> None:
+        url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
+        self.base_url = base_url
+        self._kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port = url.hostname or "127.0.0.1", url.port
+        self._prefix = url.path.rstrip("/").removesuffix("/v1")
+        self._timeout_s = timeout_s
+
+    def read(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
+        """The status, whatever it is, and the whole answer."""
+        with self._lost_connection_is_said(), self._open(method, path, body) as answer:
+            return answer.status, answer.read()
+
+    def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The answer of a server that has no objection."""
+        status, answer = self.read(method, path, body)
+        if status != 200:
+            raise self._objection(_json_or_text(answer), status)
+        try:
+            return json.loads(answer)
+        except ValueError as error:
+            raise PenstockError(
+                f"{method} {path} did not answer with JSON",
+                f"{error}: {answer[:200].decode(errors='replace')!r}.",
+                "Point --base-url at a server of the OpenAI API.",
+            ) from error
+
+    def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """The events of a streamed answer. Closing the iterator tells the server that nobody listens."""
+        with self._lost_connection_is_said(), self._open("POST", path, body) as answer:
+            if answer.status != 200:
+                raise self._objection(_json_or_text(answer.read()), answer.status)
+            for line in answer:
+                data = line.decode().strip().removeprefix("data:").strip()
+                if data == "[DONE]":
+                    return
+                if not data or not line.startswith(b"data:"):
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise self._objection(event)
+                yield event
+        raise PenstockError(
+            f"{self.base_url} hung up in the middle of its answer", "The stream ended without [DONE]."
+        )
+
+    def first_model(self) -> str:
+        answer = self.json("GET", "/v1/models")
+        try:
+            return str(answer["data"][0]["id"])
+        except (LookupError, TypeError) as error:
+            raise PenstockError(
+                f"{self.base_url} lists no model",
+                f"/v1/models answered {json.dumps(answer)[:200]}.",
+                "Name the model with --model.",
+            ) from error
+
+    def _open(self, method: str, path: str, body: Mapping[str, Any] | None) -> http.client.HTTPResponse:
+        connection = self._kind(self._host, self._port, timeout=self._timeout_s)
+        # With this header the connection belongs to the answer, and closes with it.
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        try:
+            connection.request(method, self._prefix + path, json.dumps(body) if body else None, headers)
+            return connection.getresponse()
+        except BaseException:
+            connection.close()
+            raise
+
+    @contextlib.contextmanager
+    def _lost_connection_is_said(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            raise PenstockError(
+                f"Nothing answers at {self.base_url}",
+                f"{error or type(error).__name__}.",
+                "Start a server with `penstock serve`, or correct --base-url.",
+            ) from error
+
+    def _objection(self, answer: dict[str, Any], status: int | None = None) -> PenstockError:
+        """What the server said is wrong, in its own words."""
+        error = answer.get("error", answer)
+        message = str(error.get("message", error) if isinstance(error, dict) else error)
+        what, _, rest = message.partition("\n")
+        said_by = f"So said {self.base_url}" + (f" (HTTP {status})." if status else ".")
+        return PenstockError(what, rest.replace("\n", " "), said_by)
+
+
+def _json_or_text(body: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(body)
+    except ValueError:
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"error": {"message": body.decode(errors="replace")[:500]}}

@@ -1,0 +1,111 @@
+"""The client of OpenAI servers finds the paths, reads streams, and turns every failure into three parts."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from penstock.errors import PenstockError
+from penstock.http_client import HttpClient
+
+
+@contextmanager
+def answering(*lines: str) -> Iterator[tuple[str, list[str]]]:
+    """A server that answers one request with these lines and hangs up; its URL and what it was sent."""
+    heard: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer_once() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                request = connection.makefile("rb")
+                head = list(iter(request.readline, b"\r\n"))
+                lengths = [
+                    int(line.split()[1]) for line in head if line.lower().startswith(b"content-length:")
+                ]
+                heard.append(b"".join((*head, request.read(sum(lengths)))).decode())
+                connection.sendall("\r\n".join(lines).encode())
+
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", heard
+        finally:
+            thread.join()
+
+
+def client(url: str) -> HttpClient:
+    return HttpClient(url, timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "path"), [("", "/v1/x"), ("/", "/v1/x"), ("/v1", "/v1/x"), ("/a/v1/", "/a/v1/x")]
+)
+def test_a_base_url_may_end_as_clients_of_the_api_write_it(suffix: str, path: str) -> None:
+    with answering("HTTP/1.1 200 OK", "", '{"a": [1]}') as (url, heard):
+        assert client(url + suffix).json("GET", "/v1/x") == {"a": [1]}
+    assert heard[0].startswith(f"GET {path} HTTP/1.1\r\n")
+
+
+def test_events_are_read_until_done() -> None:
+    lines = ('data: {"a": 1}', "", ": a comment", 'data:{"b": 2}', "", "data: [DONE]", 'data: {"c": 3}')
+    with answering("HTTP/1.1 200 OK", "", *lines) as (url, heard):
+        assert list(client(url).events("/v1/x", {"q": "é"})) == [{"a": 1}, {"b": 2}]
+    assert heard[0].startswith("POST /v1/x")
+    assert heard[0].endswith('\r\n{"q": "\\u00e9"}')
+
+
+@pytest.mark.parametrize(
+    ("body", "what", "why"),
+    [
+        ('{"error": {"message": "no\\nbecause\\nof that"}}', "no", "because of that"),
+        ('{"detail": 1}', "{'detail': 1}", ""),
+        ("plain text", "plain text", ""),
+    ],
+)
+def test_an_objection_is_told_in_the_servers_words(body: str, what: str, why: str) -> None:
+    for ask in (lambda c: c.json("GET", "/"), lambda c: list(c.events("/", {}))):
+        with (
+            answering("HTTP/1.1 418 teapot", "", body) as (url, _),
+            pytest.raises(PenstockError) as objection,
+        ):
+            ask(client(url))
+        assert (objection.value.what, objection.value.why) == (what, why)
+        assert objection.value.todo == f"So said {url} (HTTP 418)."
+
+
+def test_an_error_in_a_stream_ends_it() -> None:
+    lines = ('data: {"a": 1}', 'data: {"error": {"message": "broken"}}', "")
+    with answering("HTTP/1.1 200 OK", "", *lines) as (url, _):
+        events = client(url).events("/", {})
+        assert next(events) == {"a": 1}
+        with pytest.raises(PenstockError, match="broken"):
+            next(events)
+
+
+def test_a_server_that_hangs_up_is_said_to() -> None:
+    with answering("HTTP/1.1 200 OK", "", 'data: {"a": 1}', "") as (url, _):
+        events = client(url).events("/", {})
+        assert next(events) == {"a": 1}
+        with pytest.raises(PenstockError, match="hung up"):
+            next(events)
+    with (
+        answering("HTTP/1.1 200 OK", "Content-Length: 99", "", "{") as (url, _),
+        pytest.raises(PenstockError, match="Nothing answers"),
+    ):
+        client(url).json("GET", "/")
+    with answering("") as (url, _), pytest.raises(PenstockError, match="Nothing answers"):
+        client(url).json("GET", "/")
+    with pytest.raises(PenstockError, match="Nothing answers"):
+        client(url).json("GET", "/")
+
+
+@pytest.mark.parametrize("body", ["{}", '{"data": []}', "[]", "not JSON"])
+def test_a_server_without_models_is_asked_for_no_name(body: str) -> None:
+    with answering("HTTP/1.1 200 OK", "", body) as (url, _), pytest.raises(PenstockError) as error:
+        client(url).first_model()
+    assert error.value.todo

@@ -1,0 +1,237 @@
+"""Templates cannot run away: memory and time are limited, and what stops one costs only its own request."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from penstock.assets import default_model
+from penstock.errors import CheckpointError, RequestError
+from penstock.serve.chat import TextEngine
+from penstock.serve.openai import ChatRequest
+from penstock.text.template import BASE_CPU_SECONDS, BASE_FUEL, ChatTemplate
+from penstock.text.template_process import MEMORY_LIMIT_BYTES, shared_process
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import SamplingParams
+
+HELLO = [{"role": "user", "content": "Hi"}]
+
+RUNAWAYS = [
+    "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}"
+    "{% endfor %}{% endfor %}{% endfor %}",
+    "{% for a in range(9999) %}{% for b in range(9999) %}xxxxxxxx{% endfor %}{% endfor %}",
+    "{% macro m(n) %}{{ m(n) }}{{ m(n) }}{% endmacro %}{{ m(1) }}",
+    "{% set ns = namespace(n=0) %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% set ns.n = ns.n + 1 %}{% endfor %}{% endfor %}",
+    "{{ 'x' * 10**9 }}",
+    "{{ ('x' * 1000) * 1000 * 1000 }}",
+    "{{ [1] * 10**9 }}",
+    "{{ range(10**9) | list }}",
+    "{{ range(10**8) | join('x') }}",
+    "{{ range(99999999999) | sum }}",
+    "{{ 9**9**9**9 }}",
+    "{{ 'x' | indent(10**9) }}",
+    "{{ messages | tojson(indent=10**9) }}",
+    "{{ messages | tojson(indent='x' * 1000) }}",
+    "{{ [1] | batch(10**9, 'x') | list }}",
+    "{{ [1] | slice(10**9) | list }}",
+    "{{ 'x' | center(10**9) }}",
+    "{{ 'x'.ljust(10**9) }}",
+    "{{ lipsum(100000) }}",
+]
+
+
+# Each makes a text or list twice as long, or longer, sixty times over.
+DOUBLINGS = {
+    "+": "x + x",
+    "~": "x ~ x",
+    "*": "x * 2",
+    "format": "'%s%s' | format(x, x)",
+    "str.format": "'{}{}'.format(x, x)",
+    "replace": "x | replace('a', x)",
+    "str.replace": "x.replace('b', x)",
+    "join": "[x, x] | join(x)",
+    "str.join": "x.join([x, x])",
+    "slice": "x[:] ~ x[::-1]",
+    "case": "x | upper ~ x | lower",
+    "tojson": "x | tojson | tojson",
+    "list": "(x if x is not string else [x]) + [x] + (x if x is not string else [])",
+    "list of lists": "[x, x]",
+}
+AMPLIFIERS = {
+    **{
+        name: "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set x = ns.x %}{% set ns.x = "
+        + form
+        + " %}{% endfor %}{{ ns.x | string | length }}"
+        for name, form in DOUBLINGS.items()
+    },
+    "macro": "{% macro m(x, n) %}{{ m(x ~ x, n - 1) if n else x | length }}{% endmacro %}{{ m('ab', 60) }}",
+    "block": "{% set ns = namespace(x='ab') %}{% for i in range(60) %}"
+    "{% set x %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = x %}{% endfor %}{{ ns.x | length }}",
+    "width": "{{ '%1000000000d' | format(1) }}",
+    "str.format width": "{{ '{:>1000000000}'.format(1) }}",
+    "output": "{% set x = 'a' * 9999 %}{% for i in range(20000) %}{{ x }}{% endfor %}",
+    "wide output": "{% set x = 'é' * 4999 %}{% for i in range(20000) %}{{ x }}{% endfor %}",
+    "long prompt": "{% set x = 'a' * 9999 %}{% for i in range(2000) %}{{ x }}{% endfor %}",
+    "slow copies": "{% set x = 'a' * 9999 %}{% for i in range(99999) %}"
+    "{% set y = x | replace('a', 'bb') | replace('b', 'a') %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", [*RUNAWAYS, *AMPLIFIERS.values()], ids=[*RUNAWAYS, *AMPLIFIERS])
+def test_runaway_templates_are_stopped_soon_and_stay_small(source: str) -> None:
+    """Soon is a second of CPU, start of a process included; small is the parent, as the child is limited."""
+    template = ChatTemplate(source)
+    shared_process.close()
+    peak_kib, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, cpu_seconds_of_children()
+    with pytest.raises(RequestError) as refusal:
+        template.render(HELLO)
+    assert all((refusal.value.what, refusal.value.why, refusal.value.todo))
+    shared_process.close()
+    assert cpu_seconds_of_children() - seconds < 1.0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_kib < 16 * 1024
+    assert ChatTemplate("{{ messages[0].content }}").render(HELLO) == "Hi"
+
+
+def cpu_seconds_of_children() -> float:
+    """Of those that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def child_pid() -> int:
+    assert shared_process._child is not None
+    return shared_process._child.process.pid
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
+def test_the_kernel_limits_the_memory_of_templates() -> None:
+    template = ChatTemplate("{{ '%1000000000d' | format(1) }}")
+    assert resource.prlimit(child_pid(), resource.RLIMIT_AS) == (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES)
+    with pytest.raises(RequestError, match="out of memory") as refusal:
+        template.render(HELLO)
+    assert f"{MEMORY_LIMIT_BYTES // 2**20} MiB" in refusal.value.why
+
+
+def test_running_out_of_time_says_so() -> None:
+    with pytest.raises(RequestError, match="out of time") as refusal:
+        ChatTemplate(AMPLIFIERS["slow copies"]).render(HELLO)
+    assert f"{BASE_CPU_SECONDS:g} s" in refusal.value.why
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ " + "(" * 60 + "'ab'" + " * 2)" * 60 + " }}", "{{ " + "not " * 20_000 + "1 }}"]
+)
+def test_a_template_that_stops_the_compiler_is_a_checkpoint_error(source: str) -> None:
+    with pytest.raises(CheckpointError, match="cannot be compiled"):
+        ChatTemplate(source)
+    assert ChatTemplate("fine").render(HELLO) == "fine"
+
+
+def test_a_refusal_cannot_be_as_long_as_the_template_likes() -> None:
+    with pytest.raises(RequestError) as refusal:
+        ChatTemplate("{{ raise_exception('a' * 9999999) }}").render(HELLO)
+    assert 100 < len(refusal.value.what) < 10_000
+
+
+def test_a_process_that_was_killed_is_replaced() -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        pid = child_pid()
+        os.kill(pid, number)
+        assert template.render(HELLO) == "Hi"
+        assert child_pid() != pid
+
+
+def test_a_process_that_stands_still_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.text.template_process.PATIENCE_S", 0.1)
+        os.kill(child_pid(), signal.SIGSTOP)
+        with pytest.raises(RequestError, match="out of time"):
+            template.render(HELLO)
+    assert template.render(HELLO) == "Hi"
+
+
+def test_an_interrupted_rendering_leaves_no_answer_for_the_next() -> None:
+    slow, fine = ChatTemplate(AMPLIFIERS["slow copies"]), ChatTemplate("{{ messages[0].content }}")
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    interrupt = threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
+    try:
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            slow.render(HELLO)
+        assert fine.render(HELLO) == "Hi"
+    finally:
+        interrupt.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_threads_get_their_own_texts() -> None:
+    templates = [ChatTemplate(f"{number} {{{{ messages[0].content }}}}") for number in range(8)]
+
+    def render(number: int) -> list[str]:
+        return [templates[number].render([{"content": f"{number}.{i}" * i}]) for i in range(100)]
+
+    with ThreadPoolExecutor(8) as pool:
+        for number, texts in enumerate(pool.map(render, range(8))):
+            assert texts == [f"{number} " + f"{number}.{i}" * i for i in range(100)]
+
+
+def test_a_slow_template_does_not_hold_up_the_server() -> None:
+    class Client:
+        def require_ready(self) -> None:
+            pass
+
+    async def serve() -> None:
+        template = ChatTemplate(AMPLIFIERS["slow copies"])
+        engine = TextEngine(Client(), Tokenizer.load(default_model()), template)
+        chat = ChatRequest(HELLO, None, {}, SamplingParams(), is_stream=False, include_usage=False)
+        asked = asyncio.create_task(engine.stream_chat("id", chat))
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        with pytest.raises(RequestError, match="out of time"):
+            await asked
+
+    asyncio.run(serve())
+
+
+FAMILY = """
+import os, signal
+from penstock.text.template import ChatTemplate
+from penstock.text.template_process import shared_process
+template = ChatTemplate("{{ messages[0].content }}")
+forked = os.fork()
+for i in range(200):
+    assert template.render([{"content": f"{forked} {i}"}]) == f"{forked} {i}"
+if not forked:
+    os._exit(0)
+assert os.waitpid(forked, 0)[1] == 0
+print(shared_process._child.process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_fork_renders_on_its_own_and_no_process_outlives_its_parent() -> None:
+    family = subprocess.run([sys.executable, "-c", FAMILY], capture_output=True, text=True, timeout=60)
+    assert family.returncode == -signal.SIGKILL, family.stderr
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{int(family.stdout)}/cmdline").exists():
+        assert time.monotonic() < deadline, "the template's process outlives its parent"
+        time.sleep(0.01)
+
+
+def test_running_out_of_fuel_says_so() -> None:
+    with pytest.raises(RequestError, match="fuel") as refusal:
+        ChatTemplate(RUNAWAYS[0]).render(HELLO)
+    assert f"{BASE_FUEL:,}" in refusal.value.why
