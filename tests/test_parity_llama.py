@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from clear_routing import make_routing_clear
 from penstock.errors import CheckpointError
 from penstock.models import build_model
 from penstock.models.llama import LlamaConfig
@@ -23,6 +24,7 @@ from step_inputs import ByHand
 
 PROMPT_LENS = (1, 2, 3, 4, 63, 64, 65, 129, 500)
 NUM_DECODES = 32
+ROUNDED_LENS = range(60, 172, 7)
 
 SMALL: dict[str, Any] = {
     "hidden_size": 48,
@@ -119,6 +121,9 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             parameter.data = values * parameter.shape[-1] ** -0.5
         else:
             parameter.data = 0.3 * values if parameter_name.endswith("bias") else 1.0 + 0.3 * values
+    if hasattr(reference.config, "num_experts"):
+        make_routing_clear(reference, reference.config.num_experts_per_tok, generator)
+    for parameter in reference.parameters():
         # Values that bfloat16 holds exactly, so that every dtype runs the same model.
         parameter.data = parameter.data.bfloat16().float()
     folder = tmp_path_factory.mktemp(name)
@@ -163,16 +168,23 @@ def test_float32_logits_and_greedy_tokens_are_those_of_transformers(saved: Saved
 
 
 def test_bfloat16_logits_are_no_further_off_than_those_of_transformers(saved: Saved) -> None:
+    """Neither on average nor at the worst logit of a prompt.
+
+    The worst is averaged over prompts: of one prompt it is a single draw from a tail, and the same code
+    gives between 0.5 and 1.4 times that of transformers, depending on the seed.
+    """
     model = load(saved.folder, "bfloat16")
-    prompt = prompt_of(129)
-    exact = reference_logits(saved.reference, prompt)
     rounded = transformers.AutoModelForCausalLM.from_pretrained(saved.folder, dtype=torch.bfloat16).eval()
-    gap = (reference_logits(rounded, prompt) - exact).abs()
-    ours = (by_hand(model).prefill(prompt) - exact).abs()
-    assert ours.mean() <= gap.mean()
-    if not hasattr(saved.reference.config, "num_experts"):
-        # With experts the largest gap is that of a token whose expert flipped, in either of the two.
-        assert ours.max() <= gap.max() * 1.1
+    prompts = [prompt_of(length) for length in ROUNDED_LENS]
+    exact = [reference_logits(saved.reference, prompt) for prompt in prompts]
+    ours = errors([by_hand(model).prefill(prompt) for prompt in prompts], exact)
+    theirs = errors([reference_logits(rounded, prompt) for prompt in prompts], exact)
+    assert torch.cat(ours).mean() <= torch.cat(theirs).mean()
+    assert sum(error.max() for error in ours) <= sum(error.max() for error in theirs)
+
+
+def errors(logits: list[Tensor], exact: list[Tensor]) -> list[Tensor]:
+    return [(some - right).abs() for some, right in zip(logits, exact)]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,11 @@
 
 Small random models with unequal dimensions; every parameter is random, norms and decays included, because a
 default of zero or one hides mistakes. The weights go through safetensors and the real loader.
+
+Two right implementations must agree, so the models are well conditioned: routers choose clearly, and
+rms_norm_eps is large enough that the norm of a head that reads almost nothing does not blow its rounding up
+(1e-6 does, to 1e-4 of the largest logit in float32, ours and transformers' alike). It also shows where an
+eps is missing.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from clear_routing import make_routing_clear
 from penstock.errors import CheckpointError
 from penstock.layers.inputs import KVCache, StateCache
 from penstock.models import build_model
@@ -46,7 +52,7 @@ SHAPE: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
     "linear_conv_kernel_dim": 4,
-    "rms_norm_eps": 1e-6,
+    "rms_norm_eps": 1e-3,
     "max_position_embeddings": 2048,
     "attn_output_gate": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
@@ -78,6 +84,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 LENGTHS = (1, 2, 3, 4, 63, 64, 65, 129, 500)
 NUM_DECODES = 32
+NUM_ROUNDED = 12  # prompts that bfloat16 is compared on
 LARGEST_ERROR = 1e-5  # of the largest logit, in float32
 
 
@@ -89,6 +96,8 @@ def make_reference(config: dict[str, Any]) -> Any:
     else:
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**given))
     randomize(model, seed=0)
+    if "num_experts" in config:
+        make_routing_clear(model, config["num_experts_per_tok"], torch.Generator().manual_seed(0))
     return model.eval()
 
 
@@ -136,7 +145,7 @@ def tokens(length: int, seed: int = 0) -> list[int]:
 
 
 class Pair:
-    """The same weights in transformers, in ours and in float64."""
+    """The same weights in transformers and in ours."""
 
     def __init__(self, config: dict[str, Any], path: Path) -> None:
         self.config = config
@@ -144,18 +153,11 @@ class Pair:
         self.reference = make_reference(config)
         self.checkpoint = checkpoint_of(self.reference, config)
         self.ours = load(path, config, self.checkpoint)
-        self.exact = ExactModel(config, self.checkpoint)
 
-    def assert_close(self, token_ids: list[int], ours: Tensor, theirs: Tensor) -> None:
-        """Within 1e-5 of the largest logit, beyond the reference's own rounding at that token: where a
-        head reads almost nothing its norm blows the rounding up, in any float32 implementation.
-        """
-        exact = self.exact.logits(token_ids)
-        rounding = (theirs - exact).abs().amax(-1)
-        beyond = (ours - theirs).abs().amax(-1) - rounding
-        error = beyond.max() / exact.abs().max()
-        assert error <= LARGEST_ERROR, f"{error:.2e} of the largest logit beyond the reference's rounding"
-        assert rounding.median() <= LARGEST_ERROR * exact.abs().max(), "the reference is not one"
+
+def assert_close(ours: Tensor, expected: Tensor) -> None:
+    error = (ours - expected).abs().max() / expected.abs().max()
+    assert error <= LARGEST_ERROR, f"{error:.2e} of the largest logit"
 
 
 @torch.inference_mode()
@@ -178,7 +180,16 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("length", LENGTHS)
 def test_prefill_logits_are_those_of_transformers(pair: Pair, length: int) -> None:
     ids = tokens(length, seed=length)
-    pair.assert_close(ids, ByHand(pair.ours).prefill(ids), logits_of(pair.reference, ids, length))
+    assert_close(ByHand(pair.ours).prefill(ids), logits_of(pair.reference, ids, length))
+
+
+@pytest.mark.parametrize("length", [5, 200])
+def test_both_are_near_the_exact_logits(pair: Pair, length: int) -> None:
+    """A third implementation, token by token in float64: no mistake is shared with it."""
+    ids = tokens(length, seed=length)
+    exact = ExactModel(pair.config, pair.checkpoint).logits(ids)
+    assert_close(ByHand(pair.ours).prefill(ids), exact)
+    assert_close(logits_of(pair.reference, ids, length), exact)
 
 
 @pytest.mark.parametrize("length", [1, 2, 65])
@@ -186,7 +197,7 @@ def test_decode_logits_are_those_of_transformers(pair: Pair, length: int) -> Non
     ids = tokens(length + NUM_DECODES, seed=length)
     by_hand = ByHand(pair.ours)
     ours = torch.cat((by_hand.prefill(ids[:length]), by_hand.decode(ids[length:], length)))
-    pair.assert_close(ids, ours, logits_of(pair.reference, ids, length))
+    assert_close(ours, logits_of(pair.reference, ids, length))
 
 
 def test_greedy_tokens_are_those_of_transformers(pair: Pair) -> None:
@@ -200,22 +211,23 @@ def test_greedy_tokens_are_those_of_transformers(pair: Pair) -> None:
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair, tmp_path: Path) -> None:
     """Both start from the same rounded weights; A_log and the gated norm too, as Qwen3.6 stores them.
 
-    Medians are compared strictly: a tie in the router decides the largest error of either side.
+    On average, and at the worst logit of a prompt, averaged over prompts: of one prompt it is a single draw
+    from a tail, and the same code gives between 0.4 and 1.6 times that of transformers with the seed.
     """
     stored = {name: values.bfloat16() for name, values in pair.checkpoint.items()}
     full, half = make_reference(pair.config), make_reference(pair.config).bfloat16()
     full.load_state_dict({name: values.float() for name, values in half.state_dict().items()})
     model = load(tmp_path, pair.config, stored, "bfloat16")
     ours, theirs = [], []
-    for seed in range(3):
-        ids = tokens(112, seed)
+    for seed in range(NUM_ROUNDED):
+        ids = tokens(95, seed)
         by_hand = ByHand(model, dtype=torch.bfloat16)
-        reference = logits_of(full, ids, 100)
-        logits = torch.cat((by_hand.prefill(ids[:100]), by_hand.decode(ids[100:], 100)))
-        ours.append((logits - reference).abs())
-        theirs.append((logits_of(half, ids, 100).float() - reference).abs())
-    assert torch.cat(ours).median() <= torch.cat(theirs).median()
-    assert torch.cat(ours).max() <= 1.5 * torch.cat(theirs).max()
+        exact = logits_of(full, ids, 90)
+        logits = torch.cat((by_hand.prefill(ids[:90]), by_hand.decode(ids[90:], 90)))
+        ours.append((logits - exact).abs())
+        theirs.append((logits_of(half, ids, 90).float() - exact).abs())
+    assert torch.cat(ours).mean() <= torch.cat(theirs).mean()
+    assert sum(error.max() for error in ours) <= sum(error.max() for error in theirs)
 
 
 @pytest.mark.parametrize("lens", [(64,), (128, 64), (64, 64, 64)])
@@ -229,13 +241,13 @@ def test_chunked_prefill_equals_one_prefill_bit_for_bit(pair: Pair, lens: tuple[
 def test_prefill_may_be_split_anywhere(pair: Pair) -> None:
     ids = tokens(150)
     split = ByHand(pair.ours).prefill(ids, 37, 1, 2, 64)
-    pair.assert_close(ids, split, ByHand(pair.ours).prefill(ids))
+    assert_close(split, ByHand(pair.ours).prefill(ids))
 
 
 def test_decode_equals_prefill(pair: Pair) -> None:
     ids = tokens(140)
     by_hand = ByHand(pair.ours)
-    pair.assert_close(ids, by_hand.decode(ids, 0), ByHand(pair.ours).prefill(ids))
+    assert_close(by_hand.decode(ids, 0), ByHand(pair.ours).prefill(ids))
 
 
 def test_any_batch_equals_alone_bit_for_bit(pair: Pair) -> None:
@@ -271,7 +283,7 @@ def test_any_batch_is_close_to_alone(pair: Pair) -> None:
     logits = by_hand.run(rows[0], Row([0], [0], 0), rows[1], rows[2], Row([0], [0], 0))
     for prompt, ours in zip(prompts, (logits[0], logits[2], logits[3])):
         alone = ByHand(pair.ours).prefill(prompt)[-1:]
-        assert (ours - alone).abs().max() <= 2 * LARGEST_ERROR * alone.abs().max()
+        assert_close(ours, alone)
 
 
 def test_restored_checkpoint_equals_fresh_prefill_bit_for_bit(pair: Pair) -> None:
@@ -300,7 +312,8 @@ def test_checkpoint_anywhere_equals_the_state_of_a_shorter_prompt(pair: Pair, af
     for cache in by_hand.caches[:3]:
         assert isinstance(cache, StateCache)
         torch.testing.assert_close(cache.recurrent[slot], cache.recurrent[2], rtol=2e-5, atol=2e-5)
-        torch.testing.assert_close(cache.conv[slot], cache.conv[2], rtol=2e-5, atol=2e-5)
+        # After fewer tokens than the ring has entries, nobody wrote the rest of it: NaN in both.
+        torch.testing.assert_close(cache.conv[slot], cache.conv[2], rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
 def published(pair: Pair, *, one_by_one: bool) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
@@ -361,7 +374,7 @@ def test_drafting_head_is_that_of_transformers(pair: Pair, tmp_path: Path, one_b
             past_key_values=None,
         )
         logits, reference = ours.draft_logits(torch.cat(drafted)), pair.reference.lm_head(expected[0])
-    assert (logits - reference).abs().max() <= 5 * LARGEST_ERROR * reference.abs().max()
+    assert_close(logits, reference)
 
 
 def test_a_checkpoint_without_a_drafting_head_loads(pair: Pair, tmp_path: Path) -> None:
