@@ -15,7 +15,7 @@ import pytest
 
 from penstock.errors import PenstockError
 from penstock.eval import gates
-from penstock.eval.gates import GATES, THRESHOLDS, draw_problems, run_gates, score
+from penstock.eval.gates import GATES, REPORTED, THRESHOLDS, draw_problems, run_gates, score
 from penstock.eval.problems.conversation import Conversation
 from penstock.eval.problems.reply import Reply
 
@@ -47,7 +47,8 @@ class Served:
 @cache
 def asked_problems() -> dict[str, Conversation]:
     """What the gates ask with the default seed, by what reaches the server."""
-    problems = [problem for gate in GATES for problem in draw_problems(gate, LIMIT, seed=0)]
+    measured = (*GATES, *REPORTED)
+    problems = [problem for gate in measured for problem in draw_problems(gate, LIMIT, seed=0)]
     return {_key(problem.prompt, problem.enable_thinking): problem for problem in problems}
 
 
@@ -135,9 +136,10 @@ def test_a_perfect_server_gets_full_marks(
     assert code == 0
     assert line["passed"] is True
     assert line["model"] == "tiny"
-    measured = {name: gate["share"] for name, gate in line["gates"].items()}
+    measured = line["gates"]
     assert measured == {**dict.fromkeys(THRESHOLDS, 1.0), "mtp_acceptance": None}
-    assert line["gates"]["mtp_acceptance"]["passed"] is None
+    assert line["details"]["mtp_acceptance"]["passed"] is None
+    assert line["reported"]["refusals"] == 1.0
     assert json.loads((tmp_path / "gates.json").read_text()) == line
     assert all(name in table for name in THRESHOLDS)
     assert all(body["temperature"] == 0 and body["model"] == "tiny" for body in served.bodies)
@@ -171,8 +173,39 @@ def test_a_wrong_answer_costs_the_gate_of_its_kind_and_no_other(
 ) -> None:
     code, line, _ = run_main(capsys, serve(spoiled(gate, spoil)).url)
     assert code == 1
-    missed = {name for name, result in line["gates"].items() if result["passed"] is False}
+    missed = {name for name, result in line["details"].items() if result.get("passed") is False}
     assert missed == {gate}
+
+
+def test_what_is_only_reported_closes_no_gate(
+    serve: Callable[..., Served], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call_what_is_missing(text: str) -> str:
+        thought, end, _ = text.rpartition("</think>")
+        return f"{thought}{end}<tool_call>\n<function=missing>\n</function>\n</tool_call>"
+
+    code, line, table = run_main(capsys, serve(spoiled("refusals", call_what_is_missing)).url)
+    assert code == 0
+    assert line["passed"] is True
+    assert all(gate.get("passed") is not False for gate in line["details"].values())
+    assert line["reported"] == {"refusals": 0.0}
+    assert line["details"]["refusals"]["asked"] == LIMIT // 2
+    (row,) = [row for row in table.splitlines() if row.startswith("refusals")]
+    assert row.split()[1:] == [f"0/{LIMIT // 2}", "0.0%", "-", "reported,", "not", "gated"]
+
+
+def test_every_gate_has_a_threshold_and_what_is_reported_has_none() -> None:
+    assert [*(gate.name for gate in GATES), "mtp_acceptance"] == list(THRESHOLDS)
+    assert {gate.name for gate in REPORTED} == {"refusals"}
+    assert not {gate.name for gate in REPORTED} & THRESHOLDS.keys()
+
+
+def test_the_gate_of_tool_calls_asks_for_no_refusal() -> None:
+    kinds = {gate.name: {problem.kind for problem in draw_problems(gate, 300, seed=0)} for gate in GATES}
+    assert kinds["tool_calls"] == {"tool_calls"}
+    assert "refusals" in kinds["thinking_closed"]
+    (measure,) = REPORTED
+    assert {problem.kind for problem in draw_problems(measure, 300, seed=0)} == {"refusals"}
 
 
 @pytest.mark.parametrize(
@@ -188,7 +221,7 @@ def test_a_thought_must_end_once_and_the_turn_by_itself(
 ) -> None:
     code, line, _ = run_main(capsys, serve(answer).url)
     assert code == 1
-    assert line["gates"]["thinking_closed"]["share"] == 0.0
+    assert line["gates"]["thinking_closed"] == 0.0
 
 
 def test_a_request_without_a_reply_counts_as_wrong_and_is_reported(
@@ -201,7 +234,7 @@ def test_a_request_without_a_reply_counts_as_wrong_and_is_reported(
 
     code, line, table = run_main(capsys, serve(answer).url)
     assert code == 1
-    assert line["gates"]["recall"] == {
+    assert line["details"]["recall"] == {
         "share": 0.0, "threshold": 0.95, "passed": False, "right": 0, "asked": LIMIT, "errors": LIMIT
     }  # fmt: skip
     assert f"{LIMIT} without a reply" in table
@@ -220,8 +253,8 @@ def test_arguments_of_the_wrong_type_are_wrong(
         return status, body
 
     _, line, _ = run_main(capsys, serve(answer).url)
-    assert line["gates"]["tool_calls"]["share"] < 1.0
-    assert line["gates"]["thinking_closed"]["share"] == 1.0
+    assert line["gates"]["tool_calls"] < 1.0
+    assert line["gates"]["thinking_closed"] == 1.0
 
 
 @pytest.mark.parametrize(("accepted", "code"), [(80, 0), (60, 1)])
@@ -244,7 +277,7 @@ def test_mtp_acceptance_is_what_the_counters_gained(
 
     served.answer = answer
     result, line, _ = run_main(capsys, served.url)
-    assert line["gates"]["mtp_acceptance"]["share"] == accepted / 100
+    assert line["gates"]["mtp_acceptance"] == accepted / 100
     assert result == code
 
 
@@ -254,7 +287,7 @@ def test_mtp_acceptance_can_come_from_a_file(
     file = tmp_path / "mtp.json"
     file.write_text('{"mtp_acceptance": 0.69}')
     code, line, _ = run_main(capsys, serve(split_answer).url, "--mtp", str(file))
-    assert (code, line["gates"]["mtp_acceptance"]["share"]) == (1, 0.69)
+    assert (code, line["gates"]["mtp_acceptance"]) == (1, 0.69)
     file.write_text("{}")
     assert gates.main(["--base-url", serve(split_answer).url, "--mtp", str(file)]) == 1
     assert "mtp_acceptance" in capsys.readouterr().err
@@ -297,6 +330,6 @@ def test_batches_of_replies_are_scored_like_single_ones() -> None:
 
 
 def test_problems_depend_on_the_seed_and_on_nothing_else() -> None:
-    for gate in GATES:
+    for gate in (*GATES, *REPORTED):
         assert draw_problems(gate, 5, seed=1) == draw_problems(gate, 5, seed=1)
         assert draw_problems(gate, 5, seed=1) != draw_problems(gate, 5, seed=2)

@@ -22,6 +22,7 @@ from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer, Qwen3_5MoeRMSNorm
 
 from penstock.errors import CheckpointError
+from penstock.eval.problems import spot_checks, tool_calls, word_problems
 from penstock.eval.problems.mixture import SHARES
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
@@ -31,6 +32,8 @@ from training.data import Batch, BatchMaker, Example, Problem, SpecialTokens, Wo
 from training.delta_rule import gated_delta_rule, invert_unit_lower, unit_norm
 from training.encode import encode
 from training.evaluate import count_accepted_drafts, evaluate, generate
+from training.examine import ask, load_model
+from training.examine import main as examine
 from training.export import check_with_transformers, export
 from training.layers import is_among_largest
 from training.model import Qwen35Moe, count_parameters, init_weights
@@ -432,7 +435,9 @@ def test_workers_draw_different_data_and_reuse_it_no_more_than_allowed() -> None
     assert len(uses) >= 10
 
 
-def run_copy(out: Path, steps: int, pause_after: int | None = None, resume: bool = False) -> Run:
+def run_copy(
+    out: Path, steps: int, pause_after: int | None = None, resume: bool = False, init: Path | None = None
+) -> Run:
     settings = RunSettings(
         out=out,
         budget_steps=steps,
@@ -440,6 +445,7 @@ def run_copy(out: Path, steps: int, pause_after: int | None = None, resume: bool
         device="cpu",
         num_workers=0,
         resume=resume,
+        init=init,
         log_every_s=0.0,
         num_problems=2,
         max_reply_tokens=12,
@@ -469,6 +475,18 @@ def test_a_run_can_start_from_an_exported_model(tmp_path: Path) -> None:
     started = Run(CopyCorpus(), COPY_MODEL, COPY_TRAINING, settings)
     for name, tensor in taught.model.state_dict().items():
         torch.testing.assert_close(started.model.state_dict()[name], tensor, rtol=1e-2, atol=1e-3)  # bf16
+
+
+def test_a_resumed_run_goes_on_from_its_own_weights_and_not_from_where_it_was_started(tmp_path: Path) -> None:
+    run_copy(tmp_path / "first", steps=10)
+    init = tmp_path / "first" / "model"
+    whole = run_copy(tmp_path / "whole", steps=8, init=init)
+    paused = run_copy(tmp_path / "parts", steps=8, pause_after=3, init=init)
+    resumed = run_copy(tmp_path / "parts", steps=8, resume=True, init=init)
+    assert paused.progress.step == 3
+    assert torch.equal(resumed.optimizer.weights, whole.optimizer.weights)
+    unlike = run_copy(tmp_path / "cold", steps=8)
+    assert not torch.equal(unlike.optimizer.weights, whole.optimizer.weights)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -552,6 +570,38 @@ def test_the_corpus_accepts_what_it_teaches_and_nothing_shorter() -> None:
     example = corpus.draw(rng)
     assert example.token_ids[-1] == corpus.special.end_of_turn
     assert 0 < example.first_target < len(example.token_ids) - 1
+
+
+@pytest.fixture(scope="module")
+def embedded() -> tuple[Qwen35Moe, ConversationCorpus]:
+    return load_model(ASSETS, CPU), ConversationCorpus.open(ASSETS)
+
+
+def test_replies_come_in_the_order_of_the_questions(embedded: tuple[Qwen35Moe, ConversationCorpus]) -> None:
+    """Long and short prompts are asked together by length, and each alone answers the same."""
+    rng = Random("order")
+    asked = [
+        sample(rng, True, False) for sample in (tool_calls.sample, spot_checks.sample, word_problems.sample)
+    ]
+    together = ask(*embedded, asked, max_new=24, rows=2)
+    assert together == [ask(*embedded, [conversation], max_new=24)[0] for conversation in asked]
+    assert len({reply.content for reply in together} | {str(reply.calls) for reply in together}) >= 3
+
+
+def test_a_reply_that_was_cut_off_says_so(embedded: tuple[Qwen35Moe, ConversationCorpus]) -> None:
+    (reply,) = ask(*embedded, [word_problems.sample(Random("cut"), True, False)], max_new=3)
+    assert reply.finish_reason == "length"
+
+
+def test_an_examination_judges_as_the_gates_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "found.json"
+    asked = ["--limit", "3", "--gates", "spot_checks", "refusals"]
+    assert examine([str(ASSETS), "--device", "cpu", *asked, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert found["gates"].keys() == {"spot_checks"}
+    assert found["gates"]["spot_checks"]["right"] == 3
+    assert found["reported"].keys() == {"refusals"}
+    assert "not gated" in capsys.readouterr().out
 
 
 def test_export_is_the_published_layout_and_loads(tmp_path: Path) -> None:

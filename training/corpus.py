@@ -60,12 +60,22 @@ class ConversationCorpus:
         """The conversation's prompt; its own check judges a reply that ended its turn."""
 
         def accepts(reply_ids: Sequence[int]) -> bool:
-            text = self._tokenizer.decode(reply_ids, skip_special_tokens=False)
-            reply = Reply.from_text(text, is_thinking=conversation.enable_thinking, tools=conversation.tools)
-            return text.endswith(TURN_END) and reply.is_thought_closed and conversation.check.accepts(reply)
+            reply = self.read_reply(conversation, reply_ids)
+            has_ended = reply.finish_reason == "stop"
+            return has_ended and reply.is_thought_closed and conversation.check.accepts(reply)
 
         prompt = self._tokenizer.encode(render_prompt(conversation, self._template))
         return Problem(conversation.kind, prompt, accepts)
+
+    def read_reply(self, conversation: Conversation, reply_ids: Sequence[int]) -> Reply:
+        """What the tokens say; a turn without its end was cut off."""
+        text = self._tokenizer.decode(reply_ids, skip_special_tokens=False)
+        return Reply.from_text(
+            text,
+            is_thinking=conversation.enable_thinking,
+            tools=conversation.tools,
+            finish_reason="stop" if text.endswith(TURN_END) else "length",
+        )
 
 
 def _id_of(tokenizer: Tokenizer, token: str) -> int:

@@ -92,7 +92,7 @@ def save_tokenizer(tokenizer: Model, folder: Path) -> None:
         "unk_token": None,
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": 4096,
+        "model_max_length": 8192,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -3,7 +3,8 @@
     penstock eval gates [--base-url URL] [--json F] [--limit N] [--seed S] [--concurrency 8]
 
 Asks any server of the OpenAI API, or any function from a conversation to a reply; `run_gates` is the same for
-both. Prints a table and, as its last line, one JSON object; exits with 1 when a gate is missed.
+both. Prints a table and, as its last line, one JSON object; exits with 1 when a gate is missed. What is
+measured without a threshold (`REPORTED`) stands beside the gates and closes none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 from penstock import __version__
 from penstock.errors import PenstockError
 from penstock.eval.endpoint import Endpoint
-from penstock.eval.problems import recall, small_talk, spot_checks, tool_calls, word_problems
+from penstock.eval.problems import recall, refusals, small_talk, spot_checks, tool_calls, word_problems
 from penstock.eval.problems.conversation import Conversation
 from penstock.eval.problems.draw import pick
 from penstock.eval.problems.reply import Reply
@@ -44,7 +45,7 @@ MAX_FAILURES_KEPT = 20
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Problems of one ability, and what counts as passing one."""
+    """Problems of one ability, and what counts as passing one; only `THRESHOLDS` make it a gate."""
 
     name: str
     draw: Callable[[Random], Conversation]
@@ -53,10 +54,13 @@ class Gate:
 
 @dataclass(slots=True)
 class GateResult:
-    """`share` is None where nothing could be measured: such a gate is neither passed nor missed."""
+    """`share` is None where nothing could be measured: such a gate is neither passed nor missed.
+
+    `threshold` is None where the share is only reported.
+    """
 
     name: str
-    threshold: float
+    threshold: float | None
     share: float | None = None
     num_right: int = 0
     num_asked: int = 0
@@ -65,12 +69,21 @@ class GateResult:
 
     @property
     def is_missed(self) -> bool:
-        return self.share is not None and self.share < self.threshold
+        return self.share is not None and self.threshold is not None and self.share < self.threshold
+
+    @property
+    def verdict(self) -> str:
+        if self.share is None:
+            return "not measured"
+        if self.threshold is None:
+            return "reported, not gated"
+        return "MISSED" if self.is_missed else "ok"
 
     def as_json(self) -> dict[str, Any]:
-        fields = {"share": self.share, "threshold": self.threshold, "passed": not self.is_missed}
-        if self.share is None:
-            fields["passed"] = None
+        fields: dict[str, Any] = {"share": self.share}
+        if self.threshold is not None:
+            has_passed = None if self.share is None else not self.is_missed
+            fields |= {"threshold": self.threshold, "passed": has_passed}
         if self.num_asked:
             fields |= {"right": self.num_right, "asked": self.num_asked, "errors": self.num_errors}
         return fields
@@ -86,7 +99,7 @@ def _closes_its_thought(conversation: Conversation, reply: Reply) -> bool:
 
 
 def _draw_thinking(rng: Random) -> Conversation:
-    kind = pick(rng, (word_problems, spot_checks, tool_calls, recall, small_talk))
+    kind = pick(rng, (word_problems, spot_checks, tool_calls, refusals, recall, small_talk))
     return kind.sample(rng, True, True)
 
 
@@ -97,6 +110,8 @@ GATES = (
     Gate("recall", lambda rng: recall.sample_far(rng, True), _is_right),
     Gate("thinking_closed", _draw_thinking, _closes_its_thought),
 )
+# Whether a model says that no tool fits; small ones rather call a tool that is not there.
+REPORTED = (Gate("refusals", lambda rng: refusals.sample(rng, True), _is_right),)
 
 
 def draw_problems(gate: Gate, num_problems: int, seed: int) -> list[Conversation]:
@@ -107,7 +122,7 @@ def draw_problems(gate: Gate, num_problems: int, seed: int) -> list[Conversation
 
 def score(gate: Gate, problems: Sequence[Conversation], replies: Sequence[Reply | str | None]) -> GateResult:
     """Judges replies to `problems`, in their order; None is a request that failed."""
-    result = GateResult(gate.name, THRESHOLDS[gate.name], num_asked=len(problems))
+    result = GateResult(gate.name, THRESHOLDS.get(gate.name), num_asked=len(problems))
     for conversation, answer in zip(problems, replies, strict=True):
         if answer is None:
             result.num_errors += 1
@@ -128,13 +143,24 @@ def run_gates(
     seed: int = 0,
     concurrency: int = 1,
     mtp_acceptance: float | None = None,
-    gates: Sequence[Gate] = GATES,
     on_result: Callable[[GateResult], None] = lambda result: None,
 ) -> list[GateResult]:
-    """Asks every gate's problems. `ask` gives a `Reply`, or the text that follows the generation prompt.
+    """Asks every gate's problems. MTP acceptance is not measured by asking: it is judged as given."""
+    results = ask_problems(ask, GATES, num_problems, seed, concurrency, on_result)
+    return [*results, judge_acceptance(mtp_acceptance)]
 
-    A text counts as ended by the model itself; a `Reply` says so with its finish reason. MTP acceptance is
-    not measured by asking: it is judged as given.
+
+def ask_problems(
+    ask: Ask,
+    gates: Sequence[Gate],
+    num_problems: int,
+    seed: int,
+    concurrency: int,
+    on_result: Callable[[GateResult], None] = lambda result: None,
+) -> list[GateResult]:
+    """`ask` gives a `Reply`, or the text that follows the generation prompt.
+
+    A text counts as ended by the model itself; a `Reply` says so with its finish reason.
     """
     results = []
     with ThreadPoolExecutor(max_workers=max(1, concurrency)) as pool:
@@ -145,8 +171,12 @@ def run_gates(
             )
             on_result(result)
             results.append(result)
-    results.append(judge_acceptance(mtp_acceptance))
     return results
+
+
+def num_problems_reported(num_problems: int) -> int:
+    """How many of each `REPORTED` are asked beside so many problems a gate."""
+    return max(1, num_problems // 2)
 
 
 def judge_acceptance(share: float | None) -> GateResult:
@@ -175,9 +205,9 @@ def format_table(results: Sequence[GateResult]) -> str:
     for result in results:
         counts = f"{result.num_right}/{result.num_asked}" if result.num_asked else ""
         share = "-" if result.share is None else f"{result.share:.1%}"
-        verdict = "not measured" if result.share is None else "MISSED" if result.is_missed else "ok"
+        needed = "-" if result.threshold is None else f"{result.threshold:.0%}"
         errors = f", {result.num_errors} without a reply" if result.num_errors else ""
-        lines.append(f"{result.name:<16} {counts:>11} {share:>7} {result.threshold:>7.0%}  {verdict}{errors}")
+        lines.append(f"{result.name:<16} {counts:>11} {share:>7} {needed:>7}  {result.verdict}{errors}")
     return "\n".join(lines)
 
 
@@ -219,16 +249,20 @@ def run(arguments: argparse.Namespace) -> int:
         mtp_acceptance=given,
         on_result=show,
     )
-    elapsed_s = time.monotonic() - start
     after = endpoint.draft_counts()
     if given is None and before is not None and after is not None:
         results[-1] = judge_acceptance(after.acceptance_since(before))
+    num_reported = num_problems_reported(arguments.limit)
+    reported = ask_problems(endpoint.ask, REPORTED, num_reported, arguments.seed, arguments.concurrency, show)
+    elapsed_s = time.monotonic() - start
     is_missed = any(result.is_missed for result in results)
     line = json.dumps(
         {
             "benchmark": "gates",
             "passed": not is_missed,
-            "gates": {result.name: result.as_json() for result in results},
+            "gates": {result.name: result.share for result in results},
+            "reported": {result.name: result.share for result in reported},
+            "details": {result.name: result.as_json() for result in (*results, *reported)},
             "model": endpoint.model,
             "base_url": arguments.base_url,
             "limit": arguments.limit,
@@ -239,7 +273,7 @@ def run(arguments: argparse.Namespace) -> int:
             "machine": platform.platform(),
         }
     )
-    print(format_table(results))
+    print(format_table([*results, *reported]))
     if arguments.json:
         arguments.json.write_text(line + "\n", encoding="utf-8")
     print(line)

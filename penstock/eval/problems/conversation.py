@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, Protocol
 
 from penstock.eval.problems.draw import pick
-from penstock.eval.problems.reply import THOUGHT_END, TURN_END, Call, Reply, write_calls
+from penstock.eval.problems.reply import CALL_START, THOUGHT_END, TURN_END, Call, Reply, write_calls
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -76,7 +76,8 @@ class ExactCalls:
 class Mentions:
     """The answer is in words, has every one of `values` as words of its own, and none of `others`.
 
-    Without `others` a model that recites all it was told would seem to know what was asked.
+    Without `others` a model that recites all it was told would seem to know what was asked. A call that is
+    too broken to be read is no words either.
     """
 
     values: tuple[str, ...] = ()
@@ -89,6 +90,7 @@ class Mentions:
         others = [other for other in map(_spaced, self.others) if not any(other in value for value in wanted)]
         return (
             not reply.calls
+            and CALL_START not in reply.content
             and bool(said.strip())
             and all(f" {value} " in said for value in wanted)
             and not any(f" {other} " in said for other in others)

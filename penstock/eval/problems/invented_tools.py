@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from penstock.eval.problems.draft import with_article
 from penstock.eval.problems.draw import between, pick
 from penstock.eval.problems.names import CITIES, COLOURS, invented_word, words
 from penstock.eval.problems.tool import (
@@ -67,7 +68,7 @@ OPENINGS = (
     "Please {verb} the {noun}",
     "{Verb} the {noun}",
     "I want you to {verb} the {noun}",
-    "Can you {verb} a {noun}",
+    "Can you {verb} {a_noun}",
     "Use {name}",
     "Call {name}",
 )
@@ -80,12 +81,13 @@ def invent_tool(rng: Random) -> Tool:
     name = f"{verb}_{noun}"
     labels = list(dict.fromkeys(pick(rng, _LABELS) for _ in range(between(rng, 1, 3))))
     parameters = {label: PARAMETERS[label] for label in labels}
-    opening = pick(rng, OPENINGS).format(verb=verb, Verb=verb.capitalize(), noun=noun, name=name)
+    said = {"verb": verb, "Verb": verb.capitalize(), "noun": noun, "a_noun": with_article(noun)}
+    opening = pick(rng, OPENINGS).format(**said, name=name)
     listed = [f"{label.replace('_', ' ')} {{{label}}}" for label in labels]
     given = listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
     return Tool(
         name,
-        function_schema(name, f"{verb.capitalize()} a {noun}.", parameters),
+        function_schema(name, "{Verb} {a_noun}.".format(**said), parameters),
         parameters,
         (Request(f"{opening} with {given}{'?' if opening.startswith('Can') else '.'}", tuple(labels), {}),),
         RETURNS,

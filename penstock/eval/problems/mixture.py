@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate
 from random import Random
 
-from penstock.eval.problems import recall, small_talk, spot_checks, tool_calls, word_problems
+from penstock.eval.problems import recall, refusals, small_talk, spot_checks, tool_calls, word_problems
 from penstock.eval.problems.conversation import Conversation, Message
 from penstock.eval.problems.draw import between, pick
 
@@ -17,7 +17,8 @@ Sample = Callable[[Random, bool], Conversation]
 SHARES: Mapping[str, tuple[Sample, float]] = {
     "word_problems": (word_problems.sample, 0.38),
     "spot_checks": (spot_checks.sample, 0.20),
-    "tool_calls": (tool_calls.sample, 0.18),
+    "tool_calls": (tool_calls.sample, 0.16),
+    "refusals": (refusals.sample, 0.02),
     "recall": (recall.sample, 0.14),
     "small_talk": (small_talk.sample, 0.10),
 }

@@ -1,14 +1,14 @@
-"""Requests that a tool can fulfil, and turns around them: two calls, results to tell, nothing that fits.
+"""Requests that an offered tool fulfils, and turns around them: two calls, results to tell, no tool needed.
 
 One to four tools are offered, some of them made up on the spot; the right one is called with the request's
-own values, typed as its schema says.
+own values, typed as its schema says. Requests whose tool is not offered are refusals.py's.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Container, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -29,7 +29,7 @@ from penstock.eval.problems.draw import between, is_held_out, pick
 from penstock.eval.problems.invented_tools import invent_tool
 from penstock.eval.problems.office_tools import OFFICE_TOOLS
 from penstock.eval.problems.reply import Call
-from penstock.eval.problems.tool import Tool, spoken
+from penstock.eval.problems.tool import Request, Tool, spoken
 
 CATALOG = DAILY_TOOLS + OFFICE_TOOLS
 
@@ -51,7 +51,6 @@ ANNOUNCING_SYSTEMS = (
     "Before you call a tool, say which one.",
     "Tell the user which tool you use, then call it.",
 )
-REFUSAL = "I am sorry, I cannot do that with what I have here."
 # Small talk says it does not know what these could find out.
 INFORMING = frozenset({"get_weather", "get_forecast", "find_contact", "web_search", "get_route"})
 ERRORS = ("not available", "not found", "no connection", "try again later", "access denied", "timed out")
@@ -62,9 +61,9 @@ class Errand:
     """A request for one tool, the call that fulfils it, and what came of it."""
 
     tool: Tool
+    request: Request
     text: str
     call: Call
-    key: str
     result: str = ""
     answer: str = ""
     told: tuple[str, ...] = ()  # values of the result that the answer must have
@@ -73,16 +72,14 @@ class Errand:
 def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Conversation:
     is_thinking = decide_thinking(rng, thinking)
     luck = rng.random()
-    if luck < 0.48:
+    if luck < 0.54:
         return _ask_once(rng, held_out, is_thinking)
-    if luck < 0.62:
+    if luck < 0.695:
         return _ask_twice(rng, held_out, is_thinking)
-    if luck < 0.78:
+    if luck < 0.875:
         return _tell_result(rng, held_out, is_thinking)
-    if luck < 0.85:
+    if luck < 0.955:
         return _ask_again(rng, held_out, is_thinking)
-    if luck < 0.96:
-        return _refuse(rng, held_out, is_thinking)
     return _answer_in_words(rng, held_out, is_thinking)
 
 
@@ -99,11 +96,10 @@ def draw_errand(rng: Random, held_out: bool, taken: Container[str] = ()) -> Erra
             for name in tool.parameters
             if name in values or name in request.settled
         }
-        key = f"{tool.name}{request.pattern}{arguments}"
-        if is_held_out(key) == held_out:
+        if is_held_out(f"{tool.name}{request.pattern}{arguments}") == held_out:
             break
     said = {name: spoken(value) for name, value in values.items()}
-    return Errand(tool, request.pattern.format_map(said), Call(tool.name, arguments), key)
+    return Errand(tool, request, request.pattern.format_map(said), Call(tool.name, arguments))
 
 
 def fulfil(rng: Random, errand: Errand) -> Errand:
@@ -118,7 +114,7 @@ def fulfil(rng: Random, errand: Errand) -> Errand:
         words = {**errand.call.arguments, **result}
         answer = errand.tool.answer.format_map(words)
         told = tuple(str(value) for name, value in result.items() if f"{{{name}}}" in errand.tool.answer)
-    return Errand(errand.tool, errand.text, errand.call, errand.key, json.dumps(result), answer, told)
+    return replace(errand, result=json.dumps(result), answer=answer, told=told)
 
 
 def _ask_once(rng: Random, held_out: bool, is_thinking: bool) -> Conversation:
@@ -160,7 +156,7 @@ def _tell_result(rng: Random, held_out: bool, is_thinking: bool) -> Conversation
     return Conversation(
         kind="tool_calls",
         messages=(
-            *_system_turn(rng),
+            *system_turn(rng),
             user(text),
             assistant("", _calling_thought(errands) if is_thinking else None, [e.call for e in errands]),
             *(_result_turn(number, errand.result) for number, errand in enumerate(errands, 1)),
@@ -168,21 +164,7 @@ def _tell_result(rng: Random, held_out: bool, is_thinking: bool) -> Conversation
         ),
         check=Mentions(tuple(value for errand in errands for value in errand.told)),
         enable_thinking=is_thinking,
-        tools=_offer(rng, [errand.tool for errand in errands]),
-    )
-
-
-def _refuse(rng: Random, held_out: bool, is_thinking: bool) -> Conversation:
-    """A request for a tool that is not offered."""
-    errand = draw_errand(rng, held_out)
-    offered = draw_errand(rng, held_out, (errand.tool.name,)).tool
-    thought = "None of the tools can do this." if is_thinking else None
-    return Conversation(
-        kind="tool_calls",
-        messages=(*_system_turn(rng), user(errand.text), assistant(REFUSAL, thought)),
-        check=Mentions(),
-        enable_thinking=is_thinking,
-        tools=_offer(rng, [offered], never={errand.tool.name}),
+        tools=offer(rng, [errand.tool for errand in errands]),
     )
 
 
@@ -195,7 +177,7 @@ def _answer_in_words(rng: Random, held_out: bool, is_thinking: bool) -> Conversa
         messages=plain.messages,
         check=plain.check,
         enable_thinking=is_thinking,
-        tools=_offer(rng, [draw_errand(rng, held_out, INFORMING).tool], never=INFORMING),
+        tools=offer(rng, [draw_errand(rng, held_out, INFORMING).tool], never=INFORMING),
     )
 
 
@@ -210,7 +192,7 @@ def _calling(
     calls = [errand.call for errand in errands]
     names = " and ".join(call.name for call in calls)
     announces = rng.random() < 0.1
-    head = (system(pick(rng, ANNOUNCING_SYSTEMS)),) if announces else _system_turn(rng)
+    head = (system(pick(rng, ANNOUNCING_SYSTEMS)),) if announces else system_turn(rng)
     return Conversation(
         kind="tool_calls",
         messages=(
@@ -225,7 +207,7 @@ def _calling(
         ),
         check=ExactCalls(tuple(calls)),
         enable_thinking=is_thinking,
-        tools=_offer(rng, [*{id(t): t for t in (*also_offer, *(e.tool for e in errands))}.values()]),
+        tools=offer(rng, [*{id(t): t for t in (*also_offer, *(e.tool for e in errands))}.values()]),
     )
 
 
@@ -233,7 +215,7 @@ def _calling_thought(errands: Sequence[Errand]) -> str:
     return f"I should call {' and '.join(errand.tool.name for errand in errands)}."
 
 
-def _system_turn(rng: Random) -> tuple[Message, ...]:
+def system_turn(rng: Random) -> tuple[Message, ...]:
     return (system(pick(rng, SYSTEM_PROMPTS)),) if rng.random() < 0.25 else ()
 
 
@@ -241,7 +223,7 @@ def _result_turn(number: int, result: str) -> Message:
     return {"role": "tool", "tool_call_id": f"call_{number}", "content": result}
 
 
-def _offer(rng: Random, tools: Sequence[Tool], never: Set[str] = frozenset()) -> tuple[dict[str, Any], ...]:
+def offer(rng: Random, tools: Sequence[Tool], never: Set[str] = frozenset()) -> tuple[dict[str, Any], ...]:
     """The tools and some others, in any order."""
     names = {*never, *(tool.name for tool in tools)}
     offered = [tool.schema for tool in tools]

@@ -1,0 +1,36 @@
+"""Requests for a tool that is not offered: right is to say so, and to call nothing.
+
+Tools and requests are those of tool_calls.py; only the one that would fit is missing.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from penstock.eval.problems.conversation import Conversation, Mentions, assistant, decide_thinking, user
+from penstock.eval.problems.tool_calls import Errand, draw_errand, offer, system_turn
+from penstock.eval.problems.topics import UNKNOWN
+
+REFUSAL = "I am sorry, I cannot do that with what I have here."
+ANSWERED_BY_TALK = frozenset(question for question, _ in UNKNOWN)  # with "I do not know", tools or not
+
+
+def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Conversation:
+    is_thinking = decide_thinking(rng, thinking)
+    errand = _draw_errand_to_refuse(rng, held_out)
+    offered = draw_errand(rng, held_out, (errand.tool.name,)).tool
+    thought = "None of the tools can do this." if is_thinking else None
+    return Conversation(
+        kind="refusals",
+        messages=(*system_turn(rng), user(errand.text), assistant(REFUSAL, thought)),
+        check=Mentions(),
+        enable_thinking=is_thinking,
+        tools=offer(rng, [offered], never={errand.tool.name}),
+    )
+
+
+def _draw_errand_to_refuse(rng: Random, held_out: bool) -> Errand:
+    while True:
+        errand = draw_errand(rng, held_out)
+        if errand.request.pattern not in ANSWERED_BY_TALK:
+            return errand
