@@ -253,13 +253,13 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What a DeltaNet layer keeps for every sequence: S, and the last inputs of its convolution."""
+    """What a DeltaNet layer keeps for every sequence: S, and a ring of the last inputs of its convolution."""
 
     num_value_heads: int
     key_dim: int
     value_dim: int
     conv_channels: int
-    conv_width: int  # K - 1 past inputs
+    conv_width: int  # entries of the ring; no fewer than the convolution has taps
 
     @property
     def num_recurrent_elements(self) -> int:

@@ -249,8 +249,8 @@ def test_the_server_answers_like_transformers(
 
 
 def edit_inputs(patch: pytest.MonkeyPatch, edit: Callable[[StepInputs], StepInputs]) -> None:
-    make_inputs = RowTable._step_inputs
-    patch.setattr(RowTable, "_step_inputs", lambda *arguments: edit(make_inputs(*arguments)))
+    make_inputs = RowTable.step_inputs
+    patch.setattr(RowTable, "step_inputs", lambda *arguments: edit(make_inputs(*arguments)))
 
 
 def turn_neighbouring_dimensions(patch: pytest.MonkeyPatch) -> None:
@@ -272,14 +272,14 @@ def count_positions_from_the_step(patch: pytest.MonkeyPatch) -> None:
 
 def lose_pages_of_decodes(patch: pytest.MonkeyPatch) -> None:
     """KV paging: a page that a row takes after its admission does not reach the device's table."""
-    apply = RowTable.apply
+    update = RowTable.update
 
-    def apply_admissions_only(table: RowTable, plan: StepPlan, deterministic: bool) -> Any:
+    def update_admissions_only(table: RowTable, plan: StepPlan) -> None:
         admitted = {admission.row for admission in plan.admissions}
         kept = tuple(update for update in plan.page_updates if update[0] in admitted)
-        return apply(table, replace(plan, page_updates=kept), deterministic)
+        update(table, replace(plan, page_updates=kept))
 
-    patch.setattr(RowTable, "apply", apply_admissions_only)
+    patch.setattr(RowTable, "update", update_admissions_only)
 
 
 def read_state_of_another_row(patch: pytest.MonkeyPatch) -> None:
@@ -299,13 +299,14 @@ def keep_state_of_the_last_owner(patch: pytest.MonkeyPatch) -> None:
 
 def skip_renormalisation(patch: pytest.MonkeyPatch) -> None:
     """Top-k: the weights of the chosen experts stay as the softmax over all of them gave them."""
-    route = mlp.route
+    route = mlp.norm_route
 
-    def route_plainly(x: Tensor, router: Tensor, k: int, normalize: bool, *rest: Any, **options: Any) -> Any:
+    def route_plainly(*arguments: Any, **options: Any) -> Any:
+        hidden, norm_weight, eps, router, k, normalize, *rest = arguments
         assert normalize
-        return route(x, router, k, False, *rest, **options)
+        return route(hidden, norm_weight, eps, router, k, False, *rest, **options)
 
-    patch.setattr(mlp, "route", route_plainly)
+    patch.setattr(mlp, "norm_route", route_plainly)
 
 
 def scale_heads(patch: pytest.MonkeyPatch, q_power: float, k_power: float) -> None:

@@ -5,7 +5,7 @@ Dimensions are unequal and lengths odd; caches are full of NaN where nothing was
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.layers.inputs import RowSpan
-from penstock.ops.reference import activation
+from penstock.ops.reference import activation, one_token
 from penstock.ops.reference.moe import run_experts_gathered, run_experts_grouped
 from qwen3_5_float64 import delta_rule_by_token
 
@@ -30,6 +30,17 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 def assert_close(ours: Tensor, exact: Tensor, tolerance: float = 2e-6) -> None:
     error = (ours.double() - exact.double()).abs().max() / exact.abs().max()
     assert error <= tolerance, f"{error:.2e} of the largest value"
+
+
+def take_plain_forms(patch: pytest.MonkeyPatch) -> None:
+    """A single token goes the way of many."""
+    patch.setattr(one_token, "is_alone", lambda x, deterministic: False)
+
+
+def assert_one_token_is_like_many(run: Callable[[], Sequence[Tensor]], patch: pytest.MonkeyPatch) -> None:
+    alone = run()
+    take_plain_forms(patch)
+    torch.testing.assert_close(alone, run(), rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -68,16 +79,32 @@ def test_matmuls_are_torchs_with_what_belongs_to_them() -> None:
         norm = randn(40) + 1
         exact = F.rms_norm(x, (40,), norm, EPS) @ weight.T + bias
         assert_close(ops.norm_linear(x, norm, EPS, weight, bias, **given), exact)
+        assert_close(ops.norm_linear(x, norm, EPS, weight, bias, out_dtype=torch.float64, **given), exact)
         gate, up = x.chunk(2, dim=-1)
         exact = (F.silu(gate) * up) @ weight[:, :20].T + residual
         assert_close(ops.swiglu_linear(x, weight[:, :20], residual, **given), exact)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_wider_result_is_not_rounded_on_its_way(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.ops.reference.matmul.WIDENED_ELEMENTS", 40 * 25)  # three parts
+    x, weight, norm = randn(5, 40).bfloat16(), randn(56, 40).bfloat16(), randn(40) + 1
+    exact = ops.rms_norm(x, norm, EPS).double() @ weight.double().T
+    ours = ops.norm_linear(x, norm, EPS, weight, out_dtype=torch.float32, deterministic=deterministic)
+    assert ours.dtype == torch.float32
+    assert_close(ours, exact, 1e-6)
+    narrow = ops.norm_linear(x, norm, EPS, weight, deterministic=deterministic)
+    assert torch.equal(narrow, ours.bfloat16())
+
+
 def test_deterministic_matmul_gives_a_row_the_same_bits_in_any_batch() -> None:
-    x, weight = randn(70, 96), randn(200, 96)
-    whole = ops.linear(x, weight, deterministic=True)
-    for begin, end in ((0, 1), (69, 70), (3, 20), (10, 70)):
-        assert torch.equal(ops.linear(x[begin:end], weight, deterministic=True), whole[begin:end])
+    x, weight, norm = randn(70, 96), randn(200, 96), randn(96) + 1
+    whole = ops.norm_linear(x, norm, EPS, weight, deterministic=True)
+    for begin, end in (*((row, row + 1) for row in range(70)), (3, 20), (10, 70)):
+        part = ops.norm_linear(x[begin:end], norm, EPS, weight, deterministic=True)
+        assert torch.equal(part, whole[begin:end])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -117,14 +144,17 @@ def test_rope_and_store_norms_the_heads_first() -> None:
 
 
 class Paged:
-    """Rows of random queries over their own shuffled pages; all that is not theirs is NaN."""
+    """Rows of random queries over their own pages, shuffled by default; all that is not theirs is NaN."""
 
-    def __init__(self, rows: list[tuple[int, int]], page_size: int, seed: int = 0) -> None:
+    def __init__(
+        self, rows: list[tuple[int, int]], page_size: int, seed: int = 0, in_order: bool = False
+    ) -> None:
         self.num_heads, self.num_kv_heads, self.head_dim = 6, 2, 20
         self.spans = tuple(RowSpan(num_tokens, context_len) for num_tokens, context_len in rows)
         generator = torch.Generator().manual_seed(seed)
         num_pages = [-(-context_len // page_size) for _, context_len in rows]
         order = torch.randperm(sum(num_pages), generator=generator) + 1
+        order = order.sort().values if in_order else order
         shape = (sum(num_pages) + 1, page_size, self.num_kv_heads, self.head_dim)
         self.keys, self.values = (torch.full(shape, torch.nan) for _ in range(2))
         self.page_table = torch.zeros(len(rows), max(num_pages) + 1, dtype=torch.int32)
@@ -179,6 +209,21 @@ def test_paged_attention_is_softmax_attention(page_size: int, window: int, deter
     assert_close(paged.attend(window, deterministic), paged.expected(window))
 
 
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 50, 64, 100])
+@pytest.mark.parametrize("context_len", [1, 63, 64, 65, 200])
+def test_decode_attention_of_one_row_is_softmax_attention(
+    in_order: bool, window: int, context_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over pages that lie side by side and pages that do not, in the form of its own and in that of many."""
+    paged = Paged([(1, context_len)], 16, in_order=in_order)
+    assert one_token.is_alone(paged.q, deterministic=False)
+    assert not one_token.is_alone(paged.q, deterministic=True)
+    assert_close(paged.attend(window), paged.expected(window))
+    take_plain_forms(monkeypatch)
+    assert_close(paged.attend(window), paged.expected(window))
+
+
 def test_decode_attention_is_the_same_whatever_the_page_table_is_padded_to() -> None:
     paged = Paged([(1, 70), (1, 3), (1, 128)], 64)
     before = paged.attend()
@@ -187,21 +232,30 @@ def test_decode_attention_is_the_same_whatever_the_page_table_is_padded_to() -> 
 
 
 class Mixer:
-    """A DeltaNet mixer with Hk, Hv, K, V heads; slots not in use are NaN."""
+    """A DeltaNet mixer with Hk, Hv, K, V heads and 4 taps; slots not in use are NaN."""
 
-    def __init__(self, key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> None:
+    def __init__(
+        self, key_heads: int, value_heads: int, key_dim: int, value_dim: int, ring_width: int = 4
+    ) -> None:
         self.heads = (key_heads, value_heads, key_dim, value_dim)
         self.channels = 2 * key_heads * key_dim + value_heads * value_dim
         self.width = self.channels + value_heads * value_dim + 2 * value_heads
         self.conv_weight = randn(4, self.channels)
         self.a_log, self.dt_bias = randn(value_heads), randn(value_heads, seed=1) - 2
         self.norm_weight = randn(value_dim) + 1
-        self.conv = torch.full((12, 3, self.channels), torch.nan)
+        self.conv = torch.full((12, ring_width, self.channels), torch.nan)
         self.recurrent = torch.full((12, value_heads, key_dim, value_dim), torch.nan)
 
     def start(self, slot: int) -> None:
-        self.conv[slot] = randn(3, self.channels, seed=slot)
+        self.conv[slot] = randn(*self.conv.shape[1:], seed=slot)
         self.recurrent[slot] = randn(*self.recurrent.shape[1:], seed=slot)
+
+    def last_inputs(self, slot: int, context_len: int, num_inputs: int) -> Tensor:  # [num_inputs, C]
+        """Out of the slot's ring, in order; zero for positions before 0."""
+        nothing = torch.zeros(self.channels)
+        ring = self.conv[slot]
+        positions = range(context_len - num_inputs, context_len)
+        return torch.stack([ring[p % len(ring)] if p >= 0 else nothing for p in positions])
 
     def run(
         self, mixed: Tensor, spans: list[RowSpan], slots: list[int], initial: list[int], **given: Any
@@ -226,13 +280,14 @@ class Mixer:
         )
 
     def expected(self, mixed: Tensor, history: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs, final state and final conv inputs, in float64 from the definitions."""
+        """Outputs, final state, and history with inputs, in float64 from the definitions."""
         key_heads, value_heads, key_dim, value_dim = self.heads
         sizes = (self.channels, value_heads * value_dim, value_heads, value_heads)
         inputs, z, b, a = mixed.double().split(sizes, dim=-1)
         inputs = torch.cat((history.double(), inputs))
         weight = self.conv_weight.double().T[:, None]
-        u = F.silu(F.conv1d(inputs.T[None], weight, groups=self.channels))[0].T
+        seen = inputs[-(len(mixed) + 3) :].T[None]
+        u = F.silu(F.conv1d(seen, weight, groups=self.channels))[0].T
         q, k, v = u.split((key_heads * key_dim, key_heads * key_dim, value_heads * value_dim), dim=-1)
         q, k = (x.unflatten(-1, (key_heads, key_dim)) for x in (q, k))
         q, k = (x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
@@ -241,28 +296,39 @@ class Mixer:
         v = v.unflatten(-1, (value_heads, value_dim))
         out, state = delta_rule_by_token(q, k, v, decay, b.sigmoid(), state.double())
         normed = F.rms_norm(out, (value_dim,), self.norm_weight.double(), EPS)
-        return (normed * F.silu(z.view(out.shape))).flatten(1), state, inputs[-3:]
+        return (normed * F.silu(z.view(out.shape))).flatten(1), state, inputs
 
 
 MIXERS = [(2, 6, 16, 24), (3, 3, 24, 16)]
 
 
 @pytest.mark.parametrize("heads", MIXERS)
-@pytest.mark.parametrize("start", [0, 5, 64])
+@pytest.mark.parametrize("start", [0, 2, 5, 64])
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("form", ["chunks", "tokens", "tokens alone"])
+@pytest.mark.parametrize("ring_width", [4, 7])
 def test_delta_net_is_the_recurrence(
-    heads: tuple[int, int, int, int], start: int, length: int, one_by_one: bool
+    heads: tuple[int, int, int, int],
+    start: int,
+    length: int,
+    form: str,
+    ring_width: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In chunks or token by token, from nothing or from a stored state: outputs and what is left behind."""
-    mixer = Mixer(*heads)
+    """In chunks or token by token, from nothing or from a state in another slot: outputs, and what is left
+    behind, which is a whole ring whatever the step itself wrote of it.
+    """
+    mixer = Mixer(*heads, ring_width)
     mixer.start(3)
-    history, state = mixer.conv[3].clone(), mixer.recurrent[3].clone()
+    mixer.conv[3, start:] = torch.nan  # positions before 0
+    history, state = mixer.last_inputs(3, start, ring_width), mixer.recurrent[3].clone()
     if not start:
-        history, state = torch.zeros_like(history), torch.zeros_like(state)
+        state = torch.zeros_like(state)
     mixed = randn(length, mixer.width, seed=start)
     initial = 3 if start else 9  # 9 holds NaN: a row that starts at 0 must not look
-    if one_by_one:
+    if form == "tokens":
+        take_plain_forms(monkeypatch)
+    if form != "chunks":
         outputs = []
         for t in range(length):
             source = 7 if t else initial
@@ -270,11 +336,37 @@ def test_delta_net_is_the_recurrence(
         out = torch.cat(outputs)
     else:
         out = mixer.run(mixed, [RowSpan(length, start + length)], [7], [initial])
-    exact_out, exact_state, exact_conv = mixer.expected(mixed, history, state)
+    exact_out, exact_state, exact_inputs = mixer.expected(mixed, history, state)
     assert_close(out, exact_out, 1e-4)  # of an output whose norm may divide by almost nothing
     assert (out.double() - exact_out).abs().median() <= 1e-6
     assert_close(mixer.recurrent[7], exact_state, 5e-6)
-    assert torch.equal(mixer.conv[7].double(), exact_conv)
+    assert torch.equal(mixer.last_inputs(7, start + length, ring_width).double(), exact_inputs[-ring_width:])
+
+
+@pytest.mark.parametrize("length", [1, 3, 5, 70])
+@pytest.mark.parametrize("ring_width", [4, 7])
+def test_a_step_writes_its_own_entries_of_a_ring_and_no_other(length: int, ring_width: int) -> None:
+    for start in (0, 6):
+        mixer = Mixer(*MIXERS[0], ring_width)
+        mixer.start(3)
+        before = mixer.conv[3].clone()
+        mixer.run(randn(length, mixer.width), [RowSpan(length, start + length)], [3], [3])
+        changed = (mixer.conv[3] != before).any(-1).nonzero().flatten().tolist()
+        assert changed == sorted({position % ring_width for position in range(start, start + length)})
+
+
+@pytest.mark.parametrize("start", [0, 2, 6])
+@pytest.mark.parametrize("after", [1, 2, 6, 64])
+def test_a_checkpoint_holds_the_ring_of_its_moment(start: int, after: int) -> None:
+    """The last inputs before the checkpoint, of this step or older ones; the row itself goes on."""
+    mixer = Mixer(*MIXERS[0], ring_width=7)
+    mixer.start(3)
+    history = mixer.last_inputs(3, start, 7)
+    mixed = randn(80, mixer.width)
+    mixer.run(mixed, [RowSpan(80, start + 80, ((after, 10),))], [3], [3])
+    inputs = torch.cat((history, mixed[:, : mixer.channels]))
+    assert torch.equal(mixer.last_inputs(10, start + after, 7), inputs[after : after + 7])
+    assert torch.equal(mixer.last_inputs(3, start + 80, 7), inputs[-7:])
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -322,18 +414,21 @@ def test_sparse_mlp_is_the_weighted_sum_of_its_experts(
     normalize: bool, has_shared: bool, deterministic: bool
 ) -> None:
     x, router, gate_up, down = make_experts()
-    residual, shared = randn(23, 40, seed=1), (randn(1, 40), randn(2 * 28, 40) / 6, randn(40, 28) / 5)
+    residual, norm = randn(23, 40, seed=1), randn(40) + 1
+    shared = (randn(1, 40), randn(2 * 28, 40) / 6, randn(40, 28) / 5)
     given = shared if has_shared else (None, None, None)
-    weights, ids, shared_weight = ops.route(x, router, 3, normalize, given[0], deterministic=deterministic)
+    normed, weights, ids, shared_weight = ops.norm_route(
+        x, norm, EPS, router, 3, normalize, given[0], deterministic=deterministic
+    )
     ours = ops.sparse_mlp(
-        x, weights, ids, gate_up, down, residual, shared_weight, *given[1:], deterministic=deterministic
+        normed, weights, ids, gate_up, down, residual, shared_weight, *given[1:], deterministic=deterministic
     )
 
     def swiglu(token: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
         gate, up = (inner.double() @ token).chunk(2)
         return outer.double() @ (F.silu(gate) * up)
 
-    for t, token in enumerate(x.double()):
+    for t, token in enumerate(F.rms_norm(x.double(), (40,), norm.double(), EPS)):
         probabilities = (router.double() @ token).softmax(-1)
         best = probabilities.argsort(descending=True)[:3]
         total = probabilities[best].sum() if normalize else 1.0
@@ -343,9 +438,43 @@ def test_sparse_mlp_is_the_weighted_sum_of_its_experts(
         assert_close(ours[t], exact)
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_one_token_s_experts_are_those_of_many(
+    normalize: bool, has_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, router, gate_up, down = make_experts()
+    hidden, norm = x[5:6] * 3, randn(40) + 1
+    given = (randn(1, 40), randn(2 * 28, 40) / 6, randn(40, 28) / 5) if has_shared else (None, None, None)
+
+    def run() -> list[Tensor]:
+        normed, weights, ids, shared = ops.norm_route(hidden, norm, EPS, router, 3, normalize, given[0])
+        out = ops.sparse_mlp(normed, weights, ids, gate_up, down, hidden, shared, *given[1:])
+        return [normed, weights, ids.float(), out, *([] if shared is None else [shared])]
+
+    assert_one_token_is_like_many(run, monkeypatch)
+
+
+def test_one_token_s_matmuls_are_those_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias, residual, norm = randn(1, 40) * 3, randn(56, 40), randn(56), randn(1, 56), randn(40) + 1
+
+    def run() -> list[Tensor]:
+        before = residual.clone()
+        results = [
+            ops.norm_linear(x, norm, 0.5, weight, bias),
+            ops.linear(x, weight, residual=residual),
+            ops.linear(x, weight, bias, residual),
+            ops.norm_linear(x, norm, EPS, weight, out_dtype=torch.float64),
+        ]
+        assert torch.equal(residual, before)
+        return results
+
+    assert_one_token_is_like_many(run, monkeypatch)
+
+
 def test_gathered_experts_are_grouped_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     x, router, gate_up, down = make_experts()
-    _, ids, _ = ops.route(x, router, 3)
+    x, _, ids, _ = ops.norm_route(x, torch.ones(40), EPS, router, 3)
     grouped = run_experts_grouped(x, ids, gate_up, down)
     assert_close(run_experts_gathered(x, ids, gate_up, down), grouped)
     assert_close(run_experts_gathered(x, ids, gate_up, down, deterministic=True), grouped)
@@ -357,8 +486,8 @@ def test_deterministic_experts_give_a_token_the_same_bits_in_any_batch() -> None
     x, router, gate_up, down = make_experts()
 
     def run(part: Tensor) -> Tensor:
-        weights, ids, _ = ops.route(part, router, 3, deterministic=True)
-        return ops.sparse_mlp(part, weights, ids, gate_up, down, part, deterministic=True)
+        x, weights, ids, _ = ops.norm_route(part, torch.ones(40), EPS, router, 3, deterministic=True)
+        return ops.sparse_mlp(x, weights, ids, gate_up, down, part, deterministic=True)
 
     whole = run(x)
     for begin, end in ((0, 1), (22, 23), (4, 21)):

@@ -115,8 +115,8 @@ class Roofline:
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """One token for each of `batch` requests that have `context` tokens in the cache."""
-        new_column = self.element_bytes * sum(spec.conv_channels for spec in self.delta_nets)
-        state = self.state_bytes_per_request + self._recurrent_bytes + new_column
+        # Of a ring of the convolution's inputs a token reads all entries but its own, which it writes.
+        state = self.state_bytes_per_request + self._recurrent_bytes
         return self._weight_bytes_read(batch) + batch * (self.kv_bytes_per_token * (context + 1) + state)
 
     def prefill_bytes(self, batch: int, length: int) -> int:

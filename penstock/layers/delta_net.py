@@ -37,7 +37,7 @@ class DeltaNet(nn.Module):
             key_dim=key_dim,
             value_dim=value_dim,
             conv_channels=conv_channels,
-            conv_width=conv_kernel - 1,
+            conv_width=conv_kernel,
         )
         num_rows = conv_channels + value_size + 2 * num_value_heads
         self.norm = norm_parameter(hidden_size, device)

@@ -48,7 +48,7 @@ class StateCache:
     """Recurrent and convolution state of one DeltaNet layer. Slot 0 belongs to nobody."""
 
     recurrent: Tensor  # [slots, Hv, K, V] float32
-    conv: Tensor  # [slots, conv_width, C]
+    conv: Tensor  # [slots, W, C]  the input of position p lies at p % W
 
 
 LayerCache = KVCache | StateCache

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from penstock.layers.inputs import StepInputs
 from penstock.layers.parameter import norm_parameter, parameter
-from penstock.ops import norm_linear, rms_norm, route, sparse_mlp, swiglu_linear
+from penstock.ops import norm_linear, norm_route, sparse_mlp, swiglu_linear
 
 
 class DenseMLP(nn.Module):
@@ -68,9 +68,10 @@ class SparseMLP(nn.Module):
 
     def forward(self, hidden: Tensor, inputs: StepInputs) -> Tensor:  # [T, H] -> [T, H]
         deterministic = inputs.deterministic
-        x = rms_norm(hidden, self.norm, self.eps)
-        weights, ids, shared_weight = route(
-            x,
+        x, weights, ids, shared_weight = norm_route(
+            hidden,
+            self.norm,
+            self.eps,
             self.router,
             self.experts_per_token,
             self.normalize,

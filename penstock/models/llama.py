@@ -286,14 +286,21 @@ class Llama(nn.Module):
 
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor:  # [T, H]
         """The residual stream after the last layer, before the final norm."""
-        hidden = F.embedding(inputs.token_ids, self.embed)
+        hidden, rope = F.embedding(inputs.token_ids, self.embed), self.rope.table
         for layer, cache in zip(self.layers, caches, strict=True):
-            hidden = layer(hidden, inputs, cache, self.rope.table)
+            hidden = layer(hidden, inputs, cache, rope)
         return hidden
 
     def logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32
         head = self.embed if self.head is None else self.head
-        return norm_linear(hidden, self.norm, self.config.eps, head, deterministic=deterministic).float()
+        return norm_linear(
+            hidden,
+            self.norm,
+            self.config.eps,
+            head,
+            out_dtype=torch.float32,
+            deterministic=deterministic,
+        )
 
     def cache_specs(self) -> list[CacheSpec]:
         return list(self._cache_specs)

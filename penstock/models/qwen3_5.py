@@ -46,12 +46,13 @@ class Layer(nn.Module):
         self.mlp = make_mlp(config, dtype, device)
 
     def forward(self, hidden: Tensor, inputs: StepInputs, cache: LayerCache, rope: Tensor) -> Tensor:
-        if isinstance(self.mixer, DeltaNet):
+        mixer = self.mixer
+        if isinstance(mixer, DeltaNet):
             assert isinstance(cache, StateCache)
-            hidden = self.mixer(hidden, inputs, cache)
+            hidden = mixer(hidden, inputs, cache)
         else:
             assert isinstance(cache, KVCache)
-            hidden = self.mixer(hidden, inputs, cache, rope)
+            hidden = mixer(hidden, inputs, cache, rope)
         return self.mlp(hidden, inputs)
 
 
@@ -79,14 +80,21 @@ class Qwen3_5(nn.Module):
         self.mtp = make_mtp(config, dtype, device) if config.has_mtp else None
 
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor:  # [T, H]
-        hidden = F.embedding(inputs.token_ids, self.embedding)
+        hidden, rope = F.embedding(inputs.token_ids, self.embedding), self.rope.table
         for layer, cache in zip(self.layers, caches, strict=True):
-            hidden = layer(hidden, inputs, cache, self.rope.table)
+            hidden = layer(hidden, inputs, cache, rope)
         return hidden
 
     def logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32
         weight = self._head_weight
-        return norm_linear(hidden, self.norm, self.config.eps, weight, deterministic=deterministic).float()
+        return norm_linear(
+            hidden,
+            self.norm,
+            self.config.eps,
+            weight,
+            out_dtype=torch.float32,
+            deterministic=deterministic,
+        )
 
     def draft(
         self,

@@ -5,32 +5,45 @@ One alphabet for shapes, used in every signature of the project:
     T  tokens in the step        R  rows in the step          P  pages per row      L  wanted logits
     H  hidden size               Hq Hk Hv Hkv  heads          D  attention head     K V  DeltaNet head widths
     E  experts                   k  experts a token uses      I  expert width       C  conv channels
-    M N  matmul dims             F  dense MLP width
+    M N  matmul dims             F  dense MLP width           Kc  conv taps         W  entries of a conv ring
 
 An op is cut where a kernel is cut. `ops/reference` says in plain torch what each one computes: it is the
-specification, the oracle of the kernel tests and the path on a CPU.
+specification, the oracle of the kernel tests and the path on a CPU. Those that have a kernel in `ops/triton`
+go through `op`, which takes it on a GPU.
 """
 
-from penstock.ops.reference.attention import paged_attention, rope_and_store
-from penstock.ops.reference.delta_net import gated_delta_net
-from penstock.ops.reference.matmul import linear, norm_linear, swiglu_linear
-from penstock.ops.reference.moe import route, sparse_mlp
-from penstock.ops.reference.norm import gated_rms_norm, rms_norm
+from penstock.ops.dispatch import op
+from penstock.ops.reference import attention, delta_net, matmul, moe, norm, sampling
+from penstock.ops.reference import decode_rows as _decode_rows
+from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rope import rope_table
-from penstock.ops.reference.sampling import edit_logits, penalize_repeats, sample, token_logprobs
+from penstock.ops.reference.sampling import edit_logits, penalize_repeats, token_logprobs
+
+linear = op(matmul.linear)
+norm_linear = op(matmul.norm_linear)
+swiglu_linear = op(matmul.swiglu_linear)
+rms_norm = op(norm.rms_norm)
+rope_and_store = op(attention.rope_and_store)
+paged_attention = op(attention.paged_attention)
+norm_route = op(moe.norm_route)
+sparse_mlp = op(moe.sparse_mlp)
+gated_delta_net = op(delta_net.gated_delta_net)
+decode_rows = op(_decode_rows.decode_rows)
+sample = op(sampling.sample)
 
 __all__ = [
+    "decode_rows",
     "edit_logits",
     "gated_delta_net",
     "gated_rms_norm",
     "linear",
     "norm_linear",
+    "norm_route",
     "paged_attention",
     "penalize_repeats",
     "rms_norm",
     "rope_and_store",
     "rope_table",
-    "route",
     "sample",
     "sparse_mlp",
     "swiglu_linear",

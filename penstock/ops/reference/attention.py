@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.ops.reference import one_token
 from penstock.ops.reference.activation import sigmoid
-from penstock.ops.reference.norm import rms_norm
 from penstock.ops.reference.rope import rotate
 from penstock.ops.reference.rows import Span, cut_rows
 
@@ -36,15 +36,18 @@ def rope_and_store(
     interleaved: bool = False,
 ) -> Tensor:  # [T, Hq, D]
     """Head norms, rotation, and the keys and values into their pages; returns the queries."""
-    cos, sin = rope[positions].unbind(1)
-
-    def prepare(heads: Tensor, norm: Tensor | None) -> Tensor:
-        normed = heads.float() if norm is None else rms_norm(heads.float(), norm, eps)
-        return rotate(normed, cos, sin, interleaved).to(heads.dtype)
-
-    keys.flatten(0, 1).index_copy_(0, kv_index, prepare(k, k_norm).to(keys.dtype))
+    assert (q_norm is None) == (k_norm is None)
+    num_heads = (q.shape[1], k.shape[1])
+    heads = torch.cat((q, k), dim=1).float()  # [T, Hq + Hkv, D]
+    if q_norm is not None and k_norm is not None:
+        heads = F.rms_norm(heads, heads.shape[-1:], eps=eps)
+        for own, norm in zip(heads.split_with_sizes(num_heads, dim=1), (q_norm, k_norm)):
+            own.mul_(norm)
+    cos, sin = rope.index_select(0, positions).unbind(1)
+    q, k = rotate(heads, cos, sin, interleaved).to(q.dtype).split_with_sizes(num_heads, dim=1)
+    keys.flatten(0, 1).index_copy_(0, kv_index, k.to(keys.dtype))
     values.flatten(0, 1).index_copy_(0, kv_index, v.to(values.dtype))
-    return prepare(q, q_norm)
+    return q
 
 
 def paged_attention(
@@ -63,6 +66,9 @@ def paged_attention(
 ) -> Tensor:  # [T, Hq * D]
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
     # query_start serves kernels; here the spans say the same on the host.
+    if one_token.is_alone(q, deterministic) and len(spans) == 1:
+        alone = one_token.attend(q, keys, values, page_table[0], spans[0].context_len, scale, window)
+        return alone if gate is None else alone.mul_(sigmoid(gate, deterministic))
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     for piece in cut_rows(spans, batch_decodes=not deterministic):
         pages = page_table[piece.rows]
@@ -95,8 +101,10 @@ def _decode(
     if not q.is_cuda:
         # A captured graph may depend on shapes only, never on how long the rows are just now.
         page_table = page_table[:, : -(-longest // page_size)]
-    k = keys[page_table].flatten(1, 2).float()  # [n, S, Hkv, D]
-    v = values[page_table].flatten(1, 2).float()
+    # index_select, because indexing with a tensor takes several times as long.
+    shape = (num_rows, -1, num_kv_heads, head_dim)  # [n, S, Hkv, D]
+    k = keys.index_select(0, page_table.flatten()).view(shape).float()
+    v = values.index_select(0, page_table.flatten()).view(shape).float()
     age = context_lens[:, None] - 1 - torch.arange(k.shape[1], device=q.device)  # [n, S]
     unseen = (age < 0) | (age >= window) if window else age < 0
     grouped = q.float().view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)

@@ -3,7 +3,11 @@
 Rows of one token take the recurrence, all of them at once; rows of several tokens take the chunked form, in
 chunks of 64 aligned to absolute positions, so that a prompt split at a multiple of 64 gives the same bits.
 With `deterministic` every row is computed alone, and a token at such a position always in the chunked form.
-State is read from the initial slots and written to the state and checkpoint slots only.
+
+State is read from the initial slots and written to the state and checkpoint slots only. The inputs of the
+convolution are kept as a ring: the input of position p lies at p % W, so a step writes its own tokens'
+entries and no other, unless the row moves to another slot. Positions before 0 count as zero, whatever the
+ring holds.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.ops.reference import one_token
 from penstock.ops.reference.activation import sigmoid, silu, softplus
 from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rows import Span, cut_rows
@@ -30,7 +35,7 @@ def gated_delta_net(
     dt_bias: Tensor,  # [Hv] float32
     norm_weight: Tensor,  # [V] float32
     eps: float,
-    conv: Tensor,  # [slots, Kc - 1, C]  the last inputs of the convolution
+    conv: Tensor,  # [slots, W, C]  rings of the convolution's inputs, W >= Kc
     recurrent: Tensor,  # [slots, Hv, K, V] float32
     query_start: Tensor,  # [R + 1]
     context_lens: Tensor,  # [R]
@@ -41,19 +46,26 @@ def gated_delta_net(
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
+    if one_token.is_alone(mixed, deterministic) and len(spans) == 1 and not spans[0].checkpoints:
+        position = spans[0].context_len - 1
+        weights, slots = (conv_weight, a_log, dt_bias, norm_weight), (state_slots, initial_slots)
+        return one_token.gated_delta_net(
+            mixed, *weights, eps, conv, recurrent, *slots, position, num_key_heads, L2_EPS
+        )
     num_value_heads, value_dim = a_log.shape[0], norm_weight.shape[0]
     sizes = (conv_weight.shape[1], num_value_heads * value_dim, num_value_heads, num_value_heads)
     channels, z, b, a = mixed.split_with_sizes(sizes, dim=-1)
     beta = sigmoid(b, deterministic)  # [T, Hv]
     log_decay = -a_log.exp() * softplus(a.float() + dt_bias, deterministic)  # [T, Hv]
-    starts_empty = context_lens == query_start.diff()  # [R]  nothing came before this step
+    starts = context_lens - query_start.diff()  # [R]  tokens that came before this step
     out = torch.empty(len(mixed), num_value_heads, value_dim, dtype=torch.float32, device=mixed.device)
     for piece in cut_rows(spans, batch_decodes=not deterministic):
         rows, tokens = piece.rows, piece.tokens
-        history = _initial(conv, initial_slots[rows], starts_empty[rows])
-        state = _initial(recurrent, initial_slots[rows], starts_empty[rows])
-        inputs = channels[tokens].unflatten(0, (len(state), -1))
-        convolved, windows = _convolve(inputs, history, conv_weight, deterministic)
+        state = _initial(recurrent, initial_slots[rows], starts[rows] == 0)
+        rings = conv.index_select(0, initial_slots[rows])
+        inputs = channels[tokens].unflatten(0, (len(state), -1)).to(conv.dtype)
+        history = _history(rings, starts[rows], num_inputs=len(conv_weight) - 1)
+        convolved = _convolve(inputs, history, conv_weight, deterministic)
         q, k, v = _split_heads(convolved, num_key_heads, num_value_heads, value_dim)
         if _takes_chunks(piece.span):
             out[tokens], states = _chunked_row(
@@ -61,15 +73,14 @@ def gated_delta_net(
             )
             state = states[piece.span.num_tokens][None]
         else:
-            out[tokens], state = _recurrence(
-                q[:, 0], k[:, 0], v[:, 0], log_decay[tokens], beta[tokens], state
-            )
+            heads = q[:, 0], k[:, 0], v[:, 0]
+            out[tokens], state = _recurrence(*heads, log_decay[tokens], beta[tokens], state)
             states = {1: state[0]}
         recurrent.index_copy_(0, state_slots[rows], state)
-        conv.index_copy_(0, state_slots[rows], windows[:, convolved.shape[1] :])
+        conv.index_copy_(0, state_slots[rows], _add_to_rings(rings, inputs, starts[rows]))
         for num_tokens, slot in piece.span.checkpoints if piece.span else ():
             recurrent[slot] = states[num_tokens]
-            conv[slot] = windows[0, num_tokens : num_tokens + conv.shape[1]]
+            conv[slot] = _add_to_rings(rings, inputs[:, :num_tokens], starts[rows])[0]
     z = z.unflatten(-1, (-1, value_dim))
     return gated_rms_norm(out, z, norm_weight, eps, deterministic=deterministic).flatten(1)
 
@@ -85,17 +96,31 @@ def _initial(pool: Tensor, slots: Tensor, starts_empty: Tensor) -> Tensor:
     return states.masked_fill_(starts_empty.view(-1, *[1] * (pool.dim() - 1)), 0.0)
 
 
-def _convolve(inputs: Tensor, history: Tensor, weight: Tensor, deterministic: bool) -> tuple[Tensor, Tensor]:
-    """inputs [n, t, C] after history [n, Kc - 1, C] -> silu of the causal convolution [n, t, C] float32,
-    and both as one [n, Kc - 1 + t, C]: the history of a later token is a slice of it.
-    """
-    windows = torch.cat((history, inputs.to(history.dtype)), dim=1)
+def _history(rings: Tensor, starts: Tensor, num_inputs: int) -> Tensor:
+    """The last inputs before each row's start: rings [n, W, C] -> [n, num_inputs, C]."""
+    positions = starts[:, None] + torch.arange(-num_inputs, 0, device=rings.device)  # [n, num_inputs]
+    rows = torch.arange(len(rings), device=rings.device)[:, None]
+    history = rings[rows, positions % rings.shape[1]]
+    return history.masked_fill_((positions < 0)[..., None], 0.0)
+
+
+def _add_to_rings(rings: Tensor, inputs: Tensor, starts: Tensor) -> Tensor:
+    """rings [n, W, C] with inputs [n, t, C], from each row's start on, in their places."""
+    num_tokens, width = inputs.shape[1], rings.shape[1]
+    kept = torch.arange(max(0, num_tokens - width), num_tokens, device=rings.device)
+    rows = torch.arange(len(rings), device=rings.device)[:, None]
+    return rings.index_put((rows, (starts[:, None] + kept) % width), inputs[:, -width:])
+
+
+def _convolve(inputs: Tensor, history: Tensor, weight: Tensor, deterministic: bool) -> Tensor:
+    """inputs [n, t, C] after history [n, Kc - 1, C] -> silu of the causal convolution [n, t, C] float32."""
+    windows = torch.cat((history, inputs), dim=1)
     num_tokens = inputs.shape[1]
     taps = weight.float()
     total = windows[:, :num_tokens].float() * taps[0]
     for age in range(1, len(taps)):
         total = torch.addcmul(total, windows[:, age : age + num_tokens].float(), taps[age])
-    return silu(total, deterministic), windows
+    return silu(total, deterministic)
 
 
 def _split_heads(

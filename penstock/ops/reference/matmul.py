@@ -1,7 +1,8 @@
 """Matrix products with what belongs to them: a norm or an activation before, a residual after.
 
 `deterministic` makes a token's result independent of the other tokens of the step: rows are multiplied in
-tiles of one fixed height, because a BLAS picks its summation order by the shape it is given.
+tiles of one fixed height, because a BLAS picks its summation order by the shape it is given. Without an
+`out_dtype` of their own, results have the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.ops.reference import one_token
 from penstock.ops.reference.activation import silu
-from penstock.ops.reference.norm import rms_norm
+from penstock.ops.reference.norm import norm_tokens
 
 TILE = 16
+WIDENED_ELEMENTS = 2**22  # of a weight that are copied to a wider dtype at a time
 
 
 def linear(
@@ -24,6 +27,8 @@ def linear(
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
+    if residual is not None and bias is None and one_token.is_alone(x, deterministic):
+        return one_token.add_linear(residual, x, weight)
     out = _tiled_linear(x, weight, bias) if deterministic else F.linear(x, weight, bias)
     return out if residual is None else residual + out
 
@@ -35,9 +40,13 @@ def norm_linear(
     weight: Tensor,  # [N, M]
     bias: Tensor | None = None,  # [N]
     *,
+    out_dtype: torch.dtype | None = None,  # the product is then not rounded on its way to it
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
-    return linear(rms_norm(x, norm_weight, eps), weight, bias, deterministic=deterministic)
+    normed = norm_tokens(x, norm_weight, eps, deterministic)
+    if out_dtype is None or out_dtype == x.dtype:
+        return linear(normed, weight, bias, deterministic=deterministic)
+    return _widened_linear(normed, weight, bias, out_dtype, deterministic)
 
 
 def swiglu_linear(
@@ -54,6 +63,18 @@ def swiglu(gate_up: Tensor, deterministic: bool) -> Tensor:
     """[.., 2F] -> [.., F] : silu(gate) * up, float32 inside."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (silu(gate, deterministic) * up.float()).to(gate_up.dtype)
+
+
+def _widened_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, deterministic: bool
+) -> Tensor:
+    rows_at_once = max(1, WIDENED_ELEMENTS // weight.shape[1])
+    parts = [
+        linear(x.to(dtype), rows.to(dtype), deterministic=deterministic)
+        for rows in weight.split(rows_at_once)
+    ]
+    out = torch.cat(parts, dim=-1)
+    return out if bias is None else out + bias.to(dtype)
 
 
 def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,32 +10,40 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.ops.reference import one_token
 from penstock.ops.reference.activation import sigmoid
 from penstock.ops.reference.matmul import linear, swiglu, swiglu_linear
+from penstock.ops.reference.norm import norm_tokens
 
 GATHERED_BYTES = 256 * 2**20  # of expert weights copied at a time
 
 
-def route(
-    x: Tensor,  # [T, H]  normed
+def norm_route(
+    hidden: Tensor,  # [T, H]
+    norm_weight: Tensor,  # [H] float32
+    eps: float,
     router: Tensor,  # [E, H]
     k: int,
     normalize: bool = True,
     shared_gate: Tensor | None = None,  # [1, H]
     *,
     deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The k most likely experts of every token: weights [T, k] float32, ids [T, k], and the shared
-    expert's weight [T, 1] float32. `normalize` makes the k weights sum to one.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # [T, H], [T, k], [T, k], [T, 1]
+    """The norm before the experts, and who they are: the normed tokens like hidden; the weights, float32, and
+    ids of the k most likely experts of each; the shared expert's weight, float32.
+
+    `normalize` makes the k weights sum to one. The router reads the normed tokens as they were rounded.
     """
+    x = norm_tokens(hidden, norm_weight, eps, deterministic)
     wide = x.float()
-    probabilities = linear(wide, router.float(), deterministic=deterministic).softmax(-1)
-    weights, ids = probabilities.topk(k, dim=-1)
-    if normalize:
-        weights = weights / weights.sum(-1, keepdim=True)
+    logits = linear(wide, router.float(), deterministic=deterministic)
+    likeliest, ids = logits.topk(k, dim=-1)
+    # Of the softmax over all experts, k weights that are made to sum to one are the softmax over these k.
+    weights = likeliest.softmax(-1) if normalize else logits.softmax(-1).gather(-1, ids)
     if shared_gate is None:
-        return weights, ids, None
+        return x, weights, ids, None
     return (
+        x,
         weights,
         ids,
         sigmoid(linear(wide, shared_gate.float(), deterministic=deterministic), deterministic),
@@ -45,7 +53,7 @@ def route(
 def sparse_mlp(
     x: Tensor,  # [T, H]  normed
     weights: Tensor,  # [T, k] float32
-    ids: Tensor,  # [T, k] int64
+    ids: Tensor,  # [T, k]
     gate_up: Tensor,  # [E, 2I, H]
     down: Tensor,  # [E, H, I]
     residual: Tensor,  # [T, H]
@@ -56,6 +64,10 @@ def sparse_mlp(
     deterministic: bool = False,
 ) -> Tensor:  # [T, H]
     """residual + the weighted sum of the chosen experts (+ the shared expert), summed in float32."""
+    if one_token.is_alone(x, deterministic):
+        return one_token.sparse_mlp(
+            x, weights, ids, gate_up, down, residual, shared_weight, shared_gate_up, shared_down
+        )
     if x.is_cuda:
         outputs = run_experts_gathered(x, ids, gate_up, down, deterministic=deterministic)
     else:

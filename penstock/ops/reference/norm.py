@@ -7,12 +7,19 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.ops.reference import one_token
 from penstock.ops.reference.activation import silu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [.., D], weight [D] float32 -> [.., D] like x. Float32 inside, rounded once."""
     return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+
+def norm_tokens(x: Tensor, weight: Tensor, eps: float, deterministic: bool) -> Tensor:
+    """`rms_norm` of x [T, M] for ops that need not always give the same bits."""
+    norm = one_token.rms_norm if one_token.is_alone(x, deterministic) else rms_norm
+    return norm(x, weight, eps)
 
 
 def gated_rms_norm(

@@ -14,17 +14,17 @@ def rope_table(inv_freq: Tensor, max_len: int, scale: float = 1.0) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [T, H, D] float32, cos and sin [T, rot/2]: turns the first `rot` of D, the rest passes through.
+    """x [T, H, D] float32, cos and sin [T, rot/2]: turns the first `rot` of D in place, the rest stays.
 
     A pair is (j, j + rot/2), or (2j, 2j + 1) when interleaved.
     """
     half = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]
-    turned, passed = x[..., : 2 * half], x[..., 2 * half :]
     if interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
+        first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
     else:
-        first, second = turned[..., :half], turned[..., half:]
-    pair = (first * cos - second * sin, second * cos + first * sin)
-    rotated = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat((rotated, passed), dim=-1)
+        first, second = x[..., :half], x[..., half : 2 * half]
+    turned = (first * cos).addcmul_(second, sin, value=-1.0)
+    second.mul_(cos).addcmul_(first, sin)
+    first.copy_(turned)
+    return x
