@@ -43,6 +43,7 @@ class EngineConfig:
         "GB of state checkpoints for the prefix cache of hybrid models (default: half of the state slots)",
     )
     deterministic: bool = setting(False, "results that never depend on what else is being served; slower")
+    graphs: bool | None = setting(None, "capture decode steps as CUDA graphs at start (default: on a GPU)")
     overlap: bool | None = setting(
         None, "plan a step while the device runs the one before (default: on a GPU)"
     )

@@ -1,4 +1,5 @@
-"""What several test files need: where the shared real data is, and one BLAS thread per worker."""
+"""What several test files need: where the shared real data is, one BLAS thread per worker,
+and where kernels run."""
 
 from __future__ import annotations
 
@@ -8,6 +9,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two workers with two threads each crawl
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton: its kernels are then plain Python
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

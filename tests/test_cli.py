@@ -53,7 +53,7 @@ def test_bare_command_teaches_every_subcommand(capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().out
     for name in COMMANDS:
         assert re.search(rf"^  {name} ", said, re.MULTILINE), name
-        assert f"penstock {name}" in said or name == "bench"
+        assert f"penstock {name}" in said or name in ("bench", "tune")
 
 
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,14 +71,14 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             "error: penstock has no command 'srve'\n"
             "  Did you mean 'serve'?\n"
-            "  The commands are serve, chat, generate, inspect, bench, eval.\n",
+            "  The commands are serve, chat, generate, inspect, bench, tune, eval.\n",
         ),
         (
             ["--versoin"],
             2,
             "error: penstock has no flag '--versoin'\n"
             "  Did you mean '--version'?\n"
-            "  The commands are serve, chat, generate, inspect, bench, eval.\n",
+            "  The commands are serve, chat, generate, inspect, bench, tune, eval.\n",
         ),
         (
             ["serve", "--max-row", "4"],

@@ -117,7 +117,8 @@ def test_a_decode_step_can_be_captured_and_replayed() -> None:
     decodes = tuple(prefill_rows(engine, num_rows=3, length=70))
     plan = StepPlan(1, decodes)
     with torch.inference_mode():
-        inputs, _ = runner.rows.apply(plan, False)
+        runner.rows.update(plan)
+        inputs = runner.rows.step_inputs(plan.rows, False)
         caches = runner.caches
         saved = [
             [tensor.clone() for tensor in (cache.__getattribute__(n) for n in cache.__slots__)]

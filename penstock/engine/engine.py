@@ -57,6 +57,9 @@ class Engine:
             prefix_cache=config.prefix_cache,
         )
         self.runner = Runner(model, caches, rows, config.deterministic)
+        if device.type == "cuda" and config.graphs is not False:
+            with timed("graphs", on_phase) as report:
+                self.runner.capture(report)
         self.scheduler = Scheduler(
             self.cache,
             max_rows=pools.max_rows,

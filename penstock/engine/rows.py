@@ -8,33 +8,36 @@ one copy; everything that can be derived is derived on the device, so that nothi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock import ops
 from penstock.layers.inputs import RowSpan, StepInputs
 from penstock.types import Admission, LogitEdit, RowPlan, SamplingParams, StepPlan
 
 _FROM_LAST_SAMPLE = -1
 
+# How far a step goes: to the logits, or to tokens that are greedy, drawn, or drawn after top_k, top_p, min_p.
+Ending = Literal["logits", "greedy", "drawn", "filtered"]
+
 
 @dataclass(frozen=True, slots=True)
-class SampleInputs:
-    """What the sampler needs for the L rows that sample in this step."""
+class Wishes:
+    """How the rows that sample in a step want it, on the host: what nobody asked for is skipped."""
 
-    rows: Tensor  # [L] int64
-    positions: Tensor  # [L] int64  of the tokens that are drawn
-    edits: tuple[Tensor, Tensor, Tensor] | None  # indices into L, token ids, biases
-    params: tuple[SamplingParams, ...]  # the same rows on the host, to skip what nobody asked for
+    params: tuple[SamplingParams, ...]  # in the order of the rows
+    has_edits: bool
 
     @property
-    def is_greedy(self) -> bool:
-        return all(params.temperature == 0 for params in self.params)
-
-    @property
-    def is_filtered(self) -> bool:
-        return any(params.top_k > 0 or params.top_p < 1 or params.min_p > 0 for params in self.params)
+    def ending(self) -> Ending:
+        if all(params.temperature == 0 for params in self.params):
+            return "greedy"
+        if any(params.top_k > 0 or params.top_p < 1 or params.min_p > 0 for params in self.params):
+            return "filtered"
+        return "drawn"
 
     @property
     def has_penalties(self) -> bool:
@@ -45,43 +48,84 @@ class SampleInputs:
         """The most any row wants; None when no row wants any."""
         return max((params.logprobs for params in self.params if params.logprobs is not None), default=None)
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether the next tokens are all that is wanted, from the logits as they are."""
+        return not (self.has_edits or self.has_penalties or self.num_top_logprobs is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInputs:
+    """What the sampler needs on the device for the L rows that sample in this step."""
+
+    rows: Tensor  # [L] int64
+    positions: Tensor  # [L] int64  of the tokens that are drawn
+    edits: tuple[Tensor, Tensor, Tensor] | None  # indices into L, token ids, biases
+
 
 class RowTable:
     def __init__(
         self, *, max_rows: int, max_pages: int, page_size: int, vocab_size: int, device: torch.device
     ) -> None:
+        self.max_rows = max_rows
+        self.spare_row = max_rows  # nobody's: what pads a step of a fixed size
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.device = device
-        self.page_table = torch.zeros(
-            max_rows, max(max_pages, 1), dtype=torch.int32, device=device
-        )  # [rows, P]
-        self.last_token = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.seed = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.top_k = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.knobs = torch.zeros(max_rows, len(_KNOBS), device=device)  # columns named by _KNOBS
+        num_rows = max_rows + 1
+        self.page_table = torch.zeros(num_rows, max(max_pages, 1), dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.knobs = torch.zeros(num_rows, len(_KNOBS), device=device)  # columns named by _KNOBS
         self.generated: Tensor | None = None  # [rows, vocab] int32, made when a request first has penalties
         self.in_prompt: Tensor | None = None  # [rows, vocab] bool
-        self._params = [SamplingParams()] * max_rows
+        self._params = [SamplingParams()] * num_rows
 
     def knob(self, name: str, rows: Tensor) -> Tensor:  # [L] float32
         return self.knobs[rows, _KNOBS.index(name)]
 
-    def apply(self, plan: StepPlan, deterministic: bool) -> tuple[StepInputs, SampleInputs]:
+    def update(self, plan: StepPlan) -> None:
+        """Takes in what the plan says about its rows for longer than one step."""
         self._admit(plan.admissions)
         self._update_pages(plan.page_updates)
-        return self._step_inputs(plan.rows, deterministic), self._sample_inputs(plan)
+
+    def set_last_tokens(self, plans: tuple[RowPlan, ...]) -> None:
+        """For decodes whose one token comes from the host instead of the last sample."""
+        given = [(plan.row, plan.token_ids[0]) for plan in plans if plan.token_ids]
+        if given:
+            rows, token_ids = self.upload(np.array(given).T)
+            self.last_token.index_copy_(0, rows, token_ids)
+
+    def wishes(self, plan: StepPlan) -> Wishes:
+        params = tuple([self._params[row.row] for row in plan.rows if row.samples])
+        return Wishes(params, has_edits=bool(plan.logit_edits))
+
+    def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, ending: Ending) -> Tensor:  # [L] int64
+        """The next tokens of `rows`, at `positions`, by the rows' own parameters."""
+        if ending == "greedy":
+            return logits.argmax(-1)
+        return ops.sample(
+            logits,
+            self.knob("temperature", rows),
+            self.top_k[rows],
+            self.knob("top_p", rows),
+            self.knob("min_p", rows),
+            self.seed[rows],
+            positions,
+            ending == "filtered",
+        )
 
     def _admit(self, admissions: tuple[Admission, ...]) -> None:
         if not admissions:
             return
         for admission in admissions:
             self._params[admission.row] = admission.sampling
-        rows = self._upload([admission.row for admission in admissions])
-        self.seed[rows] = self._upload([admission.seed for admission in admissions])
-        self.top_k[rows] = self._upload([admission.sampling.top_k for admission in admissions])
+        rows = self.upload([admission.row for admission in admissions])
+        self.seed[rows] = self.upload([admission.seed for admission in admissions])
+        self.top_k[rows] = self.upload([admission.sampling.top_k for admission in admissions])
         knobs = [[getattr(admission.sampling, name) for name in _KNOBS] for admission in admissions]
-        self.knobs[rows] = self._upload(knobs, torch.float32)
+        self.knobs[rows] = self.upload(knobs, torch.float32)
         for admission in admissions:
             if admission.sampling.has_penalties:
                 self._remember_history(admission)
@@ -91,18 +135,18 @@ class RowTable:
             shape = (len(self._params), self.vocab_size)
             self.generated = torch.zeros(shape, dtype=torch.int32, device=self.device)
             self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        prompt = self._upload(admission.history[: admission.num_prompt_tokens])
-        generated = self._upload(admission.history[admission.num_prompt_tokens :])
+        prompt = self.upload(admission.history[: admission.num_prompt_tokens])
+        generated = self.upload(admission.history[admission.num_prompt_tokens :])
         self.in_prompt[admission.row].fill_(False).index_fill_(0, prompt, True)
         ones = torch.ones_like(generated, dtype=torch.int32)
         self.generated[admission.row].fill_(0).index_add_(0, generated, ones)
 
     def _update_pages(self, updates: tuple[tuple[int, int, int], ...]) -> None:
         if updates:
-            rows, indices, pages = self._upload(list(zip(*updates)))
+            rows, indices, pages = self.upload(list(zip(*updates)))
             self.page_table[rows, indices] = pages.int()
 
-    def _step_inputs(self, rows: tuple[RowPlan, ...], deterministic: bool) -> StepInputs:
+    def step_inputs(self, rows: tuple[RowPlan, ...], deterministic: bool) -> StepInputs:
         spans = tuple(RowSpan(row.num_tokens, row.start + row.num_tokens, row.checkpoints) for row in rows)
         num_tokens = np.array([row.num_tokens for row in rows])
         query_start = np.concatenate(([0], num_tokens.cumsum()))
@@ -119,7 +163,7 @@ class RowTable:
             "initial_slots": np.array([row.initial_slot for row in rows]),
             "logit_rows": query_start[1:][[row.samples for row in rows]] - 1,
         }
-        on_device = self._upload(np.concatenate(list(packed.values())))
+        on_device = self.upload(np.concatenate(list(packed.values())))
         inputs = dict(zip(packed, on_device.split_with_sizes([len(part) for part in packed.values()])))
         owner, positions = inputs.pop("row_of_token"), inputs["positions"]
         token_ids = inputs.pop("token_ids")
@@ -134,25 +178,24 @@ class RowTable:
             **inputs,
         )
 
-    def _sample_inputs(self, plan: StepPlan) -> SampleInputs:
+    def sample_inputs(self, plan: StepPlan) -> SampleInputs:
         sampling = [row for row in plan.rows if row.samples]
         place = {row.row: index for index, row in enumerate(sampling)}
         packed = [[row.row for row in sampling], [row.start + row.num_tokens for row in sampling]]
-        rows, positions = self._upload(packed)
+        rows, positions = self.upload(packed)
         return SampleInputs(
             rows=rows,
             positions=positions,
             edits=self._edits([edit for edit in plan.logit_edits if edit.row in place], place),
-            params=tuple(self._params[row.row] for row in sampling),
         )
 
     def _edits(self, edits: list[LogitEdit], place: dict[int, int]) -> tuple[Tensor, Tensor, Tensor] | None:
         if not edits:
             return None
-        indices = self._upload([[place[edit.row] for edit in edits], [edit.token_id for edit in edits]])
-        return indices[0], indices[1], self._upload([edit.bias for edit in edits], torch.float32)
+        indices = self.upload([[place[edit.row] for edit in edits], [edit.token_id for edit in edits]])
+        return indices[0], indices[1], self.upload([edit.bias for edit in edits], torch.float32)
 
-    def _upload(self, values: object, dtype: torch.dtype = torch.int64) -> Tensor:
+    def upload(self, values: object, dtype: torch.dtype = torch.int64) -> Tensor:
         host = torch.as_tensor(np.asarray(values), dtype=dtype)
         if self.device.type != "cuda":
             return host

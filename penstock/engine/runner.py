@@ -5,33 +5,25 @@ The only place where the host waits for the device is `PendingStep.wait`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock import ops
-from penstock.engine.rows import RowTable, SampleInputs
-from penstock.layers.inputs import LayerCache, StepInputs
-from penstock.types import CacheSpec, StepOutput, StepPlan, TokenLogprob
-
-
-class Model(Protocol):
-    def __call__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor: ...  # [T, H]
-
-    def logits(self, hidden: Tensor, *, deterministic: bool) -> Tensor: ...  # [L, H] -> [L, vocab] float32
-
-    def cache_specs(self) -> list[CacheSpec]: ...
+from penstock.engine.graphs import DecodeGraphs, Model, is_decode
+from penstock.engine.rows import RowTable, SampleInputs, Wishes
+from penstock.layers.inputs import LayerCache
+from penstock.progress import OnPhase
+from penstock.types import StepOutput, StepPlan, TokenLogprob
 
 
 class PendingStep:
     """A step on its way: its results are being copied to the host."""
 
-    def __init__(self, plan: StepPlan, sampling: SampleInputs, tensors: list[Tensor]) -> None:
+    def __init__(self, plan: StepPlan, wishes: Wishes, tensors: list[Tensor]) -> None:
         self._plan = plan
-        self._sampling = sampling
+        self._wishes = wishes
         self._event: torch.cuda.Event | None = None
         if tensors[0].is_cuda:
             self._tensors = [_copy_to_host(tensor) for tensor in tensors]
@@ -65,7 +57,7 @@ class PendingStep:
                 logprobs[i],
                 tuple(zip(top_ids[i][: params.logprobs], top[i][: params.logprobs])),
             )
-            for i, (row, params) in enumerate(zip(rows, self._sampling.params))
+            for i, (row, params) in enumerate(zip(rows, self._wishes.params))
             if params.logprobs is not None
         }
 
@@ -81,29 +73,44 @@ class Runner:
     caches: list[LayerCache]
     rows: RowTable
     deterministic: bool = False
+    graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def capture(self, on_phase: OnPhase) -> None:
+        """From here on decode steps are replayed instead of launched."""
+        self.graphs = DecodeGraphs(self.model, self.caches, self.rows, self.deterministic, on_phase)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        inputs, sampling = self.rows.apply(plan, self.deterministic)
-        logits = self._forward(inputs)
-        return PendingStep(plan, sampling, self._sample(logits, sampling))
+        self.rows.update(plan)
+        wishes = self.rows.wishes(plan)
+        if self.graphs is not None and wishes.are_plain and is_decode(plan):
+            self.rows.set_last_tokens(plan.rows)
+            return PendingStep(plan, wishes, [self.graphs.replay(plan, wishes.ending)])
+        logits = self._forward(plan)
+        return PendingStep(plan, wishes, self._sample(logits, self.rows.sample_inputs(plan), wishes))
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
         """One step whose tokens somebody else chooses."""
-        inputs, _ = self.rows.apply(plan, self.deterministic)
-        return self._forward(inputs)
+        self.rows.update(plan)
+        logits = self._forward(plan)
+        return logits.clone() if self.graphs is not None else logits
 
-    def _forward(self, inputs: StepInputs) -> Tensor:  # [L, vocab] float32
+    def _forward(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
+        if self.graphs is not None and is_decode(plan):
+            self.rows.set_last_tokens(plan.rows)
+            return self.graphs.replay(plan, "logits")
+        inputs = self.rows.step_inputs(plan.rows, self.deterministic)
         hidden = self.model(inputs, self.caches)[inputs.logit_rows]
         return self.model.logits(hidden, deterministic=self.deterministic)
 
-    def _sample(self, logits: Tensor, sampling: SampleInputs) -> list[Tensor]:
+    def _sample(self, logits: Tensor, sampling: SampleInputs, wishes: Wishes) -> list[Tensor]:
         """Draws the next tokens and leaves them in the row table for the next step."""
         rows, table = sampling.rows, self.rows
-        num_top = sampling.num_top_logprobs
+        num_top = wishes.num_top_logprobs
         raw = logits.clone() if num_top is not None else logits  # what follows edits in place
-        if sampling.has_penalties:
+        if wishes.has_penalties:
             assert table.generated is not None
             assert table.in_prompt is not None
             logits = ops.penalize_repeats(
@@ -116,19 +123,7 @@ class Runner:
             )
         if sampling.edits is not None:
             logits = ops.edit_logits(logits, *sampling.edits)
-        if sampling.is_greedy:
-            token_ids = logits.argmax(-1)
-        else:
-            token_ids = ops.sample(
-                logits,
-                table.knob("temperature", rows),
-                table.top_k[rows],
-                table.knob("top_p", rows),
-                table.knob("min_p", rows),
-                table.seed[rows],
-                sampling.positions,
-                sampling.is_filtered,
-            )
+        token_ids = table.draw(logits, rows, sampling.positions, wishes.ending)
         table.last_token[rows] = token_ids
         if table.generated is not None:
             table.generated[rows, token_ids] += 1

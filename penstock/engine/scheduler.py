@@ -91,6 +91,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_decoding(self) -> int:
+        """Of the running: those whose prompt is computed."""
+        return len(self._decoding)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._sequences or self._in_flight)
 

@@ -1,0 +1,298 @@
+"""How `penstock bench` takes a number: a check first, warm-up, the median of repeats, the spread, the floor.
+
+A time of wrong results is worth nothing, so decoding is compared with prefilling before anything is timed.
+Decode steps are timed from the end of one to the end of the next, as a client would see them: on a GPU by its
+own clock, with the host free to run ahead as it does in the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.commands.breakdown import Breakdown, break_down
+from penstock.commands.roofline import Roofline
+from penstock.errors import PenstockError
+from penstock.types import Admission, Request, RowPlan, SamplingParams, Sequence, StepPlan
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.engine.direct import DirectEngine
+    from penstock.engine.engine import Engine
+    from penstock.engine.runner import PendingStep
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this machine can do at best, measured with the plainest code there is."""
+
+    bytes_per_s: float  # of a large copy, read + write
+    operations_per_s: float  # of a large matmul in the model's dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One shape: the time of every repeat, and what it moved at least."""
+
+    batch: int
+    context: int
+    num_tokens: int  # that one repeat puts through the model
+    seconds: tuple[float, ...]
+    num_bytes: int
+    floor_s: float
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Half of the range between the 10th and the 90th percentile, relative to the median."""
+        if len(self.seconds) < 2:
+            return 0.0
+        deciles = statistics.quantiles(self.seconds, n=10, method="inclusive")
+        return (deciles[-1] - deciles[0]) / (2 * self.median_s)
+
+    def as_row(self) -> list[str]:
+        return [
+            str(self.batch),
+            f"{self.context:,}",
+            f"{self.median_s * 1e3:.3f}",
+            f"{self.spread:.1%}",
+            f"{self.num_tokens / self.median_s:,.1f}",
+            f"{self.num_bytes / self.median_s / 1e9:,.1f}",
+            f"{self.floor_s * 1e3:.3f}",
+            f"{self.floor_s / self.median_s:.1%}",
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "batch": self.batch,
+            "context": self.context,
+            "ms": round(self.median_s * 1e3, 4),
+            "ms_min": round(min(self.seconds) * 1e3, 4),
+            "spread": round(self.spread, 4),
+            "repeats": len(self.seconds),
+            "tok_s": round(self.num_tokens / self.median_s, 2),
+            "gb_s": round(self.num_bytes / self.median_s / 1e9, 2),
+            "floor_ms": round(self.floor_s * 1e3, 4),
+            "of_floor": round(self.floor_s / self.median_s, 4),
+        }
+
+
+COLUMNS = ["batch", "context", "ms", "spread", "tok/s", "GB/s", "floor ms", "of floor"]
+
+# How far decode may be from a prefill of the same tokens, relative to the size of the logits; unrelated ones
+# differ by 1.4. Made-up weights and a router that flips near ties need the room in half precision.
+TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.25}
+PROFILED_STEPS = 20
+CHECK_TOKENS = 100  # more than one page and no multiple of anything
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """An engine and the floor it is measured against."""
+
+    engine: DirectEngine
+    roofline: Roofline
+    limits: Limits
+    warmup: int
+    repeats: int
+
+    def steps(self, batch: int, context: int, sampling: SamplingParams) -> Measurement:
+        """Decode steps from `context` tokens on; the context grows by one with each."""
+        decoding = Decoding(self.engine.engine, batch, context, self.warmup + self.repeats, sampling)
+        for _ in range(self.warmup):
+            pending = decoding.step()
+        pending.wait()
+        seconds = self._time_chain(decoding.step)
+        decoding.release()
+        num_bytes = self.roofline.decode_bytes(batch, context + self.warmup + self.repeats // 2)
+        return Measurement(batch, context, batch, seconds, num_bytes, num_bytes / self.limits.bytes_per_s)
+
+    def step_breakdown(self, batch: int, context: int, sampling: SamplingParams) -> Breakdown:
+        decoding = Decoding(self.engine.engine, batch, context, PROFILED_STEPS, sampling)
+        found = break_down(decoding.step, PROFILED_STEPS)
+        decoding.release()
+        return found
+
+    def prefills(self, batch: int, context: int) -> Measurement:
+        """Whole prompts from nothing; a known id is replaced, so every repeat is the first."""
+        ids, prompts = list(range(batch)), random_prompts(self.engine, batch, context)
+        seconds = time_each(self.engine, lambda: self.engine.prefill(ids, prompts), self.warmup, self.repeats)
+        self.engine.remove(ids)
+        num_bytes = self.roofline.prefill_bytes(batch, context)
+        compute_s = self.roofline.prefill_operations(batch, context) / self.limits.operations_per_s
+        floor_s = max(num_bytes / self.limits.bytes_per_s, compute_s)
+        return Measurement(batch, context, batch * context, seconds, num_bytes, floor_s)
+
+    def whole_engine(
+        self, batch: int, context: int, sampling: SamplingParams
+    ) -> tuple[Measurement, Breakdown | None]:
+        """Decode steps through `Engine.step`, scheduler and all; on a GPU, how busy it kept the device."""
+        engine = self.engine.engine
+        num_steps = self.warmup + self.repeats + PROFILED_STEPS
+        sampling = dataclasses.replace(sampling, max_tokens=num_steps + 2, ignore_eos=True)
+        for row, prompt in enumerate(random_prompts(self.engine, batch, context)):
+            engine.submit(Request(id=f"bench-{row}", token_ids=tuple(prompt.tolist()), sampling=sampling))
+        while engine.scheduler.num_decoding < batch:
+            engine.step()
+        for _ in range(self.warmup):
+            engine.step()
+        started = time.perf_counter()
+        for _ in range(self.repeats):
+            engine.step()
+        seconds = ((time.perf_counter() - started) / self.repeats,)
+        found = break_down(engine.step, PROFILED_STEPS) if is_on_gpu(self.engine) else None
+        for row in range(batch):
+            engine.abort(f"bench-{row}")
+        while engine.has_work:
+            engine.step()
+        num_bytes = self.roofline.decode_bytes(batch, context + num_steps // 2)
+        floor_s = num_bytes / self.limits.bytes_per_s
+        return Measurement(batch, context, batch, seconds, num_bytes, floor_s), found
+
+    def _time_chain(self, step: Callable[[], PendingStep]) -> tuple[float, ...]:
+        """Seconds from the end of each step to the end of the next, launched without waiting."""
+        if not is_on_gpu(self.engine):
+            return time_each(self.engine, lambda: step().wait(), 0, self.repeats)
+        import torch
+
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(self.repeats + 1)]
+        ends[0].record()
+        for end in ends[1:]:
+            step()
+            end.record()
+        torch.cuda.synchronize()
+        return tuple(before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(ends))
+
+
+class Decoding:
+    """Requests in the middle of their replies, with a context that was claimed and never computed: noise
+    fills the cache, because for the time of a step it only matters that the rows differ. Equal ones would
+    choose the same experts, and read a fraction of what they should.
+    """
+
+    def __init__(
+        self, engine: Engine, batch: int, context: int, num_steps: int, sampling: SamplingParams
+    ) -> None:
+        self.engine = engine
+        self._sequences = [
+            Sequence.start(Request(id=f"bench-{row}", token_ids=(0,) * context), arrival=row)
+            for row in range(batch)
+        ]
+        updates = []
+        for row, sequence in enumerate(self._sequences):
+            sequence.row = row
+            pages = (
+                engine.cache.reserve(sequence, context + num_steps) if engine.cache.admit(sequence) else None
+            )
+            assert pages is not None, "the engine was sized for this"
+            sequence.num_computed = context
+            updates += [(row, index, page) for index, page in enumerate(pages)]
+        admissions = [Admission(row, sampling, seed=row, num_prompt_tokens=context) for row in range(batch)]
+        table = engine.runner.rows
+        table.update(StepPlan(0, (), tuple(admissions), tuple(updates)))
+        table.set_last_tokens(
+            tuple(RowPlan(row, context, (row * 7919 % engine.info.vocab_size,), True) for row in range(batch))
+        )
+        fill_with_noise(engine)
+        self._num_steps = 0
+
+    def step(self) -> PendingStep:
+        rows = self.rows
+        for sequence in self._sequences:
+            sequence.num_computed += 1
+        self._num_steps += 1
+        return self.engine.runner.launch(StepPlan(self._num_steps, rows))
+
+    @property
+    def rows(self) -> tuple[RowPlan, ...]:
+        """Of the next step."""
+        return tuple(
+            RowPlan(row, one.num_computed, (), True, slot=one.slot or 0, initial_slot=one.slot or 0)
+            for row, one in enumerate(self._sequences)
+        )
+
+    def release(self) -> None:
+        for sequence in self._sequences:
+            self.engine.cache.release(sequence)
+
+
+def fill_with_noise(engine: Engine) -> None:
+    for cache in engine.runner.caches:
+        for name in cache.__slots__:
+            getattr(cache, name).normal_(std=0.1)
+
+
+def check_decode(engine: DirectEngine) -> float:
+    """The relative difference between a decode step and a prefill that ends with the same token."""
+    tokens = random_prompts(engine, 1, CHECK_TOKENS + 1)[0]
+    expected = engine.prefill([0], [tokens])
+    engine.prefill([0], [tokens[:-1]])
+    decoded = engine.decode([0], tokens[-1:])
+    engine.remove([0])
+    difference = float((decoded - expected).norm() / expected.norm())
+    dtype = engine.engine.info.dtype
+    if not difference <= TOLERANCES[dtype]:  # NaN fails this too
+        raise PenstockError(
+            "Decoding gives other logits than prefilling the same tokens",
+            f"They differ by {difference:.2%} of their size; the limit is {TOLERANCES[dtype]:.1%} ({dtype}).",
+            "This is a bug: a time of wrong results is worth nothing, so none was taken.",
+        )
+    return difference
+
+
+def measure_limits(engine: DirectEngine) -> Limits:
+    """The floor's two numbers, on the device and in the dtype that will be timed."""
+    import torch
+
+    device, on_gpu = engine.engine.info.device, is_on_gpu(engine)
+    source = torch.ones((2**30 if on_gpu else 2**26), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_s = min(time_each(engine, lambda: target.copy_(source), 3, 10))
+    size = 8192 if on_gpu else 512
+    matrix = torch.ones(size, size, dtype=getattr(torch, engine.engine.info.dtype), device=device)
+    matmul_s = min(time_each(engine, lambda: matrix @ matrix, 3, 5))
+    return Limits(2 * source.numel() / copy_s, 2 * size**3 / matmul_s)
+
+
+def time_each(
+    engine: DirectEngine, work: Callable[[], object], warmup: int, repeats: int
+) -> tuple[float, ...]:
+    """Seconds of each repeat, the device drained before and after."""
+    synchronize = _synchronizer(engine)
+    for _ in range(warmup):
+        work()
+    seconds = []
+    for _ in range(repeats):
+        synchronize()
+        started = time.perf_counter()
+        work()
+        synchronize()
+        seconds.append(time.perf_counter() - started)
+    return tuple(seconds)
+
+
+def random_prompts(engine: DirectEngine, batch: int, length: int) -> list[torch.Tensor]:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = engine.engine.info.vocab_size
+    return [torch.randint(0, vocab_size, (length,), generator=generator) for _ in range(batch)]
+
+
+def is_on_gpu(engine: DirectEngine) -> bool:
+    return engine.engine.info.device.startswith("cuda")
+
+
+def _synchronizer(engine: DirectEngine) -> Callable[[], None]:
+    import torch
+
+    return torch.cuda.synchronize if is_on_gpu(engine) else lambda: None

@@ -1,0 +1,361 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The Gated DeltaNet mixer on a GPU: one kernel for rows of one token; rows of several take the reference.
+
+A program of the kernel is one value head of one row with its whole state [K, V], 64 KB in registers for
+K = V = 128: read once and written once, which is nearly all the traffic there is. It asks for the state and
+the ring before the projection ahead of it is complete, since no other kernel of a step writes them; the rows'
+slots and lengths, which say where they are, must stand before a step's first layer is launched.
+
+A row's bits depend on the tile alone, never on what else is in the step. A single token is always the
+recurrence here, also where the reference in its deterministic form would open a chunk with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.ops.reference import delta_net as reference
+from penstock.ops.reference.rows import Span, cut_rows
+from penstock.ops.triton.launch import launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.tuning import Tile, choose
+
+L2_EPS = tl.constexpr(reference.L2_EPS)
+STATE_REGISTERS = 64  # a thread's share of the state
+PROGRAMS_A_PROCESSOR = 2  # one can wait for memory while the other computes
+PROCESSOR_REGISTERS = 65536
+FEW_ROWS = 8  # measured on an H200: 4 warps beat 8 up to here
+
+
+def gated_delta_net(
+    mixed: Tensor,  # [T, C + Hv * V + 2 * Hv]  conv channels (q, k, v), z, b, a
+    conv_weight: Tensor,  # [Kc, C]  the newest input last
+    a_log: Tensor,  # [Hv] float32
+    dt_bias: Tensor,  # [Hv] float32
+    norm_weight: Tensor,  # [V] float32
+    eps: float,
+    conv: Tensor,  # [slots, W, C]  rings of the convolution's inputs, W >= Kc
+    recurrent: Tensor,  # [slots, Hv, K, V] float32
+    query_start: Tensor,  # [R + 1]
+    context_lens: Tensor,  # [R]
+    state_slots: Tensor,  # [R]
+    initial_slots: Tensor,  # [R]
+    spans: Sequence[Span],
+    num_key_heads: int,
+    *,
+    deterministic: bool = False,
+) -> Tensor:  # [T, Hv * V]
+    weights = (conv_weight, a_log, dt_bias, norm_weight, eps, conv, recurrent)
+    out = mixed.new_empty(len(mixed), a_log.shape[0] * norm_weight.shape[0])
+    for piece in cut_rows(spans, batch_decodes=True):
+        rows, tokens = piece.rows, piece.tokens
+        places = (context_lens[rows], state_slots[rows], initial_slots[rows])
+        if piece.span is None:
+            _decode(out[tokens], mixed[tokens], *weights, *places, num_key_heads, deterministic)
+        else:
+            out[tokens] = reference.gated_delta_net(
+                mixed[tokens],
+                *weights,
+                query_start[rows.start : rows.stop + 1],
+                *places,
+                [piece.span],
+                num_key_heads,
+                deterministic=deterministic,
+            )
+    return out
+
+
+def _decode(
+    out: Tensor,  # [R, Hv * V]
+    mixed: Tensor,  # [R, C + Hv * V + 2 * Hv]
+    conv_weight: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    conv: Tensor,
+    recurrent: Tensor,
+    context_lens: Tensor,
+    state_slots: Tensor,
+    initial_slots: Tensor,
+    num_key_heads: int,
+    deterministic: bool,
+) -> None:
+    """One token of every row, in one launch."""
+    num_rows, (_, num_value_heads, key_dim, value_dim) = len(mixed), recurrent.shape
+    shape = (num_value_heads, key_dim, value_dim)
+    # Another number of warps sums in another order: it may not depend on what else is in the step.
+    tile_rows = 1 if deterministic else num_rows
+    tile = choose("gated_delta_net", shape, tile_rows, _rule(key_dim, value_dim, tile_rows), mixed.device)
+    _decode_kernel[num_value_heads, num_rows](
+        mixed,
+        conv_weight,
+        a_log,
+        dt_bias,
+        norm_weight,
+        conv,
+        recurrent,
+        context_lens,
+        state_slots,
+        initial_slots,
+        out,
+        eps,
+        mixed.stride(0),
+        conv.stride(0),
+        recurrent.stride(0),
+        NUM_KEY_HEADS=num_key_heads,
+        NUM_VALUE_HEADS=num_value_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        NUM_TAPS=conv_weight.shape[0],
+        RING=conv.shape[1],
+        BLOCK_RING=triton.next_power_of_2(conv.shape[1]),
+        BLOCK_K=triton.next_power_of_2(key_dim),
+        BLOCK_V=triton.next_power_of_2(value_dim),
+        **tile,
+        **launch_options(mixed.device),
+    )
+
+
+def _rule(key_dim: int, value_dim: int, num_rows: int) -> Tile:
+    """As many warps as give every thread its share of the state; half of them, which have less to say to each
+    other, while a processor has no second program to run meanwhile.
+    """
+    elements = triton.next_power_of_2(key_dim) * triton.next_power_of_2(value_dim)
+    num_warps = max(1, min(elements // (32 * STATE_REGISTERS), 16))
+    if num_rows <= FEW_ROWS and num_warps > 1:
+        return _tile(num_warps // 2, 1)
+    return _tile(num_warps, PROGRAMS_A_PROCESSOR)
+
+
+def _tile(num_warps: int, programs_a_processor: int) -> Tile:
+    registers = PROCESSOR_REGISTERS // (32 * num_warps * programs_a_processor)
+    return {"num_warps": num_warps, "num_stages": 1, "maxnreg": min(registers, 255)}
+
+
+def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
+    """What `penstock tune` tries: fewer and more warps, with room for one program or two on a processor."""
+    if kernel != "gated_delta_net":
+        return []
+    _, key_dim, value_dim = shape
+    usual = _rule(key_dim, value_dim, FEW_ROWS + 1)["num_warps"]
+    tiles = [
+        _tile(num_warps, programs)
+        for num_warps in (usual // 2, usual, usual * 2)
+        for programs in (1, PROGRAMS_A_PROCESSOR)
+        if 1 <= num_warps <= 16
+    ]
+    roomy = [tile for tile in tiles if tile["maxnreg"] >= 2 * STATE_REGISTERS]
+    return [tile for index, tile in enumerate(roomy) if tile not in roomy[:index]]
+
+
+# Rows are cut anywhere out of a step's tensors: another alignment must not ask for another kernel.
+@triton.jit(do_not_specialize=["context_lens", "state_slots", "initial_slots"])
+def _decode_kernel(
+    mixed,
+    conv_weight,
+    a_log,
+    dt_bias,
+    norm_weight,
+    conv,
+    recurrent,
+    context_lens,
+    state_slots,
+    initial_slots,
+    out,
+    eps,
+    mixed_stride,
+    conv_stride,
+    recurrent_stride,
+    NUM_KEY_HEADS: tl.constexpr,
+    NUM_VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    NUM_TAPS: tl.constexpr,
+    RING: tl.constexpr,
+    BLOCK_RING: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    KEY_SIZE: tl.constexpr = NUM_KEY_HEADS * KEY_DIM
+    VALUE_SIZE: tl.constexpr = NUM_VALUE_HEADS * VALUE_DIM
+    NUM_CHANNELS: tl.constexpr = 2 * KEY_SIZE + VALUE_SIZE
+    HEADS_A_KEY: tl.constexpr = NUM_VALUE_HEADS // NUM_KEY_HEADS
+    i_head = tl.program_id(0)
+    i_row = tl.program_id(1).to(tl.int64)
+    position = tl.load(context_lens + i_row).to(tl.int64) - 1
+    state_slot = tl.load(state_slots + i_row).to(tl.int64)
+    initial_slot = tl.load(initial_slots + i_row).to(tl.int64)
+    p_old_ring = conv + initial_slot * conv_stride
+    p_ring = conv + state_slot * conv_stride
+
+    # Channels of the convolution, as one vector for the query and the key, and one for the value.
+    i_qk = tl.arange(0, 2 * BLOCK_K)
+    i_v = tl.arange(0, BLOCK_V)
+    in_qk, in_v = i_qk % BLOCK_K < KEY_DIM, i_v < VALUE_DIM
+    qk_channels = i_qk // BLOCK_K * KEY_SIZE + i_head // HEADS_A_KEY * KEY_DIM + i_qk % BLOCK_K
+    v_channels = 2 * KEY_SIZE + i_head * VALUE_DIM + i_v
+    qk_past = _convolve_past(
+        p_old_ring, conv_weight, qk_channels, in_qk, position, NUM_CHANNELS, NUM_TAPS, RING
+    )
+    v_past = _convolve_past(p_old_ring, conv_weight, v_channels, in_v, position, NUM_CHANNELS, NUM_TAPS, RING)
+    p_newest_tap = conv_weight + (NUM_TAPS - 1) * NUM_CHANNELS
+    qk_tap = tl.load(p_newest_tap + qk_channels, mask=in_qk, other=0.0).to(tl.float32)
+    v_tap = tl.load(p_newest_tap + v_channels, mask=in_v, other=0.0).to(tl.float32)
+    rate = tl.load(a_log + i_head)
+    step_bias = tl.load(dt_bias + i_head)
+    b_norm = tl.load(norm_weight + i_v, mask=in_v, other=0.0)
+    i_k = tl.arange(0, BLOCK_K)
+    in_state = (i_k < KEY_DIM)[:, None] & in_v[None, :]
+    state_offsets = i_head * (KEY_DIM * VALUE_DIM) + i_k[:, None] * VALUE_DIM + i_v[None, :]
+    b_state = tl.load(
+        recurrent + initial_slot * recurrent_stride + state_offsets,
+        mask=tl.where(position > 0, in_state, False),
+        other=0.0,
+        eviction_policy="evict_first",
+    )
+
+    wait_for_previous(PDL)
+    p_mixed = mixed + i_row * mixed_stride
+    qk_input = tl.load(p_mixed + qk_channels, mask=in_qk, other=0.0).to(conv.dtype.element_ty)
+    v_input = tl.load(p_mixed + v_channels, mask=in_v, other=0.0).to(conv.dtype.element_ty)
+    p_gates = p_mixed + NUM_CHANNELS
+    gate = tl.load(p_gates + i_head * VALUE_DIM + i_v, mask=in_v, other=0.0).to(tl.float32)
+    beta = tl.sigmoid(tl.load(p_gates + VALUE_SIZE + i_head).to(tl.float32))
+    step = tl.load(p_gates + VALUE_SIZE + NUM_VALUE_HEADS + i_head).to(tl.float32)
+    decay = tl.exp(-tl.exp(rate) * _softplus(step + step_bias))
+
+    # Query and key stay one vector up to here: no smaller than the program, so that each is loaded only once.
+    b_qk = tl.reshape(_silu(qk_past + qk_tap * qk_input.to(tl.float32)), (2, BLOCK_K))
+    b_v = _silu(v_past + v_tap * v_input.to(tl.float32))
+    b_q, b_k = tl.split(tl.permute(b_qk, (1, 0)))
+    # One look at the old state gives all that is read: with S' = decay S + k c, q S' = decay q S + (q k) c.
+    # Lengths are taken meanwhile and divided out after, so that no sum waits for another.
+    q_held, k_held = tl.reduce((b_q[:, None] * b_state, b_k[:, None] * b_state), 0, _add_pairs)
+    q_square, k_square, q_k = tl.reduce((b_q * b_q, b_k * b_k, b_q * b_k), 0, _add_triples)
+    q_scale = tl.rsqrt(q_square + L2_EPS) * KEY_DIM**-0.5
+    k_scale = tl.rsqrt(k_square + L2_EPS)
+
+    correction = beta * (b_v - decay * k_scale * k_held)
+    read = q_scale * (decay * q_held + k_scale * q_k * correction)
+    mean_square = tl.sum(read * read, axis=0) / VALUE_DIM
+    normed = read * tl.rsqrt(mean_square + eps) * b_norm
+    p_out = out + i_row * VALUE_SIZE + i_head * VALUE_DIM + i_v
+    tl.store(p_out, (normed * _silu(gate)).to(out.dtype.element_ty), mask=in_v)
+    tl.store(
+        recurrent + state_slot * recurrent_stride + state_offsets,
+        decay * b_state + (k_scale * b_k)[:, None] * correction[None, :],
+        mask=in_state,
+        eviction_policy="evict_first",
+    )
+
+    # Value heads of one key head share its channels: the first of them writes.
+    writes_qk = tl.where(i_head % HEADS_A_KEY == 0, in_qk, False)
+    p_entry = p_ring + position % RING * NUM_CHANNELS
+    tl.store(p_entry + qk_channels, qk_input, mask=writes_qk)
+    tl.store(p_entry + v_channels, v_input, mask=in_v)
+    if initial_slot != state_slot:
+        _copy_past(p_ring, p_old_ring, qk_channels, writes_qk, position, NUM_CHANNELS, RING, BLOCK_RING)
+        _copy_past(p_ring, p_old_ring, v_channels, in_v, position, NUM_CHANNELS, RING, BLOCK_RING)
+
+
+@triton.jit
+def _convolve_past(
+    p_ring,
+    weight,
+    channels,
+    mask,
+    position,
+    NUM_CHANNELS: tl.constexpr,
+    NUM_TAPS: tl.constexpr,
+    RING: tl.constexpr,
+):
+    """What the inputs before `position` add to the convolution of the one there; none came before 0."""
+    total = tl.zeros(channels.shape, dtype=tl.float32)
+    for i in tl.static_range(NUM_TAPS - 1):
+        age = NUM_TAPS - 1 - i
+        offsets = (position + RING - age) % RING * NUM_CHANNELS + channels
+        b_input = tl.load(p_ring + offsets, mask=tl.where(age <= position, mask, False), other=0.0)
+        b_tap = tl.load(weight + i * NUM_CHANNELS + channels, mask=mask, other=0.0)
+        total += b_input.to(tl.float32) * b_tap.to(tl.float32)
+    return total
+
+
+@triton.jit
+def _copy_past(
+    p_ring,
+    p_old_ring,
+    channels,
+    mask,
+    position,
+    NUM_CHANNELS: tl.constexpr,
+    RING: tl.constexpr,
+    BLOCK_RING: tl.constexpr,
+):
+    """The inputs before `position`, as far as the ring reaches, from another ring."""
+    i_entry = tl.arange(0, BLOCK_RING)[:, None]
+    age = (position % RING + RING - i_entry) % RING
+    is_past = mask & (i_entry < RING) & (age > 0) & (age <= position)
+    offsets = i_entry * NUM_CHANNELS + channels
+    tl.store(p_ring + offsets, tl.load(p_old_ring + offsets, mask=is_past), mask=is_past)
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _add_triples(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _silu(x):
+    return x * tl.sigmoid(x)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)). A sum with one drops what the logarithm would have kept; the quotient puts it back."""
+    small = tl.exp(-tl.abs(x))
+    rounded = 1.0 + small
+    kept = tl.where(rounded == 1.0, 1.0, rounded - 1.0)
+    return tl.maximum(x, 0.0) + tl.where(rounded == 1.0, small, tl.log(rounded) * (small / kept))
+
+
+def compile_cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """The 35B-A3B mixer in bf16: (kernel, signature, constexprs, options)."""
+    pointers = {
+        "mixed": "*bf16",
+        "conv_weight": "*bf16",
+        "a_log": "*fp32",
+        "dt_bias": "*fp32",
+        "norm_weight": "*fp32",
+        "conv": "*bf16",
+        "recurrent": "*fp32",
+        "context_lens": "*i64",
+        "state_slots": "*i64",
+        "initial_slots": "*i64",
+        "out": "*bf16",
+    }
+    strides = dict.fromkeys(("mixed_stride", "conv_stride", "recurrent_stride"), "i32")
+    constexprs = {
+        "NUM_KEY_HEADS": 16,
+        "NUM_VALUE_HEADS": 32,
+        "KEY_DIM": 128,
+        "VALUE_DIM": 128,
+        "NUM_TAPS": 4,
+        "RING": 4,
+        "BLOCK_RING": 4,
+        "BLOCK_K": 128,
+        "BLOCK_V": 128,
+        "PDL": False,
+    }
+    return [(_decode_kernel, {**pointers, "eps": "fp32", **strides}, constexprs, dict(_rule(128, 128, 64)))]

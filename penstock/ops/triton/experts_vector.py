@@ -1,0 +1,221 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The chosen experts of a few tokens, as matrix-vector products in two launches. Chooses nothing itself.
+
+Every expert of every token is read for that token alone: while few tokens choose the same experts, nothing is
+read twice, and no tensor core has to be filled. A program asks for all its weights at once, and takes enough
+of them that the programs of one multiprocessor keep some 100 KB on their way. The shared expert counts as
+one more slot of a token, after its k.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.ops.triton.launch import launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.tuning import Tile, choose
+
+
+def run(
+    out: Tensor,  # [T, H]
+    x: Tensor,  # [T, H]
+    weights: Tensor,  # [T, k] float32
+    ids: Tensor,  # [T, k]
+    gate_up: Tensor,  # [E, 2I, H]
+    down: Tensor,  # [E, H, I]
+    residual: Tensor,  # [T, H]
+    shared_weight: Tensor | None,  # [T, 1] float32
+    shared_gate_up: Tensor | None,  # [2I', H]
+    shared_down: Tensor | None,  # [H, I']
+) -> None:
+    (num_tokens, k), (num_experts, width, inner_width) = ids.shape, down.shape
+    shared_width = 0 if shared_down is None else shared_down.shape[1]
+    widest = max(inner_width, shared_width)
+    inner = x.new_empty(num_tokens, k + 1, widest)
+    shape = (num_experts, k, inner_width, width)
+    dims = {"K": k, "H": width, "I": inner_width, "SHARED_I": shared_width, "INNER": widest}
+    options = launch_options(x.device)
+
+    tile = choose("expert_gate_up_vector", shape, num_tokens, _gate_up_rule(width), x.device)
+    grid = (triton.cdiv(widest, tile["ROWS"]), num_tokens * (k + (shared_width > 0)))
+    some = gate_up if shared_gate_up is None else shared_gate_up
+    block_h = triton.next_power_of_2(width)
+    _gate_up_kernel[grid](
+        x, ids, gate_up, some, inner, num_tokens, **dims, BLOCK_H=block_h, **tile, **options
+    )
+
+    tile = choose("expert_down_vector", shape, num_tokens, _down_rule(k, inner_width), x.device)
+    _down_kernel[triton.cdiv(width, tile["ROWS"]), num_tokens](
+        inner,
+        weights,
+        ids,
+        down,
+        residual,
+        weights if shared_weight is None else shared_weight,
+        down if shared_down is None else shared_down,
+        out,
+        **dims,
+        BLOCK_I=triton.next_power_of_2(inner_width),
+        BLOCK_SHARED=triton.next_power_of_2(max(shared_width, 1)),
+        **tile,
+        **options,
+    )
+
+
+def _gate_up_rule(width: int) -> Tile:
+    """As many rows of gate, and as many of up, as make 16 KB in bf16: 128 bytes a thread."""
+    return {"ROWS": max(1, 4096 // triton.next_power_of_2(width)), "num_warps": 4, "num_stages": 1}
+
+
+def _down_rule(k: int, inner_width: int) -> Tile:
+    """As many rows, of all k experts, as make 16 KB in bf16; one load of all threads is an expert's row."""
+    block_i = triton.next_power_of_2(inner_width)
+    rows = max(1, 8192 // (triton.next_power_of_2(k) * block_i))
+    return {"ROWS": rows, "num_warps": min(max(block_i // 256, 1), 8), "num_stages": 1}
+
+
+def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
+    """What `penstock tune` tries for a kernel; shape is (E, k, I, H)."""
+    rows = {"expert_gate_up_vector": (1, 2, 4, 8), "expert_down_vector": (1, 2, 4, 8, 16)}[kernel]
+    return [{"ROWS": n, "num_warps": warps, "num_stages": 1} for n in rows for warps in (1, 2, 4, 8)]
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gate_up_kernel(
+    x,
+    ids,
+    gate_up,
+    shared_gate_up,
+    inner,
+    num_tokens,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    SHARED_I: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (n, p): the n-th ROWS inner values of pair p.
+
+    Pairs: the shared expert's first, one a token, then slot j of token t at t * K + j. The shared weights are
+    known before the routing is, and are asked for at once.
+    """
+    let_next_start(PDL)
+    i_tile, i_pair = tl.program_id(0), tl.program_id(1)
+    num_shared = 0
+    if SHARED_I > 0:
+        num_shared = num_tokens
+    is_shared = i_pair < num_shared
+    i_routed = i_pair - num_shared
+    token = tl.where(is_shared, i_pair, i_routed // K)
+    slot = tl.where(is_shared, K, i_routed % K)
+    width = tl.where(is_shared, SHARED_I, I)
+    rows = i_tile * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK_H)
+    is_row = rows < width
+    is_column = columns < H
+    is_weight = is_row[:, None] & is_column[None, :]
+    gate_places = rows[:, None] * H + columns[None, :]
+    up_places = gate_places + width * H
+
+    if is_shared:
+        b_gate = tl.load(shared_gate_up + gate_places, mask=is_weight, other=0.0)
+        b_up = tl.load(shared_gate_up + up_places, mask=is_weight, other=0.0)
+        wait_for_previous(PDL)
+    else:
+        wait_for_previous(PDL)
+        own = gate_up + tl.load(ids + i_routed).to(tl.int64) * (2 * I * H)
+        b_gate = tl.load(own + gate_places, mask=is_weight, other=0.0)
+        b_up = tl.load(own + up_places, mask=is_weight, other=0.0)
+
+    b_x = tl.load(x + token * H + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    gate = tl.sum(b_gate.to(tl.float32) * b_x, axis=1)
+    up = tl.sum(b_up.to(tl.float32) * b_x, axis=1)
+    b_inner = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(inner + (token * (K + 1) + slot) * INNER + rows, b_inner, mask=is_row)
+
+
+@triton.jit
+def _down_kernel(
+    inner,
+    weights,
+    ids,
+    down,
+    residual,
+    shared_weight,
+    shared_down,
+    out,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    SHARED_I: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_SHARED: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (n, t): the n-th ROWS outputs of token t, over all its experts and the shared one.
+
+    One tensor [ROWS, K, I] holds the weights: the loads of all experts are on their way together.
+    """
+    let_next_start(PDL)
+    i_tile, i_token = tl.program_id(0), tl.program_id(1)
+    rows = i_tile * ROWS + tl.arange(0, ROWS)
+    is_row = rows < H
+    shared_columns = tl.arange(0, BLOCK_SHARED)
+    if SHARED_I > 0:
+        is_weight = is_row[:, None] & (shared_columns < SHARED_I)[None, :]
+        b_shared = tl.load(
+            shared_down + rows[:, None] * SHARED_I + shared_columns[None, :], mask=is_weight, other=0.0
+        )
+    wait_for_previous(PDL)
+
+    slots = tl.arange(0, triton.next_power_of_2(K))
+    columns = tl.arange(0, BLOCK_I)
+    is_slot = slots < K
+    is_inner = is_slot[:, None] & (columns < I)[None, :]
+    experts = tl.load(ids + i_token * K + slots, mask=is_slot, other=0).to(tl.int64)
+    starts = (experts * (H * I))[None, :, None] + (rows * I)[:, None, None]
+    is_weight = is_row[:, None, None] & is_inner[None, :, :]
+    b_down = tl.load(down + starts + columns[None, None, :], mask=is_weight, other=0.0)
+
+    own_inner = inner + i_token * ((K + 1) * INNER)
+    b_weights = tl.load(weights + i_token * K + slots, mask=is_slot, other=0.0)
+    b_inner = tl.load(own_inner + slots[:, None] * INNER + columns[None, :], mask=is_inner, other=0.0)
+    places = i_token * H + rows
+    b_residual = tl.load(residual + places, mask=is_row, other=0.0).to(tl.float32)
+    if SHARED_I > 0:
+        is_column = shared_columns < SHARED_I
+        b_shared_inner = tl.load(own_inner + K * INNER + shared_columns, mask=is_column, other=0.0)
+        b_shared_weight = tl.load(shared_weight + i_token)
+    tl.debug_barrier()  # the compiler would otherwise ask for the last weights after using the first ones
+
+    b_scaled = b_inner.to(tl.float32) * b_weights[:, None]
+    total = tl.sum(tl.sum(b_down.to(tl.float32) * b_scaled[None, :, :], axis=1), axis=1)
+    if SHARED_I > 0:
+        shared = tl.sum(b_shared.to(tl.float32) * b_shared_inner.to(tl.float32)[None, :], axis=1)
+        total += shared * b_shared_weight
+    tl.store(out + places, b_residual + total, mask=is_row)
+
+
+def compile_cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options)."""
+    dims = {"K": 8, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
+    halves = dict.fromkeys(("x", "gate_up", "shared_gate_up", "inner"), "*bf16")
+    gate_up = {**halves, "ids": "*i32", "num_tokens": "i32"}
+    halves = dict.fromkeys(("inner", "down", "residual", "shared_down", "out"), "*bf16")
+    down = {**halves, "ids": "*i32", "weights": "*fp32", "shared_weight": "*fp32"}
+    cases: list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
+    for kernel, signature, blocks, tile in (
+        (_gate_up_kernel, gate_up, {"BLOCK_H": 2048}, _gate_up_rule(2048)),
+        (_down_kernel, down, {"BLOCK_I": 512, "BLOCK_SHARED": 512}, _down_rule(8, 512)),
+    ):
+        options = {"num_warps": tile["num_warps"], "num_stages": tile["num_stages"]}
+        cases.append((kernel, signature, {**dims, **blocks, "ROWS": tile["ROWS"]}, options))
+    return cases

@@ -1,0 +1,172 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Products of activations and a dense weight, in the form that suits the number of tokens.
+
+A few tokens take the vector form, a batch the tensor form, and many tokens, where arithmetic sets the pace
+and not the weight's bytes, the library's product. A norm or an activation before the product is part of
+the first two forms while a batch is small: each program prepares the activations anew, which costs more
+than a kernel of its own once there are many.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.ops.triton.launch import launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.matmul_product import CompileCase, Product, compile_case, load_activations
+from penstock.ops.triton.matmul_tensor import (
+    FIXED_TILE,
+    multiply_tensors,
+    tensor_candidates,
+    tensor_compile_cases,
+    tensor_rule,
+)
+from penstock.ops.triton.matmul_vector import (
+    multiply_vectors,
+    vector_candidates,
+    vector_compile_cases,
+    vector_rule,
+)
+from penstock.ops.triton.norm import rms_norm
+from penstock.ops.triton.tuning import Tile, bucket, choose
+
+VECTOR, TENSOR, LIBRARY = 0, 1, 2  # the "form" of a tile
+
+VECTOR_TOKENS = 4
+MANY_ROWS = 1 << 16  # of a head: from three tokens on, multiplying in registers takes longer than reading
+TENSOR_TOKENS = 256
+FUSED_TOKENS = {"linear": 0, "norm_linear": 32, "swiglu_linear": 16}  # prepared inside the tensor form
+SWIGLU_COLUMNS = 1024
+
+
+def linear(
+    x: Tensor,  # [T, M]
+    weight: Tensor,  # [N, M]
+    bias: Tensor | None = None,  # [N]
+    residual: Tensor | None = None,  # [T, N]
+    *,
+    deterministic: bool = False,
+) -> Tensor:  # [T, N]
+    product = Product(x, weight, x.dtype, bias=bias, residual=residual)
+    return _multiply("linear", product, deterministic)
+
+
+def norm_linear(
+    x: Tensor,  # [T, M]
+    norm_weight: Tensor,  # [M] float32
+    eps: float,
+    weight: Tensor,  # [N, M]
+    bias: Tensor | None = None,  # [N]
+    *,
+    out_dtype: torch.dtype | None = None,
+    deterministic: bool = False,
+) -> Tensor:  # [T, N]
+    product = Product(x, weight, out_dtype or x.dtype, bias=bias, norm_weight=norm_weight, eps=eps)
+    return _multiply("norm_linear", product, deterministic)
+
+
+def swiglu_linear(
+    gate_up: Tensor,  # [T, 2F]  gate, then up
+    weight: Tensor,  # [N, F]
+    residual: Tensor | None = None,  # [T, N]
+    *,
+    deterministic: bool = False,
+) -> Tensor:  # [T, N]
+    product = Product(gate_up, weight, gate_up.dtype, residual=residual, is_swiglu=True)
+    return _multiply("swiglu_linear", product, deterministic)
+
+
+def _multiply(kernel: str, product: Product, deterministic: bool) -> Tensor:
+    num_tokens, device = product.num_tokens, product.x.device
+    if num_tokens == 0:
+        return product.new_out()
+    if deterministic:
+        return multiply_tensors(product, FIXED_TILE)
+    default = _rule(kernel, product.shape, bucket(num_tokens), device)
+    tile = choose(kernel, product.shape, num_tokens, default, device)
+    if tile["form"] == VECTOR:
+        return multiply_vectors(product, tile)
+    if tile["form"] == LIBRARY:
+        return _multiply_by_library(_prepare(product))
+    return multiply_tensors(product if tile["is_fused"] else _prepare(product), tile)
+
+
+@functools.cache
+def _rule(kernel: str, shape: tuple[int, int], num_tokens: int, device: torch.device) -> Tile:
+    if num_tokens <= (2 if shape[0] >= MANY_ROWS else VECTOR_TOKENS):
+        return {"form": VECTOR, **vector_rule(shape, num_tokens, device)}
+    if num_tokens > TENSOR_TOKENS:
+        return {"form": LIBRARY}
+    tile = tensor_rule(shape, num_tokens, device)
+    return {"form": TENSOR, "is_fused": int(_can_fuse(kernel, tile, num_tokens)), **tile}
+
+
+def _can_fuse(kernel: str, tile: Tile, num_tokens: int) -> bool:
+    """A norm needs whole rows, so it cannot go with splits of the columns."""
+    has_splits = tile["num_splits"] > 1
+    return num_tokens <= FUSED_TOKENS[kernel] and not (kernel == "norm_linear" and has_splits)
+
+
+def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
+    """What is worth measuring for a kernel of this file."""
+    tiles: list[Tile] = [{"form": VECTOR, **tile} for tile in vector_candidates(shape, num_tokens)]
+    if num_tokens > 1:
+        for tile in tensor_candidates(shape, num_tokens):
+            tiles.append({"form": TENSOR, "is_fused": int(_can_fuse(kernel, tile, num_tokens)), **tile})
+    return [*tiles, {"form": LIBRARY}] if num_tokens > 16 else tiles
+
+
+def _prepare(product: Product) -> Product:
+    """The same product with its norm or activation behind it."""
+    if product.norm_weight is not None:
+        return replace(product, x=rms_norm(product.x, product.norm_weight, product.eps), norm_weight=None)
+    return replace(product, x=_swiglu(product.x), is_swiglu=False) if product.is_swiglu else product
+
+
+def _multiply_by_library(product: Product) -> Tensor:
+    if product.residual is not None and product.bias is None:
+        return torch.addmm(product.residual, product.x, product.weight.t())
+    out = F.linear(product.x, product.weight, product.bias)
+    if product.residual is not None:
+        out += product.residual
+    return out.to(product.out_dtype)
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    """[T, 2F] -> [T, F] : silu(gate) * up"""
+    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_tokens, width)
+    stride = gate_up.stride(0) if num_tokens > 1 else 2 * width
+    grid = (num_tokens, triton.cdiv(width, SWIGLU_COLUMNS))
+    _swiglu_kernel[grid](
+        gate_up,
+        out,
+        stride,
+        M=width,
+        BLOCK_M=SWIGLU_COLUMNS,
+        num_warps=4,
+        **launch_options(gate_up.device),
+    )
+    return out
+
+
+@triton.jit
+def _swiglu_kernel(p_x, p_out, x_stride, M: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    i_token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    b_x = load_activations(p_x + i_token * x_stride + columns, columns < M, M, True, M % BLOCK_M == 0)
+    tl.store(p_out + i_token * M + columns, b_x.to(p_out.dtype.element_ty), mask=columns < M)
+
+
+def compile_cases() -> list[CompileCase]:
+    """(kernel, signature, constexprs, options) of every form, as sizes of Qwen3.5 launch it."""
+    swiglu = compile_case(_swiglu_kernel, {"M": 9216, "BLOCK_M": SWIGLU_COLUMNS}, num_warps=4)
+    return [*vector_compile_cases(), *tensor_compile_cases(), swiglu]

@@ -1,0 +1,247 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Products on tensor cores, for a batch of tokens: the weight still sets the pace.
+
+A program owns a block of weight rows and a block of tokens and walks the columns in a pipelined loop. The
+weight is the left operand, so that its rows fill an instruction whose other side is as narrow as the batch.
+Where the rows make too few programs for the device the columns are split, and a second kernel adds the
+parts, always in the same order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.ops.triton.launch import (
+    ask_for,
+    launch_options,
+    let_next_start,
+    num_processors,
+    wait_for_previous,
+)
+from penstock.ops.triton.matmul_product import (
+    CompileCase,
+    Product,
+    columns_of,
+    compile_case,
+    load_activations,
+    load_inside,
+)
+from penstock.ops.triton.tuning import Tile, bucket
+
+SHARED_BYTES = 96 * 1024  # of a program: all that small cards have, and two programs on a large one
+PREFETCHED_BYTES = 1024  # of every row, towards L2, while the kernel before still runs
+SUMMED_COLUMNS = 512  # of a token, in one program of the second kernel
+
+# A token's sums are the same in every batch when no number of this depends on the batch.
+FIXED_TILE: Tile = {
+    "block_t": 16,
+    "block_n": 32,
+    "block_m": 128,
+    "num_splits": 1,
+    "num_warps": 4,
+    "num_stages": 4,
+}
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def tensor_product(
+    p_x,
+    p_norm,
+    p_weight,
+    p_bias,
+    p_residual,
+    p_out,
+    num_tokens,
+    N,
+    x_stride,
+    residual_stride,
+    eps,
+    M: tl.constexpr,
+    IS_SWIGLU: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """With several splits the output is one part each, [NUM_SPLITS, T, N]."""
+    let_next_start(PDL)
+    IS_WHOLE: tl.constexpr = M % BLOCK_M == 0
+    SPLIT: tl.constexpr = (M + NUM_SPLITS * BLOCK_M - 1) // (NUM_SPLITS * BLOCK_M) * BLOCK_M
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(2) * SPLIT
+    p_rows = p_weight + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * M
+    p_tokens = p_x + tokens.to(tl.int64)[:, None] * x_stride
+    LINE: tl.constexpr = 1024 // p_weight.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    ask_for(p_rows + tl.minimum(start + tl.arange(0, PREFETCHED // 128) * LINE, M - 1)[None, :], PDL)
+    wait_for_previous(PDL)
+
+    b_sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    b_squares = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+    for first in tl.range(start, tl.minimum(start + SPLIT, M), BLOCK_M):
+        columns = first + tl.arange(0, BLOCK_M)
+        b_weight = load_inside(p_rows + columns[None, :], columns[None, :] < M, IS_WHOLE)
+        inside = (tokens[:, None] < num_tokens) & (columns[None, :] < M)
+        b_x = load_activations(p_tokens + columns[None, :], inside, M, IS_SWIGLU, False)
+        if p_norm is not None:
+            b_squares += b_x * b_x
+            b_x = b_x * load_inside(p_norm + columns, columns < M, IS_WHOLE)[None, :]
+        b_x = b_x.to(b_weight.dtype)
+        b_sums = tl.dot(b_weight, tl.trans(b_x), b_sums, input_precision="ieee")
+
+    if p_norm is not None:
+        b_sums = b_sums * tl.rsqrt(tl.sum(b_squares, axis=1) / M + eps)[None, :]
+    is_stored = (rows[:, None] < N) & (tokens[None, :] < num_tokens)
+    if p_bias is not None:
+        b_sums += tl.load(p_bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+    if p_residual is not None:
+        p_taken = p_residual + tokens[None, :].to(tl.int64) * residual_stride + rows[:, None]
+        b_sums += tl.load(p_taken, mask=is_stored, other=0.0).to(tl.float32)
+    i_token = tl.program_id(2) * num_tokens + tokens
+    p_stored = p_out + i_token[None, :].to(tl.int64) * N + rows[:, None]
+    tl.store(p_stored, b_sums.to(p_out.dtype.element_ty), mask=is_stored)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def sum_parts(
+    p_parts,
+    p_bias,
+    p_residual,
+    p_out,
+    num_tokens,
+    N,
+    residual_stride,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    i_token = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = rows < N
+    b_sums = tl.zeros([BLOCK_N], tl.float32)
+    if p_bias is not None:
+        b_sums += tl.load(p_bias + rows, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    for i in tl.static_range(NUM_SPLITS):
+        b_sums += tl.load(p_parts + (i * num_tokens + i_token) * N + rows, mask=inside, other=0.0)
+    if p_residual is not None:
+        b_sums += tl.load(p_residual + i_token * residual_stride + rows, mask=inside, other=0.0).to(
+            tl.float32
+        )
+    tl.store(p_out + i_token * N + rows, b_sums.to(p_out.dtype.element_ty), mask=inside)
+
+
+def multiply_tensors(product: Product, tile: Tile) -> Tensor:
+    """tile: block_t, block_n, block_m, num_splits, num_warps, num_stages."""
+    out = product.new_out()  # [T, N]
+    num_splits = tile["num_splits"]
+    if num_splits == 1:
+        _launch(product, tile, out, product.bias, product.residual)
+        return out
+    assert product.norm_weight is None, "the norm of a row needs all of its columns in one program"
+    num_tokens, N = out.shape
+    parts = torch.empty(num_splits, num_tokens, N, dtype=torch.float32, device=out.device)
+    _launch(product, tile, parts, None, None)
+    sum_parts[(num_tokens, triton.cdiv(N, SUMMED_COLUMNS))](
+        parts,
+        product.bias,
+        product.residual,
+        out,
+        num_tokens,
+        N,
+        product.row_strides[1],
+        NUM_SPLITS=num_splits,
+        BLOCK_N=SUMMED_COLUMNS,
+        num_warps=4,
+        **launch_options(out.device),
+    )
+    return out
+
+
+def _launch(product: Product, tile: Tile, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+    N, M = product.shape
+    x_stride, residual_stride = product.row_strides
+    grid = (
+        triton.cdiv(product.num_tokens, tile["block_t"]),
+        triton.cdiv(N, tile["block_n"]),
+        tile["num_splits"],
+    )
+    tensor_product[grid](
+        product.x,
+        product.norm_weight,
+        product.weight,
+        bias,
+        residual,
+        out,
+        product.num_tokens,
+        N,
+        x_stride,
+        residual_stride,
+        product.eps,
+        M=M,
+        IS_SWIGLU=product.is_swiglu,
+        BLOCK_T=tile["block_t"],
+        BLOCK_N=tile["block_n"],
+        BLOCK_M=columns_of(tile["block_m"], product.weight.dtype),
+        NUM_SPLITS=tile["num_splits"],
+        PREFETCHED=PREFETCHED_BYTES,
+        num_warps=tile["num_warps"],
+        num_stages=tile["num_stages"],
+        **launch_options(product.x.device),
+    )
+
+
+def tensor_rule(shape: tuple[int, ...], num_tokens: int, device: torch.device) -> Tile:
+    N, M = shape
+    block_t = min(max(16, bucket(num_tokens)), 128)
+    block_n, block_m = 64, 128 if block_t <= 64 else 64
+    num_programs = triton.cdiv(N, block_n) * triton.cdiv(num_tokens, block_t)
+    most_splits = max(1, M // (4 * block_m))  # fewer than four steps do not fill a pipeline
+    num_splits = min(max(1, round(num_processors(device) / num_programs)), most_splits)
+    return _tile(block_t, block_n, block_m, num_splits, 4)
+
+
+def tensor_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
+    N, M = shape
+    block_t = min(max(16, bucket(num_tokens)), 128)
+    tiles = []
+    for block_n, block_m in ((32, 128), (32, 256), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)):
+        num_programs = triton.cdiv(N, block_n) * triton.cdiv(num_tokens, block_t)
+        splits = [s for s in (1, 2, 4, 8) if s == 1 or (num_programs * s <= 512 and s * 4 * block_m <= M)]
+        tiles += [_tile(block_t, block_n, block_m, num_splits, 4) for num_splits in splits]
+    return tiles
+
+
+def _tile(block_t: int, block_n: int, block_m: int, num_splits: int, num_warps: int) -> Tile:
+    stage_bytes = (block_n + block_t) * block_m * 2
+    return {
+        "block_t": block_t,
+        "block_n": block_n,
+        "block_m": block_m,
+        "num_splits": num_splits,
+        "num_warps": num_warps,
+        "num_stages": min(5, max(2, SHARED_BYTES // stage_bytes)),
+    }
+
+
+def tensor_compile_cases() -> list[CompileCase]:
+    """A norm before the product, whole; SwiGLU before it, in parts; a batch and a residual; the parts."""
+    normed = {"M": 2048, "IS_SWIGLU": False, "BLOCK_T": 16, "BLOCK_N": 64, "BLOCK_M": 128, "NUM_SPLITS": 1}
+    gated = {"M": 9216, "IS_SWIGLU": True, "BLOCK_T": 16, "BLOCK_N": 64, "BLOCK_M": 128, "NUM_SPLITS": 3}
+    wide = {"M": 4096, "IS_SWIGLU": False, "BLOCK_T": 128, "BLOCK_N": 64, "BLOCK_M": 64, "NUM_SPLITS": 1}
+    without = dict.fromkeys
+    products = [
+        {**normed, **without(("p_bias", "p_residual"))},
+        {**gated, **without(("p_norm", "p_bias", "p_residual"))},
+        {**wide, **without(("p_norm", "p_bias"))},
+    ]
+    options = {"num_warps": 4, "num_stages": 4}
+    cases = [compile_case(tensor_product, {**p, "PREFETCHED": PREFETCHED_BYTES}, **options) for p in products]
+    parts = {"NUM_SPLITS": 3, "BLOCK_N": SUMMED_COLUMNS, "p_bias": None}
+    return [*cases, compile_case(sum_parts, parts, num_warps=4)]

@@ -1,0 +1,339 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Norm, router and choice of experts in one launch. Knows nothing of what the experts do.
+
+The shared expert's gate counts as a last group of router rows. Few tokens take the vector form: a program
+multiplies a few router rows, which it asks for before the kernel ahead is complete, with one token. More
+tokens take the tile form: tensor-core tiles of 16 or more tokens. In both every program norms its tokens
+itself, and the last one to arrive with a token's logits chooses that token's experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.ops.triton.launch import launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.tuning import Tile, choose
+
+VECTOR_TOKENS = 16  # more than these share the router's rows in tiles
+MAX_ARRIVALS = 1 << 16  # tokens of a vector form, token tiles of a tile form
+CHOOSE_TOKENS = tl.constexpr(16)  # of a tile, chosen for at a time: what the registers of a program hold
+
+LOWEST = tl.constexpr(-3.0e38)  # stands for NaN: such a token gets experts that exist, like any other
+
+
+def norm_route(
+    hidden: Tensor,  # [T, H]
+    norm_weight: Tensor,  # [H] float32
+    eps: float,
+    router: Tensor,  # [E, H]
+    k: int,
+    normalize: bool = True,
+    shared_gate: Tensor | None = None,  # [1, H]
+    *,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # [T, H], [T, k] float32, [T, k] int32, [T, 1] float32
+    (num_tokens, width), num_experts = hidden.shape, router.shape[0]
+    has_shared = shared_gate is not None
+    assert hidden.is_contiguous()
+    x = torch.empty_like(hidden)
+    logits = hidden.new_empty(num_tokens, num_experts + 1, dtype=torch.float32)
+    weights = hidden.new_empty(num_tokens, k, dtype=torch.float32)
+    ids = hidden.new_empty(num_tokens, k, dtype=torch.int32)
+    shared_weight = None if shared_gate is None else hidden.new_empty(num_tokens, 1, dtype=torch.float32)
+    constants = {
+        "E": num_experts,
+        "K": k,
+        "H": width,
+        "NORMALIZE": normalize,
+        "HAS_SHARED": has_shared,
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+    }
+    tensors = (
+        hidden,
+        norm_weight,
+        router,
+        router if shared_gate is None else shared_gate,
+        x,
+        logits,
+        _arrivals(hidden.device),
+        weights,
+        ids,
+        weights if shared_weight is None else shared_weight,
+    )
+    options = launch_options(hidden.device)
+    shape = (num_experts, width)
+    if num_tokens <= VECTOR_TOKENS and not deterministic:
+        tile = choose("route_vector", shape, num_tokens, _vector_rule(width), hidden.device)
+        grid = (triton.cdiv(num_experts, tile["ROWS"]) + has_shared, num_tokens)
+        block_h = triton.next_power_of_2(width)
+        _route_vector_kernel[grid](*tensors, eps, **constants, BLOCK_H=block_h, **tile, **options)
+    else:
+        # Another tile sums in another order: it may not depend on what else is in the step.
+        tile = _tile_rule(1)
+        if not deterministic:
+            tile = choose("route_tile", shape, num_tokens, _tile_rule(num_tokens), hidden.device)
+        grid = (
+            triton.cdiv(num_experts, tile["BLOCK_N"]) + has_shared,
+            triton.cdiv(num_tokens, tile["BLOCK_M"]),
+        )
+        _route_tile_kernel[grid](*tensors, num_tokens, eps, **constants, **tile, **options)
+    return x, weights, ids, shared_weight
+
+
+@functools.cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Zeros, and zeros again after every launch: how many programs have brought their logits.
+
+    One for a device, since a captured graph keeps its address: steps of one device run one after another.
+    It must be made outside of a capture, as the warm-up before one does.
+    """
+    return torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
+
+
+def _vector_rule(width: int) -> Tile:
+    """A warp and 8 KB of bf16 router rows a program: warps of one program would wait for each other."""
+    return {"ROWS": max(1, 4096 // triton.next_power_of_2(width)), "num_warps": 1, "num_stages": 1}
+
+
+def _tile_rule(num_tokens: int) -> Tile:
+    if num_tokens <= 256:
+        return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
+    return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+
+
+def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
+    """What `penstock tune` tries for a kernel; shape is (E, H)."""
+    if kernel == "route_vector":
+        return [
+            {"ROWS": rows, "num_warps": warps, "num_stages": 1}
+            for rows in (1, 2, 4, 8)
+            for warps in (1, 2, 4, 8)
+            if rows <= 2 * warps
+        ]
+    assert kernel == "route_tile"
+    heights = (16,) if num_tokens <= 128 else (16, 32, 64)
+    return [
+        {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": warps, "num_stages": stages}
+        for m in heights
+        for n in (16, 32, 64)
+        for k, stages in ((64, 4), (128, 3), (256, 2))
+        for warps in (4, 8)
+    ]
+
+
+@triton.jit
+def _router_rows(router, shared_gate, i_group, E: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr):
+    """Where a group of rows starts, which logits it gives, and if they exist. The last is the shared gate."""
+    first = i_group * ROWS
+    start = tl.where(first < E, router + first * H, shared_gate)
+    rows = tl.minimum(first, E) + tl.arange(0, ROWS)
+    is_row = rows < tl.where(first < E, E, E + 1)
+    return start, rows, is_row
+
+
+@triton.jit
+def _choose_experts(
+    logits,
+    weights,
+    ids,
+    shared_weight,
+    tokens,  # [M] int64
+    is_token,  # [M]
+    E: tl.constexpr,
+    K: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """The K largest logits of each token, the lower id first among equals, and their share of the softmax."""
+    NUM_TOKENS: tl.constexpr = tokens.shape[0]
+    BLOCK_K: tl.constexpr = triton.next_power_of_2(K)
+    experts = tl.arange(0, BLOCK_E)[None, :]
+    slots = tl.arange(0, BLOCK_K)[None, :]
+    own = logits + tokens * (E + 1)
+    # Past the first-level cache: other multiprocessors wrote these.
+    is_logit = is_token[:, None] & (experts < E)
+    left = tl.load(own[:, None] + experts, mask=is_logit, other=0.0, cache_modifier=".cg")
+    left = tl.where(left == left, left, LOWEST)
+    left = tl.where(experts < E, left, float("-inf"))
+    top = tl.max(left, axis=1)
+    total = tl.sum(tl.exp(left - top[:, None]), axis=1)
+
+    chosen = tl.zeros([NUM_TOKENS, BLOCK_K], tl.int32)
+    chosen_logits = tl.full([NUM_TOKENS, BLOCK_K], float("-inf"), tl.float32)
+    for slot in range(K):
+        best, expert = tl.max(left, axis=1, return_indices=True)
+        chosen = tl.where(slots == slot, expert[:, None], chosen)
+        chosen_logits = tl.where(slots == slot, best[:, None], chosen_logits)
+        left = tl.where(experts == expert[:, None], float("-inf"), left)
+
+    share = tl.exp(chosen_logits - top[:, None])
+    if NORMALIZE:
+        total = tl.sum(share, axis=1)
+    places = tokens[:, None] * K + slots
+    is_chosen = is_token[:, None] & (slots < K)
+    tl.store(weights + places, share / total[:, None], mask=is_chosen)
+    tl.store(ids + places, chosen, mask=is_chosen)
+    if HAS_SHARED:
+        gate = tl.load(own + E, mask=is_token, other=0.0, cache_modifier=".cg")
+        tl.store(shared_weight + tokens, 1.0 / (1.0 + tl.exp(-gate)), mask=is_token)
+
+
+@triton.jit
+def _arrives_last(arrived, num_programs):
+    """Whether all other programs have stored their logits, which are then visible here.
+
+    The barrier puts the stores of all threads before the one thread's atomic, which releases them.
+    """
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == num_programs - 1
+    if is_last:
+        tl.store(arrived, 0)
+    return is_last
+
+
+@triton.jit
+def _route_vector_kernel(
+    hidden,
+    norm_weight,
+    router,
+    shared_gate,
+    x,
+    logits,
+    arrivals,
+    weights,
+    ids,
+    shared_weight,
+    eps,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (g, t): the g-th ROWS rows of the router, token t."""
+    let_next_start(PDL)
+    i_group, i_token = tl.program_id(0), tl.program_id(1)
+    start, rows, is_row = _router_rows(router, shared_gate, i_group, E, H, ROWS)
+    columns = tl.arange(0, BLOCK_H)
+    is_column = columns < H
+    places = tl.arange(0, ROWS)[:, None] * H + columns[None, :]
+    b_router = tl.load(start + places, mask=is_row[:, None] & is_column[None, :], other=0.0)
+    b_norm = tl.load(norm_weight + columns, mask=is_column, other=0.0)
+    wait_for_previous(PDL)
+
+    own = i_token.to(tl.int64) * H + columns
+    b_hidden = tl.load(hidden + own, mask=is_column, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(b_hidden * b_hidden, axis=0) / H + eps)
+    b_x = (b_hidden * scale * b_norm).to(x.dtype.element_ty)
+    if i_group == 0:
+        tl.store(x + own, b_x, mask=is_column)
+
+    b_logits = tl.sum(b_router.to(tl.float32) * b_x.to(tl.float32)[None, :], axis=1)
+    tl.store(logits + i_token.to(tl.int64) * (E + 1) + rows, b_logits, mask=is_row)
+    if _arrives_last(arrivals + i_token, tl.num_programs(0)):
+        tokens = i_token + tl.arange(0, 1).to(tl.int64)
+        is_token = tokens == i_token
+        _choose_experts(
+            logits, weights, ids, shared_weight, tokens, is_token, E, K, NORMALIZE, HAS_SHARED, BLOCK_E
+        )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_tile_kernel(
+    hidden,
+    norm_weight,
+    router,
+    shared_gate,
+    x,
+    logits,
+    arrivals,
+    weights,
+    ids,
+    shared_weight,
+    num_tokens,
+    eps,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (g, b): the g-th BLOCK_N rows of the router, the b-th BLOCK_M tokens."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    i_group, i_block = tl.program_id(0), tl.program_id(1)
+    tokens = i_block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_token = tokens < num_tokens
+    is_written = tokens < tl.where(i_group == 0, num_tokens, 0)  # one program writes a token's x
+    start, rows, is_row = _router_rows(router, shared_gate, i_group, E, H, BLOCK_N)
+    starts = start + tl.arange(0, BLOCK_N) * H
+    own = tokens[:, None] * H
+    columns = tl.arange(0, BLOCK_K)
+
+    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    for first in range(0, H, BLOCK_K):
+        at = first + columns[None, :]
+        b_hidden = tl.load(hidden + own + at, mask=is_token[:, None] & (at < H), other=0.0).to(tl.float32)
+        squares += b_hidden * b_hidden
+    scale = tl.rsqrt(tl.sum(squares, axis=1) / H + eps)
+
+    b_logits = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, H, BLOCK_K):
+        at = first + columns
+        is_column = at < H
+        is_own = is_token[:, None] & is_column[None, :]
+        b_router = tl.load(
+            starts[None, :] + at[:, None], mask=is_row[None, :] & is_column[:, None], other=0.0
+        )
+        b_hidden = tl.load(hidden + own + at[None, :], mask=is_own, other=0.0).to(tl.float32)
+        b_norm = tl.load(norm_weight + at, mask=is_column, other=0.0)
+        b_x = (b_hidden * scale[:, None] * b_norm[None, :]).to(x.dtype.element_ty)
+        tl.store(x + own + at[None, :], b_x, mask=is_written[:, None] & is_column[None, :])
+        if b_router.dtype != b_x.dtype:
+            b_router, b_x = b_router.to(tl.float32), b_x.to(tl.float32)
+        b_logits = tl.dot(b_x, b_router, b_logits, input_precision="ieee")
+
+    places = tokens[:, None] * (E + 1) + rows[None, :]
+    tl.store(logits + places, b_logits, mask=is_token[:, None] & is_row[None, :])
+    if _arrives_last(arrivals + i_block, tl.num_programs(0)):
+        for first in range(0, BLOCK_M, CHOOSE_TOKENS):
+            some = i_block.to(tl.int64) * BLOCK_M + first + tl.arange(0, CHOOSE_TOKENS)
+            is_some = some < num_tokens
+            _choose_experts(
+                logits, weights, ids, shared_weight, some, is_some, E, K, NORMALIZE, HAS_SHARED, BLOCK_E
+            )
+
+
+def compile_cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """The 35B-A3B router in bf16: (kernel, signature, constexprs, options)."""
+    halves = dict.fromkeys(("hidden", "router", "shared_gate", "x"), "*bf16")
+    floats = dict.fromkeys(("norm_weight", "logits", "weights", "shared_weight"), "*fp32")
+    signature = {**halves, **floats, "arrivals": "*i32", "ids": "*i32", "eps": "fp32"}
+    constants = {"E": 256, "K": 8, "H": 2048, "NORMALIZE": True, "HAS_SHARED": True, "BLOCK_E": 256}
+    cases: list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
+    for kernel, more, tile in (
+        (_route_vector_kernel, {"BLOCK_H": 2048}, _vector_rule(2048)),
+        (_route_tile_kernel, {}, _tile_rule(16)),
+        (_route_tile_kernel, {}, _tile_rule(8192)),
+    ):
+        options = {key: tile[key] for key in ("num_warps", "num_stages")}
+        blocks = {key: value for key, value in tile.items() if key not in options}
+        types = signature if kernel is _route_vector_kernel else {**signature, "num_tokens": "i32"}
+        cases.append((kernel, types, {**constants, **more, **blocks, "PDL": False}, options))
+    return cases

@@ -1,0 +1,131 @@
+# mypy: disable-error-code="no-untyped-def"
+"""From logits to the next token. No softmax is materialised and nothing is sorted.
+
+Without filters: every program draws from its chunk of a row, and a second launch merges the chunks. With
+filters the work is that of `sampling_filters`. Maxima and integer sums alone cross programs, so a row draws
+the same token whatever its batch and however the row is cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.ops.triton.gumbel import LOWEST, noise_key_of, order_of, perturbed, token_of
+from penstock.ops.triton.launch import launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.sampling_filters import draw_filtered, filter_compile_cases
+from penstock.ops.triton.sampling_levels import SETTINGS
+from penstock.ops.triton.tuning import Tile, choose
+
+
+def sample(
+    logits: Tensor,  # [L, vocab] float32
+    temperature: Tensor,  # [L]  0 is greedy
+    top_k: Tensor,  # [L] int64  0 keeps every token
+    top_p: Tensor,  # [L]
+    min_p: Tensor,  # [L]
+    seeds: Tensor,  # [L] int64
+    positions: Tensor,  # [L] int64  of the token that is drawn
+    filtered: bool,  # whether any row uses top_k, top_p or min_p
+) -> Tensor:  # [L] int64
+    num_rows, vocab = logits.shape
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if not num_rows:
+        return token_ids
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    name = "sample_filtered" if filtered else "sample_plain"
+    tile = choose(name, (vocab,), num_rows, _rule(num_rows), logits.device)
+    if filtered:
+        draw_filtered(logits, temperature, top_k, top_p, min_p, seeds, positions, token_ids, tile)
+    else:
+        _draw_plain(logits, temperature, seeds, positions, token_ids, tile)
+    return token_ids
+
+
+def _draw_plain(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, token_ids: Tensor, tile: Tile
+) -> None:
+    num_rows, vocab = logits.shape
+    num_chunks = triton.cdiv(vocab, tile["CHUNK"])
+    best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
+    options = launch_options(logits.device)
+    _draw_kernel[(num_rows, num_chunks)](
+        logits, temperature, seeds, positions, best, vocab, logits.stride(0), **tile, **options
+    )
+    max_chunks = triton.next_power_of_2(num_chunks)
+    _merge_kernel[(num_rows,)](best, token_ids, num_chunks, MAX_CHUNKS=max_chunks, num_warps=1, **options)
+
+
+def _rule(num_rows: int) -> Tile:
+    """Few rows need short chunks to reach every SM; many need long ones to be worth a program."""
+    return {"CHUNK": 2048 if num_rows <= 4 else 8192, "BLOCK": 2048, "num_warps": 4}
+
+
+def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
+    """Tiles worth measuring for `sample_plain` and `sample_filtered`."""
+    return [
+        {"CHUNK": chunk, "BLOCK": block, "num_warps": block // 512 * warps}
+        for chunk in (1024, 2048, 4096, 8192, 16384)
+        for block in (1024, 2048, 4096)
+        for warps in (1, 2)
+        if block <= chunk
+    ]
+
+
+@triton.jit(do_not_specialize_on_alignment=SETTINGS)
+def _draw_kernel(
+    p_logits,  # [L, vocab]
+    p_temperature,  # [L]
+    p_seeds,  # [L]
+    p_positions,  # [L]
+    p_best,  # [L, chunks] int64
+    vocab,
+    logits_stride,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    i_row, i_chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(p_temperature + i_row)
+    noise_key = noise_key_of(tl.load(p_seeds + i_row), tl.load(p_positions + i_row))
+    b_best = tl.full([BLOCK], LOWEST, tl.int64)
+    for start in range(i_chunk * CHUNK, (i_chunk + 1) * CHUNK, BLOCK):
+        b_token = start + tl.arange(0, BLOCK)
+        is_inside = b_token < vocab
+        b_score = tl.load(p_logits + i_row * logits_stride + b_token, mask=is_inside, other=float("-inf"))
+        if temperature > 0:
+            b_score = perturbed(b_score, b_token, temperature, noise_key)
+        b_best = tl.maximum(b_best, tl.where(is_inside, order_of(b_score, b_token), LOWEST))
+    tl.store(p_best + i_row * tl.num_programs(1) + i_chunk, tl.max(b_best, axis=0))
+
+
+@triton.jit
+def _merge_kernel(p_best, p_token_ids, num_chunks, MAX_CHUNKS: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    i_row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, MAX_CHUNKS)
+    b_best = tl.load(p_best + i_row * num_chunks + chunk, mask=chunk < num_chunks, other=LOWEST)
+    tl.store(p_token_ids + i_row, token_of(tl.max(b_best, axis=0)))
+
+
+def compile_cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """(kernel, signature, constexprs, options) for one row and for many."""
+    draw = {"p_logits": "*fp32", "p_temperature": "*fp32", "vocab": "i32", "logits_stride": "i32"}
+    draw |= dict.fromkeys(("p_seeds", "p_positions", "p_best"), "*i64")
+    merge = {"p_best": "*i64", "p_token_ids": "*i64", "num_chunks": "i32"}
+    cases: list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
+    cases.append((_merge_kernel, merge, {"MAX_CHUNKS": 128, "PDL": False}, {"num_warps": 1, "num_stages": 1}))
+    for num_rows in (1, 64):
+        tile = dict(_rule(num_rows))
+        options = {"num_warps": tile.pop("num_warps"), "num_stages": 1}
+        cases.append((_draw_kernel, draw, {**tile, "PDL": False}, options))
+        cases += filter_compile_cases(tile, options)
+    return cases

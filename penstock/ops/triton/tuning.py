@@ -1,0 +1,85 @@
+"""Which tile a kernel runs with: a measured table for the shapes of the presets, a rule for all others.
+
+A kernel asks `choose(kernel, shape, num_tokens, default, device)`. The tables are JSON files in `tables/`,
+one a GPU, written by `penstock tune`: {"<kernel>/<N>x<K>/<tokens>": {"block_n": 8, ...}}. Token counts are
+rounded up to a power of two, so that a table stays short. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+Tile = Mapping[str, int]  # the constexprs of a kernel, and its num_warps and num_stages
+
+TABLES = Path(__file__).parent / "tables"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a kernel asked: whoever tunes knows from it what there is to try."""
+
+    kernel: str
+    shape: tuple[int, ...]
+    num_tokens: int
+    default: Tile
+
+    @property
+    def key(self) -> str:
+        return f"{self.kernel}/{'x'.join(map(str, self.shape))}/{bucket(self.num_tokens)}"
+
+
+class Trials:
+    """Answers that beat the table, and a record of the questions, while `penstock tune` measures."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Tile] = {}
+        self.questions: dict[str, Question] = {}
+
+
+_trials: Trials | None = None
+
+
+def choose(kernel: str, shape: tuple[int, ...], num_tokens: int, default: Tile, device: torch.device) -> Tile:
+    question = Question(kernel, shape, num_tokens, default)
+    tile = _table(table_name(device)).get(question.key, default)
+    if _trials is None:
+        return tile
+    _trials.questions.setdefault(question.key, question)
+    return _trials.answers.get(question.key, tile)
+
+
+def bucket(num_tokens: int) -> int:
+    """The next power of two."""
+    return 1 << max(num_tokens - 1, 0).bit_length()
+
+
+@contextmanager
+def trials() -> Iterator[Trials]:
+    global _trials
+    _trials = Trials()
+    try:
+        yield _trials
+    finally:
+        _trials = None
+
+
+@functools.cache
+def table_name(device: torch.device) -> str:
+    """The file of a GPU, without its ending."""
+    if device.type != "cuda":
+        return "none"
+    return torch.cuda.get_device_name(device).lower().replace(" ", "-")
+
+
+@functools.cache
+def _table(name: str) -> dict[str, Tile]:
+    path = TABLES / f"{name}.json"
+    table: dict[str, Tile] = json.loads(path.read_text())["tiles"] if path.exists() else {}
+    return table

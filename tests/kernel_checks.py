@@ -1,0 +1,43 @@
+"""What every kernel test shares: where kernels run, in which dtypes, and how near is near enough.
+
+Without a GPU the kernels run in Triton's interpreter, which multiplies bf16 wrongly: fp32 and fp16 there,
+fp32 and bf16 when compiled. One tolerance table, by dtype, relative to the largest expected value: sums in
+another order and a rounding more or less are all a kernel may differ by.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+HAS_GPU = torch.cuda.is_available()
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="there is no CUDA device")]
+INTERPRETED = pytest.mark.skipif(HAS_GPU, reason="kernels run compiled here")
+
+# (device, dtype): use as @pytest.mark.parametrize(("device", "dtype"), PLACES)
+PLACES = [
+    pytest.param("cpu", torch.float32, marks=INTERPRETED, id="interpreted-fp32"),
+    pytest.param("cpu", torch.float16, marks=INTERPRETED, id="interpreted-fp16"),
+    pytest.param("cuda", torch.float32, marks=ON_GPU, id="compiled-fp32"),
+    pytest.param("cuda", torch.bfloat16, marks=ON_GPU, id="compiled-bf16"),
+]
+FULL_SIZE = [pytest.param("cuda", torch.bfloat16, marks=ON_GPU, id="compiled-bf16")]
+
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+def random(*shape: int, dtype: torch.dtype, device: str, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """The same numbers on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+
+
+def assert_near(seen: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Within the table's tolerance for `dtype`, the narrowest on the way, and nowhere NaN."""
+    assert seen.shape == expected.shape
+    assert seen.isfinite().all(), "a value is NaN or infinite"
+    largest = expected.float().abs().max().clamp(min=1e-6)
+    difference = (seen.float() - expected.float()).abs().max() / largest
+    assert difference <= TOLERANCES[dtype], f"differs by {difference:.2e} of the largest value"

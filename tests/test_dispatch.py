@@ -1,0 +1,37 @@
+"""Every op with a kernel is the same function twice: same name, same signature, chosen by the device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import ops
+from penstock.ops import dispatch
+
+MIRRORED = [name for name in ops.__all__ if hasattr(getattr(ops, name), "__wrapped__")]
+
+
+@pytest.mark.parametrize("name", MIRRORED)
+def test_twins_have_one_signature(name: str) -> None:
+    reference: Callable[..., Any] = getattr(ops, name).__wrapped__
+    twin = dispatch.twin_of(reference)
+    assert twin is not reference
+    assert inspect.signature(twin) == inspect.signature(reference)
+
+
+def test_what_a_decode_step_is_made_of_has_kernels() -> None:
+    assert {"norm_linear", "linear", "swiglu_linear", "norm_route", "sparse_mlp"} <= set(MIRRORED)
+    assert {"rope_and_store", "paged_attention", "gated_delta_net", "decode_rows", "sample"} <= set(MIRRORED)
+
+
+def test_a_cpu_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(reference: Callable[..., Any]) -> Callable[..., Any]:
+        raise AssertionError("a kernel was asked for")
+
+    monkeypatch.setattr(dispatch, "twin_of", never)
+    x, weight = torch.ones(2, 3), torch.ones(4, 3)
+    assert torch.equal(ops.linear(x, weight), torch.full((2, 4), 3.0))

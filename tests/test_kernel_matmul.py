@@ -1,0 +1,238 @@
+"""Products of activations and a dense weight: every form of the kernels against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_checks import FULL_SIZE, PLACES, assert_near, random
+from penstock.ops.reference import matmul as reference
+from penstock.ops.triton import matmul as kernels
+from penstock.ops.triton.tuning import Question, Tile, trials
+
+EPS = 1e-6
+NARROW_PLACES = PLACES[1::2]  # for laws that are not about precision
+KERNELS = ["linear", "norm_linear", "swiglu_linear"]
+
+VECTOR: Tile = {"form": 0, "block_n": 16, "block_m": 128, "held": 2, "num_warps": 1}
+TENSOR: Tile = {
+    "form": 1,
+    "is_fused": 1,
+    "block_t": 16,
+    "block_n": 32,
+    "block_m": 64,
+    "num_splits": 1,
+    "num_warps": 4,
+    "num_stages": 3,
+}
+FORMS: dict[str, Tile] = {
+    "vector": VECTOR,
+    "vector-one-chunk": {**VECTOR, "block_m": 512, "held": 1},
+    "tensor": TENSOR,
+    "tensor-prepared-apart": {**TENSOR, "is_fused": 0},
+    "tensor-prepared-apart-in-splits": {**TENSOR, "is_fused": 0, "num_splits": 3},
+    "library": {"form": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """New tensors hold NaN: what a kernel forgets to write is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def guarded(values: Tensor) -> Tensor:
+    """The same rows, with one of NaN behind them: whoever reads too far computes NaN."""
+    return torch.cat((values, torch.full_like(values[:1], torch.nan)))[:-1]
+
+
+class Case:
+    """One kernel and random arguments for it, the optional ones included."""
+
+    def __init__(
+        self,
+        kernel: str,
+        num_tokens: int,
+        N: int,
+        M: int,
+        dtype: torch.dtype,
+        device: str,
+        extras: bool = True,
+    ) -> None:
+        new = partial(random, dtype=dtype, device=device)
+        self.kernel = kernel
+        self.x = new(num_tokens, 2 * M if kernel == "swiglu_linear" else M, seed=1)
+        self.weight = guarded(new(N, M, seed=2, scale=M**-0.5))
+        self.norm_weight = random(M, dtype=torch.float32, device=device, seed=3)
+        self.bias = new(N, seed=4) if extras else None
+        self.residual = new(num_tokens, N, seed=5) if extras else None
+
+    def arguments(self, rows: slice = slice(None)) -> tuple[Tensor | float | None, ...]:
+        residual = None if self.residual is None else self.residual[rows]
+        if self.kernel == "linear":
+            return self.x[rows], self.weight, self.bias, residual
+        if self.kernel == "norm_linear":
+            return self.x[rows], self.norm_weight, EPS, self.weight, self.bias
+        return self.x[rows], self.weight, residual
+
+    def run(self, rows: slice = slice(None), tile: Tile | None = None, **options: object) -> Tensor:
+        run: Callable[..., Tensor] = getattr(kernels, self.kernel)
+        with trials() as given:
+            if tile is not None:
+                question = Question(self.kernel, tuple(self.weight.shape), len(self.x[rows]), tile)
+                given.answers[question.key] = tile
+            return run(*self.arguments(rows), **options)
+
+    def expected(self, **options: object) -> Tensor:
+        run: Callable[..., Tensor] = getattr(reference, self.kernel)
+        return run(*self.arguments(), **options)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "num_tokens"),
+    [
+        *(("linear", num_tokens) for num_tokens in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 70, 300)),
+        *(("norm_linear", num_tokens) for num_tokens in (1, 3, 9, 70, 300)),
+        *(("swiglu_linear", num_tokens) for num_tokens in (2, 5, 33, 300)),
+    ],
+)
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_any_number_of_tokens_is_multiplied_as_the_reference_does(
+    kernel: str, num_tokens: int, device: str, dtype: torch.dtype
+) -> None:
+    case = Case(kernel, num_tokens, N=37, M=100, dtype=dtype, device=device)
+    assert_near(case.run(), case.expected(), dtype)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("N", "M"), [(130, 272), (9, 2560), (5, 4200)])
+@pytest.mark.parametrize("num_tokens", [1, 6])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_sizes_need_not_fit_the_tiles(
+    kernel: str, N: int, M: int, num_tokens: int, device: str, dtype: torch.dtype
+) -> None:
+    case = Case(kernel, num_tokens, N, M, dtype, device, extras=False)
+    assert_near(case.run(), case.expected(), dtype)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_every_form_computes_the_same(kernel: str, form: str, device: str, dtype: torch.dtype) -> None:
+    case = Case(kernel, num_tokens=3, N=43, M=408, dtype=dtype, device=device)
+    assert_near(case.run(tile=FORMS[form]), case.expected(), dtype)
+
+
+@pytest.mark.parametrize("kernel", ["linear", "swiglu_linear"])
+@pytest.mark.parametrize("M", [440, 448], ids=["last-step-not-full", "all-steps-full"])
+@pytest.mark.parametrize(("device", "dtype"), NARROW_PLACES)
+def test_splits_of_the_columns_add_up(kernel: str, M: int, device: str, dtype: torch.dtype) -> None:
+    """Seven steps in three splits: the last split has only one."""
+    case = Case(kernel, num_tokens=20, N=43, M=M, dtype=dtype, device=device)
+    assert_near(case.run(tile={**TENSOR, "num_splits": 3}), case.expected(), dtype)
+
+
+@pytest.mark.parametrize(("kernel", "num_tokens"), [("norm_linear", 1), ("swiglu_linear", 20)])
+@pytest.mark.parametrize(("device", "dtype"), NARROW_PLACES)
+def test_every_candidate_computes_the_same(
+    kernel: str, num_tokens: int, device: str, dtype: torch.dtype
+) -> None:
+    case = Case(kernel, num_tokens, N=19, M=1100, dtype=dtype, device=device)
+    expected = case.expected()
+    candidates = kernels.candidates(kernel, (19, 1100), num_tokens)
+    assert len(candidates) >= 8
+    for tile in candidates:
+        assert_near(case.run(tile=tile), expected, dtype)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("device", "dtype"), NARROW_PLACES)
+def test_activations_may_be_columns_of_a_wider_tensor(
+    kernel: str, form: str, device: str, dtype: torch.dtype
+) -> None:
+    case = Case(kernel, num_tokens=3, N=37, M=96, dtype=dtype, device=device)
+    expected = case.expected()
+    wide = torch.full((3, case.x.shape[1] + 24), torch.nan, dtype=dtype, device=device)
+    wide[:, 8:-16] = case.x
+    case.x = wide[:, 8:-16]
+    assert_near(case.run(tile=FORMS[form]), expected, dtype)
+    assert_near(case.run(slice(2, 3), tile=FORMS[form]), expected[2:3], dtype)
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if name != "library"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_a_wider_result_is_not_rounded_on_its_way(
+    form: str, deterministic: bool, device: str, dtype: torch.dtype
+) -> None:
+    case = Case("norm_linear", num_tokens=3, N=37, M=100, dtype=dtype, device=device)
+    seen = case.run(out_dtype=torch.float32, deterministic=deterministic, tile=FORMS[form])
+    assert seen.dtype == torch.float32
+    assert_near(seen, case.expected(out_dtype=torch.float32), dtype)
+    assert dtype == torch.float32 or (seen != seen.to(dtype).float()).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("device", "dtype"), NARROW_PLACES)
+def test_a_row_of_nan_leaves_the_other_rows_alone(
+    kernel: str, form: str, device: str, dtype: torch.dtype
+) -> None:
+    case = Case(kernel, num_tokens=4, N=37, M=100, dtype=dtype, device=device)
+    before = case.run(tile=FORMS[form])
+    case.x[2] = torch.nan
+    after = case.run(tile=FORMS[form])
+    assert after[2].isnan().all()
+    others = torch.tensor([0, 1, 3], device=device)
+    assert torch.equal(after[others], before[others])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_a_deterministic_row_is_the_same_alone_and_in_any_batch(
+    kernel: str, device: str, dtype: torch.dtype
+) -> None:
+    case = Case(kernel, num_tokens=40, N=37, M=200, dtype=dtype, device=device)
+    batch = case.run(deterministic=True)
+    assert_near(batch, case.expected(deterministic=True), dtype)
+    for row in (0, 7, 15, 16, 39):
+        assert torch.equal(case.run(slice(row, row + 1), deterministic=True)[0], batch[row])
+    assert torch.equal(case.run(slice(3, 30), deterministic=True), batch[3:30])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("device", "dtype"), NARROW_PLACES)
+def test_no_tokens_give_no_rows(kernel: str, deterministic: bool, device: str, dtype: torch.dtype) -> None:
+    case = Case(kernel, num_tokens=0, N=37, M=100, dtype=dtype, device=device)
+    assert case.run(deterministic=deterministic).shape == (0, 37)
+
+
+# Qwen3.5: 35B-A3B's DeltaNet and attention projections, head; dense MLPs of 4B and 27B
+@pytest.mark.parametrize(
+    ("kernel", "N", "M"),
+    [
+        ("norm_linear", 12352, 2048),
+        ("linear", 2048, 4096),
+        ("norm_linear", 248320, 2048),
+        ("swiglu_linear", 2560, 9216),
+        ("norm_linear", 34816, 5120),
+        ("swiglu_linear", 5120, 17408),
+    ],
+)
+@pytest.mark.parametrize(("device", "dtype"), FULL_SIZE)
+def test_full_size_products_are_those_of_the_reference(
+    kernel: str, N: int, M: int, device: str, dtype: torch.dtype
+) -> None:
+    case = Case(kernel, 256, N, M, dtype, device, extras=False)
+    expected = case.expected()
+    assert_near(case.run(deterministic=True), expected, dtype)
+    for num_tokens in (1, 2, 4, 8, 16, 32, 64, 256):
+        assert_near(case.run(slice(num_tokens)), expected[:num_tokens], dtype)

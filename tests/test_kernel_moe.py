@@ -1,0 +1,265 @@
+"""The kernels of the sparse feed-forward against their reference: the choice of experts, and the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_checks import FULL_SIZE, PLACES, assert_near, random
+from penstock.ops.reference import moe as reference
+from penstock.ops.triton import moe, moe_route
+from penstock.ops.triton.tuning import Question, Tile, trials
+
+E, K, H, I, SHARED_I = 16, 4, 96, 40, 56
+EPS = 1e-6
+
+
+def router_inputs(num_tokens: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, float, Tensor]:
+    hidden = random(num_tokens, H, dtype=dtype, device=device, seed=num_tokens)
+    norm_weight = random(H, dtype=torch.float32, device=device, seed=1, scale=0.2) + 1.0
+    return hidden, norm_weight, EPS, random(E, H, dtype=dtype, device=device, seed=2, scale=H**-0.5)
+
+
+def gate(device: str, dtype: torch.dtype) -> Tensor:
+    return random(1, H, dtype=dtype, device=device, seed=3, scale=H**-0.5)
+
+
+def assert_chosen(
+    weights: Tensor, ids: Tensor, inputs: tuple[Tensor, Tensor, float, Tensor], normalize: bool
+) -> None:
+    """The k most likely experts, each with its own probability, the most likely first."""
+    _, probabilities, order, _ = reference.norm_route(*inputs, E, False)
+    by_expert = torch.zeros_like(probabilities).scatter_(1, order, probabilities)
+    expected = probabilities[:, :K]
+    of_chosen = by_expert.gather(1, ids.long())
+    if normalize:
+        expected = expected / expected.sum(-1, keepdim=True)
+        of_chosen = of_chosen / of_chosen.sum(-1, keepdim=True)
+    dtype = inputs[0].dtype
+    assert_near(weights, expected, dtype)
+    assert_near(weights, of_chosen, dtype)
+    assert all(len(set(row)) == K for row in ids.tolist()), "an expert was chosen twice"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 17, 33])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_the_most_likely_experts_are_chosen_with_their_weights(
+    device: str, dtype: torch.dtype, num_tokens: int, deterministic: bool
+) -> None:
+    inputs = router_inputs(num_tokens, device, dtype)
+    x, weights, ids, shared_weight = moe.norm_route(
+        *inputs, K, True, gate(device, dtype), deterministic=deterministic
+    )
+    expected_x, _, _, expected_shared = reference.norm_route(*inputs, K, True, gate(device, dtype))
+    assert shared_weight is not None
+    assert expected_shared is not None
+    assert_near(x, expected_x, dtype)
+    assert_near(shared_weight, expected_shared, dtype)
+    assert_chosen(weights, ids, inputs, normalize=True)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 18])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_a_router_may_have_no_shared_expert_and_weights_that_do_not_sum_to_one(
+    device: str, dtype: torch.dtype, num_tokens: int
+) -> None:
+    inputs = router_inputs(num_tokens, device, dtype)
+    _, weights, ids, shared_weight = moe.norm_route(*inputs, K, False)
+    assert shared_weight is None
+    assert_chosen(weights, ids, inputs, normalize=False)
+    assert (weights.sum(-1) < 0.999).all()
+
+
+@pytest.mark.parametrize("num_tokens", [2, 18])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_of_equal_experts_the_lowest_are_chosen(device: str, dtype: torch.dtype, num_tokens: int) -> None:
+    hidden, norm_weight, eps, router = router_inputs(num_tokens, device, dtype)
+    equal = router[:1].expand(E, H).contiguous()
+    _, weights, ids, _ = moe.norm_route(hidden, norm_weight, eps, equal, K)
+    assert ids.tolist() == [list(range(K))] * num_tokens
+    assert_near(weights, torch.full_like(weights, 1 / K), dtype)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 18])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_a_token_of_nan_gets_experts_that_exist_and_spoils_no_other(
+    device: str, dtype: torch.dtype, num_tokens: int
+) -> None:
+    hidden, *rest = router_inputs(num_tokens, device, dtype)
+    _, clean_weights, clean_ids, _ = moe.norm_route(hidden, *rest, K)
+    hidden[1] = float("nan")
+    _, weights, ids, _ = moe.norm_route(hidden, *rest, K)
+    assert ((ids >= 0) & (ids < E)).all()
+    others = [row for row in range(num_tokens) if row != 1]
+    assert torch.equal(ids[others], clean_ids[others])
+    assert torch.equal(weights[others], clean_weights[others])
+
+
+@pytest.mark.parametrize("num_tokens", [3, 18])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_the_counts_of_arrivals_are_zero_again_after_every_launch(
+    device: str, dtype: torch.dtype, num_tokens: int
+) -> None:
+    inputs = router_inputs(num_tokens, device, dtype)
+    first, second = (moe.norm_route(*inputs, K, True, gate(device, dtype)) for _ in range(2))
+    assert not moe_route._arrivals(inputs[0].device).any()
+    assert all(torch.equal(one, other) for one, other in zip(first, second) if one is not None)
+
+
+class Experts:
+    """Random experts, and tokens that chose some of them; `chosen` makes all tokens choose the same."""
+
+    def __init__(
+        self,
+        num_tokens: int,
+        device: str,
+        dtype: torch.dtype,
+        *,
+        num_experts: int = E,
+        has_shared: bool = True,
+        chosen: list[int] | None = None,
+    ) -> None:
+        def some(*shape: int, seed: int) -> Tensor:
+            return random(*shape, dtype=dtype, device=device, seed=seed, scale=shape[-1] ** -0.5)
+
+        generator = torch.Generator().manual_seed(num_tokens)
+        order = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :K]
+        ids = order if chosen is None else torch.tensor([chosen]).expand(num_tokens, -1).contiguous()
+        weights = torch.rand(num_tokens, K, generator=generator)
+        self.tokens = (
+            random(num_tokens, H, dtype=dtype, device=device, seed=10),
+            weights.to(device),
+            ids.to(device, torch.int32),
+        )
+        self.weights = (some(num_experts, 2 * I, H, seed=11), some(num_experts, H, I, seed=12))
+        self.residual = random(num_tokens, H, dtype=dtype, device=device, seed=13)
+        self.shared: tuple[Tensor | None, ...] = (None, None, None)
+        if has_shared:
+            shared_weight = torch.rand(num_tokens, 1, generator=generator).to(device)
+            self.shared = (shared_weight, some(2 * SHARED_I, H, seed=14), some(H, SHARED_I, seed=15))
+
+    def arguments(self, rows: slice = slice(None)) -> tuple[Tensor | None, ...]:
+        tokens = tuple(tensor[rows] for tensor in self.tokens)
+        shared_weight = None if self.shared[0] is None else self.shared[0][rows]
+        return (*tokens, *self.weights, self.residual[rows], shared_weight, *self.shared[1:])
+
+    def expected(self) -> Tensor:
+        x, weights, ids, *rest = self.arguments()
+        assert ids is not None
+        return reference.sparse_mlp(x, weights, ids.long(), *rest)
+
+    @contextmanager
+    def with_tiles(self, **tiles: Tile) -> Iterator[None]:
+        shape = (self.weights[0].shape[0], K, I, H)
+        with trials() as trial:
+            for kernel, tile in tiles.items():
+                trial.answers[Question(kernel, shape, len(self.residual), {}).key] = tile
+            yield
+            assert trial.answers.keys() <= trial.questions.keys(), "a tile was not used"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9, 17, 33])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_experts_are_the_weighted_sum_of_the_reference(
+    device: str, dtype: torch.dtype, num_tokens: int
+) -> None:
+    experts = Experts(num_tokens, device, dtype)
+    assert_near(moe.sparse_mlp(*experts.arguments()), experts.expected(), dtype)
+
+
+@pytest.mark.parametrize("has_shared", [True, False])
+@pytest.mark.parametrize("is_vector", [True, False])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_every_form_gives_the_same_with_and_without_a_shared_expert(
+    device: str, dtype: torch.dtype, is_vector: bool, has_shared: bool
+) -> None:
+    experts = Experts(3, device, dtype, has_shared=has_shared)
+    with experts.with_tiles(sparse_mlp={"is_vector": int(is_vector)}):
+        seen = moe.sparse_mlp(*experts.arguments())
+    assert_near(seen, experts.expected(), dtype)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(19, 128), (70, 16)], ids=["searched", "listed"])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_all_tokens_may_choose_the_same_experts(
+    device: str, dtype: torch.dtype, num_tokens: int, num_experts: int
+) -> None:
+    """With tiles so low that an expert has several, and where they are listed more than programs for them."""
+    experts = Experts(num_tokens, device, dtype, num_experts=num_experts, chosen=[7, 0, 5, 2])
+    tile = {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
+    with experts.with_tiles(sparse_mlp={"is_vector": 0}, expert_gate_up_tensor=tile, expert_down_tensor=tile):
+        seen = moe.sparse_mlp(*experts.arguments())
+    assert_near(seen, experts.expected(), dtype)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_deterministic_routing_of_a_token_is_the_same_alone_and_among_others(
+    device: str, dtype: torch.dtype
+) -> None:
+    hidden, *rest = router_inputs(18, device, dtype)
+    together = moe.norm_route(hidden, *rest, K, True, gate(device, dtype), deterministic=True)
+    for row in (0, 5, 17):
+        rows = slice(row, row + 1)
+        alone = moe.norm_route(hidden[rows], *rest, K, True, gate(device, dtype), deterministic=True)
+        for one, all_rows in zip(alone, together):
+            assert one is not None
+            assert all_rows is not None
+            assert torch.equal(one, all_rows[rows])
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_deterministic_experts_of_a_token_give_the_same_alone_and_among_others(
+    device: str, dtype: torch.dtype
+) -> None:
+    experts = Experts(9, device, dtype)
+    together = moe.sparse_mlp(*experts.arguments(), deterministic=True)
+    assert_near(together, experts.expected(), dtype)
+    for row in (0, 8):
+        rows = slice(row, row + 1)
+        assert torch.equal(moe.sparse_mlp(*experts.arguments(rows), deterministic=True), together[rows])
+
+
+@pytest.fixture(scope="module")
+def full_size() -> tuple[Tensor, ...]:
+    """Qwen3.5-35B-A3B: router, shared gate, gate_up, down, shared gate_up, shared down."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        made = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return made.mul_(shape[-1] ** -0.5)
+
+    return (
+        some(256, 2048),
+        some(1, 2048),
+        some(256, 1024, 2048),
+        some(256, 2048, 512),
+        some(1024, 2048),
+        some(2048, 512),
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 8, 16, 64, 256, 1024])
+@pytest.mark.parametrize(("device", "dtype"), FULL_SIZE)
+def test_the_layer_of_a_real_model_is_that_of_the_reference(
+    device: str, dtype: torch.dtype, num_tokens: int, full_size: tuple[Tensor, ...]
+) -> None:
+    router, shared_gate, *experts, shared_gate_up, shared_down = full_size
+    hidden = random(num_tokens, 2048, dtype=dtype, device=device)
+    norm_weight = torch.ones(2048, device=device)
+    route = (hidden, norm_weight, EPS, router, 8, True, shared_gate)
+    x, weights, ids, shared_weight = moe.norm_route(*route)
+    expected_x, expected_weights, _, expected_shared = reference.norm_route(*route)
+    assert shared_weight is not None
+    assert expected_shared is not None
+    assert_near(x, expected_x, dtype)
+    assert_near(weights, expected_weights, dtype)
+    assert_near(shared_weight, expected_shared, dtype)
+    rest = (*experts, hidden, shared_weight, shared_gate_up, shared_down)
+    expected = reference.sparse_mlp(x, weights, ids.long(), *rest)
+    assert_near(moe.sparse_mlp(x, weights, ids, *rest), expected, dtype)
+    assert_near(moe.sparse_mlp(x, weights, ids, *rest, deterministic=True), expected, dtype)
