@@ -1,7 +1,7 @@
 """What every kernel test shares: where kernels run, in which dtypes, and how near is near enough.
 
-Without a GPU the kernels run in Triton's interpreter, which multiplies bf16 wrongly: fp32 and fp16 there,
-fp32 and bf16 when compiled. One tolerance table, by dtype, relative to the largest expected value: sums in
+Without a GPU the kernels run in Triton's interpreter, which multiplies bf16 wrongly: fp32 there (and fp16 with
+`pytest -m slow`), fp32 and bf16 when compiled. One tolerance table, by dtype, relative to the largest expected value: sums in
 another order and a rounding more or less are all a kernel may differ by.
 """
 
@@ -19,7 +19,7 @@ INTERPRETED = pytest.mark.skipif(HAS_GPU, reason="kernels run compiled here")
 # (device, dtype): use as @pytest.mark.parametrize(("device", "dtype"), PLACES)
 PLACES = [
     pytest.param("cpu", torch.float32, marks=INTERPRETED, id="interpreted-fp32"),
-    pytest.param("cpu", torch.float16, marks=INTERPRETED, id="interpreted-fp16"),
+    pytest.param("cpu", torch.float16, marks=[INTERPRETED, pytest.mark.slow], id="interpreted-fp16"),
     pytest.param("cuda", torch.float32, marks=ON_GPU, id="compiled-fp32"),
     pytest.param("cuda", torch.bfloat16, marks=ON_GPU, id="compiled-bf16"),
 ]
