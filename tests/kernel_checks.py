@@ -1,8 +1,8 @@
 """What every kernel test shares: where kernels run, in which dtypes, and how near is near enough.
 
-Without a GPU the kernels run in Triton's interpreter, which multiplies bf16 wrongly: fp32 there (and fp16 with
-`pytest -m slow`), fp32 and bf16 when compiled. One tolerance table, by dtype, relative to the largest expected value: sums in
-another order and a rounding more or less are all a kernel may differ by.
+Without a GPU the kernels run in Triton's interpreter, which multiplies bf16 wrongly: fp32 there (and fp16
+with `pytest -m slow`), fp32 and bf16 when compiled. One tolerance table, by dtype, relative to the largest
+expected value: sums in another order and a rounding more or less are all a kernel may differ by.
 """
 
 from __future__ import annotations
