@@ -49,7 +49,7 @@ EXAMPLES = [
 ]
 
 
-SAMPLED = SamplingParams(temperature=0.7, top_p=0.8, top_k=20)  # what Qwen3.5's card asks for
+SAMPLED = SamplingParams(temperature=0.7, top_p=0.8, top_k=20)  # makes every filter work, as chats do
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

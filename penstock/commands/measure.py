@@ -111,7 +111,10 @@ class Bench:
         for _ in range(self.warmup):
             pending = decoding.step()
         pending.wait()
-        seconds = self._time_chain(decoding.step)
+        if is_on_gpu(self.engine):
+            seconds = time_chain(decoding.step, self.repeats)
+        else:
+            seconds = time_each(self.engine, lambda: decoding.step().wait(), 0, self.repeats)
         decoding.release()
         num_bytes = self.roofline.decode_bytes(batch, context + self.warmup + self.repeats // 2)
         return Measurement(batch, context, batch, seconds, num_bytes, num_bytes / self.limits.bytes_per_s)
@@ -145,10 +148,11 @@ class Bench:
             engine.step()
         for _ in range(self.warmup):
             engine.step()
-        started = time.perf_counter()
+        ends = [time.perf_counter()]
         for _ in range(self.repeats):
             engine.step()
-        seconds = ((time.perf_counter() - started) / self.repeats,)
+            ends.append(time.perf_counter())
+        seconds = tuple(after - before for before, after in itertools.pairwise(ends))
         found = break_down(engine.step, PROFILED_STEPS) if is_on_gpu(self.engine) else None
         for row in range(batch):
             engine.abort(f"bench-{row}")
@@ -157,20 +161,6 @@ class Bench:
         num_bytes = self.roofline.decode_bytes(batch, context + num_steps // 2)
         floor_s = num_bytes / self.limits.bytes_per_s
         return Measurement(batch, context, batch, seconds, num_bytes, floor_s), found
-
-    def _time_chain(self, step: Callable[[], PendingStep]) -> tuple[float, ...]:
-        """Seconds from the end of each step to the end of the next, launched without waiting."""
-        if not is_on_gpu(self.engine):
-            return time_each(self.engine, lambda: step().wait(), 0, self.repeats)
-        import torch
-
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(self.repeats + 1)]
-        ends[0].record()
-        for end in ends[1:]:
-            step()
-            end.record()
-        torch.cuda.synchronize()
-        return tuple(before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(ends))
 
 
 class Decoding:
@@ -190,10 +180,10 @@ class Decoding:
         updates = []
         for row, sequence in enumerate(self._sequences):
             sequence.row = row
-            pages = (
-                engine.cache.reserve(sequence, context + num_steps) if engine.cache.admit(sequence) else None
-            )
-            assert pages is not None, "the engine was sized for this"
+            is_admitted = engine.cache.admit(sequence)
+            assert is_admitted, "the engine was sized for this"
+            pages = engine.cache.reserve(sequence, context + num_steps)
+            assert pages is not None
             sequence.num_computed = context
             updates += [(row, index, page) for index, page in enumerate(pages)]
         admissions = [Admission(row, sampling, seed=row, num_prompt_tokens=context) for row in range(batch)]
@@ -261,6 +251,19 @@ def measure_limits(engine: DirectEngine) -> Limits:
     matrix = torch.ones(size, size, dtype=getattr(torch, engine.engine.info.dtype), device=device)
     matmul_s = min(time_each(engine, lambda: matrix @ matrix, 3, 5))
     return Limits(2 * source.numel() / copy_s, 2 * size**3 / matmul_s)
+
+
+def time_chain(launch: Callable[[], object], repeats: int) -> tuple[float, ...]:
+    """Seconds from the end of each launch to the end of the next, by the GPU's clock, without waiting."""
+    import torch
+
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    ends[0].record()
+    for end in ends[1:]:
+        launch()
+        end.record()
+    torch.cuda.synchronize()
+    return tuple(before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(ends))
 
 
 def time_each(

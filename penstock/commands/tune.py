@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import json
 import statistics
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.commands.console import PhaseList, print_table
 from penstock.commands.flags import add_flags, read_count, read_counts, read_settings
-from penstock.commands.measure import Decoding
+from penstock.commands.measure import Decoding, time_chain
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError
 from penstock.models.source import ModelSource, find_model
@@ -37,7 +36,7 @@ EXAMPLES = [
 ]
 COLUMNS = ["kernel/shape/tokens", "tile", "step before us", "after us"]
 GAIN = 0.995  # a tile must be this much better to be kept: less is noise
-REPLAYS = 40
+REPLAYS, WARMUP = 40, 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,12 +137,7 @@ def time_step(engine: Engine, decoding: Decoding) -> float:
         step = DecodeStep(runner.model, runner.caches, runner.rows, len(rows), deterministic=False)
         step.load(rows)
         graph, _ = capture_step(step, "greedy", None)
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
-        for end in ends:
-            graph.replay()
-            end.record()
-        torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(ends[4:])) / 1e3
+        return statistics.median(time_chain(graph.replay, REPLAYS)[WARMUP:])
 
 
 def _time_or_skip(engine: Engine, decoding: Decoding) -> float | None:

@@ -44,13 +44,12 @@ class DecodeStep:
         self.deterministic = deterministic
         self.packed = rows.upload(self._pack(()))  # [4, size]: row, position, state slot, initial slot
         self._token_of_row = torch.arange(size + 1, device=rows.device)
-        self._spans = _spans((), size)
+        self._loaded: tuple[RowPlan, ...] = ()
 
     def load(self, plans: tuple[RowPlan, ...]) -> None:
-        self.packed.copy_(self.rows.upload(self._pack(plans)), non_blocking=True)
-        # For references. Of a captured step only the number of spans is true in every replay: kernels read
-        # the lengths of contexts on the device.
-        self._spans = _spans(plans, self.size)
+        self.rows.set_last_tokens(plans)
+        self.packed.copy_(self.rows.stage(self._pack(plans)), non_blocking=True)
+        self._loaded = plans
 
     def run(self, ending: Ending) -> Tensor:  # [size] int64, or [size, vocab] float32
         table = self.rows
@@ -68,7 +67,7 @@ class DecodeStep:
             state_slots=state_slots,
             initial_slots=initial_slots,
             logit_rows=self._token_of_row[:-1],
-            spans=self._spans,
+            spans=self._spans(),
             deterministic=self.deterministic,
         )
         hidden = self.model(inputs, self.caches)
@@ -86,10 +85,12 @@ class DecodeStep:
             packed[:, column] = plan.row, plan.start, plan.slot, plan.initial_slot
         return packed
 
-
-def _spans(plans: tuple[RowPlan, ...], size: int) -> tuple[RowSpan, ...]:
-    spans = tuple([RowSpan(1, plan.start + 1) for plan in plans])
-    return spans + (RowSpan(1, 1),) * (size - len(plans))
+    def _spans(self) -> tuple[RowSpan, ...]:
+        """For references. Of a captured step only their number is true in every replay: kernels read the
+        lengths of contexts on the device.
+        """
+        spans = [RowSpan(1, plan.start + 1) for plan in self._loaded]
+        return (*spans, *[RowSpan(1, 1)] * (self.size - len(spans)))
 
 
 class DecodeGraphs:

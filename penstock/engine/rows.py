@@ -196,11 +196,13 @@ class RowTable:
         return indices[0], indices[1], self.upload([edit.bias for edit in edits], torch.float32)
 
     def upload(self, values: object, dtype: torch.dtype = torch.int64) -> Tensor:
+        return self.stage(values, dtype).to(self.device, non_blocking=True)
+
+    def stage(self, values: object, dtype: torch.dtype = torch.int64) -> Tensor:
+        """The values on the host, where a copy to the device may take them from behind its back."""
         host = torch.as_tensor(np.asarray(values), dtype=dtype)
-        if self.device.type != "cuda":
-            return host
         # A fresh pinned tensor each time: the copy may still be reading the last one.
-        return host.pin_memory().to(self.device, non_blocking=True)
+        return host.pin_memory() if self.device.type == "cuda" else host
 
 
 _KNOBS = (

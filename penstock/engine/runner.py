@@ -84,23 +84,26 @@ class Runner:
     def launch(self, plan: StepPlan) -> PendingStep:
         self.rows.update(plan)
         wishes = self.rows.wishes(plan)
-        if self.graphs is not None and wishes.are_plain and is_decode(plan):
-            self.rows.set_last_tokens(plan.rows)
-            return PendingStep(plan, wishes, [self.graphs.replay(plan, wishes.ending)])
-        logits = self._forward(plan)
+        graphs = self._graphs_for(plan)
+        if graphs is not None and wishes.are_plain:
+            return PendingStep(plan, wishes, [graphs.replay(plan, wishes.ending)])
+        logits = self._forward(plan, graphs)
         return PendingStep(plan, wishes, self._sample(logits, self.rows.sample_inputs(plan), wishes))
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
         """One step whose tokens somebody else chooses."""
         self.rows.update(plan)
-        logits = self._forward(plan)
-        return logits.clone() if self.graphs is not None else logits
+        graphs = self._graphs_for(plan)
+        logits = self._forward(plan, graphs)
+        return logits if graphs is None else logits.clone()  # the next replay writes over them
 
-    def _forward(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
-        if self.graphs is not None and is_decode(plan):
-            self.rows.set_last_tokens(plan.rows)
-            return self.graphs.replay(plan, "logits")
+    def _graphs_for(self, plan: StepPlan) -> DecodeGraphs | None:
+        return self.graphs if self.graphs is not None and is_decode(plan) else None
+
+    def _forward(self, plan: StepPlan, graphs: DecodeGraphs | None) -> Tensor:  # [L, vocab] float32
+        if graphs is not None:
+            return graphs.replay(plan, "logits")
         inputs = self.rows.step_inputs(plan.rows, self.deterministic)
         hidden = self.model(inputs, self.caches)[inputs.logit_rows]
         return self.model.logits(hidden, deterministic=self.deterministic)

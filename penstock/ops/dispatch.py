@@ -9,15 +9,13 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _REFERENCE = "penstock.ops.reference."
-_is_reference_only = False
 
 
 def op(reference: Callable[P, R]) -> Callable[P, R]:
@@ -26,9 +24,7 @@ def op(reference: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(reference)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         first: Any = args[0]
-        if not first.is_cuda or _is_reference_only:
-            return reference(*args, **kwargs)
-        return twin_of(reference)(*args, **kwargs)
+        return (twin_of(reference) if first.is_cuda else reference)(*args, **kwargs)
 
     return call
 
@@ -43,14 +39,3 @@ def twin_of(reference: Callable[P, R]) -> Callable[P, R]:
         importlib.import_module(f"penstock.ops.triton.{module}"), reference.__name__
     )
     return twin
-
-
-@contextmanager
-def reference_only() -> Iterator[None]:
-    """Inside, every op is its reference, on any device."""
-    global _is_reference_only
-    before, _is_reference_only = _is_reference_only, True
-    try:
-        yield
-    finally:
-        _is_reference_only = before

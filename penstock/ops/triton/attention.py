@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.ops.reference import attention as reference
 from penstock.ops.reference.rows import Span
 from penstock.ops.triton import decode_attention as decodes
-from penstock.ops.triton.launch import launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
 from penstock.ops.triton.tuning import Tile, choose
 
 
@@ -147,7 +147,7 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
     return decodes.candidates(kernel, shape)
 
 
-def compile_cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+def compile_cases() -> list[CompileCase]:
     """(kernel, signature, constexprs, options): every form, as Qwen3.5-35B-A3B in bf16 launches it."""
     signature = dict.fromkeys(("p_q", "p_k", "p_v", "p_out", "p_keys", "p_values"), "*bf16")
     signature |= dict.fromkeys(("p_q_norm", "p_k_norm", "p_rope"), "*fp32")

@@ -21,7 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.launch import launch_options, let_next_start, num_processors, wait_for_previous
+from penstock.ops.triton.launch import (
+    CompileCase,
+    launch_options,
+    let_next_start,
+    num_processors,
+    wait_for_previous,
+)
 from penstock.ops.triton.tuning import Tile, bucket, choose
 
 LOG2_E = math.log2(math.e)
@@ -182,7 +188,7 @@ def candidates(kernel: str, shape: tuple[int, ...]) -> list[Tile]:
     return []
 
 
-def compile_cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+def compile_cases() -> list[CompileCase]:
     """Qwen3.5-35B-A3B in bf16: rows in one piece, rows in splits, and the merging of these."""
     tile = _decode_rule(256, 64, torch.bfloat16)
     signature = dict.fromkeys(("p_q", "p_keys", "p_values", "p_out"), "*bf16")

@@ -7,14 +7,12 @@ pages like any other.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.launch import launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
 from penstock.ops.triton.tuning import Tile
 
 _TILE: Tile = {"BLOCK": 1024, "num_warps": 4}
@@ -82,7 +80,7 @@ def decode_rows_kernel(
         tl.store(p_context_lens + i_row, position + 1)
 
 
-def compile_cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+def compile_cases() -> list[CompileCase]:
     """(kernel, signature, constexprs, options)."""
     signature = dict.fromkeys(
         ("p_packed", "p_last_token", "p_token_ids", "p_kv_index", "p_context_lens"), "*i64"

@@ -13,7 +13,6 @@ recurrence here, also where the reference in its deterministic form would open a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from penstock.ops.reference import delta_net as reference
 from penstock.ops.reference.rows import Span, cut_rows
-from penstock.ops.triton.launch import launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
 from penstock.ops.triton.tuning import Tile, choose
 
 L2_EPS = tl.constexpr(reference.L2_EPS)
@@ -330,7 +329,7 @@ def _softplus(x):
     return tl.maximum(x, 0.0) + tl.where(rounded == 1.0, small, tl.log(rounded) * (small / kept))
 
 
-def compile_cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+def compile_cases() -> list[CompileCase]:
     """The 35B-A3B mixer in bf16: (kernel, signature, constexprs, options)."""
     pointers = {
         "mixed": "*bf16",

@@ -15,14 +15,12 @@ A pair's numbers do not depend on which pairs share its tile, and no sum depends
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.launch import launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
 from penstock.ops.triton.tuning import Tile, bucket, choose
 
 # For results that do not depend on the batch: good at all sizes, the best at none.
@@ -371,7 +369,7 @@ def _sum_kernel(
     tl.store(out + token * H + columns, total, mask=is_column)
 
 
-def compile_cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+def compile_cases() -> list[CompileCase]:
     """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options)."""
     dims = {"K": 8, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
     lists = dict.fromkeys(("ids", "order", "starts"), "*i32")
@@ -380,7 +378,7 @@ def compile_cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str,
     down = dict.fromkeys(("inner", "down", "shared_down"), "*bf16") | {"outputs": "*fp32"} | lists | counts
     total = dict.fromkeys(("outputs", "weights", "shared_weight"), "*fp32")
     total |= {"residual": "*bf16", "out": "*bf16", "num_tokens": "i32"}
-    cases: list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = [
+    cases: list[CompileCase] = [
         (
             _sum_kernel,
             total,

@@ -9,13 +9,11 @@ one more slot of a token, after its k.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.launch import launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
 from penstock.ops.triton.tuning import Tile, choose
 
 
@@ -204,14 +202,14 @@ def _down_kernel(
     tl.store(out + places, b_residual + total, mask=is_row)
 
 
-def compile_cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+def compile_cases() -> list[CompileCase]:
     """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options)."""
     dims = {"K": 8, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
     halves = dict.fromkeys(("x", "gate_up", "shared_gate_up", "inner"), "*bf16")
     gate_up = {**halves, "ids": "*i32", "num_tokens": "i32"}
     halves = dict.fromkeys(("inner", "down", "residual", "shared_down", "out"), "*bf16")
     down = {**halves, "ids": "*i32", "weights": "*fp32", "shared_weight": "*fp32"}
-    cases: list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
+    cases: list[CompileCase] = []
     for kernel, signature, blocks, tile in (
         (_gate_up_kernel, gate_up, {"BLOCK_H": 2048}, _gate_up_rule(2048)),
         (_down_kernel, down, {"BLOCK_I": 512, "BLOCK_SHARED": 512}, _down_rule(8, 512)),

@@ -19,7 +19,6 @@ writes them and the first layer stands the embedding, a plain launch, which wait
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import torch
@@ -27,7 +26,9 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+# A kernel, the types of its arguments, the values of its constexprs, and num_warps and num_stages: what every
+# file of kernels gives the test that compiles them for other cards.
+CompileCase = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
 
 
 @triton.jit

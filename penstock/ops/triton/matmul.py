@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.launch import launch_options, let_next_start, wait_for_previous
-from penstock.ops.triton.matmul_product import CompileCase, Product, compile_case, load_activations
+from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.matmul_product import Product, compile_case, load_activations
 from penstock.ops.triton.matmul_tensor import (
     FIXED_TILE,
     multiply_tensors,

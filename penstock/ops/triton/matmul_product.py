@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.triton.launch import CompileCase
+
 
 @dataclass(frozen=True, slots=True)
 class Product:
@@ -78,8 +80,6 @@ def load_activations(p_x, inside, M: tl.constexpr, IS_SWIGLU: tl.constexpr, IS_W
         b_x = b_x / (1.0 + tl.exp(-b_x)) * b_up
     return b_x
 
-
-CompileCase = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
 
 # Of the arguments that kernels of products share, for a model in bf16.
 _ARGUMENT_TYPES = {

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.triton.launch import (
+    CompileCase,
     ask_for,
     launch_options,
     let_next_start,
@@ -22,7 +23,6 @@ from penstock.ops.triton.launch import (
     wait_for_previous,
 )
 from penstock.ops.triton.matmul_product import (
-    CompileCase,
     Product,
     columns_of,
     compile_case,

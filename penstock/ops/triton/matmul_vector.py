@@ -15,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.triton.launch import (
+    CompileCase,
     launch_options,
     let_next_start,
     num_processors,
     wait_for_previous,
 )
 from penstock.ops.triton.matmul_product import (
-    CompileCase,
     Product,
     columns_of,
     compile_case,

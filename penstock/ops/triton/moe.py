@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from penstock.ops.triton import experts_tensor, experts_vector, moe_route
+from penstock.ops.triton.launch import CompileCase
 from penstock.ops.triton.moe_route import norm_route
 from penstock.ops.triton.tuning import Tile, choose
 
@@ -71,5 +70,5 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
     return []
 
 
-def compile_cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+def compile_cases() -> list[CompileCase]:
     return moe_route.compile_cases() + experts_vector.compile_cases() + experts_tensor.compile_cases()

@@ -10,14 +10,13 @@ itself, and the last one to arrive with a token's logits chooses that token's ex
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.launch import launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
 from penstock.ops.triton.tuning import Tile, choose
 
 VECTOR_TOKENS = 16  # more than these share the router's rows in tiles
@@ -320,13 +319,13 @@ def _route_tile_kernel(
             )
 
 
-def compile_cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+def compile_cases() -> list[CompileCase]:
     """The 35B-A3B router in bf16: (kernel, signature, constexprs, options)."""
     halves = dict.fromkeys(("hidden", "router", "shared_gate", "x"), "*bf16")
     floats = dict.fromkeys(("norm_weight", "logits", "weights", "shared_weight"), "*fp32")
     signature = {**halves, **floats, "arrivals": "*i32", "ids": "*i32", "eps": "fp32"}
     constants = {"E": 256, "K": 8, "H": 2048, "NORMALIZE": True, "HAS_SHARED": True, "BLOCK_E": 256}
-    cases: list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
+    cases: list[CompileCase] = []
     for kernel, more, tile in (
         (_route_vector_kernel, {"BLOCK_H": 2048}, _vector_rule(2048)),
         (_route_tile_kernel, {}, _tile_rule(16)),

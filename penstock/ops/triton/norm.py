@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.launch import launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -60,7 +58,7 @@ def _rms_norm_kernel(
     tl.store(p_out + i_row * DIM + dims, b_out.to(p_out.dtype.element_ty), mask=is_inside)
 
 
-def compile_cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+def compile_cases() -> list[CompileCase]:
     """(kernel, signature, constexprs, options) as the hidden size of Qwen3.5-4B launches it."""
     signature = {"p_x": "*bf16", "p_weight": "*fp32", "p_out": "*bf16", "eps": "fp32", "row_stride": "i32"}
     tile = _tile(2560)

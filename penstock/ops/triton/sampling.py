@@ -8,15 +8,13 @@ the same token whatever its batch and however the row is cut.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.triton.gumbel import LOWEST, noise_key_of, order_of, perturbed, token_of
-from penstock.ops.triton.launch import launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
 from penstock.ops.triton.sampling_filters import draw_filtered, filter_compile_cases
 from penstock.ops.triton.sampling_levels import SETTINGS
 from penstock.ops.triton.tuning import Tile, choose
@@ -116,12 +114,12 @@ def _merge_kernel(p_best, p_token_ids, num_chunks, MAX_CHUNKS: tl.constexpr, PDL
     tl.store(p_token_ids + i_row, token_of(tl.max(b_best, axis=0)))
 
 
-def compile_cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+def compile_cases() -> list[CompileCase]:
     """(kernel, signature, constexprs, options) for one row and for many."""
     draw = {"p_logits": "*fp32", "p_temperature": "*fp32", "vocab": "i32", "logits_stride": "i32"}
     draw |= dict.fromkeys(("p_seeds", "p_positions", "p_best"), "*i64")
     merge = {"p_best": "*i64", "p_token_ids": "*i64", "num_chunks": "i32"}
-    cases: list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
+    cases: list[CompileCase] = []
     cases.append((_merge_kernel, merge, {"MAX_CHUNKS": 128, "PDL": False}, {"num_warps": 1, "num_stages": 1}))
     for num_rows in (1, 64):
         tile = dict(_rule(num_rows))

@@ -22,15 +22,13 @@ logits: values that differ there and no longer after the division by the tempera
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.triton.gumbel import HIGHEST, LOWEST, noise_key_of, order_of, perturbed, value_of
-from penstock.ops.triton.launch import launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
 from penstock.ops.triton.sampling_finish import finish_kernel
 from penstock.ops.triton.sampling_levels import (
     COARSE,
@@ -341,15 +339,13 @@ def _collect_kernel(
     leave(p_parts, i_row, MASS_BETWEEN, mass_between)
 
 
-def filter_compile_cases(
-    tile: Tile, options: dict[str, int]
-) -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+def filter_compile_cases(tile: Tile, options: dict[str, int]) -> list[CompileCase]:
     types = dict.fromkeys(("p_logits", "p_temperature", "p_top_p", "p_min_p", "p_scale"), "*fp32")
     types |= dict.fromkeys(("p_top_k", "p_seeds", "p_positions", "p_parts", "p_masses"), "*i64")
     types |= dict.fromkeys(("p_listed", "p_token_ids"), "*i64")
     types |= dict.fromkeys(("p_plan", "p_counts"), "*i32")
     types |= dict.fromkeys(("vocab", "logits_stride", "num_chunks"), "i32")
-    cases: list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = []
+    cases: list[CompileCase] = []
     for kernel in (_peak_kernel, _tally_kernel, _refine_kernel, _collect_kernel, finish_kernel):
         block = _FINISH if kernel is finish_kernel else {**tile, **options}
         constexprs = {"MAX_CHUNKS": 128, "PDL": False, **block}
