@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.layers.inputs import KVCache, LayerCache, RowSpan, StateCache, StepInputs
+from penstock.ops import Chunks
 from penstock.types import CacheSpec, KVSpec
 
 PAGE_SIZE = 64
@@ -50,6 +51,9 @@ def make_inputs(rows: Sequence[Row], deterministic: bool = False) -> StepInputs:
     positions = torch.cat([torch.arange(row.start, row.start + len(row.token_ids)) for row in rows])
     owner = torch.arange(len(rows)).repeat_interleave(lens)
     page = page_table[owner, positions // PAGE_SIZE].long()
+    spans = tuple(
+        RowSpan(len(row.token_ids), row.start + len(row.token_ids), row.checkpoints) for row in rows
+    )
     initial = [row.slot if row.initial_slot is None else row.initial_slot for row in rows]
     return StepInputs(
         token_ids=torch.tensor([token for row in rows for token in row.token_ids]),
@@ -61,9 +65,8 @@ def make_inputs(rows: Sequence[Row], deterministic: bool = False) -> StepInputs:
         state_slots=torch.tensor([row.slot for row in rows]),
         initial_slots=torch.tensor(initial),
         logit_rows=torch.arange(len(positions)),
-        spans=tuple(
-            RowSpan(len(row.token_ids), row.start + len(row.token_ids), row.checkpoints) for row in rows
-        ),
+        spans=spans,
+        chunks=Chunks.of(spans, "cpu"),
         deterministic=deterministic,
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernel_checks import FULL_SIZE, PLACES, assert_near, random
 from penstock.layers.inputs import RowSpan
 from penstock.ops.reference.delta_net import gated_delta_net as reference
+from penstock.ops.reference.rows import Chunks
 from penstock.ops.triton.delta_net import gated_delta_net as kernel
 
 EPS = 1e-2  # one that is felt: with a tiny one the norm would hide the scale of what it is given
@@ -95,6 +96,7 @@ class Mixer:
             on_device([row.slot for row in rows]),
             on_device([row.slot if row.initial_slot is None else row.initial_slot for row in rows]),
             [row.span for row in rows],
+            Chunks.of([row.span for row in rows], mixed.device),
             self.key_heads,
             deterministic=deterministic,
         )

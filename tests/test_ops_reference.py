@@ -180,6 +180,7 @@ class Paged:
             lens.cumsum(0).int(),
             torch.tensor([span.context_len for span in self.spans]).int(),
             self.spans,
+            ops.Chunks.of(self.spans, "cpu"),
             0.3,
             window,
             self.gate,
@@ -275,6 +276,7 @@ class Mixer:
             torch.tensor(slots),
             torch.tensor(initial),
             spans,
+            ops.Chunks.of(spans, "cpu"),
             self.heads[0],
             **given,
         )

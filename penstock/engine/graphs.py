@@ -44,6 +44,7 @@ class DecodeStep:
         self.deterministic = deterministic
         self.packed = rows.upload(self._pack(()))  # [4, size]: row, position, state slot, initial slot
         self._token_of_row = torch.arange(size + 1, device=rows.device)
+        self._no_chunks = ops.Chunks.of((), rows.device)
         self._loaded: tuple[RowPlan, ...] = ()
 
     def load(self, plans: tuple[RowPlan, ...]) -> None:
@@ -68,6 +69,7 @@ class DecodeStep:
             initial_slots=initial_slots,
             logit_rows=self._token_of_row[:-1],
             spans=self._spans(),
+            chunks=self._no_chunks,
             deterministic=self.deterministic,
         )
         hidden = self.model(inputs, self.caches)

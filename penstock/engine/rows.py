@@ -148,6 +148,7 @@ class RowTable:
 
     def step_inputs(self, rows: tuple[RowPlan, ...], deterministic: bool) -> StepInputs:
         spans = tuple(RowSpan(row.num_tokens, row.start + row.num_tokens, row.checkpoints) for row in rows)
+        pieces, chunk_rows = ops.cut_chunks(spans)
         num_tokens = np.array([row.num_tokens for row in rows])
         query_start = np.concatenate(([0], num_tokens.cumsum()))
         row_ids = np.array([row.row for row in rows])
@@ -162,6 +163,8 @@ class RowTable:
             "state_slots": np.array([row.slot for row in rows]),
             "initial_slots": np.array([row.initial_slot for row in rows]),
             "logit_rows": query_start[1:][[row.samples for row in rows]] - 1,
+            "pieces": np.array(pieces, dtype=np.int64).flatten(),
+            "chunk_rows": np.array(chunk_rows, dtype=np.int64).flatten(),
         }
         on_device = self.upload(np.concatenate(list(packed.values())))
         inputs = dict(zip(packed, on_device.split_with_sizes([len(part) for part in packed.values()])))
@@ -174,6 +177,10 @@ class RowTable:
             kv_index=page * self.page_size + positions % self.page_size,
             page_table=self.page_table[inputs.pop("rows"), :num_pages],
             spans=spans,
+            chunks=ops.Chunks(
+                pieces=inputs.pop("pieces").int().view(-1, 4),
+                rows=inputs.pop("chunk_rows").int().view(-1, 2),
+            ),
             deterministic=deterministic,
             **inputs,
         )

@@ -93,6 +93,7 @@ class Attention(nn.Module):
             inputs.query_start,
             inputs.context_lens,
             inputs.spans,
+            inputs.chunks,
             self.head_dim**-0.5,
             self.window,
             gate if self.gated else None,

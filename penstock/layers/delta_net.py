@@ -65,6 +65,7 @@ class DeltaNet(nn.Module):
             inputs.state_slots,
             inputs.initial_slots,
             inputs.spans,
+            inputs.chunks,
             self.num_key_heads,
             deterministic=deterministic,
         )

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.ops import Chunks
+
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
@@ -32,6 +34,7 @@ class StepInputs:
     initial_slots: Tensor  # [R] int64   where it comes from; ignored for a row that starts at position 0
     logit_rows: Tensor  # [L] int64    tokens whose logits are wanted
     spans: tuple[RowSpan, ...]  # the rows again, on the host
+    chunks: Chunks  # those of several tokens once more, cut for kernels
     deterministic: bool = False  # results must not depend on what else is in the step
 
 

@@ -17,6 +17,7 @@ from penstock.ops.reference import attention, delta_net, matmul, moe, norm, samp
 from penstock.ops.reference import decode_rows as _decode_rows
 from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rope import rope_table
+from penstock.ops.reference.rows import Chunks, cut_chunks
 from penstock.ops.reference.sampling import edit_logits, penalize_repeats, token_logprobs
 
 linear = op(matmul.linear)
@@ -32,6 +33,8 @@ decode_rows = op(_decode_rows.decode_rows)
 sample = op(sampling.sample)
 
 __all__ = [
+    "Chunks",
+    "cut_chunks",
     "decode_rows",
     "edit_logits",
     "gated_delta_net",

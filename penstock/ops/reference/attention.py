@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.ops.reference import one_token
 from penstock.ops.reference.activation import sigmoid
 from penstock.ops.reference.rope import rotate
-from penstock.ops.reference.rows import Span, cut_rows
+from penstock.ops.reference.rows import Chunks, Span, cut_rows
 
 QUERY_BLOCK = 64
 
@@ -58,6 +58,7 @@ def paged_attention(
     query_start: Tensor,  # [R + 1]
     context_lens: Tensor,  # [R]
     spans: Sequence[Span],
+    chunks: Chunks,
     scale: float,
     window: int = 0,  # keys a query sees, itself included; 0 is all of them
     gate: Tensor | None = None,  # [T, Hq * D]
@@ -65,7 +66,7 @@ def paged_attention(
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hq * D]
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
-    # query_start serves kernels; here the spans say the same on the host.
+    # query_start and chunks serve kernels; here the spans say the same on the host.
     if one_token.is_alone(q, deterministic) and len(spans) == 1:
         alone = one_token.attend(q, keys, values, page_table[0], spans[0].context_len, scale, window)
         return alone if gate is None else alone.mul_(sigmoid(gate, deterministic))

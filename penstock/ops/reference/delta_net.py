@@ -22,9 +22,8 @@ from torch import Tensor
 from penstock.ops.reference import one_token
 from penstock.ops.reference.activation import sigmoid, silu, softplus
 from penstock.ops.reference.norm import gated_rms_norm
-from penstock.ops.reference.rows import Span, cut_rows
+from penstock.ops.reference.rows import CHUNK, Chunks, Span, cut_rows
 
-CHUNK = 64
 L2_EPS = 1e-6
 
 
@@ -42,6 +41,7 @@ def gated_delta_net(
     state_slots: Tensor,  # [R]
     initial_slots: Tensor,  # [R]
     spans: Sequence[Span],
+    chunks: Chunks,
     num_key_heads: int,
     *,
     deterministic: bool = False,
@@ -158,7 +158,7 @@ def _recurrence(
     return (q @ held).view(v.shape), held.view(state.shape)
 
 
-class Chunks(NamedTuple):
+class _Prepared(NamedTuple):
     """What a chunk is before it meets the state; heads as [Hk, r] with r = Hv / Hk."""
 
     q: Tensor  # [chunks, Hk, r, 64, K]  decayed since the chunk began
@@ -188,7 +188,7 @@ def _chunked_row(
     outputs, states = [], {}
     for first in range(0, num_chunks, at_once):
         prepared = _prepare_chunks(*(x[first : first + at_once] for x in padded))
-        for index, chunk in enumerate(map(Chunks, *prepared), start=first):
+        for index, chunk in enumerate(map(_Prepared, *prepared), start=first):
             output, corrected = _attend_chunk(chunk, held)
             outputs.append(output)
             begin, before = index * CHUNK - offset, held
@@ -210,7 +210,7 @@ def _in_chunks(x: Tensor, offset: int, num_key_heads: int) -> Tensor:
     return chunks.unflatten(1, (num_key_heads, -1)).contiguous()
 
 
-def _prepare_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Chunks:
+def _prepare_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> _Prepared:
     """Within a chunk, token t's correction needs those of s < t: a unit lower-triangular system."""
     total = log_decay.squeeze(-1).cumsum(-1)  # [chunks, Hk, r, 64]
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
@@ -221,16 +221,16 @@ def _prepare_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Te
     wanted = torch.cat((beta * v, beta * growth * k), dim=-1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     values, readers = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
-    return Chunks(growth * q, k, q @ k.transpose(-1, -2) * decay, values, readers, total)
+    return _Prepared(growth * q, k, q @ k.transpose(-1, -2) * decay, values, readers, total)
 
 
-def _attend_chunk(chunk: Chunks, held: Tensor) -> tuple[Tensor, Tensor]:
+def _attend_chunk(chunk: _Prepared, held: Tensor) -> tuple[Tensor, Tensor]:
     """One chunk's outputs and final corrections [Hk, r, 64, V], given the state before it."""
     corrected = chunk.values - chunk.readers @ held
     return chunk.q @ held + chunk.scores @ corrected, corrected
 
 
-def _advance(chunk: Chunks, corrected: Tensor, held: Tensor, num_tokens: int) -> Tensor:
+def _advance(chunk: _Prepared, corrected: Tensor, held: Tensor, num_tokens: int) -> Tensor:
     """The state after `num_tokens` of the chunk."""
     since_begin = chunk.log_decay[..., :num_tokens, None]  # [Hk, r, t, 1]
     in_all = since_begin[..., -1:, :]

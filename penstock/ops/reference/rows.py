@@ -1,14 +1,19 @@
-"""How the rows of a step are cut for the reference ops. Integers only; the device is not asked.
+"""How the rows of a step are cut, for the reference ops and for kernels. The device is not asked.
 
-Consecutive rows of one token each (decodes) form one piece, so that a decode step is a fixed sequence of
-batched operations; a row of several tokens is a piece of its own.
+Consecutive rows of one token each (decodes) form one part, so that a decode step is a fixed sequence of
+batched operations; a row of several tokens is a part of its own. Kernels see those rows as chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
 
 
 class Span(Protocol):
@@ -22,6 +27,23 @@ class Span(Protocol):
 
     @property
     def checkpoints(self) -> tuple[tuple[int, int], ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The rows that are not decodes as kernels see them: in pieces of at most 64 tokens, in their order.
+
+    A piece crosses neither a position that is a multiple of 64 nor a checkpoint.
+    """
+
+    pieces: Tensor  # [n, 4] int32  row, first token in the step, tokens, slot to save the state in (0: none)
+    rows: Tensor  # [m, 2] int32  a row's first piece, and the one past its last
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], device: torch.device | str) -> Chunks:
+        pieces, rows = cut_chunks(spans)
+        like: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        return cls(torch.tensor(pieces, **like).view(-1, 4), torch.tensor(rows, **like).view(-1, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +70,25 @@ def cut_rows(spans: Sequence[Span], *, batch_decodes: bool) -> Iterator[Piece]:
             if num_tokens:
                 yield Piece(slice(row, end), slice(token, token + num_tokens), spans[row])
         row, token = end, token + num_tokens
+
+
+def cut_chunks(spans: Sequence[Span]) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]:
+    """The pieces and rows of `Chunks`, on the host."""
+    pieces: list[tuple[int, int, int, int]] = []
+    rows: list[tuple[int, int]] = []
+    token = 0
+    for row, span in enumerate(spans):
+        if span.num_tokens and not _is_decode(span):
+            first_piece, begin = len(pieces), 0
+            saved = dict(span.checkpoints)
+            start = span.context_len - span.num_tokens
+            ends = {*range(CHUNK - start % CHUNK, span.num_tokens, CHUNK), span.num_tokens, *saved}
+            for end in sorted(ends):
+                pieces.append((row, token + begin, end - begin, saved.get(end, 0)))
+                begin = end
+            rows.append((first_piece, len(pieces)))
+        token += span.num_tokens
+    return pieces, rows
 
 
 def _is_decode(span: Span) -> bool:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.reference import attention as reference
-from penstock.ops.reference.rows import Span
+from penstock.ops.reference.rows import Chunks, Span
 from penstock.ops.triton import decode_attention as decodes
 from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
 from penstock.ops.triton.tuning import Tile, choose
@@ -80,6 +80,7 @@ def paged_attention(
     query_start: Tensor,  # [R + 1]
     context_lens: Tensor,  # [R]
     spans: Sequence[Span],
+    chunks: Chunks,
     scale: float,
     window: int = 0,  # keys a query sees, itself included; 0 is all of them
     gate: Tensor | None = None,  # [T, Hq * D]
@@ -112,6 +113,7 @@ def paged_attention(
                 query_start[rows.start : rows.stop + 1],
                 context_lens[rows],
                 spans[rows],
+                chunks,
                 scale,
                 window,
                 gate_here,

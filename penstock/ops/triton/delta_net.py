@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.reference import delta_net as reference
-from penstock.ops.reference.rows import Span, cut_rows
+from penstock.ops.reference.rows import Chunks, Span, cut_rows
 from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
 from penstock.ops.triton.tuning import Tile, choose
 
@@ -44,6 +44,7 @@ def gated_delta_net(
     state_slots: Tensor,  # [R]
     initial_slots: Tensor,  # [R]
     spans: Sequence[Span],
+    chunks: Chunks,
     num_key_heads: int,
     *,
     deterministic: bool = False,
@@ -62,6 +63,7 @@ def gated_delta_net(
                 query_start[rows.start : rows.stop + 1],
                 *places,
                 [piece.span],
+                chunks,
                 num_key_heads,
                 deterministic=deterministic,
             )
