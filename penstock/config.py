@@ -33,6 +33,9 @@ class EngineConfig:
     )
     max_rows: int = setting(64, "sequences that may run at the same time")
     max_step_tokens: int | None = setting(None, "tokens in one step (default: 512 on a CPU, 8192 on a GPU)")
+    mixed_step_tokens: int | None = setting(
+        None, "of those, tokens of prompts while others decode and few wait (default: 1024 on a GPU)"
+    )
     page_size: int = setting(64, "tokens in one page of KV")
     memory_gb: float | None = setting(
         None, "GB for the cache (default: 90 %% of what is free on a GPU, 1 GB on a CPU)"
@@ -54,6 +57,7 @@ class EngineConfig:
             "page_size": self.page_size,
             "max_model_len": self.max_model_len,
             "max_step_tokens": self.max_step_tokens,
+            "mixed_step_tokens": self.mixed_step_tokens,
             "memory_gb": self.memory_gb,
         }
         for name, value in positive.items():

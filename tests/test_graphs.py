@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from penstock.engine.graphs import DecodeStep, graph_sizes, is_decode
+from penstock.engine.packing import StepSize
+from penstock.engine.prompt_graphs import PromptStep, prompt_sizes
 from penstock.types import RowPlan, StepPlan
 from small_models import FAMILIES, make_engine, prompt, request, run, tokens_of
 
@@ -63,6 +65,56 @@ def test_a_padded_step_draws_what_the_plain_step_draws(config: dict[str, Any], s
     seen = run(engine, *requests)
     for id in expected:
         assert tokens_of(seen[id]) == tokens_of(expected[id])
+
+
+@pytest.mark.parametrize("num_decodes", [2, 4])
+@torch.inference_mode()
+def test_prompts_in_steps_of_a_fixed_size_give_what_plain_steps_give(
+    config: dict[str, Any], num_decodes: int
+) -> None:
+    """Chunks of prompts beside decodes, prefixes restored and saved on the way."""
+    shared = prompt(150, 1)
+    requests = [
+        request("a", shared, max_tokens=6),
+        request("b", (*shared, *prompt(30, 2)), max_tokens=6),
+        request("c", prompt(70, 3), max_tokens=6),
+        request("d", prompt(1, 4), max_tokens=6),
+        request("e", shared, max_tokens=6),
+    ]
+    settings: dict[str, Any] = {"max_rows": 4, "deterministic": True, "max_step_tokens": 128}
+    expected = run(make_engine(config, **settings), *requests)
+
+    engine = make_engine(config, **settings)
+    runner = engine.runner
+    size = StepSize(num_decodes, 2, 128)
+    step = PromptStep(runner.model, runner.caches, runner.rows, size, deterministic=True)
+    num_replayed = 0
+
+    class Eager:
+        """What `PromptGraphs` is on a GPU, without the graphs."""
+
+        def size_for(self, rows: Any) -> StepSize | None:
+            return size if size.holds(rows) else None
+
+        def replay(self, rows: Any, size: StepSize) -> torch.Tensor:
+            nonlocal num_replayed
+            num_replayed += 1
+            step.load(rows)
+            wanted = [place for place, row in zip(size.place_of(rows), rows) if row.samples]
+            return step.run()[wanted]
+
+    runner.prompt_graphs = Eager()  # type: ignore[assignment]
+    seen = run(engine, *requests)
+    assert num_replayed > 3
+    for id in expected:
+        assert tokens_of(seen[id]) == tokens_of(expected[id])
+
+
+def test_sizes_are_tried_from_the_cheapest_on() -> None:
+    sizes = prompt_sizes(max_rows=64, max_step_tokens=512)
+    assert sizes == sorted(sizes, key=lambda size: (size.num_prompt_tokens, size.num_decodes))
+    assert max(size.num_prompt_tokens for size in sizes) == 512
+    assert all(size.num_decodes < 64 for size in sizes)
 
 
 @pytest.mark.gpu

@@ -320,6 +320,28 @@ def test_budget_is_respected_and_prefill_goes_on(max_step_tokens: int) -> None:
     assert max(plan.num_tokens for plan in world.plans) <= max(max_step_tokens, 5 + 4)
 
 
+def test_prompts_beside_decodes_are_short_until_many_wait() -> None:
+    sizes = Setup(num_pages=513, max_rows=12, max_step_tokens=64, mixed_step_tokens=8, max_model_len=80)
+    world = World(sizes)
+    world.submit(ask("decodes", prompt(4), max_tokens=70))
+    world.step()
+    world.submit(ask("one", prompt(40, seed=1), max_tokens=1))
+    for _ in range(5):
+        world.step()
+        assert world.plans[-1].num_tokens == 1 + 8
+    for i in range(9):
+        world.submit(ask(f"many{i}", prompt(40, seed=2 + i), max_tokens=1))
+    world.step()
+    assert world.plans[-1].num_tokens == 1 + 44  # an eighth of 360 tokens, in whole pages
+    world.run()
+
+
+def test_prompts_without_decodes_fill_the_whole_budget() -> None:
+    world = World(Setup(num_pages=65, max_step_tokens=40, mixed_step_tokens=4))
+    run_all(world, [ask("a", prompt(36), max_tokens=1)])
+    assert [plan.num_tokens for plan in world.plans] == [36]
+
+
 def test_chunks_fill_the_budget_with_whole_pages() -> None:
     world = World(Setup(num_pages=65, max_step_tokens=10))
     run_all(world, [ask("a", prompt(21), max_tokens=1)])
@@ -458,6 +480,7 @@ def random_setup(rng: random.Random) -> Setup:
         page_size=page_size,
         max_rows=max_rows,
         max_step_tokens=rng.choice([1, 3, 8, 16, 64]),
+        mixed_step_tokens=rng.choice([None, 4, 8]),
         max_model_len=rng.choice([14, 24, 40]),
         max_checkpoints=rng.choice([None, None, 0, 1, 3]),
         prefix_cache=rng.random() < 0.9,

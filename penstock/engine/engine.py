@@ -57,13 +57,15 @@ class Engine:
             prefix_cache=config.prefix_cache,
         )
         self.runner = Runner(model, caches, rows, config.deterministic)
+        max_step_tokens = config.max_step_tokens or (8192 if device.type == "cuda" else 512)
         if device.type == "cuda" and config.graphs is not False:
             with timed("graphs", on_phase) as report:
-                self.runner.capture(report)
+                self.runner.capture(max_step_tokens, report)
         self.scheduler = Scheduler(
             self.cache,
             max_rows=pools.max_rows,
-            max_step_tokens=config.max_step_tokens or (8192 if device.type == "cuda" else 512),
+            max_step_tokens=max_step_tokens,
+            mixed_step_tokens=config.mixed_step_tokens or (1024 if device.type == "cuda" else None),
             max_model_len=pools.max_model_len,
         )
         self.info = EngineInfo(

@@ -104,12 +104,12 @@ class DecodeGraphs:
         caches: list[LayerCache],
         rows: RowTable,
         deterministic: bool,
+        pool: Any,
         on_phase: OnPhase = lambda _: None,
     ) -> None:
         sizes = graph_sizes(rows.max_rows)
         self._steps = {size: DecodeStep(model, caches, rows, size, deterministic) for size in sizes}
         self._captured: dict[tuple[int, Ending], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        pool = torch.cuda.graph_pool_handle()  # one for all: only one of them runs at a time
         for done, size in enumerate(reversed(sizes)):  # the largest first, the others fit into its memory
             on_phase(Phase("graphs", f"{size} rows", done / len(sizes)))
             for ending in ENDINGS:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from penstock import ops
+from penstock.engine.packing import pack_step, span_of
 from penstock.layers.inputs import RowSpan, StepInputs
 from penstock.types import Admission, LogitEdit, RowPlan, SamplingParams, StepPlan
-
-_FROM_LAST_SAMPLE = -1
 
 # How far a step goes: to the logits, or to tokens that are greedy, drawn, or drawn after top_k, top_p, min_p.
 Ending = Literal["logits", "greedy", "drawn", "filtered"]
@@ -147,31 +146,24 @@ class RowTable:
             self.page_table[rows, indices] = pages.int()
 
     def step_inputs(self, rows: tuple[RowPlan, ...], deterministic: bool) -> StepInputs:
-        spans = tuple(RowSpan(row.num_tokens, row.start + row.num_tokens, row.checkpoints) for row in rows)
-        pieces, chunk_rows = ops.cut_chunks(spans)
-        num_tokens = np.array([row.num_tokens for row in rows])
-        query_start = np.concatenate(([0], num_tokens.cumsum()))
-        row_ids = np.array([row.row for row in rows])
-        starts = np.array([row.start for row in rows])
-        packed = {
-            "token_ids": np.concatenate([row.token_ids or (_FROM_LAST_SAMPLE,) for row in rows]),
-            "row_of_token": row_ids.repeat(num_tokens),
-            "positions": np.arange(query_start[-1]) - (query_start[:-1] - starts).repeat(num_tokens),
-            "query_start": query_start,
-            "context_lens": starts + num_tokens,
-            "rows": row_ids,
-            "state_slots": np.array([row.slot for row in rows]),
-            "initial_slots": np.array([row.initial_slot for row in rows]),
-            "logit_rows": query_start[1:][[row.samples for row in rows]] - 1,
-            "pieces": np.array(pieces, dtype=np.int64).flatten(),
-            "chunk_rows": np.array(chunk_rows, dtype=np.int64).flatten(),
-        }
-        on_device = self.upload(np.concatenate(list(packed.values())))
-        inputs = dict(zip(packed, on_device.split_with_sizes([len(part) for part in packed.values()])))
+        packed = pack_step(rows)
+        spans = tuple([span_of(row) for row in rows])
+        num_pages = -(-max(span.context_len for span in spans) // self.page_size)
+        numbers = self.upload(packed.numbers)
+        return self.derive_inputs(numbers, packed.lengths, spans, num_pages, deterministic)
+
+    def derive_inputs(
+        self,
+        numbers: Tensor,  # of a PackedStep
+        lengths: dict[str, int],
+        spans: tuple[RowSpan, ...],
+        num_pages: int,
+        deterministic: bool,
+    ) -> StepInputs:
+        inputs = dict(zip(lengths, numbers.split_with_sizes(list(lengths.values()))))
         owner, positions = inputs.pop("row_of_token"), inputs["positions"]
         token_ids = inputs.pop("token_ids")
         page = self.page_table[owner, positions // self.page_size].long()
-        num_pages = -(-max(span.context_len for span in spans) // self.page_size)
         return StepInputs(
             token_ids=torch.where(token_ids < 0, self.last_token[owner], token_ids),
             kv_index=page * self.page_size + positions % self.page_size,

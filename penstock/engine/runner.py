@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.engine.graphs import DecodeGraphs, Model, is_decode
+from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.rows import RowTable, SampleInputs, Wishes
 from penstock.layers.inputs import LayerCache
 from penstock.progress import OnPhase
@@ -74,36 +75,37 @@ class Runner:
     rows: RowTable
     deterministic: bool = False
     graphs: DecodeGraphs | None = None
+    prompt_graphs: PromptGraphs | None = None
 
     @torch.inference_mode()
-    def capture(self, on_phase: OnPhase) -> None:
-        """From here on decode steps are replayed instead of launched."""
-        self.graphs = DecodeGraphs(self.model, self.caches, self.rows, self.deterministic, on_phase)
+    def capture(self, max_step_tokens: int, on_phase: OnPhase) -> None:
+        """From here on decode steps and short prompts are replayed instead of launched."""
+        pool = torch.cuda.graph_pool_handle()  # one for all: only one of them runs at a time
+        given = (self.model, self.caches, self.rows, self.deterministic)
+        self.prompt_graphs = PromptGraphs(*given, max_step_tokens, pool, on_phase)
+        self.graphs = DecodeGraphs(*given, pool, on_phase)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         self.rows.update(plan)
         wishes = self.rows.wishes(plan)
-        graphs = self._graphs_for(plan)
-        if graphs is not None and wishes.are_plain:
-            return PendingStep(plan, wishes, [graphs.replay(plan, wishes.ending)])
-        logits = self._forward(plan, graphs)
+        if self.graphs is not None and wishes.are_plain and is_decode(plan):
+            return PendingStep(plan, wishes, [self.graphs.replay(plan, wishes.ending)])
+        logits = self._forward(plan)
         return PendingStep(plan, wishes, self._sample(logits, self.rows.sample_inputs(plan), wishes))
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
         """One step whose tokens somebody else chooses."""
         self.rows.update(plan)
-        graphs = self._graphs_for(plan)
-        logits = self._forward(plan, graphs)
-        return logits if graphs is None else logits.clone()  # the next replay writes over them
+        logits = self._forward(plan)
+        return logits if self.graphs is None else logits.clone()  # the next replay writes over them
 
-    def _graphs_for(self, plan: StepPlan) -> DecodeGraphs | None:
-        return self.graphs if self.graphs is not None and is_decode(plan) else None
-
-    def _forward(self, plan: StepPlan, graphs: DecodeGraphs | None) -> Tensor:  # [L, vocab] float32
-        if graphs is not None:
-            return graphs.replay(plan, "logits")
+    def _forward(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
+        if self.graphs is not None and is_decode(plan):
+            return self.graphs.replay(plan, "logits")
+        if self.prompt_graphs is not None and (size := self.prompt_graphs.size_for(plan.rows)):
+            return self.prompt_graphs.replay(plan.rows, size)
         inputs = self.rows.step_inputs(plan.rows, self.deterministic)
         hidden = self.model(inputs, self.caches)[inputs.logit_rows]
         return self.model.logits(hidden, deterministic=self.deterministic)

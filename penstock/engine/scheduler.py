@@ -33,6 +33,9 @@ from penstock.types import (
 # Admissions leave one page for every running sequence, but at most this share of the pool.
 WATERMARK_SHARE = 8
 
+# Of the prompt tokens that are still to be computed, a step that also decodes takes this share.
+BACKLOG_SHARE = 8
+
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
@@ -62,11 +65,13 @@ class Scheduler:
         max_rows: int,
         max_step_tokens: int,
         max_model_len: int,
+        mixed_step_tokens: int | None = None,  # what a step takes of prompts while others decode
         seed: int = 0,
     ) -> None:
         self.cache = cache
         self.max_rows = max_rows
         self.max_step_tokens = max_step_tokens
+        self.mixed_step_tokens = mixed_step_tokens or max_step_tokens
         self.page_size = cache.page_size
         self.max_model_len = max_model_len
         self.seed = seed
@@ -131,7 +136,7 @@ class Scheduler:
         """The next step. None: nothing can run before an outstanding output is committed, or at all."""
         chunks = self._plan_decodes()
         num_decodes = len(chunks)
-        budget = max(self.max_step_tokens - num_decodes, self.page_size)
+        budget = self._prompt_budget(num_decodes)
         chunks += self._plan_prefills(budget)
         admitted = self._admit_waiting(budget - sum(chunk.num_tokens for chunk in chunks[num_decodes:]))
         chunks += admitted
@@ -200,6 +205,21 @@ class Scheduler:
             if new_pages is not None:
                 chunks.append(self._chunk(sequence, 1, len(new_pages)))
         return chunks
+
+    def _prompt_budget(self, num_decodes: int) -> int:
+        """Tokens of prompts in this step. Those who decode wait for them: they wait little while few prompts
+        are left, and longer when so many are that everybody would wait for ever.
+        """
+        budget = self.max_step_tokens - num_decodes
+        if num_decodes and self.mixed_step_tokens < budget:
+            budget = min(budget, max(self.mixed_step_tokens, self._backlog() // BACKLOG_SHARE))
+        return max(budget, self.page_size)
+
+    def _backlog(self) -> int:
+        """Prompt tokens to be computed, of running and of as many waiting sequences as may run."""
+        prompts = [sequence for sequence in self._running if sequence not in self._decoding]
+        prompts += self._waiting[: self.max_rows]
+        return sum(len(sequence.tokens) - sequence.num_computed for sequence in prompts)
 
     def _plan_prefills(self, budget: int) -> list[_Chunk]:
         chunks = []

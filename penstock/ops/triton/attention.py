@@ -19,7 +19,14 @@ from torch import Tensor
 from penstock.ops.reference import attention as reference
 from penstock.ops.reference.rows import Chunks, Span
 from penstock.ops.triton import decode_attention as decodes
-from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import (
+    CompileCase,
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    wait_for_previous,
+)
 from penstock.ops.triton.tuning import Tile, choose
 
 
@@ -42,7 +49,7 @@ def rope_and_store(
     q, k, v = (_with_heads_adjacent(heads) for heads in (q, k, v))
     # One tile for all sizes: a head norm sums in the same order in every step.
     tile = choose("rope_and_store", (num_heads, num_kv_heads, head_dim), 1, _rope_rule(), q.device)
-    num_groups = sum(triton.cdiv(heads, tile["BLOCK_HEADS"]) for heads in (num_heads, num_kv_heads))
+    num_groups = sum(cdiv(heads, tile["BLOCK_HEADS"]) for heads in (num_heads, num_kv_heads))
     out = q.new_empty(q.shape)
     _rope_and_store_kernel[num_tokens, num_groups](
         q,
@@ -65,7 +72,7 @@ def rope_and_store(
         HEAD_DIM=head_dim,
         NUM_PAIRS=rope.shape[2],
         INTERLEAVED=interleaved,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=next_power_of_2(head_dim),
         **tile,
         **launch_options(q.device),
     )

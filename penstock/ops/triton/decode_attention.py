@@ -23,8 +23,10 @@ from torch import Tensor
 
 from penstock.ops.triton.launch import (
     CompileCase,
+    cdiv,
     launch_options,
     let_next_start,
+    next_power_of_2,
     num_processors,
     wait_for_previous,
 )
@@ -89,8 +91,8 @@ def decode_attention(
         PAGE_SIZE=page_size,
         WINDOW=window,
         BLOCK_KEYS=tile["BLOCK_KEYS"],
-        BLOCK_M=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_M=max(16, next_power_of_2(num_heads // num_kv_heads)),
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
         num_warps=tile["num_warps"],
         num_stages=1,  # the kernel itself asks for its next block while it works on one
         **launch_options(q.device),
@@ -116,7 +118,7 @@ def _merge_splits(
     else:
         rule = _merge_rule(num_rows * num_heads, num_splits, head_dim, out.device)
         tile = choose("merge_splits", (num_heads, head_dim, bucket(num_splits)), num_rows, rule, out.device)
-    _merge_kernel[num_heads, num_rows, triton.cdiv(head_dim, tile["BLOCK_D"])](
+    _merge_kernel[num_heads, num_rows, cdiv(head_dim, tile["BLOCK_D"])](
         partial,
         log_sums,
         context_lens,
@@ -145,23 +147,23 @@ def _plan_splits(
         num_splits, min_keys = DETERMINISTIC_SPLITS, DETERMINISTIC_WALK
     else:
         filling = max(1, tile["programs_per_processor"] * num_processors(device) // num_walks)
-        num_splits = max(filling, triton.cdiv(max_keys, LONGEST_WALK))
+        num_splits = max(filling, cdiv(max_keys, LONGEST_WALK))
         min_keys = WORTHWHILE_WALK // filling
     min_share = max(1, min_keys // tile["BLOCK_KEYS"])
     # Fewer where the table is short: the shares are then min_share, as they would be with more.
-    return min(num_splits, triton.cdiv(max_keys, min_share * tile["BLOCK_KEYS"])), min_share
+    return min(num_splits, cdiv(max_keys, min_share * tile["BLOCK_KEYS"])), min_share
 
 
 def _decode_rule(head_dim: int, page_size: int, dtype: torch.dtype) -> Tile:
     """Blocks lie within a page; keys and values of one are what a program's registers have room for."""
-    fitting = BLOCK_BYTES // (triton.next_power_of_2(head_dim) * dtype.itemsize)
+    fitting = BLOCK_BYTES // (next_power_of_2(head_dim) * dtype.itemsize)
     block_keys = math.gcd(page_size, min(max(fitting, 16), 64))
     return {"BLOCK_KEYS": block_keys, "num_warps": 4, "programs_per_processor": 2}
 
 
 def _merge_rule(num_merges: int, num_splits: int, head_dim: int, device: torch.device) -> Tile:
     """Many splits in one go, and few dimensions where only that makes enough programs."""
-    block_d = triton.next_power_of_2(head_dim) if num_merges >= 2 * num_processors(device) else 32
+    block_d = next_power_of_2(head_dim) if num_merges >= 2 * num_processors(device) else 32
     block_splits = min(bucket(num_splits), max(1, MERGE_ELEMENTS // block_d))
     num_warps = max(1, min(block_splits * block_d // 512, 4))
     return {"BLOCK_SPLITS": block_splits, "BLOCK_D": block_d, "num_warps": num_warps, "num_stages": 1}

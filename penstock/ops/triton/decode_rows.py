@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import CompileCase, cdiv, launch_options, let_next_start, wait_for_previous
 from penstock.ops.triton.tuning import Tile
 
 _TILE: Tile = {"BLOCK": 1024, "num_warps": 4}
@@ -29,7 +29,7 @@ def decode_rows(
     kv_index, context_lens = torch.empty_like(token_ids), torch.empty_like(token_ids)
     row_pages = torch.empty(num_rows, num_pages, dtype=torch.int32, device=packed.device)
     if num_rows:
-        decode_rows_kernel[(num_rows, triton.cdiv(num_pages, _TILE["BLOCK"]))](
+        decode_rows_kernel[(num_rows, cdiv(num_pages, _TILE["BLOCK"]))](
             packed,
             last_token,
             page_table,

@@ -2,7 +2,8 @@
 """The Gated DeltaNet mixer on a GPU: one kernel for rows of one token; rows of several take the reference.
 
 A program of the kernel is one value head of one row with its whole state [K, V], 64 KB in registers for
-K = V = 128: read once and written once, which is nearly all the traffic there is. It asks for the state and
+K = V = 128: read once and written once, which is nearly all the traffic there is. A warp has columns of its
+own, so that only the norm at the end makes warps wait for each other. The program asks for the state and
 the ring before the projection ahead of it is complete, since no other kernel of a step writes them; the rows'
 slots and lengths, which say where they are, must stand before a step's first layer is launched.
 
@@ -20,14 +21,18 @@ from torch import Tensor
 
 from penstock.ops.reference import delta_net as reference
 from penstock.ops.reference.rows import Chunks, Span, cut_rows
-from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import (
+    CompileCase,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    wait_for_previous,
+)
 from penstock.ops.triton.tuning import Tile, choose
 
 L2_EPS = tl.constexpr(reference.L2_EPS)
-STATE_REGISTERS = 64  # a thread's share of the state
-PROGRAMS_A_PROCESSOR = 2  # one can wait for memory while the other computes
-PROCESSOR_REGISTERS = 65536
-FEW_ROWS = 8  # measured on an H200: 4 warps beat 8 up to here
+STATE_REGISTERS = 128  # a thread's share of the state
+MAX_REGISTERS = 255  # of a thread
 
 
 def gated_delta_net(
@@ -91,7 +96,7 @@ def _decode(
     shape = (num_value_heads, key_dim, value_dim)
     # Another number of warps sums in another order: it may not depend on what else is in the step.
     tile_rows = 1 if deterministic else num_rows
-    tile = choose("gated_delta_net", shape, tile_rows, _rule(key_dim, value_dim, tile_rows), mixed.device)
+    tile = choose("gated_delta_net", shape, tile_rows, _rule(key_dim, value_dim), mixed.device)
     _decode_kernel[num_value_heads, num_rows](
         mixed,
         conv_weight,
@@ -114,44 +119,33 @@ def _decode(
         VALUE_DIM=value_dim,
         NUM_TAPS=conv_weight.shape[0],
         RING=conv.shape[1],
-        BLOCK_RING=triton.next_power_of_2(conv.shape[1]),
-        BLOCK_K=triton.next_power_of_2(key_dim),
-        BLOCK_V=triton.next_power_of_2(value_dim),
+        BLOCK_RING=next_power_of_2(conv.shape[1]),
+        BLOCK_K=next_power_of_2(key_dim),
+        BLOCK_V=next_power_of_2(value_dim),
         **tile,
         **launch_options(mixed.device),
     )
 
 
-def _rule(key_dim: int, value_dim: int, num_rows: int) -> Tile:
-    """As many warps as give every thread its share of the state; half of them, which have less to say to each
-    other, while a processor has no second program to run meanwhile.
-    """
-    elements = triton.next_power_of_2(key_dim) * triton.next_power_of_2(value_dim)
-    num_warps = max(1, min(elements // (32 * STATE_REGISTERS), 16))
-    if num_rows <= FEW_ROWS and num_warps > 1:
-        return _tile(num_warps // 2, 1)
-    return _tile(num_warps, PROGRAMS_A_PROCESSOR)
+def _rule(key_dim: int, value_dim: int) -> Tile:
+    """As many warps as give every thread its share of the state: on an H200 the best from 1 row to 64."""
+    elements = next_power_of_2(key_dim) * next_power_of_2(value_dim)
+    return _tile(value_dim, max(1, min(elements // (32 * STATE_REGISTERS), 16)), MAX_REGISTERS)
 
 
-def _tile(num_warps: int, programs_a_processor: int) -> Tile:
-    registers = PROCESSOR_REGISTERS // (32 * num_warps * programs_a_processor)
-    return {"num_warps": num_warps, "num_stages": 1, "maxnreg": min(registers, 255)}
+def _tile(value_dim: int, num_warps: int, registers: int) -> Tile:
+    num_columns = max(next_power_of_2(value_dim) // num_warps, 4)
+    return {"WARP_V": num_columns, "num_warps": num_warps, "num_stages": 1, "maxnreg": registers}
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """What `penstock tune` tries: fewer and more warps, with room for one program or two on a processor."""
+    """What `penstock tune` tries: more warps, and registers for more programs on a processor."""
     if kernel != "gated_delta_net":
         return []
     _, key_dim, value_dim = shape
-    usual = _rule(key_dim, value_dim, FEW_ROWS + 1)["num_warps"]
-    tiles = [
-        _tile(num_warps, programs)
-        for num_warps in (usual // 2, usual, usual * 2)
-        for programs in (1, PROGRAMS_A_PROCESSOR)
-        if 1 <= num_warps <= 16
-    ]
-    roomy = [tile for tile in tiles if tile["maxnreg"] >= 2 * STATE_REGISTERS]
-    return [tile for index, tile in enumerate(roomy) if tile not in roomy[:index]]
+    num_warps = _rule(key_dim, value_dim)["num_warps"]
+    sizes = ((num_warps, 255), (num_warps, 168), (2 * num_warps, 255), (2 * num_warps, 128))
+    return [_tile(value_dim, warps, registers) for warps, registers in sizes if warps <= 16]
 
 
 # Rows are cut anywhere out of a step's tensors: another alignment must not ask for another kernel.
@@ -181,6 +175,7 @@ def _decode_kernel(
     BLOCK_RING: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    WARP_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -212,9 +207,15 @@ def _decode_kernel(
     rate = tl.load(a_log + i_head)
     step_bias = tl.load(dt_bias + i_head)
     b_norm = tl.load(norm_weight + i_v, mask=in_v, other=0.0)
-    i_k = tl.arange(0, BLOCK_K)
-    in_state = (i_k < KEY_DIM)[:, None] & in_v[None, :]
-    state_offsets = i_head * (KEY_DIM * VALUE_DIM) + i_k[:, None] * VALUE_DIM + i_v[None, :]
+    # The state as [LANES_K, V / WARP_V, K / LANES_K, WARP_V]. Of this shape the compiler gives a thread four
+    # columns and every warp WARP_V of its own, so that a sum over the keys stays within a warp.
+    NUM_PARTS: tl.constexpr = BLOCK_V // WARP_V
+    LANES_K: tl.constexpr = min(32 * 4 // WARP_V, BLOCK_K)
+    GROUPS_K: tl.constexpr = BLOCK_K // LANES_K
+    s_k = tl.arange(0, LANES_K)[:, None] * GROUPS_K + tl.arange(0, GROUPS_K)[None, :]
+    s_v = tl.arange(0, NUM_PARTS)[:, None] * WARP_V + tl.arange(0, WARP_V)[None, :]
+    in_state = (s_k < KEY_DIM)[:, None, :, None] & (s_v < VALUE_DIM)[None, :, None, :]
+    state_offsets = i_head * (KEY_DIM * VALUE_DIM) + s_k[:, None, :, None] * VALUE_DIM + s_v[None, :, None, :]
     b_state = tl.load(
         recurrent + initial_slot * recurrent_stride + state_offsets,
         mask=tl.where(position > 0, in_state, False),
@@ -236,25 +237,31 @@ def _decode_kernel(
     b_qk = tl.reshape(_silu(qk_past + qk_tap * qk_input.to(tl.float32)), (2, BLOCK_K))
     b_v = _silu(v_past + v_tap * v_input.to(tl.float32))
     b_q, b_k = tl.split(tl.permute(b_qk, (1, 0)))
+    s_q = tl.reshape(b_q, (LANES_K, GROUPS_K))[:, None, :, None]
+    s_key = tl.reshape(b_k, (LANES_K, GROUPS_K))[:, None, :, None]
     # One look at the old state gives all that is read: with S' = decay S + k c, q S' = decay q S + (q k) c.
     # Lengths are taken meanwhile and divided out after, so that no sum waits for another.
-    q_held, k_held = tl.reduce((b_q[:, None] * b_state, b_k[:, None] * b_state), 0, _add_pairs)
+    q_part, k_part = tl.reduce((s_q * b_state, s_key * b_state), 2, _add_pairs)
+    q_held, k_held = tl.reduce((q_part, k_part), 0, _add_pairs)
     q_square, k_square, q_k = tl.reduce((b_q * b_q, b_k * b_k, b_q * b_k), 0, _add_triples)
     q_scale = tl.rsqrt(q_square + L2_EPS) * KEY_DIM**-0.5
     k_scale = tl.rsqrt(k_square + L2_EPS)
 
+    b_v = tl.reshape(b_v, (NUM_PARTS, WARP_V))
+    gate = tl.reshape(gate, (NUM_PARTS, WARP_V))
+    b_norm = tl.reshape(b_norm, (NUM_PARTS, WARP_V))
     correction = beta * (b_v - decay * k_scale * k_held)
     read = q_scale * (decay * q_held + k_scale * q_k * correction)
-    mean_square = tl.sum(read * read, axis=0) / VALUE_DIM
-    normed = read * tl.rsqrt(mean_square + eps) * b_norm
-    p_out = out + i_row * VALUE_SIZE + i_head * VALUE_DIM + i_v
-    tl.store(p_out, (normed * _silu(gate)).to(out.dtype.element_ty), mask=in_v)
     tl.store(
         recurrent + state_slot * recurrent_stride + state_offsets,
-        decay * b_state + (k_scale * b_k)[:, None] * correction[None, :],
+        decay * b_state + (k_scale * s_key) * correction[None, :, None, :],
         mask=in_state,
         eviction_policy="evict_first",
     )
+    mean_square = tl.sum(tl.sum(read * read, axis=1), axis=0) / VALUE_DIM
+    normed = read * tl.rsqrt(mean_square + eps) * b_norm
+    p_out = out + i_row * VALUE_SIZE + i_head * VALUE_DIM + s_v
+    tl.store(p_out, (normed * _silu(gate)).to(out.dtype.element_ty), mask=s_v < VALUE_DIM)
 
     # Value heads of one key head share its channels: the first of them writes.
     writes_qk = tl.where(i_head % HEADS_A_KEY == 0, in_qk, False)
@@ -359,4 +366,6 @@ def compile_cases() -> list[CompileCase]:
         "BLOCK_V": 128,
         "PDL": False,
     }
-    return [(_decode_kernel, {**pointers, "eps": "fp32", **strides}, constexprs, dict(_rule(128, 128, 64)))]
+    tile = dict(_rule(128, 128))
+    constexprs["WARP_V"] = tile.pop("WARP_V")
+    return [(_decode_kernel, {**pointers, "eps": "fp32", **strides}, constexprs, tile)]

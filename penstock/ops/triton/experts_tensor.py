@@ -20,7 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import (
+    CompileCase,
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    wait_for_previous,
+)
 from penstock.ops.triton.tuning import Tile, bucket, choose
 
 # For results that do not depend on the batch: good at all sizes, the best at none.
@@ -66,16 +73,16 @@ def run(
         if not deterministic:
             tile = choose(name, shape, num_tokens, _rule(mean_pairs, x.element_size()), x.device)
         splits = max(1, bucket(2 * mean_pairs) // tile["BLOCK_M"])
-        num_shared = triton.cdiv(num_tokens, tile["BLOCK_M"]) if shared_width else 0
+        num_shared = cdiv(num_tokens, tile["BLOCK_M"]) if shared_width else 0
         num_groups = num_shared + (num_experts * splits if is_listed else num_tokens * k)
         places = (source, ids, order, starts, experts, experts if shared is None else shared, result)
         constants = {**dims, "IS_LISTED": is_listed, "SPLITS": splits, **tile, **options}
-        kernel[triton.cdiv(num_columns, tile["BLOCK_N"]), num_groups](
-            *places, num_tokens, num_shared, BLOCK_IDS=triton.next_power_of_2(num_experts), **constants
+        kernel[cdiv(num_columns, tile["BLOCK_N"]), num_groups](
+            *places, num_tokens, num_shared, BLOCK_IDS=next_power_of_2(num_experts), **constants
         )
 
-    block_h = min(512, triton.next_power_of_2(width))
-    _sum_kernel[num_tokens, triton.cdiv(width, block_h)](
+    block_h = min(512, next_power_of_2(width))
+    _sum_kernel[num_tokens, cdiv(width, block_h)](
         outputs,
         weights,
         weights if shared_weight is None else shared_weight,

@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import (
+    CompileCase,
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    wait_for_previous,
+)
 from penstock.ops.triton.tuning import Tile, choose
 
 
@@ -38,15 +45,15 @@ def run(
     options = launch_options(x.device)
 
     tile = choose("expert_gate_up_vector", shape, num_tokens, _gate_up_rule(width), x.device)
-    grid = (triton.cdiv(widest, tile["ROWS"]), num_tokens * (k + (shared_width > 0)))
+    grid = (cdiv(widest, tile["ROWS"]), num_tokens * (k + (shared_width > 0)))
     some = gate_up if shared_gate_up is None else shared_gate_up
-    block_h = triton.next_power_of_2(width)
+    block_h = next_power_of_2(width)
     _gate_up_kernel[grid](
         x, ids, gate_up, some, inner, num_tokens, **dims, BLOCK_H=block_h, **tile, **options
     )
 
     tile = choose("expert_down_vector", shape, num_tokens, _down_rule(k, inner_width), x.device)
-    _down_kernel[triton.cdiv(width, tile["ROWS"]), num_tokens](
+    _down_kernel[cdiv(width, tile["ROWS"]), num_tokens](
         inner,
         weights,
         ids,
@@ -56,8 +63,8 @@ def run(
         down if shared_down is None else shared_down,
         out,
         **dims,
-        BLOCK_I=triton.next_power_of_2(inner_width),
-        BLOCK_SHARED=triton.next_power_of_2(max(shared_width, 1)),
+        BLOCK_I=next_power_of_2(inner_width),
+        BLOCK_SHARED=next_power_of_2(max(shared_width, 1)),
         **tile,
         **options,
     )
@@ -65,13 +72,13 @@ def run(
 
 def _gate_up_rule(width: int) -> Tile:
     """As many rows of gate, and as many of up, as make 16 KB in bf16: 128 bytes a thread."""
-    return {"ROWS": max(1, 4096 // triton.next_power_of_2(width)), "num_warps": 4, "num_stages": 1}
+    return {"ROWS": max(1, 4096 // next_power_of_2(width)), "num_warps": 4, "num_stages": 1}
 
 
 def _down_rule(k: int, inner_width: int) -> Tile:
     """As many rows, of all k experts, as make 16 KB in bf16; one load of all threads is an expert's row."""
-    block_i = triton.next_power_of_2(inner_width)
-    rows = max(1, 8192 // (triton.next_power_of_2(k) * block_i))
+    block_i = next_power_of_2(inner_width)
+    rows = max(1, 8192 // (next_power_of_2(k) * block_i))
     return {"ROWS": rows, "num_warps": min(max(block_i // 256, 1), 8), "num_stages": 1}
 
 

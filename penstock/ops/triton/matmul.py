@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import CompileCase, cdiv, launch_options, let_next_start, wait_for_previous
 from penstock.ops.triton.matmul_product import Product, compile_case, load_activations
 from penstock.ops.triton.matmul_tensor import (
     FIXED_TILE,
@@ -143,7 +143,7 @@ def _swiglu(gate_up: Tensor) -> Tensor:
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, width)
     stride = gate_up.stride(0) if num_tokens > 1 else 2 * width
-    grid = (num_tokens, triton.cdiv(width, SWIGLU_COLUMNS))
+    grid = (num_tokens, cdiv(width, SWIGLU_COLUMNS))
     _swiglu_kernel[grid](
         gate_up,
         out,

@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.ops.triton.launch import (
     CompileCase,
     ask_for,
+    cdiv,
     launch_options,
     let_next_start,
     num_processors,
@@ -148,7 +149,7 @@ def multiply_tensors(product: Product, tile: Tile) -> Tensor:
     num_tokens, N = out.shape
     parts = torch.empty(num_splits, num_tokens, N, dtype=torch.float32, device=out.device)
     _launch(product, tile, parts, None, None)
-    sum_parts[(num_tokens, triton.cdiv(N, SUMMED_COLUMNS))](
+    sum_parts[(num_tokens, cdiv(N, SUMMED_COLUMNS))](
         parts,
         product.bias,
         product.residual,
@@ -168,8 +169,8 @@ def _launch(product: Product, tile: Tile, out: Tensor, bias: Tensor | None, resi
     N, M = product.shape
     x_stride, residual_stride = product.row_strides
     grid = (
-        triton.cdiv(product.num_tokens, tile["block_t"]),
-        triton.cdiv(N, tile["block_n"]),
+        cdiv(product.num_tokens, tile["block_t"]),
+        cdiv(N, tile["block_n"]),
         tile["num_splits"],
     )
     tensor_product[grid](
@@ -201,7 +202,7 @@ def tensor_rule(shape: tuple[int, ...], num_tokens: int, device: torch.device) -
     N, M = shape
     block_t = min(max(16, bucket(num_tokens)), 128)
     block_n, block_m = 64, 128 if block_t <= 64 else 64
-    num_programs = triton.cdiv(N, block_n) * triton.cdiv(num_tokens, block_t)
+    num_programs = cdiv(N, block_n) * cdiv(num_tokens, block_t)
     most_splits = max(1, M // (4 * block_m))  # fewer than four steps do not fill a pipeline
     num_splits = min(max(1, round(num_processors(device) / num_programs)), most_splits)
     return _tile(block_t, block_n, block_m, num_splits, 4)
@@ -212,7 +213,7 @@ def tensor_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     block_t = min(max(16, bucket(num_tokens)), 128)
     tiles = []
     for block_n, block_m in ((32, 128), (32, 256), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)):
-        num_programs = triton.cdiv(N, block_n) * triton.cdiv(num_tokens, block_t)
+        num_programs = cdiv(N, block_n) * cdiv(num_tokens, block_t)
         splits = [s for s in (1, 2, 4, 8) if s == 1 or (num_programs * s <= 512 and s * 4 * block_m <= M)]
         tiles += [_tile(block_t, block_n, block_m, num_splits, 4) for num_splits in splits]
     return tiles

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from penstock.ops.triton.launch import (
     CompileCase,
+    cdiv,
     launch_options,
     let_next_start,
+    next_power_of_2,
     num_processors,
     wait_for_previous,
 )
@@ -153,7 +155,7 @@ def multiply_vectors(product: Product, tile: Tile) -> Tensor:
     out = product.new_out()  # [T, N]
     x_stride, residual_stride = product.row_strides
     block_m = columns_of(tile["block_m"], product.weight.dtype)
-    vector_product[(triton.cdiv(N, tile["block_n"]),)](
+    vector_product[(cdiv(N, tile["block_n"]),)](
         product.x,
         product.norm_weight,
         product.weight,
@@ -170,7 +172,7 @@ def multiply_vectors(product: Product, tile: Tile) -> Tensor:
         BLOCK_T=bucket(product.num_tokens),
         BLOCK_N=tile["block_n"],
         BLOCK_M=block_m,
-        HELD=min(tile["held"], triton.cdiv(M, block_m)),
+        HELD=min(tile["held"], cdiv(M, block_m)),
         num_warps=tile["num_warps"],
         **launch_options(product.x.device),
     )
@@ -184,7 +186,7 @@ def vector_rule(shape: tuple[int, ...], num_tokens: int, device: torch.device) -
     tiles = [_tile(block_n, _chunk_width(M), M, num_tokens) for block_n in (8, 4, 2, 1)]
     if num_tokens > 1 or (_holds_all(tiles[1], M) and not _holds_all(tiles[0], M)):
         del tiles[0]
-    return next((t for t in tiles if triton.cdiv(N, t["block_n"]) >= 3 * num_processors(device)), tiles[-1])
+    return next((t for t in tiles if cdiv(N, t["block_n"]) >= 3 * num_processors(device)), tiles[-1])
 
 
 def _holds_all(tile: Tile, M: int) -> bool:
@@ -204,12 +206,12 @@ def _chunk_width(M: int) -> int:
     """A width that divides M, if one does that is neither narrow nor leaves too many chunks."""
     if M % 1024 == 0 or M > 4096:
         return 1024
-    return 512 if M % 512 == 0 else min(1024, max(64, triton.next_power_of_2(M)))
+    return 512 if M % 512 == 0 else min(1024, max(64, next_power_of_2(M)))
 
 
 def _tile(block_n: int, block_m: int, M: int, num_tokens: int) -> Tile:
     num_warps = min(4, max(1, block_m // WARP_COLUMNS))
-    num_chunks = triton.cdiv(M, block_m)
+    num_chunks = cdiv(M, block_m)
     elements = block_n * block_m // (32 * num_warps)  # of a chunk, in one thread
     most = min(max(1, HELD_ELEMENTS[bucket(num_tokens)] // elements), num_chunks)
     held = min(range(most, most // 2, -1), key=lambda held: -num_chunks % held)  # few empty chunks at the end

@@ -7,7 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import (
+    CompileCase,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    wait_for_previous,
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -31,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _tile(dim: int) -> dict[str, int]:
     """A row is one tile; by its width alone, so that it sums in the same order in every step."""
-    block = triton.next_power_of_2(dim)
+    block = next_power_of_2(dim)
     return {"BLOCK": block, "num_warps": max(1, min(block // 256, 16))}
 
 

@@ -14,7 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.triton.gumbel import LOWEST, noise_key_of, order_of, perturbed, token_of
-from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import (
+    CompileCase,
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    wait_for_previous,
+)
 from penstock.ops.triton.sampling_filters import draw_filtered, filter_compile_cases
 from penstock.ops.triton.sampling_levels import SETTINGS
 from penstock.ops.triton.tuning import Tile, choose
@@ -49,13 +56,13 @@ def _draw_plain(
     logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, token_ids: Tensor, tile: Tile
 ) -> None:
     num_rows, vocab = logits.shape
-    num_chunks = triton.cdiv(vocab, tile["CHUNK"])
+    num_chunks = cdiv(vocab, tile["CHUNK"])
     best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
     options = launch_options(logits.device)
     _draw_kernel[(num_rows, num_chunks)](
         logits, temperature, seeds, positions, best, vocab, logits.stride(0), **tile, **options
     )
-    max_chunks = triton.next_power_of_2(num_chunks)
+    max_chunks = next_power_of_2(num_chunks)
     _merge_kernel[(num_rows,)](best, token_ids, num_chunks, MAX_CHUNKS=max_chunks, num_warps=1, **options)
 
 

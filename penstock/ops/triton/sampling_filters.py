@@ -28,7 +28,14 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.triton.gumbel import HIGHEST, LOWEST, noise_key_of, order_of, perturbed, value_of
-from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import (
+    CompileCase,
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    wait_for_previous,
+)
 from penstock.ops.triton.sampling_finish import finish_kernel
 from penstock.ops.triton.sampling_levels import (
     COARSE,
@@ -86,8 +93,8 @@ def draw_filtered(
     tile: Tile,
 ) -> None:
     num_rows, vocab = logits.shape
-    num_chunks = triton.cdiv(vocab, tile["CHUNK"])
-    max_chunks = triton.next_power_of_2(num_chunks)
+    num_chunks = cdiv(vocab, tile["CHUNK"])
+    max_chunks = next_power_of_2(num_chunks)
     device = logits.device
     parts = torch.empty(num_rows, NUM_PARTS.value, num_chunks, dtype=torch.int64, device=device)
     plan = torch.empty(num_rows, PLAN_SIZE.value, dtype=torch.int32, device=device)

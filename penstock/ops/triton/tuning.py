@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from penstock.ops.triton.launch import next_power_of_2
+
 Tile = Mapping[str, int]  # the constexprs of a kernel, and its num_warps and num_stages
 
 TABLES = Path(__file__).parent / "tables"
@@ -47,17 +49,18 @@ _trials: Trials | None = None
 
 
 def choose(kernel: str, shape: tuple[int, ...], num_tokens: int, default: Tile, device: torch.device) -> Tile:
-    question = Question(kernel, shape, num_tokens, default)
-    tile = _table(table_name(device)).get(question.key, default)
+    """Asked before every launch: it may take a microsecond."""
+    tile = _table(device).get((kernel, shape, bucket(num_tokens)), default)
     if _trials is None:
         return tile
+    question = Question(kernel, shape, num_tokens, default)
     _trials.questions.setdefault(question.key, question)
     return _trials.answers.get(question.key, tile)
 
 
 def bucket(num_tokens: int) -> int:
-    """The next power of two."""
-    return 1 << max(num_tokens - 1, 0).bit_length()
+    """What stands for a number of tokens wherever it decides on code."""
+    return next_power_of_2(num_tokens)
 
 
 @contextmanager
@@ -79,7 +82,12 @@ def table_name(device: torch.device) -> str:
 
 
 @functools.cache
-def _table(name: str) -> dict[str, Tile]:
-    path = TABLES / f"{name}.json"
-    table: dict[str, Tile] = json.loads(path.read_text())["tiles"] if path.exists() else {}
-    return table
+def _table(device: torch.device) -> dict[tuple[str, tuple[int, ...], int], Tile]:
+    path = TABLES / f"{table_name(device)}.json"
+    tiles: dict[str, Tile] = json.loads(path.read_text())["tiles"] if path.exists() else {}
+    return {_read_key(key): tile for key, tile in tiles.items()}
+
+
+def _read_key(key: str) -> tuple[str, tuple[int, ...], int]:
+    kernel, shape, num_tokens = key.split("/")
+    return kernel, tuple(int(size) for size in shape.split("x")), int(num_tokens)

@@ -1,0 +1,142 @@
+"""A step's own numbers in one host array, so that they reach the device in one copy. Knows no tensor.
+
+A step is packed as it is, or into a `StepSize`: a fixed room, decodes first, whose unused places hold what
+harms nobody. Then the same numbers lie in the same places in every step of that size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.layers.inputs import RowSpan
+from penstock.ops import cut_chunks
+from penstock.types import RowPlan
+
+FROM_LAST_SAMPLE = -1
+PIECE = 64  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """Room for rows of one token, and for prompts: rows of several tokens, or with checkpoints."""
+
+    num_decodes: int
+    num_prompts: int
+    num_prompt_tokens: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_decodes + self.num_prompts
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_prompt_tokens
+
+    @property
+    def num_pieces(self) -> int:
+        """Each prompt may begin, end and be saved inside of an aligned piece."""
+        return self.num_prompt_tokens // PIECE + 3 * self.num_prompts
+
+    def spans(self, rows: Sequence[RowPlan]) -> tuple[RowSpan, ...]:
+        """The rows as the host knows them, in their places. Kernels may believe which of them are decodes,
+        which is true of every step of the size, and no more.
+        """
+        decodes = [span_of(row) for row in rows if is_plain_decode(row)]
+        prompts = [span_of(row) for row in rows if not is_plain_decode(row)]
+        decodes += [RowSpan(1, 1)] * (self.num_decodes - len(decodes))
+        return (*decodes, *prompts, *[RowSpan(0, 0)] * (self.num_prompts - len(prompts)))
+
+    def holds(self, rows: Sequence[RowPlan]) -> bool:
+        prompts = [row for row in rows if not is_plain_decode(row)]
+        return (
+            len(rows) - len(prompts) <= self.num_decodes
+            and len(prompts) <= self.num_prompts
+            and sum(row.num_tokens for row in prompts) <= self.num_prompt_tokens
+            and len(cut_chunks([span_of(row) for row in prompts])[0]) <= self.num_pieces
+        )
+
+    def place_of(self, rows: Sequence[RowPlan]) -> list[int]:
+        """Where each row of a plan lies."""
+        decodes, prompts = iter(range(self.num_decodes)), iter(range(self.num_decodes, self.num_rows))
+        return [next(decodes if is_plain_decode(row) else prompts) for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    parts: dict[str, np.ndarray]  # int64, in the order in which they are packed
+
+    @property
+    def numbers(self) -> np.ndarray:
+        return np.concatenate(list(self.parts.values()))
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        return {name: len(part) for name, part in self.parts.items()}
+
+
+def is_plain_decode(row: RowPlan) -> bool:
+    return row.num_tokens == 1 and not row.checkpoints
+
+
+def span_of(row: RowPlan) -> RowSpan:
+    return RowSpan(row.num_tokens, row.start + row.num_tokens, row.checkpoints)
+
+
+def pack_step(rows: Sequence[RowPlan]) -> PackedStep:
+    """The logits of the last tokens of rows that sample are wanted."""
+    parts = _pack(rows)
+    samples = [row.samples for row in rows]
+    return PackedStep(parts | {"logit_rows": parts["query_start"][1:][samples] - 1})
+
+
+def pack_padded(rows: Sequence[RowPlan], size: StepSize, spare_row: int) -> PackedStep:
+    """The logits of every row's last token are wanted, whoever samples."""
+    decodes = [row for row in rows if is_plain_decode(row)]
+    prompts = [row for row in rows if not is_plain_decode(row)]
+    nobody = RowPlan(row=spare_row, start=0, token_ids=(0,), samples=False)
+    parts = _pack([*decodes, *[nobody] * (size.num_decodes - len(decodes)), *prompts])
+    num_used = parts["query_start"][-1]
+    lengths_and_fills = {
+        "token_ids": (size.num_tokens, 0),
+        "row_of_token": (size.num_tokens, spare_row),
+        "positions": (size.num_tokens, 0),
+        "query_start": (size.num_rows + 1, num_used),
+        "context_lens": (size.num_rows, 1),
+        "rows": (size.num_rows, spare_row),
+        "state_slots": (size.num_rows, 0),
+        "initial_slots": (size.num_rows, 0),
+        "pieces": (4 * size.num_pieces, 0),
+        "chunk_rows": (2 * size.num_prompts, 0),
+    }
+    padded = {name: _pad(parts[name], *given) for name, given in lengths_and_fills.items()}
+    return PackedStep(padded | {"logit_rows": (padded["query_start"][1:] - 1).clip(min=0)})
+
+
+def _pack(rows: Sequence[RowPlan]) -> dict[str, np.ndarray]:
+    pieces, chunk_rows = cut_chunks([span_of(row) for row in rows])
+    num_tokens = np.array([row.num_tokens for row in rows], dtype=np.int64)
+    query_start = np.concatenate(([0], num_tokens.cumsum()))
+    row_ids = np.array([row.row for row in rows], dtype=np.int64)
+    starts = np.array([row.start for row in rows], dtype=np.int64)
+    token_ids = [row.token_ids or (FROM_LAST_SAMPLE,) for row in rows]
+    return {
+        "token_ids": np.concatenate(token_ids) if token_ids else num_tokens,
+        "row_of_token": row_ids.repeat(num_tokens),
+        "positions": np.arange(query_start[-1]) - (query_start[:-1] - starts).repeat(num_tokens),
+        "query_start": query_start,
+        "context_lens": starts + num_tokens,
+        "rows": row_ids,
+        "state_slots": np.array([row.slot for row in rows], dtype=np.int64),
+        "initial_slots": np.array([row.initial_slot for row in rows], dtype=np.int64),
+        "pieces": np.array(pieces, dtype=np.int64).flatten(),
+        "chunk_rows": np.array(chunk_rows, dtype=np.int64).flatten(),
+    }
+
+
+def _pad(part: np.ndarray, length: int, fill: int) -> np.ndarray:
+    padded = np.full(length, fill, dtype=np.int64)
+    padded[: len(part)] = part
+    return padded
