@@ -23,7 +23,7 @@ COMMANDS = {
     "chat": "talk to a model in this terminal",
     "generate": "continue one text and print it",
     "inspect": "what a model weighs and how much of it fits here",
-    "bench": "time decode steps and prefills against the memory floor",
+    "bench": "time decode steps and prefills against the memory floor, or a server under load",
     "tune": "measure the tiles of the kernels on this GPU",
     "eval": "what the model behind a server can do, on problems it has never seen",
 }

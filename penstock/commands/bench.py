@@ -1,24 +1,19 @@
 """`penstock bench`: times decode steps and prefills of the engine, next to the floor the memory sets.
 
 A table for people and, as the last line of stdout, one JSON object that says where the numbers were born.
-How they are taken is in `measure`, where a step's time goes in `breakdown`.
+How they are taken is in `measure`, where a step's time goes in `breakdown`; a server under load is measured
+by `bench_serve`.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
-import os
-import platform
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock import __version__
-from penstock.commands import breakdown
+from penstock.commands import bench_serve, birth, breakdown
 from penstock.commands.console import PhaseList, print_table
 from penstock.commands.flags import add_flags, read_count, read_counts, read_settings
 from penstock.commands.measure import (
@@ -41,41 +36,47 @@ from penstock.types import SamplingParams
 if TYPE_CHECKING:
     from penstock.engine.direct import DirectEngine
 
-USAGE = "penstock bench {step,prefill,engine} [-m MODEL] [flags]"
-DESCRIPTION = "Time decode steps, or prefills of whole prompts, through the engine's own runner."
+USAGE = "penstock bench {step,prefill,engine,serve} [-m MODEL] [flags]"
+DESCRIPTION = "Time decode steps or prefills through the engine's own runner, or a server under load."
 EXAMPLES = [
     "penstock bench step -m Qwen3.5-35B-A3B --random-weights --batch 1,2,4,8 --context 1536",
     "penstock bench prefill -m Qwen3.5-4B --random-weights --batch 1,8 --context 1k --json prefill.json",
+    "penstock bench serve -m Qwen3.5-35B-A3B --random-weights --concurrency 1,8,64 --input-len 1k",
+    "penstock bench serve --base-url http://host:9000 --trace conversations.csv --limit 500 --speedup 2",
 ]
 
-
+OWN_DEFAULTS = {"batch": (1,), "context": (1024,), "repeats": 20, "sampled": False, "breakdown": False}
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.8, top_k=20)  # makes every filter work, as chats do
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
-        choices=("step", "prefill", "engine"),
-        help="decode steps, prefills of prompts, or decode steps through the scheduler",
+        choices=("step", "prefill", "engine", "serve"),
+        help="decode steps, prefills of prompts, decode steps through the scheduler, or a server under load",
     )
-    parser.add_argument("--batch", type=read_counts, default=(1,), metavar="N,N", help="requests in a step")
+    parser.add_argument("--batch", type=read_counts, metavar="N,N", help="requests in a step")
     parser.add_argument(
-        "--context",
-        type=read_counts,
-        default=(1024,),
-        metavar="N,N",
-        help="tokens in the cache, or in a prompt",
+        "--context", type=read_counts, metavar="N,N", help="tokens in the cache, or in a prompt"
     )
-    parser.add_argument("--repeats", type=read_count, default=20, metavar="N", help="timed runs of a shape")
+    parser.add_argument("--repeats", type=read_count, metavar="N", help="timed runs of a shape")
     parser.add_argument("--warmup", type=read_count, default=3, metavar="N", help="runs before these")
     parser.add_argument("--sampled", action="store_true", help="draw with temperature, top_k and top_p")
     parser.add_argument("--breakdown", action="store_true", help="time a step's kernels too (GPU)")
     parser.add_argument("--json", metavar="FILE", help="write the JSON object to this file too")
     # The shapes that are timed decide how many rows and tokens the engine needs room for.
-    add_flags(parser, EngineConfig, title="the engine", skip=("max_rows", "max_model_len", "prefix_cache"))
+    add_flags(parser, EngineConfig, title="the engine", skip=bench_serve.SERVER_FLAGS)
+    bench_serve.add_arguments(parser)
+    parser.set_defaults(**OWN_DEFAULTS)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.what == "serve":
+        for name, default in OWN_DEFAULTS.items():
+            if getattr(arguments, name) != default:
+                raise ConfigError(f"bench serve has no flag --{name}", "It belongs to the other benches.")
+        return bench_serve.run(arguments)
+    bench_serve.refuse_flags(arguments)
     _check_shapes(arguments)
     settings = read_settings(EngineConfig, arguments)
     settings["max_rows"] = max(arguments.batch)
@@ -96,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     bench = Bench(engine, roofline, measure_limits(engine), arguments.warmup, arguments.repeats)
     sampling = SAMPLED if arguments.sampled else SamplingParams()
     measurements, breakdowns = [], []
-    title = f"{arguments.what}: {source.name}, {info.dtype}, {_gpu_name(engine) or _cpu_name()}"
+    title = f"{arguments.what}: {source.name}, {info.dtype}, {_gpu_name(engine) or birth.cpu_name()}"
     for context, batch in itertools.product(arguments.context, arguments.batch):
         found = None
         if arguments.what == "prefill":
@@ -142,20 +143,11 @@ def _report(
     difference: float,
     measurements: list[Measurement],
 ) -> dict[str, Any]:
-    import torch
-
     info, limits = bench.engine.engine.info, bench.limits
     return {
         "bench": arguments.what,
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "version": __version__,
-        "commit": _commit(),
-        "host": platform.node(),
-        "cpu": _cpu_name(),
-        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        **birth.certificate(),
         "gpu": _gpu_name(bench.engine),
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
         "model": info.model_name,
         "dtype": info.dtype,
         "random_weights": config.random_weights,
@@ -174,26 +166,3 @@ def _gpu_name(engine: DirectEngine) -> str | None:
     import torch
 
     return torch.cuda.get_device_name(engine.engine.info.device) if is_on_gpu(engine) else None
-
-
-def _commit() -> str | None:
-    """Of the checkout this code runs from, with a + when files differ from it; None outside of one."""
-    folder = Path(__file__).resolve().parent
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], cwd=folder, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

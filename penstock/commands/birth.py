@@ -1,0 +1,63 @@
+"""Where and when a number was born: what every report of a measurement says of its code and its machine."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from penstock import __version__
+
+
+def certificate() -> dict[str, Any]:
+    """The fields that all reports begin with; torch is named without importing it."""
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+        "commit": _commit(),
+        "host": platform.node(),
+        "cpu": cpu_name(),
+        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch": importlib.metadata.version("torch"),
+        "python": sys.version.split()[0],
+    }
+
+
+def _commit() -> str | None:
+    """Of the checkout this code runs from, with a + when files differ from it; None outside of one."""
+    folder = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", *words], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def gpu_name() -> str | None:
+    """Of the machine's first GPU, asked of the driver: a benchmark's client must not open the device."""
+    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        names = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout.split(
+            "\n"
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return names[0].strip() or None

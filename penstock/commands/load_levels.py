@@ -1,0 +1,145 @@
+"""What `penstock bench serve` can be asked to send: settings, their contradictions, the levels they mean."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config import setting
+from penstock.errors import ConfigError
+from penstock.eval.sized_prompts import PromptMaker
+from penstock.eval.traces import Arrival, Clamp, poisson_arrivals, read_trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSettings:
+    """What is sent, and when."""
+
+    base_url: str | None = setting(None, "a running server (default: one is started with the engine's flags)")
+    concurrency: tuple[int, ...] = setting(
+        (1, 2, 4, 8), "requests at a time, one level each; 0 is all at once (default: 1,2,4,8)"
+    )
+    requests: int = setting(64, "in a level")
+    input_len: int = setting(1024, "tokens of a prompt, chat template included")
+    output_len: int = setting(1024, "tokens of a reply")
+    shared_prefix: int = setting(0, "tokens of text that all prompts begin with")
+    rate: float | None = setting(None, "requests a second at random times instead; inf is all at once")
+    trace: str | None = setting(None, "replay a trace instead: Azure's CSV or Mooncake's JSON lines")
+    speedup: float = setting(1.0, "of the trace's clock")
+    limit: int | None = setting(None, "requests of the trace to send (default: all)")
+    max_input_len: int | None = setting(
+        None, "cut the trace's longer prompts (default: what the server takes)"
+    )
+    max_output_len: int | None = setting(None, "cut the trace's longer replies (default: no)")
+    seed: int = setting(0, "of prompts and random times")
+    timeout: float = setting(300.0, "seconds after which a request has failed")
+    clients: int = setting(1, "processes that send")
+    body: str = setting("", 'fields for every request, as JSON: {"temperature": 0.7}')
+    plot: str | None = setting(None, "draw throughput and latency by level into this file (matplotlib)")
+
+    def __post_init__(self) -> None:
+        least = {"requests": 1, "input_len": 1, "output_len": 1, "limit": 1, "clients": 1, "shared_prefix": 0}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if value is not None and value < smallest:
+                raise ConfigError(f"{flag_name(name)} is {value}", f"It must be {smallest} or more.")
+        for name in ("rate", "speedup", "timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{flag_name(name)} is {value:g}", "It must be more than 0.")
+        if min(self.concurrency) < 0:
+            raise ConfigError(f"--concurrency has {min(self.concurrency)}", "It must be 0 or more.")
+
+    @property
+    def extra_fields(self) -> dict[str, Any]:
+        try:
+            fields = json.loads(self.body or "{}")
+        except ValueError as error:
+            raise ConfigError(f"--body is not JSON: {self.body!r}", f"{error}.") from error
+        if not isinstance(fields, dict):
+            raise ConfigError(f"--body is {self.body!r}", 'It must be an object, such as {"top_p": 0.8}.')
+        return fields
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One load: its arrivals, and how many may run at a time (0: however many have come)."""
+
+    name: str
+    short_name: str
+    concurrency: int
+    rate: float | None
+    arrivals: list[Arrival]
+
+
+def flag_name(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def refuse_contradictions(given: Mapping[str, Any]) -> None:
+    """A flag that another one makes meaningless is a mistake, not a detail."""
+    beside = {
+        "trace": ("rate", "concurrency", "requests", "input_len", "output_len", "shared_prefix"),
+        "rate": ("concurrency",),
+    }
+    for name, others in beside.items():
+        for other in others:
+            if name in given and other in given:
+                raise ConfigError(
+                    f"{flag_name(name)} and {flag_name(other)} are both given", "They exclude each other."
+                )
+    for name in ("speedup", "limit", "max_input_len", "max_output_len"):
+        if name in given and "trace" not in given:
+            raise ConfigError(f"{flag_name(name)} is given without --trace", "It is about a trace.")
+
+
+def plan_levels(
+    settings: LoadSettings, prompts: PromptMaker, max_model_len: int | None
+) -> tuple[list[Level], int]:
+    """The levels, and how many requests of a trace had to change their length."""
+    if settings.trace:
+        path = Path(settings.trace).expanduser()
+        recorded = read_trace(path, speedup=settings.speedup, limit=settings.limit)
+        clamp = Clamp(prompts.min_len, settings.max_input_len, settings.max_output_len, max_model_len)
+        arrivals = [clamp.apply(arrival) for arrival in recorded]
+        num_clamped = sum(before != after for before, after in zip(recorded, arrivals))
+        return [Level(path.name, "trace", 0, None, arrivals)], num_clamped
+    if settings.shared_prefix >= settings.input_len - prompts.num_template_tokens:
+        raise ConfigError(
+            f"--shared-prefix is {settings.shared_prefix} of {settings.input_len} tokens",
+            f"The chat template takes {prompts.num_template_tokens}, and prompts must differ in the rest.",
+        )
+    lengths = (settings.input_len, settings.output_len)
+    if settings.rate and settings.rate != math.inf:
+        arrivals = poisson_arrivals(settings.requests, settings.rate, *lengths, settings.seed)
+        return [Level(f"{settings.rate:g} a second", f"{settings.rate:g}/s", 0, settings.rate, arrivals)], 0
+    at_once = [Arrival(0.0, *lengths)] * settings.requests
+    concurrencies = (0,) if settings.rate else settings.concurrency
+    names = {c: (f"{c} at a time", str(c)) if c else ("all at once", "all") for c in concurrencies}
+    return [Level(*names[c], c, None, at_once) for c in concurrencies], 0
+
+
+def load_in_words(settings: LoadSettings, num_clamped: int) -> str:
+    if settings.trace:
+        cut = f", {num_clamped} with another length than recorded" if num_clamped else ""
+        return f"{settings.speedup:g} x the speed of the trace{cut}"
+    return f"{settings.requests} requests of {settings.input_len:,} + {settings.output_len:,} tokens"
+
+
+def load_fields(settings: LoadSettings) -> dict[str, Any]:
+    """The settings that shaped the load; not those that name files to write."""
+    shared = {"seed": settings.seed, "timeout_s": settings.timeout, "clients": settings.clients}
+    if settings.trace:
+        names = ["speedup", "limit", "max_input_len", "max_output_len"]
+    else:
+        names = ["requests", "input_len", "output_len", "shared_prefix"]
+    return {
+        "trace": Path(settings.trace).name if settings.trace else None,
+        **{name: getattr(settings, name) for name in names},
+        **shared,
+        "body": settings.extra_fields,
+    }

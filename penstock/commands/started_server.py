@@ -1,0 +1,98 @@
+"""A `penstock serve` of our own for as long as a measurement lasts: started, awaited, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import PenstockError
+from penstock.http_client import HttpClient
+from penstock.progress import OnPhase, Phase, timed
+
+STOP_TIMEOUT_S = 40.0  # more than the server gives its running replies
+POLL_S = 0.05
+HEALTH_TIMEOUT_S = 10.0
+_ADDRESS = re.compile(r"listening\s.*(https?://\S+)")
+
+
+@dataclass(frozen=True, slots=True)
+class StartedServer:
+    url: str
+    start_to_ready_s: float
+
+
+class _Said:
+    """What the server says on stderr: read all the time, or it would stop at a full pipe."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.last_lines: deque[str] = deque(maxlen=20)
+        self.url = ""
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.last_lines.append(line.rstrip())
+            if found := _ADDRESS.match(line):
+                self.url = found[1]
+
+    def failure(self) -> PenstockError:
+        """Its own three lines, if it left any."""
+        self._reading.join(timeout=5.0)
+        lines = list(self.last_lines)
+        errors = [place for place, line in enumerate(lines) if line.startswith("error: ")]
+        said = lines[errors[-1] :] if errors else lines[-3:]
+        what, *rest = [line.removeprefix("error: ").strip() for line in said] or ["It said nothing"]
+        return PenstockError(
+            f"The server ended before it was ready: {what}",
+            " ".join(rest),
+            f"It was started with {' '.join(map(str, self._process.args[1:]))}.",  # type: ignore[index]
+        )
+
+
+@contextlib.contextmanager
+def started_server(words: Sequence[str], on_phase: OnPhase) -> Iterator[StartedServer]:
+    """Runs `penstock serve` with these flags on a free port; yields when /health says that it is ready."""
+    command = [sys.executable, "-m", "penstock", "serve", "--host", "127.0.0.1", "--port", "0", *words]
+    started_s = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        said = _Said(process)
+        with timed("server", on_phase) as report:
+            while not _is_ready(said.url):
+                if process.poll() is not None:
+                    raise said.failure()
+                report(Phase("server", said.last_lines[-1] if said.last_lines else ""))
+                time.sleep(POLL_S)
+            report(Phase("server", f"ready at {said.url}"))
+        yield StartedServer(said.url, time.monotonic() - started_s)
+    finally:
+        _stop(process)
+
+
+def _is_ready(url: str) -> bool:
+    if not url:
+        return False
+    try:
+        return HttpClient(url, timeout_s=HEALTH_TIMEOUT_S).read("GET", "/health")[0] == 200
+    except PenstockError:
+        return False
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,59 @@
+"""How the requests of a load are spelled: streamed chat completions of an exact length, as JSON bodies.
+
+Also asks the server what such requests need to know first: its model, its limit, and how it counts tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.http_client import HttpClient
+
+
+class ChatRequests:
+    """A server's chat completions, with the fields that every request of a load has."""
+
+    def __init__(self, base_url: str, model: str = "", *, extra: Mapping[str, Any], timeout_s: float) -> None:
+        self._client = HttpClient(base_url, timeout_s=timeout_s)
+        self.model = model or self._client.first_model()
+        self._extra = dict(extra)
+
+    def max_model_len(self) -> int | None:
+        """The longest context, where the server's list of models says it."""
+        listed = self._client.json("GET", "/v1/models")
+        cards = listed.get("data") if isinstance(listed, dict) else None
+        for card in cards or ():
+            if isinstance(card, dict) and card.get("id") == self.model:
+                limit = card.get("max_model_len")
+                return limit if isinstance(limit, int) else None
+        return None
+
+    def body(self, prompt: str, num_output_tokens: int) -> bytes:
+        """Greedy unless the extra fields say otherwise; only its limit ends a reply."""
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        length = {"max_tokens": num_output_tokens, "ignore_eos": True}
+        return json.dumps(self._fields(prompt) | length | stream | self._extra).encode()
+
+    def count_tokens(self, prompt: str) -> int:
+        """The length of a prompt as the server counts it, chat template included: asks for one token."""
+        answer = self._client.json(
+            "POST", "/v1/chat/completions", self._fields(prompt) | self._extra | {"max_tokens": 1}
+        )
+        try:
+            return int(answer["usage"]["prompt_tokens"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise PenstockError(
+                f"{self._client.base_url} does not say how many tokens a prompt has",
+                f"There is no usage.prompt_tokens in {json.dumps(answer)[:200]}.",
+                "Point --base-url at a server of the OpenAI API.",
+            ) from error
+
+    def _fields(self, prompt: str) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0,
+        }

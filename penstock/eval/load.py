@@ -1,0 +1,241 @@
+"""Puts load on a server and keeps what its clients saw: c requests at a time, or each at its own time.
+
+The load comes from processes of their own (`LoadClients`), which do nothing else while they measure: no bar
+is drawn, no JSON read and no garbage collected beside the clock. What is asked, and what the replies are
+worth, is for the caller to know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import multiprocessing
+import resource
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+import uvloop
+
+from penstock.errors import PenstockError
+from penstock.eval.stream_client import RawAnswer, StreamedReply, Target, exchange, read_answer
+
+HEAD_START_S = 0.05  # between the word and the first request, so that all clients begin together
+PROGRESS_EVERY_S = 0.25
+MIN_HANGING = 3  # so many timeouts in a row, and at least one for each place, and the rest is not sent
+GIVEN_UP = "Not sent: the requests before it had hung."
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request to send: a JSON body that asks for a stream with usage, and when, counted from the start."""
+
+    body: bytes
+    at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    num_done: int
+    num_failed: int  # by transport or timeout; the rest is known at the end
+    num_pieces: int  # of answers that have arrived, about one a token
+    elapsed_s: float
+
+
+OnProgress = Callable[[LoadProgress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """The replies, in the order of their jobs, and whether the clients kept up."""
+
+    replies: list[StreamedReply]
+    max_lag_s: float  # by which a request left later than its job said
+    client_cpu: float  # of one core, the busiest client's share
+
+    @property
+    def wall_s(self) -> float:
+        """From the first request to the last end."""
+        started = min(reply.started_s for reply in self.replies)
+        return max(reply.ended_s for reply in self.replies) - started
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one client process does of a load."""
+
+    target: Target
+    requests: list[bytes]
+    at_s: list[float]
+    max_at_once: int | None  # None: every request at its time, however many run
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _PartResult:
+    replies: list[StreamedReply]
+    max_lag_s: float
+    cpu: float
+
+
+class LoadClients:
+    """Client processes that wait for a load. A context: they end with it."""
+
+    def __init__(self, num_clients: int = 1) -> None:
+        spawning = multiprocessing.get_context("spawn")
+        self._counts = [spawning.RawArray("q", 3) for _ in range(num_clients)]
+        self._pipes: list[Connection[Any, Any]] = []
+        self._processes = []
+        for counts in self._counts:
+            ours, theirs = spawning.Pipe()
+            process = spawning.Process(target=_serve_loads, args=(theirs, counts), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> LoadClients:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process, pipe in zip(self._processes, self._pipes):
+            process.terminate()
+            process.join()
+            pipe.close()
+
+    def run(
+        self,
+        target: Target,
+        jobs: Sequence[Job],
+        *,
+        concurrency: int | None,
+        timeout_s: float,
+        on_progress: OnProgress = lambda progress: None,
+    ) -> LoadResult:
+        """Sends every job: `concurrency` at a time, or with None each at its own time.
+
+        A request that fails is a reply with an error; nothing that a server does raises.
+        """
+        num_clients = min(len(self._pipes), len(jobs), concurrency or len(jobs))
+        requests = [target.encode_request(job.body) for job in jobs]
+        times = [job.at_s for job in jobs]
+        for client, pipe in enumerate(self._pipes[:num_clients]):
+            mine = slice(client, None, num_clients)
+            places = None if concurrency is None else _share(concurrency, client, num_clients)
+            pipe.send(_Part(target, requests[mine], times[mine], places, timeout_s))
+        for client in range(num_clients):
+            self._hear(client)  # it has its part, however long that took
+            self._counts[client][:] = [0, 0, 0]
+        start_s = time.monotonic() + HEAD_START_S
+        for pipe in self._pipes[:num_clients]:
+            pipe.send(start_s)
+        parts = self._await_parts(num_clients, start_s, on_progress)
+        replies: list[Any] = [None] * len(jobs)
+        for client, result in enumerate(parts):
+            replies[client::num_clients] = result.replies
+        return LoadResult(
+            replies, max(result.max_lag_s for result in parts), max(result.cpu for result in parts)
+        )
+
+    def _await_parts(self, num_clients: int, start_s: float, on_progress: OnProgress) -> list[_PartResult]:
+        waiting: dict[Any, int] = {pipe: client for client, pipe in enumerate(self._pipes[:num_clients])}
+        results: dict[int, _PartResult] = {}
+        while waiting:
+            for pipe in wait(list(waiting), timeout=PROGRESS_EVERY_S):
+                client = waiting.pop(pipe)
+                results[client] = self._hear(client)
+            num_done, num_failed, num_pieces = (sum(column) for column in zip(*self._counts[:num_clients]))
+            on_progress(LoadProgress(num_done, num_failed, num_pieces, time.monotonic() - start_s))
+        return [results[client] for client in range(num_clients)]
+
+    def _hear(self, client: int) -> Any:
+        try:
+            return self._pipes[client].recv()
+        except EOFError as error:
+            raise PenstockError(
+                "A client process ended in the middle of a load",
+                f"Its exit code is {self._processes[client].exitcode}.",
+            ) from error
+
+
+def _share(total: int, client: int, num_clients: int) -> int:
+    return total // num_clients + (client < total % num_clients)
+
+
+def _serve_loads(pipe: Connection[Any, Any], counts: Any) -> None:
+    """The life of a client process: parts in, results out, until it is ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for our parent, who then ends us
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    with contextlib.suppress(EOFError):
+        while True:
+            part: _Part = pipe.recv()
+            pipe.send(None)
+            pipe.send(_run_part(part, pipe.recv(), counts))
+
+
+def _run_part(part: _Part, start_s: float, counts: Any) -> _PartResult:
+    gc.collect()
+    gc.disable()  # a collection among a million pieces would be a gap between tokens
+    cpu_s, began_s = time.process_time(), time.monotonic()
+    answers = uvloop.run(_Sending(part, start_s, counts).send_all())
+    cpu = (time.process_time() - cpu_s) / (time.monotonic() - began_s)
+    gc.enable()
+    lags = [answer.started_s - start_s - at_s for answer, at_s in zip(answers, part.at_s, strict=True)]
+    max_lag_s = max(lags) if part.max_at_once is None else 0.0
+    return _PartResult([read_answer(answer) for answer in answers], max_lag_s, cpu)
+
+
+class _Sending:
+    """One part of a load on its way."""
+
+    def __init__(self, part: _Part, start_s: float, counts: Any) -> None:
+        self._part = part
+        self._start_s = start_s
+        self._counts = counts  # done, failed, pieces: memory that the parent reads
+        self._answers: list[RawAnswer | None] = [None] * len(part.requests)
+        self._num_hanging = 0  # timeouts since the last answer that ended
+
+    async def send_all(self) -> list[RawAnswer]:
+        part = self._part
+        await asyncio.sleep(self._start_s - time.monotonic())
+        if part.max_at_once is None:
+            await self._send_on_time()
+        else:
+            numbers = iter(range(len(part.requests)))  # shared: each place takes the next one
+
+            async def work() -> None:
+                for number in numbers:
+                    await self._send(number)
+
+            await asyncio.gather(*(work() for _ in range(part.max_at_once)))
+        return [answer for answer in self._answers if answer is not None]
+
+    async def _send_on_time(self) -> None:
+        async with asyncio.TaskGroup() as sending:
+            for number, at_s in enumerate(self._part.at_s):
+                if (delay_s := self._start_s + at_s - time.monotonic()) > 0:
+                    await asyncio.sleep(delay_s)
+                sending.create_task(self._send(number))
+
+    async def _send(self, number: int) -> None:
+        part = self._part
+        if part.max_at_once is not None and self._num_hanging >= max(MIN_HANGING, part.max_at_once):
+            now_s = time.monotonic()
+            answer = RawAnswer(now_s, now_s, failure=GIVEN_UP)
+        else:
+            answer = await exchange(part.target, part.requests[number], part.timeout_s, self._note_piece)
+            self._num_hanging = self._num_hanging + 1 if answer.is_timeout else 0
+        self._answers[number] = answer
+        self._counts[0] += 1
+        self._counts[1] += bool(answer.failure) or answer.status != 200
+
+    def _note_piece(self) -> None:
+        self._counts[2] += 1

@@ -1,0 +1,138 @@
+"""Counts tokens again that a server has counted: with the model's tokenizer.json and its chat template.
+
+Nothing here is shared with any server's code, ours included: a judge that counts with the same functions as
+the judged would find the same mistakes right.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import minijinja
+import tokenizers
+
+from penstock.errors import PenstockError
+
+TEMPLATE = "chat"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what half a character decodes to
+
+
+@dataclass(frozen=True, slots=True)
+class Recount:
+    """Tokens of a reply: as the server claims and as its text gives, an end of turn included if it had one."""
+
+    claimed: int
+    counted: int
+
+    @property
+    def verified(self) -> int:
+        """What both agree on."""
+        return min(self.claimed, self.counted)
+
+    @property
+    def is_off(self) -> bool:
+        """A model may write in other pieces than a tokenizer would; a few tokens in a hundred are its own."""
+        return abs(self.claimed - self.counted) > max(2, 0.03 * self.counted)
+
+
+class TokenCounter:
+    """A tokenizer and, where the folder has one, a chat template, with thinking off."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, template: minijinja.Environment | None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        added = tokenizer.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=False)
+
+    @classmethod
+    def load(cls, path: str) -> TokenCounter:
+        """Of a folder with tokenizer.json, or of that file; the template stands beside it."""
+        given = Path(path).expanduser()
+        file = given / "tokenizer.json" if given.is_dir() else given
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception for everything
+            raise PenstockError(
+                f"--tokenizer {path} cannot be read",
+                f"{file}: {error}.",
+                "Name the folder of the model that is served, with its tokenizer.json.",
+            ) from error
+        return cls(tokenizer, _load_template(file.parent))
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def is_plain(self, token_id: int) -> bool:
+        """Whether it stands for whole characters of ordinary text: neither a control token nor a fragment."""
+        if token_id in self._added_ids:
+            return False
+        text = self.decode([token_id])
+        return bool(text) and REPLACEMENT not in text and text.isprintable()
+
+    def count_text(self, text: str) -> int:
+        return len(self.encode(text))
+
+    def count_prompt(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        """Tokens of the whole prompt, the opening of the reply included; the bare text without a template."""
+        if self._template is None:
+            return sum(self.count_text(str(message["content"])) for message in messages)
+        text = self._template.render_template(
+            TEMPLATE, messages=list(messages), add_generation_prompt=True, enable_thinking=False
+        )
+        return self.count_text(text)
+
+    def recount(self, text: str, claimed: int, finish_reason: str) -> Recount:
+        """A turn that ended by itself has a token more than its text, which a server may count or not."""
+        counted = self.count_text(text)
+        has_end = finish_reason == "stop" and claimed > counted
+        return Recount(claimed, counted + has_end)
+
+
+def _load_template(folder: Path) -> minijinja.Environment | None:
+    config: dict[str, Any] = {}
+    if (file := folder / "tokenizer_config.json").is_file():
+        config = json.loads(file.read_text(encoding="utf-8"))
+    if (file := folder / "chat_template.jinja").is_file():
+        source = file.read_text(encoding="utf-8")
+    elif isinstance(config.get("chat_template"), str):
+        source = config["chat_template"]
+    else:
+        return None
+    special = {
+        name: token["content"] if isinstance(token, dict) else token
+        for name, token in config.items()
+        if name.endswith("_token") and isinstance(token, str | dict)
+    }
+    environment = minijinja.Environment(
+        globals={**special, "raise_exception": _refuse, "strftime_now": _format_now},
+        filters={"tojson": lambda value, **options: json.dumps(value, ensure_ascii=False)},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        pycompat=True,
+    )
+    try:
+        environment.add_template(TEMPLATE, source)
+    except minijinja.TemplateError as error:
+        raise PenstockError(f"The chat template in {folder} cannot be compiled", f"{error}.") from error
+    return environment
+
+
+def _refuse(message: str) -> None:
+    raise PenstockError("The chat template refused the messages", str(message))
+
+
+def _format_now(form: str) -> str:
+    return datetime.now().strftime(form)

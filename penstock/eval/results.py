@@ -1,0 +1,89 @@
+"""How a measurement reaches its reader: bars while it runs, a table, one JSON line last, and the file of it.
+
+Where bars are drawn and what is known of this machine is given by the command that runs a measurement.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.progress import OnPhase
+
+Bars = Callable[[], AbstractContextManager[OnPhase]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """Whom a measurement tells what: `bars` opens a place for phases, `origin` begins every JSON line."""
+
+    bars: Bars
+    origin: Mapping[str, Any]
+
+    def deliver(self, fields: Mapping[str, Any], output: str | None) -> None:
+        """Prints the JSON line and, where a file was asked for, writes it there as well."""
+        line = json.dumps({**fields, **self.origin})
+        if output:
+            Path(output).expanduser().write_text(line + "\n", encoding="utf-8")
+        print(line, flush=True)
+
+
+def prepare_output(output: str | None) -> None:
+    """Finds out before a long measurement, not after it, that its file cannot be written."""
+    if not output:
+        return
+    file = Path(output).expanduser()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be written", f"{error}.") from error
+
+
+def read_results(flag: str, path: str) -> dict[str, Any]:
+    """A file that one of the measurements wrote, or one that looks like it."""
+    try:
+        fields = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PenstockError(f"{flag} {path} cannot be read", f"{type(error).__name__}: {error}.") from error
+    if not isinstance(fields, dict):
+        raise PenstockError(f"{flag} {path} holds no results", f"It is a JSON {type(fields).__name__}.")
+    return fields
+
+
+def read_fields(flag: str, text: str) -> dict[str, Any]:
+    """A flag's JSON object, such as fields for every request."""
+    try:
+        fields = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(f"{flag} is {text!r}", f"It is not JSON: {error}.") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{flag} is {text!r}", "It must be a JSON object.")
+    return fields
+
+
+def require_at_least(least: int, **counts: int) -> None:
+    for name, value in counts.items():
+        if value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}", f"It must be {least} or more.")
+
+
+def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Plain text for people and logs alike: the first column left, the others right."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    lines = []
+    for cells in (columns, ["-" * width for width in widths], *rows):
+        first, *others = zip(cells, widths)
+        aligned = [f"{cell:>{width}}" for cell, width in others]
+        lines.append("  ".join([f"{first[0]:<{first[1]}}", *aligned]).rstrip())
+    return "\n".join(lines)
+
+
+def percent(part: float | None, whole: float | None) -> str:
+    return f"{part / whole:.1%}" if part is not None and whole else "-"

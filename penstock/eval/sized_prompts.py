@@ -1,0 +1,137 @@
+"""Prompts of an exact length in tokens, as the server itself counts them, and no two that begin alike.
+
+Made of a letter and common words, of which nearly every tokenizer makes one token each. A few probes,
+requests for one token whose usage is read, find the words for which this server's does, and what its
+chat template adds. A seed gives the same prompts again. Knows no tokenizer: only counts that a server sent.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.eval.traces import BLOCK_TOKENS
+
+CountTokens = Callable[[str], int]  # the prompt tokens of a chat whose only message this is
+
+LETTERS = string.ascii_uppercase + string.ascii_lowercase
+_COMMON = """
+about account after again all already and another answer are around back ball bank bed best bird block boat
+book box bread break bring brother bus but call can car care cat check child city class clean clock close
+code come corner cost count cup current dark date day did dog done door down each early end engine evening
+event every extra far file film final first fish food for friend from game garden glass goal group half hall
+have help her here his hold home hour house how into its just keep kitchen know language late learn leave
+left letter library light like list little live long machine made make man many market meeting model money
+month more morning much must name need never new next night not note nothing now number off office old one
+only open option order other out over own pass past path people person phone place play port price problem
+program project question rain read report rest result room run same say school second sell send server set
+she shop short should show single sister size small some song spot step still stock store story street table
+take talk team tell test text than that the them then there they this three through time token too total
+town train two use value very wall want was water way weather week well went what where which who will
+window with word work world write you your
+"""
+WORDS = tuple(_COMMON.split())
+MIN_WORDS, ENOUGH_WORDS = 16, 64
+MAX_PROBES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMaker:
+    """Makes prompts for one server. `is_exact` is whether its tokenizer lets lengths be hit."""
+
+    num_template_tokens: int
+    words: tuple[str, ...]
+    tokens_per_word: float
+    num_probes: int
+    seed: int
+
+    @property
+    def is_exact(self) -> bool:
+        return self.tokens_per_word == 1
+
+    @property
+    def min_len(self) -> int:
+        return self.num_template_tokens + 1
+
+    def make(self, index: int, num_tokens: int, *, num_shared: int = 0) -> str:
+        """The prompt with this number; those with other numbers differ from the first token on.
+
+        More exactly: within two tokens, and among 52 in a row within one. `num_shared` tokens may go
+        before that, equal in all prompts.
+        """
+        num_units = self._num_units(num_tokens)
+        rng = Random(f"{self.seed}-{index}")
+        if num_shared:
+            shared = self._units(Random(f"{self.seed}-shared"), num_shared)
+            units = [*shared, *self._number_as_words(index), *rng.choices(self.words, k=num_units)]
+        else:
+            letters = Random(f"{self.seed}-letters").sample(LETTERS, len(LETTERS))
+            turn, place = divmod(index, len(letters))
+            units = [letters[place], *self._number_as_words(turn), *rng.choices(self.words, k=num_units)]
+        return " ".join(units[:num_units])
+
+    def make_of_blocks(self, block_ids: Sequence[int], num_tokens: int) -> str:
+        """A prompt that begins as every other one whose leading block ids are the same."""
+        units: list[str] = []
+        for place, block in enumerate(block_ids):
+            rng = Random(f"{self.seed}-block-{block}")
+            units += self._units(rng, BLOCK_TOKENS) if not place else rng.choices(self.words, k=BLOCK_TOKENS)
+        return " ".join(units[: self._num_units(num_tokens)])
+
+    def _num_units(self, num_tokens: int) -> int:
+        if num_tokens < self.min_len:
+            raise ConfigError(
+                f"A prompt of {num_tokens} tokens is too short",
+                f"The server's chat template alone takes {self.num_template_tokens}.",
+                f"Ask for {self.min_len} or more.",
+            )
+        return max(1, round((num_tokens - self.num_template_tokens - 1) / self.tokens_per_word) + 1)
+
+    def _units(self, rng: Random, num_units: int) -> list[str]:
+        return [rng.choice(LETTERS), *rng.choices(self.words, k=num_units - 1)]
+
+    def _number_as_words(self, number: int) -> list[str]:
+        """Different numbers in different words, the lowest digit first: the first word differs soonest."""
+        words = Random(f"{self.seed}-words").sample(self.words, len(self.words))
+        spelt = [words[number % len(words)]]
+        while number := number // len(words):
+            spelt.append(words[number % len(words)])
+        return spelt
+
+
+def fit_prompts(count_tokens: CountTokens, seed: int) -> PromptMaker:
+    """Learns by probing which words the server counts as one token each, and what its template adds."""
+    num_probes = 0
+
+    def excess(words: Sequence[str]) -> int:
+        """How many tokens these take beyond one each."""
+        nonlocal num_probes
+        num_probes += 1
+        return count_tokens(" ".join((LETTERS[0], *words))) - num_alone - len(words)
+
+    num_alone = count_tokens(LETTERS[0])
+    if num_alone < 1:
+        raise PenstockError(
+            "The server counts no tokens in a prompt",
+            f"Its usage said {num_alone} prompt tokens.",
+            "Lengths cannot be measured against it.",
+        )
+    total_excess = excess(WORDS)
+    words = list(WORDS) if total_excess == 0 else []
+    # Groups that are not all single tokens are halved, the largest first; one probe tells about both halves.
+    groups = [(WORDS, total_excess)] if total_excess else []
+    while groups and len(words) < ENOUGH_WORDS and num_probes < MAX_PROBES:
+        group, group_excess = groups.pop(0)
+        left, right = group[: len(group) // 2], group[len(group) // 2 :]
+        left_excess = excess(left)
+        for half, half_excess in ((left, left_excess), (right, group_excess - left_excess)):
+            if half_excess == 0:
+                words += half
+            elif len(half) > 1:
+                groups.append((half, half_excess))
+    if len(words) >= MIN_WORDS:
+        return PromptMaker(num_alone - 1, tuple(words), 1.0, num_probes + 1, seed)
+    return PromptMaker(num_alone - 1, WORDS, 1 + total_excess / len(WORDS), num_probes + 1, seed)

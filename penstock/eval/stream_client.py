@@ -1,0 +1,297 @@
+"""One streamed request over a raw socket: bytes out, and every piece of the answer with the time it came.
+
+While a load runs, the reading side only parses HTTP (in C) and notes (time, piece); what the pieces say is
+read afterwards, by `read_answer`. So one core follows tens of thousands of events a second without being what
+is measured. Every request has a connection of its own, and its clock starts before that is opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import socket
+import ssl
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from penstock.errors import PenstockError
+
+CONNECT_TIMEOUT_S = 10.0
+MAX_MESSAGE_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server of the OpenAI API: its address, resolved once, and the path of its chat completions."""
+
+    address: str
+    port: int
+    host: str
+    path: str
+    is_https: bool
+
+    @classmethod
+    def of(cls, base_url: str) -> Target:
+        """Of the addresses a name has, the first that lets us in."""
+        url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
+        is_https = url.scheme == "https"
+        host, port = url.hostname or "127.0.0.1", url.port or (443 if is_https else 80)
+        path = url.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+        try:
+            # A name may stand for several addresses of which only some answer, as localhost often does.
+            with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S) as connection:
+                address = connection.getpeername()[0]
+        except OSError as error:
+            raise PenstockError(
+                f"Nothing answers at {base_url}",
+                f"{error}.",
+                "Start a server with `penstock serve`, or correct --base-url.",
+            ) from error
+        return cls(address, port, host, path, is_https)
+
+    def encode_request(self, body: bytes) -> bytes:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        head = (
+            f"POST {self.path} HTTP/1.1\r\n"
+            f"Host: {host}:{self.port}\r\n"
+            "Content-Type: application/json\r\n"
+            "Accept: text/event-stream\r\n"
+            "Connection: close\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+@dataclass(slots=True)
+class RawAnswer:
+    """What came back, unread. Times are of the system's monotonic clock, which all processes share."""
+
+    started_s: float
+    ended_s: float = 0.0
+    status: int = 0  # 0 when not even a status line came
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+    failure: str = ""  # of the transport; what the server says itself is read later
+    is_timeout: bool = False
+
+
+class _Exchange(asyncio.Protocol):
+    """Sends the request and notes what comes; `ended` is done when the answer or the connection ends."""
+
+    def __init__(self, request: bytes, answer: RawAnswer, on_piece: Callable[[], None]) -> None:
+        self._request = request
+        self._answer = answer
+        self._on_piece = on_piece
+        self._parser = httptools.HttpResponseParser(self)
+        self._now_s = 0.0
+        self.transport: asyncio.Transport | None = None
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are, without saying so
+        self.transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._now_s = time.monotonic()
+        self._on_piece()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(f"The answer is not HTTP: {error}.")
+
+    def on_headers_complete(self) -> None:
+        self._answer.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        self._answer.pieces.append((self._now_s, body))
+
+    def on_message_complete(self) -> None:
+        self._end()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._end(f"The connection broke: {error}." if error else "")
+
+    def _end(self, failure: str = "") -> None:
+        if not self.ended.done():
+            self._answer.failure = failure
+            self.ended.set_result(None)
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Read once: it takes longer than many a first token."""
+    return ssl.create_default_context()
+
+
+async def exchange(
+    target: Target, request: bytes, timeout_s: float, on_piece: Callable[[], None] = lambda: None
+) -> RawAnswer:
+    """Sends one encoded request and waits for the end of its answer. Never raises for what a server does."""
+    answer = RawAnswer(time.monotonic())
+    protocol = _Exchange(request, answer, on_piece)
+    security: dict[str, Any] = {}
+    if target.is_https:
+        security = {"ssl": _certificates(), "server_hostname": target.host}
+    try:
+        async with asyncio.timeout(timeout_s):
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: protocol, target.address, target.port, **security)
+            await protocol.ended
+    except TimeoutError:
+        answer.is_timeout = True
+        answer.failure = f"No end after {timeout_s:g} s."
+    except OSError as error:
+        answer.failure = f"No connection: {error}."
+    finally:
+        answer.ended_s = time.monotonic()
+        if protocol.transport is not None:
+            protocol.transport.abort()
+    return answer
+
+
+@dataclass(slots=True)
+class StreamedReply:
+    """A reply as its client saw it. When `error` is not empty nothing else of it should be counted."""
+
+    started_s: float
+    ended_s: float
+    error: str = ""
+    token_times_s: array[float] = field(default_factory=lambda: array("d"))  # of every event with text
+    text: str = ""
+    finish_reason: str = ""
+    num_prompt_tokens: int = 0  # this and the next two as the server counts them
+    num_completion_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """To the first text. None when there was none: tokens that a tokenizer does not know have no text."""
+        return self.token_times_s[0] - self.started_s if self.token_times_s else None
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended_s - self.started_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [after - before for before, after in itertools.pairwise(self.token_times_s)]
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds a token after the first; unlike gaps it does not depend on how tokens share events."""
+        if self.num_completion_tokens < 2 or len(self.token_times_s) < 2:
+            return None
+        return (self.token_times_s[-1] - self.token_times_s[0]) / (self.num_completion_tokens - 1)
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta = msgspec.field(default_factory=_Delta)
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: _Details | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_EVENTS = msgspec.json.Decoder(_Event)
+
+
+def read_answer(answer: RawAnswer) -> StreamedReply:
+    """What an answer says, and what is wrong with it if anything is."""
+    reply = StreamedReply(answer.started_s, answer.ended_s)
+    if answer.status not in (0, 200):
+        body = b"".join(piece for _, piece in answer.pieces)
+        reply.error = f"HTTP {answer.status}: {_message_in(body)}"
+        return reply
+    try:
+        is_done = _read_events(reply, answer.pieces)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        reply.error = f"An event is not a chat completion chunk: {error}."
+        return reply
+    if reply.error:
+        pass
+    elif answer.failure:
+        so_far = f" {len(reply.token_times_s)} events with text had come." if answer.status else ""
+        reply.error = answer.failure + so_far
+    elif not is_done:
+        reply.error = "The stream ended without [DONE]." if answer.status else "Hung up without an answer."
+    elif not reply.num_prompt_tokens:
+        reply.error = "The server sent no usage, so its tokens cannot be counted."
+    return reply
+
+
+def _read_events(reply: StreamedReply, pieces: Sequence[tuple[float, bytes]]) -> bool:
+    """Fills in what the events say; whether the last of them, [DONE], has come."""
+    texts = []
+    is_done = False
+    for time_s, line in _lines(pieces):
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            is_done = True
+            break
+        event = _EVENTS.decode(data)
+        if event.error is not None:
+            reply.error = f"The stream broke off: {_message_in(data)}"
+            break
+        for choice in event.choices:
+            delta = choice.delta
+            text = delta.content or delta.reasoning_content or delta.reasoning or ""
+            if text or delta.tool_calls:
+                reply.token_times_s.append(time_s)
+                texts.append(text)
+            reply.finish_reason = choice.finish_reason or reply.finish_reason
+        if event.usage is not None:
+            details = event.usage.prompt_tokens_details
+            reply.num_prompt_tokens = event.usage.prompt_tokens
+            reply.num_completion_tokens = event.usage.completion_tokens
+            reply.num_cached_tokens = (details.cached_tokens or 0) if details else 0
+    reply.text = "".join(texts)
+    return is_done
+
+
+def _lines(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+    """Whole lines, each with the time at which its end came."""
+    rest = b""
+    for time_s, piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield time_s, line
+
+
+def _message_in(body: bytes) -> str:
+    """A server's own words, from the error body of the API or from whatever it sent."""
+    try:
+        parsed = msgspec.json.decode(body)
+        error = parsed.get("error", parsed)
+        message = str(error.get("message", error) if isinstance(error, dict) else error)
+    except (msgspec.DecodeError, AttributeError):
+        message = body.decode(errors="replace")
+    return " ".join(message.split())[:MAX_MESSAGE_CHARS]

@@ -1,0 +1,105 @@
+"""When requests come and how long they are: recorded traces of real services, or chance.
+
+Reads two public formats: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) and Mooncake's JSON lines
+(timestamp in ms, input_length, output_length, and hash_ids that name shared blocks of the prompt). Knows
+lengths and times only; what the prompts say is not its business.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from penstock.errors import PenstockError
+
+BLOCK_TOKENS = 512  # of one hash id in a Mooncake trace
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request to come: when, counted from the first one, and its lengths in tokens."""
+
+    at_s: float
+    input_len: int
+    output_len: int
+    block_ids: tuple[int, ...] = ()  # prompts with equal leading ids begin alike, 512 tokens for each
+
+
+def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None) -> list[Arrival]:
+    """The first `limit` arrivals of a trace, in order of time, `speedup` times as fast as they were."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            first = file.readline()
+            file.seek(0)
+            rows = _read_json_lines(file) if first.startswith("{") else _read_csv(file)
+            recorded = list(itertools.islice(rows, limit))
+    except OSError as error:
+        raise PenstockError(f"Cannot read the trace {path}", f"{error.strerror or error}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise PenstockError(
+            f"{path} is not a trace that can be replayed",
+            f"{type(error).__name__}: {error}.",
+            "Give an Azure CSV (TIMESTAMP,ContextTokens,GeneratedTokens) or Mooncake JSON lines.",
+        ) from error
+    if not recorded:
+        raise PenstockError(f"{path} has no request in it")
+    recorded.sort(key=lambda arrival: arrival.at_s)
+    start_s = recorded[0].at_s
+    return [dataclasses.replace(arrival, at_s=(arrival.at_s - start_s) / speedup) for arrival in recorded]
+
+
+def _read_csv(file: Iterable[str]) -> Iterator[Arrival]:
+    for row in csv.DictReader(file):
+        time = datetime.datetime.fromisoformat(row["TIMESTAMP"]).replace(tzinfo=datetime.UTC)
+        yield Arrival(time.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+
+
+def _read_json_lines(file: Iterable[str]) -> Iterator[Arrival]:
+    for line in file:
+        row = json.loads(line)
+        blocks = tuple(row.get("hash_ids", ()))
+        yield Arrival(row["timestamp"] / 1e3, int(row["input_length"]), int(row["output_length"]), blocks)
+
+
+def poisson_arrivals(
+    num_requests: int, rate: float, input_len: int, output_len: int, seed: int
+) -> list[Arrival]:
+    """Requests that know nothing of each other, `rate` a second on average; inf is all at once."""
+    rng = Random(f"arrivals-{seed}")
+    arrivals = []
+    at_s = 0.0
+    for _ in range(num_requests):
+        arrivals.append(Arrival(at_s, input_len, output_len))
+        at_s += rng.expovariate(rate) if rate != math.inf else 0.0
+    return arrivals
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """What a server or a person allows: lengths outside of it are moved to its border."""
+
+    min_input: int
+    max_input: int | None = None
+    max_output: int | None = None
+    max_total: int | None = None  # input and output together
+
+    def apply(self, arrival: Arrival) -> Arrival:
+        output_len = max(1, arrival.output_len)
+        if self.max_output is not None:
+            output_len = min(output_len, self.max_output)
+        if self.max_total is not None:
+            output_len = min(output_len, self.max_total - self.min_input)
+        input_len = arrival.input_len
+        if self.max_input is not None:
+            input_len = min(input_len, self.max_input)
+        if self.max_total is not None:
+            input_len = min(input_len, self.max_total - output_len)
+        return dataclasses.replace(arrival, input_len=max(self.min_input, input_len), output_len=output_len)
