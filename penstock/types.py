@@ -13,11 +13,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from penstock.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20
+
+# What a grammar may cost, wherever one is compiled. In llguidance's own units: some 50,000 of initial fuel, 14,000
+# of step fuel or 20,000 items take a millisecond, and a lexer state one or two kB.
+GRAMMAR_LIMITS: Mapping[str, int] = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 200_000,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +53,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely ones'
     n: int = 1
+    grammar: str | None = None  # what the reply is held to, as penstock.text.grammar writes it
+    grammar_starts_after: tuple[int, ...] = ()  # free until one of these token ids came, as thinking ends
 
     def __post_init__(self) -> None:
         for name, lowest, highest in _RANGES:
@@ -57,6 +72,13 @@ class SamplingParams:
                     "Keys are token ids (0 or more) and values lie between -100 and 100.",
                     param="logit_bias",
                 )
+        if self.grammar is not None and self.min_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens} and the reply has a grammar",
+                "When the grammar is fulfilled only the end can follow.",
+                "Leave min_tokens out; ask for lengths in the grammar.",
+                param="min_tokens",
+            )
 
     @property
     def has_penalties(self) -> bool:
@@ -227,8 +249,8 @@ class StepOutput:
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+# Made and sent for every token: as a dataclass it would take eight times as long to make.
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """News of one request: tokens that were added and, at the end, why it ended."""
 
     request_id: str

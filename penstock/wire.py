@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import msgspec
 
@@ -121,7 +122,7 @@ def _check_length(num_bytes: int) -> None:
         )
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytes | bytearray) -> Any:
+def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytearray | memoryview) -> Any:
     try:
         return decoder.decode(payload)
     except msgspec.DecodeError as error:
@@ -142,6 +143,7 @@ class EngineChannel:
         return cls(connection)
 
     def send(self, message: FromEngine) -> None:
+        """Waits only for a server that is far behind: that is what keeps its memory bounded."""
         try:
             self._connection.sendall(encode_frame(message))
         except ConnectionError as error:
@@ -178,29 +180,64 @@ class EngineChannel:
         self._connection.close()
 
 
-class ServerChannel:
-    """The server's end, on asyncio streams."""
+class ServerChannel(asyncio.Protocol):
+    """The server's end: an asyncio protocol that hands messages over as they are read.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    It reads only as often as the loop comes round to it, so an engine that is faster than its server waits
+    in `send`.
+    """
+
+    def __init__(self, on_connect: Callable[[ServerChannel], None]) -> None:
+        self._on_connect = on_connect
+        self._take: Callable[[FromEngine], None] | None = None
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._unread = bytearray()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send(self, message: ToEngine) -> None:
-        """Never waits. What is said to an engine that is gone is dropped: `receive` tells of its end."""
-        if not self._writer.is_closing():
-            self._writer.write(encode_frame(message))
+        """Never waits. What is said to an engine that is gone is dropped: `listen` tells of its end."""
+        if not self._transport.is_closing():
+            self._transport.write(encode_frame(message))
 
-    async def receive(self) -> FromEngine | None:
-        """The next message; None when the engine is gone, even in the middle of a frame."""
-        try:
-            (num_bytes,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            _check_length(num_bytes)
-            payload = await self._reader.readexactly(num_bytes)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return None
-        message: FromEngine = _decode(self._decoder, payload)
-        return message
+    async def listen(self, take: Callable[[FromEngine], None]) -> None:
+        """Calls `take` with every message until the engine is gone, even in the middle of a frame."""
+        self._take = take
+        self.data_received(b"")  # what came before
+        await self._ended
 
     def close(self) -> None:
-        self._writer.close()
+        self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit from it
+        self._on_connect(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += data
+        if self._take is None or self._ended.done():
+            return
+        try:
+            with memoryview(self._unread) as unread:
+                num_taken = self._take_frames(unread, self._take)
+        except Exception as error:
+            self._ended.set_exception(error)
+            self._transport.abort()
+        else:
+            del self._unread[:num_taken]
+
+    def _take_frames(self, unread: memoryview, take: Callable[[FromEngine], None]) -> int:
+        """Hands over every message that is complete; gives the number of bytes they took."""
+        start = 0
+        while len(unread) - start >= _LENGTH.size:
+            (num_bytes,) = _LENGTH.unpack_from(unread, start)
+            _check_length(num_bytes)
+            end = start + _LENGTH.size + num_bytes
+            if len(unread) < end:
+                break
+            take(_decode(self._decoder, unread[start + _LENGTH.size : end]))
+            start = end
+        return start
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)

@@ -238,6 +238,8 @@ def test_a_repeated_prompt_reports_its_cached_tokens(api: openai.OpenAI) -> None
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert second.usage.prompt_tokens_details.cached_tokens >= TINY_ENGINE["page_size"]
     assert second.choices == first.choices
+    *_, last = ask(api, messages=messages, stream=True, stream_options={"include_usage": True})
+    assert last.usage == second.usage
 
 
 def test_async_clients_get_what_sync_clients_get(server: Server, api: openai.OpenAI) -> None:
@@ -430,10 +432,33 @@ def test_leaving_a_stream_frees_its_pages(server: Server) -> None:
     assert eventually(server.is_idle, LONG_BEFORE_THE_END_S)
 
 
+def send_chat(connection: socket.socket, body: dict[str, Any]) -> None:
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+
+
 def test_leaving_before_a_json_answer_frees_its_pages(server: Server) -> None:
-    body = json.dumps({"messages": MESSAGES, "n": 2, "temperature": 1.0, **FREE}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(server.address) as connection:
-        connection.sendall(head.encode() + body)
+        send_chat(connection, {"messages": MESSAGES, "n": 2, "temperature": 1.0, **FREE})
         assert eventually(lambda: server.stats()["num_running"] == 2)
     assert eventually(server.is_idle, LONG_BEFORE_THE_END_S)
+
+
+def test_a_client_that_does_not_read_is_cut_off_with_an_error_and_holds_nobody_up(server: Server) -> None:
+    body = {"messages": MESSAGES, "n": 24, "logprobs": True, "top_logprobs": 20, "stream": True, **FREE}
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(server.address)
+        send_chat(connection, body)
+        assert eventually(lambda: server.stats()["num_running"] == 24)
+        assert server.post({"messages": MESSAGES, "max_tokens": 2}).status_code == 200
+        assert eventually(server.is_idle, 60.0)  # 24 full contexts would take minutes
+
+        connection.settimeout(10.0)
+        text = b""
+        while not text.endswith(b"0\r\n\r\n"):
+            text += connection.recv(2**20)
+    assert b"[DONE]" not in text
+    last = text.rsplit(b"data: ", 1)[1].partition(b"\n")[0]
+    assert json.loads(last)["error"]["code"] == "overloaded"

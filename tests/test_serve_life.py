@@ -13,10 +13,9 @@ import pytest
 
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, ContextLengthError, ModelNotFoundError, OverloadedError
-from penstock.serve import client as client_module
 from penstock.serve.client import EngineClient
 from penstock.serve.server import open_port
-from penstock.types import Request, SamplingParams
+from penstock.types import Request, SamplingParams, TokenDelta
 from serving import (
     FREE,
     MESSAGES,
@@ -116,34 +115,57 @@ def test_a_busy_port_is_refused_with_what_to_do() -> None:
         open_port("127.0.0.1", 70_000)
 
 
-def test_the_client_rejects_one_request_and_cuts_off_who_does_not_read(
+class Listener:
+    """Receives one request; `max_deltas`: it breaks when it gets more."""
+
+    def __init__(self, max_deltas: int | None = None) -> None:
+        self.deltas: list[TokenDelta] = []
+        self.error: Exception | None = None
+        self.ended = asyncio.Event()
+        self._max_deltas = max_deltas
+
+    def take(self, delta: TokenDelta) -> None:
+        if len(self.deltas) == self._max_deltas:
+            raise ZeroDivisionError
+        self.deltas.append(delta)
+        if delta.finish is not None:
+            self.ended.set()
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self.ended.set()
+
+
+def test_a_request_that_is_refused_or_a_receiver_that_breaks_ends_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(client_module, "MAX_PENDING_DELTAS", 8)
 
     async def scenario() -> None:
         config = EngineConfig(**TINY_ENGINE)
-        client = await EngineClient.launch(config, max_queue=4, on_phase=lambda _: None)
+        client = await EngineClient.launch(config, max_queue=3, on_phase=lambda _: None)
         try:
             info = await client.wait_ready()
-            good = Request(id="good", token_ids=(5, 6), sampling=SamplingParams(max_tokens=4))
-            too_long = Request(id="long", token_ids=(5,) * info.max_model_len)
-            with client.submit(good) as stream, client.submit(too_long) as rejected:
-                with pytest.raises(ContextLengthError) as caught:
-                    await anext(rejected)
-                assert caught.value.param == "prompt"
-                deltas = [delta async for delta in stream]
-            assert sum(len(delta.token_ids) for delta in deltas) == 4
-            assert deltas[-1].finish == "length"
-
-            unread = client.submit(Request(id="unread", token_ids=(5,)))
-            while (await client.stats()).num_running or client.num_outstanding:
-                await asyncio.sleep(0.01)
+            good, refused, broken = Listener(), Listener(), Listener(max_deltas=2)
+            requests = [
+                (Request(id="broken", token_ids=(5,)), broken),
+                (Request(id="refused", token_ids=(5,) * info.max_model_len), refused),
+                (Request(id="good", token_ids=(5, 6), sampling=SamplingParams(max_tokens=9)), good),
+            ]
+            client.submit(requests)
             with pytest.raises(OverloadedError):
-                async for _ in unread:
-                    pass
+                client.submit([(Request(id="one too many", token_ids=(5,)), good)])
+            for listener in (good, refused, broken):
+                await asyncio.wait_for(listener.ended.wait(), 30)
+            assert sum(len(delta.token_ids) for delta in good.deltas) == 9
+            assert (good.deltas[-1].finish, good.error) == ("length", None)
+            assert isinstance(refused.error, ContextLengthError)
+            assert refused.error.param == "prompt"
+            assert isinstance(broken.error, ZeroDivisionError)
+            assert len(broken.deltas) == 2
+            assert client.num_outstanding == 0
             stats = await client.stats()
+            assert stats.num_running == 0
             assert stats.num_free_pages == stats.num_pages - 1
         finally:
             await client.close()

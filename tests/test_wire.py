@@ -73,17 +73,24 @@ def engine_pair() -> tuple[EngineChannel, socket.socket]:
     return EngineChannel(ours), theirs
 
 
-async def receive_all(data: bytes) -> list[FromEngine]:
+async def receive_all(
+    data: bytes, messages: list[FromEngine] | None = None, piece_bytes: int = 2**20
+) -> list[FromEngine]:
     """What the server's side makes of bytes that end."""
+    messages = [] if messages is None else messages
+    loop = asyncio.get_running_loop()
     ours, theirs = socket.socketpair()
+    _, channel = await loop.create_connection(lambda: ServerChannel(lambda _: None), sock=ours)
+    listening = asyncio.create_task(channel.listen(messages.append))
     theirs.setblocking(False)
-    await asyncio.get_running_loop().sock_sendall(theirs, data)
+    for start in range(0, len(data), piece_bytes):
+        await loop.sock_sendall(theirs, data[start : start + piece_bytes])
+        await asyncio.sleep(0)
     theirs.close()
-    channel = ServerChannel(*await asyncio.open_connection(sock=ours))
-    messages = []
-    while (message := await channel.receive()) is not None:
-        messages.append(message)
-    channel.close()
+    try:
+        await listening
+    finally:
+        channel.close()
     return messages
 
 
@@ -93,8 +100,25 @@ def test_every_message_to_the_engine_arrives_as_it_was() -> None:
     assert [channel.receive() for _ in TO_ENGINE] == TO_ENGINE
 
 
-def test_every_message_from_the_engine_arrives_as_it_was() -> None:
-    assert asyncio.run(receive_all(b"".join(map(encode_frame, FROM_ENGINE)))) == FROM_ENGINE
+@pytest.mark.parametrize("piece_bytes", [1, 5, 4096])
+def test_every_message_from_the_engine_arrives_as_it_was_however_it_is_cut(piece_bytes: int) -> None:
+    data = b"".join(map(encode_frame, FROM_ENGINE))
+    assert asyncio.run(receive_all(data, piece_bytes=piece_bytes)) == FROM_ENGINE
+
+
+def test_what_the_engine_says_before_anybody_listens_is_not_lost() -> None:
+    async def scenario() -> list[FromEngine]:
+        messages: list[FromEngine] = []
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        _, channel = await loop.create_connection(lambda: ServerChannel(lambda _: None), sock=ours)
+        with theirs:
+            theirs.sendall(encode_frame(FROM_ENGINE[0]))
+            await asyncio.sleep(0.05)
+        await channel.listen(messages.append)
+        return messages
+
+    assert asyncio.run(scenario()) == FROM_ENGINE[:1]
 
 
 @settings(max_examples=50, deadline=None)
@@ -142,6 +166,17 @@ def test_bytes_that_are_no_message_are_a_wire_error(payload: bytes) -> None:
     server.sendall(struct.pack(">I", len(payload)) + payload)
     with pytest.raises(WireError):
         channel.receive()
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", encode_frame(TO_ENGINE[0])[4:]])
+def test_bytes_that_are_no_message_of_an_engine_end_the_listening_after_what_came_before(
+    payload: bytes,
+) -> None:
+    messages: list[FromEngine] = []
+    good = encode_frame(FROM_ENGINE[0])
+    with pytest.raises(WireError):
+        asyncio.run(receive_all(good + struct.pack(">I", len(payload)) + payload + good, messages))
+    assert messages == FROM_ENGINE[:1]
 
 
 def test_a_frame_longer_than_the_limit_is_refused_before_it_is_read() -> None:

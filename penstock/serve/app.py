@@ -24,8 +24,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import EngineDeadError, PenstockError
-from penstock.serve.chat import TextEngine, TextStream
+from penstock.serve.chat import Deliver, TextDelta, TextEngine, TextStream
 from penstock.serve.client import EngineClient
+from penstock.serve.connection import EventWriter
+from penstock.serve.metrics import CONTENT_TYPE as METRICS_TYPE
+from penstock.serve.metrics import Metrics
+from penstock.serve.metrics import render as render_metrics
 from penstock.serve.openai import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from penstock.serve.replies import (
     DONE,
@@ -37,20 +41,25 @@ from penstock.serve.replies import (
     encode_error_fields,
     encode_event,
 )
+from penstock.types import EngineStats
 
 log = logging.getLogger("penstock.serve")
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 RETRY_AFTER_S = 1
-STATS_TIMEOUT_S = 0.5  # /health answers without numbers rather than late
+STATS_TIMEOUT_S = 0.5  # /health and /metrics answer without the engine's numbers rather than late
 JSON_TYPE = "application/json"
 
 
-def create_app(client: EngineClient, text: TextEngine, model_name: str) -> Starlette:
-    api = Api(client, text, model_name)
+Start = Callable[[Deliver], Awaitable[TextStream]]
+
+
+def create_app(client: EngineClient, text: TextEngine, metrics: Metrics, model_name: str) -> Starlette:
+    api = Api(client, text, metrics, model_name)
     return Starlette(
         routes=[
             Route("/health", api.health),
+            Route("/metrics", api.show_metrics),
             Route("/v1/models", api.list_models),
             Route("/v1/models/{name:path}", api.show_model),
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
@@ -69,9 +78,10 @@ def create_app(client: EngineClient, text: TextEngine, model_name: str) -> Starl
 class Api:
     """The routes."""
 
-    def __init__(self, client: EngineClient, text: TextEngine, model_name: str) -> None:
+    def __init__(self, client: EngineClient, text: TextEngine, metrics: Metrics, model_name: str) -> None:
         self._client = client
         self._text = text
+        self._metrics = metrics
         self._model_name = model_name
         self._started_at = int(time.time())
 
@@ -82,12 +92,25 @@ class Api:
         if client.info is None:
             return _json({"status": "starting", "phase": dataclasses.asdict(client.phase)}, 503)
         try:
-            stats = dataclasses.asdict(await asyncio.wait_for(client.stats(), STATS_TIMEOUT_S))
-        except TimeoutError:
-            stats = None  # the engine is in a long step
+            stats = await self._stats()
         except EngineDeadError as error:
             return _json({"status": "dead", "reason": error.what}, 503)
         return _json({"status": "ok", "model": self._model_name, "stats": stats})
+
+    async def show_metrics(self, request: Request) -> Response:
+        """Answers always: what the server counted is of interest when the engine is dead, too."""
+        try:
+            stats = await self._stats()
+        except EngineDeadError:
+            stats = None
+        return Response(render_metrics(self._metrics, stats), media_type=METRICS_TYPE)
+
+    async def _stats(self) -> EngineStats | None:
+        """None while the engine is in a long step."""
+        try:
+            return await asyncio.wait_for(self._client.stats(), STATS_TIMEOUT_S)
+        except TimeoutError:
+            return None
 
     async def list_models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [self._model_card()]})
@@ -111,56 +134,61 @@ class Api:
         chat = parse_chat(await read_body(request))
         request_id = request.scope["request_id"]
         style = ChatReplyFormat(request_id, self._model_name, chat.sampling.logprobs is not None)
-        return Answer(lambda: self._text.stream_chat(request_id, chat), style, chat)
+        return Answer(lambda deliver: self._text.stream_chat(request_id, chat, deliver), style, chat)
 
     async def complete(self, request: Request) -> Answer:
         completion = parse_completion(await read_body(request))
         request_id = request.scope["request_id"]
         style = CompletionReplyFormat(request_id, self._model_name, completion.sampling.logprobs is not None)
-        return Answer(lambda: self._text.stream_completion(request_id, completion), style, completion)
+        return Answer(
+            lambda deliver: self._text.stream_completion(request_id, completion, deliver), style, completion
+        )
 
 
 class Answer:
     """Generates and sends a reply for as long as the client is there."""
 
-    def __init__(
-        self,
-        start: Callable[[], Awaitable[TextStream]],
-        style: ReplyFormat,
-        asked: ChatRequest | CompletionRequest,
-    ) -> None:
+    def __init__(self, start: Start, style: ReplyFormat, asked: ChatRequest | CompletionRequest) -> None:
         self._start = start
         self._style = style
         self._asked = asked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._send_events(send) if self._asked.is_stream else self._send_json(scope, receive, send)
-        await run_while_connected(receive, work)
+        answer = self._send_events if self._asked.is_stream else self._send_json
+        await run_while_connected(receive, answer(scope, receive, send))
 
     async def _send_json(self, scope: Scope, receive: Receive, send: Send) -> None:
         choices: dict[int, Choice] = {}
-        with await self._start() as stream:
-            async for delta in stream:
-                choices.setdefault(delta.index, Choice()).take(delta)
+
+        def deliver(delta: TextDelta) -> None:
+            choices.setdefault(delta.index, Choice()).take(delta)
+
+        with await self._start(deliver) as stream:
+            await stream.wait_ended()
             body = self._style.encode_body(choices, stream.usage)
         await Response(body, media_type=JSON_TYPE)(scope, receive, send)
 
-    async def _send_events(self, send: Send) -> None:
-        with await self._start() as stream:
+    async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = EventWriter(scope["transport"])
+
+        def deliver(delta: TextDelta) -> None:
+            events.write(self._style.encode_chunk(delta))
+
+        with await self._start(deliver) as stream:
             # Headers wait for the first token, so that whatever fails before it has a status code.
-            delta = await anext(stream, None)
+            await stream.wait_started()
             await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
             try:
-                while delta is not None:
-                    await send(_body(self._style.encode_chunk(delta), more=True))
-                    delta = await anext(stream, None)
+                events.open()
+                await stream.wait_ended()
                 tail = self._style.encode_usage_chunk(stream.usage) if self._asked.include_usage else b""
-                await send(_body(tail + DONE))
+                tail += DONE
             except PenstockError as error:
-                await send(_body(encode_event(encode_error(error))))
+                tail = encode_event(encode_error(error))
             except Exception:
                 log.exception("a reply failed while it was streamed")
-                await send(_body(encode_event(_unexpected_error_body())))
+                tail = encode_event(_unexpected_error_body())
+            await send({"type": "http.response.body", "body": tail})
 
 
 EVENT_STREAM_HEADERS = [
@@ -260,10 +288,6 @@ def _unexpected_error_body() -> bytes:
     return encode_error_fields(
         "The server failed on this request. It has been logged.", "server_error", code="internal_error"
     )
-
-
-def _body(data: bytes, more: bool = False) -> Message:
-    return {"type": "http.response.body", "body": data, "more_body": more}
 
 
 def _json(content: dict[str, Any], status: int = 200) -> Response:

@@ -1,7 +1,7 @@
 """The server's view of one engine process: start it, ask it, and notice when it dies.
 
-Owns the process, its socket and the streams of tokens that come back. Knows tokens, never text or HTTP.
-Whoever stops reading a stream, for whatever reason, closes it, and closing aborts what still runs.
+Owns the process and its socket, and knows who waits for which request. Knows tokens, never text or HTTP. A
+step's deltas go from the wire to their receivers in plain calls: no task is woken for a token.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import os
 import signal
 import sys
 import tempfile
-from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -43,71 +42,18 @@ from penstock.wire import (
 
 log = logging.getLogger("penstock.serve")
 
-# A client that reads slower than tokens come is cut off here, so that its backlog stays below a few MB.
-MAX_PENDING_DELTAS = 4096
 EXIT_GRACE_S = 5.0
 EXIT_NOTICE_S = 0.5  # how long the news of a death may wait for its cause
 
 
-class TokenStream:
-    """The deltas of one or several requests in the order they arrive; a context that aborts on leaving."""
+class Receiver(Protocol):
+    """Who hears of a request: called with each delta as it is read from the wire, so it must never wait."""
 
-    def __init__(self, client: EngineClient, request_ids: list[str]) -> None:
-        self._client = client
-        self._open = set(request_ids)
-        self._pending: deque[TokenDelta] = deque()
-        self._failure: PenstockError | None = None
-        self._news = asyncio.Event()
+    def take(self, delta: TokenDelta) -> None:
+        """Raises to end the request: it is aborted, and the error comes back through `fail`."""
 
-    def __enter__(self) -> TokenStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __aiter__(self) -> TokenStream:
-        return self
-
-    async def __anext__(self) -> TokenDelta:
-        while not self._pending:
-            if self._failure is not None:
-                raise self._failure
-            if not self._open:
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        return self._pending.popleft()
-
-    def push(self, delta: TokenDelta) -> None:
-        self._pending.append(delta)
-        self._news.set()
-        if delta.finish is not None:
-            self._open.discard(delta.request_id)
-        elif len(self._pending) > MAX_PENDING_DELTAS:
-            self._pending.clear()
-            self.fail(
-                OverloadedError(
-                    "The reply was not read", f"{MAX_PENDING_DELTAS} pieces of it were waiting to be sent."
-                )
-            )
-
-    def fail(self, error: PenstockError) -> None:
-        """Ends the stream with an error, after what has already arrived."""
-        self._failure = error
-        self.close()
-        self._news.set()
-
-    def abort(self, request_id: str) -> None:
-        """This request has said enough; the others of the stream go on."""
-        if request_id in self._open:
-            self._open.discard(request_id)
-            self._client.abort(request_id)
-
-    def close(self) -> None:
-        for request_id in list(self._open):
-            self.abort(request_id)
+    def fail(self, error: Exception) -> None:
+        """No more deltas will come, and why."""
 
 
 class EngineClient:
@@ -129,7 +75,7 @@ class EngineClient:
         self._on_phase = on_phase
         self._channel = channel
         self._settled = asyncio.Event()  # ready or dead
-        self._streams: dict[str, TokenStream] = {}
+        self._receivers: dict[str, Receiver] = {}
         self._queries: dict[int, asyncio.Future[EngineStats]] = {}
         self._query_ids = itertools.count()
         self._closing = False
@@ -137,14 +83,12 @@ class EngineClient:
 
     @classmethod
     async def launch(cls, config: EngineConfig, *, max_queue: int, on_phase: OnPhase) -> EngineClient:
-        connected: asyncio.Future[ServerChannel] = asyncio.get_running_loop().create_future()
-
-        def on_connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connected.set_result(ServerChannel(reader, writer))
+        loop = asyncio.get_running_loop()
+        connected: asyncio.Future[ServerChannel] = loop.create_future()
 
         with tempfile.TemporaryDirectory(prefix="penstock-") as folder:  # mode 0700: only we can connect
             path = os.path.join(folder, "engine.sock")
-            listener = await asyncio.start_unix_server(on_connect, path)
+            listener = await loop.create_unix_server(lambda: ServerChannel(connected.set_result), path)
             process = await _start_worker(path, config)
             try:
                 channel = await _wait_connected(process, connected)
@@ -158,7 +102,7 @@ class EngineClient:
 
     @property
     def num_outstanding(self) -> int:
-        return len(self._streams)
+        return len(self._receivers)
 
     async def wait_ready(self) -> EngineInfo:
         """Raises what the engine died of when it does not come up."""
@@ -168,24 +112,23 @@ class EngineClient:
         assert self.info is not None
         return self.info
 
-    def submit(self, *requests: Request) -> TokenStream:
-        """Hands the requests over at once; their tokens come through one stream."""
+    def submit(self, receivers: Sequence[tuple[Request, Receiver]]) -> None:
+        """Hands all the requests over, or none of them."""
         self.require_ready()
-        if len(self._streams) + len(requests) > self._max_queue:
+        if len(self._receivers) + len(receivers) > self._max_queue:
             raise OverloadedError(
                 "The server is full",
-                f"{len(self._streams)} requests are waiting or running, at most {self._max_queue} may.",
+                f"{len(self._receivers)} requests are waiting or running, at most {self._max_queue} may.",
                 "Try again later.",
             )
-        stream = TokenStream(self, [request.id for request in requests])
-        for request in requests:
-            assert request.id not in self._streams, f"request id {request.id} is in use"
+        for request, receiver in receivers:
+            assert request.id not in self._receivers, f"request id {request.id} is in use"
             self._channel.send(Submit(request))
-            self._streams[request.id] = stream
-        return stream
+            self._receivers[request.id] = receiver
 
     def abort(self, request_id: str) -> None:
-        if self._streams.pop(request_id, None) is not None:
+        """Its receiver hears no more of it."""
+        if self._receivers.pop(request_id, None) is not None:
             self._channel.send(Abort(request_id))
 
     async def stats(self) -> EngineStats:
@@ -222,8 +165,7 @@ class EngineClient:
 
     async def _listen(self) -> None:
         try:
-            while (message := await self._channel.receive()) is not None:
-                self._take(message)
+            await self._channel.listen(self._take)
         except WireError as error:
             self._die(error)
         finally:
@@ -244,15 +186,11 @@ class EngineClient:
         match message:
             case Deltas(deltas):
                 for delta in deltas:
-                    stream = self._streams.get(delta.request_id)
-                    if stream is not None:
-                        if delta.finish is not None:
-                            del self._streams[delta.request_id]
-                        stream.push(delta)
+                    self._hand_over(delta)
             case Rejected(request_id, error):
-                stream = self._streams.pop(request_id, None)
-                if stream is not None:
-                    stream.fail(error.to_error())
+                receiver = self._receivers.pop(request_id, None)
+                if receiver is not None:
+                    receiver.fail(error.to_error())
             case StatsAnswer(query_id, stats):
                 answer = self._queries.get(query_id)
                 if answer is not None and not answer.done():
@@ -266,16 +204,28 @@ class EngineClient:
             case Dying(error):
                 self._die(error.to_error())
 
+    def _hand_over(self, delta: TokenDelta) -> None:
+        receiver = self._receivers.get(delta.request_id)
+        if receiver is None:  # aborted while this was on its way
+            return
+        if delta.finish is not None:
+            del self._receivers[delta.request_id]
+        try:
+            receiver.take(delta)
+        except Exception as error:  # whatever it is, the other requests go on
+            self.abort(delta.request_id)
+            receiver.fail(error)
+
     def _die(self, error: PenstockError) -> None:
         if self.failure is None:
             self.failure = error
             if self.info is not None and not self._closing:  # before that, wait_ready tells
                 log.error("%s", error)
         self._settled.set()
-        streams = set(self._streams.values())
-        self._streams.clear()  # so that failing streams send no aborts
-        for stream in streams:
-            stream.fail(_dead_engine())
+        receivers = list(self._receivers.values())
+        self._receivers.clear()  # so that nobody sends an abort
+        for receiver in receivers:
+            receiver.fail(_dead_engine())
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(_dead_engine())

@@ -50,13 +50,16 @@ class ChatReplyFormat:
         self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
         self._has_logprobs = has_logprobs
         self._chunk_head = _chunk_head("chat.completion.chunk", self._head)
-        self._started: set[int] = set()
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # of each choice that has begun
 
     def encode_chunk(self, delta: TextDelta) -> bytes:
+        frame = self._frames.get(delta.index)
+        if frame is not None and delta.finish is None and not self._has_logprobs:
+            return msgspec.json.encode(delta.text).join(frame)  # nearly all chunks: head + text + tail
         parts = []
-        if delta.index not in self._started:
-            self._started.add(delta.index)
+        if frame is None:
             parts.append(self._chunk(delta.index, b'{"role":"assistant","content":""}'))
+            self._frames[delta.index] = self._frame(delta.index)
         if delta.text or delta.logprobs:
             content = b'{"content":' + msgspec.json.encode(delta.text) + b"}"
             logprobs = msgspec.json.encode(self._logprobs(delta.logprobs))
@@ -65,8 +68,13 @@ class ChatReplyFormat:
             parts.append(self._chunk(delta.index, b"{}", finish=msgspec.json.encode(delta.finish)))
         return b"".join(parts)
 
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text of a plain chunk; a NUL marks its place, JSON has none."""
+        head, tail = self._chunk(index, b'{"content":\0}').split(b"\0")
+        return head, tail
+
     def _chunk(self, index: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null") -> bytes:
-        return b'%s"choices":[{"index":%d,"delta":%s,"logprobs":%s,"finish_reason":%s}]}\n\n' % (
+        return b'%b"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]}\n\n' % (
             self._chunk_head,
             index,
             delta,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import signal
 import socket
 import time
@@ -25,6 +26,8 @@ from penstock.progress import OnPhase, Phase
 from penstock.serve.app import create_app
 from penstock.serve.chat import TextEngine
 from penstock.serve.client import EXIT_GRACE_S, EngineClient
+from penstock.serve.connection import HttpConnection
+from penstock.serve.metrics import Metrics
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 
@@ -82,12 +85,13 @@ async def _serve(
     tokenizer, template = Tokenizer.load(text_path), ChatTemplate.load(text_path)
 
     client = await EngineClient.launch(engine_config, max_queue=serve_config.max_queue, on_phase=on_phase)
-    text = TextEngine(client, tokenizer, template, serve_config.enable_thinking)
-    app = create_app(client, text, serve_config.served_model_name or source.name)
+    metrics = Metrics()
+    text = TextEngine(client, tokenizer, template, metrics, serve_config.enable_thinking)
+    app = create_app(client, text, metrics, serve_config.served_model_name or source.name)
     server = _HttpServer(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=HttpConnection,
             ws="none",
             lifespan="off",
             access_log=False,
@@ -103,6 +107,8 @@ async def _serve(
         """Says when the engine can serve; if it never will, there is nothing to serve."""
         try:
             await client.wait_ready()
+            gc.collect()
+            gc.freeze()  # what has been loaded stays: collections need not look at it again
             on_phase(Phase("ready", url, 1.0, time.perf_counter() - started))
         except PenstockError:
             server.stop()

@@ -27,6 +27,7 @@ class StreamDecoder:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._strips_space = tokenizer.strips_first_space
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_split = False  # inside a character: the decoder above holds its first bytes
         self._matcher = StopMatcher(stop) if stop else None
         self._held = ""  # decoded, but possibly the start of a stop string
         self._min_tokens = min_tokens
@@ -46,7 +47,7 @@ class StreamDecoder:
             if self._strips_space and data:
                 data = data.removeprefix(b" ")
                 self._strips_space = False
-            pieces.append(self._release(self._characters.decode(data)))
+            pieces.append(self._release(self._decode(data)))
         return "".join(pieces)
 
     def finish(self) -> str:
@@ -57,8 +58,19 @@ class StreamDecoder:
         held, self._held = self._held, ""
         return text + held
 
+    def _decode(self, data: bytes) -> str:
+        """The characters that are complete with these bytes; nearly every token is whole characters."""
+        if not self._is_split:
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                pass
+        text = self._characters.decode(data)
+        self._is_split = bool(self._characters.getstate()[0])
+        return text
+
     def _release(self, text: str) -> str:
-        if self._matcher is None or not text:
+        if self._matcher is None or self._matcher.can_skip(text):
             return text
         window = self._held + text
         for end, character in enumerate(text, start=len(self._held) + 1):
@@ -94,6 +106,10 @@ class StopMatcher:
     def depth(self) -> int:
         """How many of the last characters may be the start of a stop string."""
         return self._depths[self._node]
+
+    def can_skip(self, text: str) -> bool:
+        """Whether no stop string has begun, nor begins in this text: stepping through it would do nothing."""
+        return self._node == 0 and self._children[0].keys().isdisjoint(text)
 
     def step(self, character: str) -> int:
         """Length of the stop string that this character completes, or 0."""

@@ -1,0 +1,110 @@
+"""What /metrics says adds up, and is what the replies said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.serve.metrics import Histogram, Metrics, TokenTimer, render
+from penstock.types import EngineStats
+from serving import FREE, MESSAGES, Server, eventually, start_server
+
+SAMPLE = re.compile(r'^(penstock_[a-z_]+)(\{(le|outcome)="[^"]+"\})? (\S+)$')
+
+
+def samples(text: str) -> dict[str, float]:
+    """Every line that is not a comment, by its name and label."""
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("# "):
+            match = SAMPLE.match(line)
+            assert match is not None, line
+            found[match[1] + (match[2] or "")] = float(match[4])
+    return found
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with start_server() as running:
+        yield running
+
+
+def read(server: Server) -> dict[str, float]:
+    answer = server.http.get(f"{server.url}/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return samples(answer.text)
+
+
+def test_totals_grow_by_what_the_replies_report(server: Server) -> None:
+    before = read(server)
+    assert before["penstock_generated_tokens_total"] == 0
+    usages = [
+        server.post({"messages": MESSAGES, "max_tokens": 7, "n": n, **FREE}).json()["usage"] for n in (1, 3)
+    ]
+    after = read(server)
+    num_generated = sum(usage["completion_tokens"] for usage in usages)
+    assert after["penstock_generated_tokens_total"] == num_generated == 28
+    assert after["penstock_prompt_tokens_total"] == 4 * usages[0]["prompt_tokens"]
+    assert after["penstock_time_to_first_token_seconds_count"] == 4
+    assert after["penstock_inter_token_seconds_count"] == num_generated - 4
+    lookups = sum(n for name, n in after.items() if name.startswith("penstock_prefix_lookups_total"))
+    assert lookups - sum(n for name, n in before.items() if name.startswith("penstock_prefix_lookups")) == 4
+    assert after["penstock_prefix_tokens_reused_total"] >= 0
+
+
+def test_gauges_are_those_of_health(server: Server) -> None:
+    body = {"messages": MESSAGES, "stream": True, **FREE}
+    with server.stream(body):
+        assert read(server)["penstock_requests_running"] == 1
+    assert eventually(server.is_idle)
+    found, stats = read(server), server.stats()
+    for name in ("pages", "free_pages", "slots", "free_slots"):
+        assert found[f"penstock_{name}"] == stats[f"num_{name}"]
+    assert found["penstock_requests_running"] == found["penstock_requests_waiting"] == 0
+    assert found["penstock_preemptions_total"] == stats["num_preemptions"]
+
+
+def test_metrics_answer_before_the_engine_can() -> None:
+    with start_server(wait_for="libraries") as server:
+        assert read(server)["penstock_generated_tokens_total"] == 0
+
+
+def test_a_histogram_counts_every_value_up_to_its_bound() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value, times in ((0.5, 1), (1.0, 2), (1.5, 3), (9.0, 1)):
+        histogram.observe(value, times)
+    assert histogram.cumulative_counts == [3, 6, 7]
+    assert histogram.sum == pytest.approx(0.5 + 2.0 + 4.5 + 9.0)
+
+
+def test_tokens_that_come_together_share_the_time_since_the_ones_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    metrics = Metrics()
+    timer = TokenTimer(metrics, num_prompt_tokens=5, asked_at=10.0)
+    for now, num_tokens in ((10.5, 1), (10.6, 0), (10.7, 2)):
+        monkeypatch.setattr("penstock.serve.metrics.time.monotonic", lambda now=now: now)
+        timer.count(num_tokens)
+    assert (metrics.num_prompt_tokens, metrics.num_generated_tokens) == (5, 3)
+    assert metrics.first_token_s.sum == pytest.approx(0.5)
+    assert metrics.inter_token_s.sum == pytest.approx(0.2)
+    assert metrics.inter_token_s.cumulative_counts[-1] == 2
+
+
+def test_every_family_is_described_once_before_its_samples() -> None:
+    stats = EngineStats(1, 2, 3, 4, 5, 6, 7, {"hit": 8, "miss_empty": 1, "tokens_reused": 64})
+    lines = render(Metrics(), stats).splitlines()
+    families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(families) == len(set(families))
+    current = ""
+    for line in lines:
+        if line.startswith("# TYPE"):
+            current = line.split()[2]
+        elif not line.startswith("#"):
+            assert line.startswith(current)
+    found = samples("\n".join(lines))
+    assert found['penstock_prefix_lookups_total{outcome="hit"}'] == 8
+    assert found["penstock_prefix_tokens_reused_total"] == 64
+    assert found["penstock_requests_waiting"] == 1
