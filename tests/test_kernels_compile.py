@@ -26,7 +26,7 @@ from penstock.ops.triton import attention, decode_rows, delta_net, matmul, moe, 
 seen = {}
 for module in (attention, decode_rows, delta_net, matmul, moe, norm, sampling):
     for kernel, signature, constexprs, options in module.compile_cases():
-        name = kernel.fn.__name__
+        name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
         if name in seen and int(sys.argv[1]) != 90:
             continue  # every form for the card the tiles are made for, one of each kernel for the others
         constants = {key: value for key, value in constexprs.items() if key != "PDL"}
@@ -34,7 +34,9 @@ for module in (attention, decode_rows, delta_net, matmul, moe, norm, sampling):
         names = kernel.arg_names
         types = {key: signature.get(key, "constexpr") for key in names}
         by_index = {(names.index(key),): value for key, value in constants.items()}
-        source = ASTSource(fn=kernel, signature=types, constexprs=by_index)
+        # Aligned as tensors are: only then are copies to shared memory made in the background.
+        aligned = {(i,): [["tt.divisibility", 16]] for i, key in enumerate(names) if types[key][0] == "*"}
+        source = ASTSource(fn=kernel, signature=types, constexprs=by_index, attrs=aligned)
         compiled = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
         seen.setdefault(name, []).append(compiled.metadata.shared)
 print(json.dumps(seen))

@@ -22,6 +22,13 @@ QUESTIONS = [
     ("rope_and_store", (16, 2, 256)),
     ("paged_attention", (16, 2, 256, 64)),
     ("gated_delta_net", (32, 128, 128)),
+    ("delta_net_prepare", (16, 32, 128, 128)),
+    ("delta_net_scan", (16, 32, 128, 128)),
+    ("prefill_attention", (16, 2, 256, 64)),
+    ("route_whole", (256, 2048)),
+    ("expert_list_grouped", (256, 8, 512, 2048)),
+    ("expert_gate_up_grouped", (256, 8, 512, 2048)),
+    ("expert_down_grouped", (256, 8, 512, 2048)),
     ("sample_filtered", (248320,)),
 ]
 

@@ -6,6 +6,7 @@ batched operations; a row of several tokens is a part of its own. Kernels see th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -70,6 +71,17 @@ def cut_rows(spans: Sequence[Span], *, batch_decodes: bool) -> Iterator[Piece]:
             if num_tokens:
                 yield Piece(slice(row, end), slice(token, token + num_tokens), spans[row])
         row, token = end, token + num_tokens
+
+
+def decode_runs(spans: Sequence[Span]) -> Iterator[tuple[slice, slice]]:
+    """Rows and tokens of every run of decodes."""
+    row = token = 0
+    for are_decodes, run in itertools.groupby(spans, _is_decode):
+        lens = [span.num_tokens for span in run]
+        end_row, end_token = row + len(lens), token + sum(lens)
+        if are_decodes:
+            yield slice(row, end_row), slice(token, end_token)
+        row, token = end_row, end_token
 
 
 def cut_chunks(spans: Sequence[Span]) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]:

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Attention on a GPU: rotation and storing in one kernel; what attends is chosen by the rows. Decodes have a
-kernel of their own, rows of several tokens take the reference.
+"""Attention on a GPU: rotation and storing in one kernel; what attends is chosen by the rows. Decodes are in
+`decode_attention`, rows of several tokens in `prefill_attention`.
 
 Positions, and where keys and values go, are read before the kernels ahead are complete: a step's inputs are
 written before its first kernel with an early start.
@@ -8,8 +8,7 @@ written before its first kernel with an early start.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -17,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.reference import attention as reference
-from penstock.ops.reference.rows import Chunks, Span
+from penstock.ops.reference.rows import Chunks, Span, decode_runs
 from penstock.ops.triton import decode_attention as decodes
+from penstock.ops.triton import prefill_attention as prefills
 from penstock.ops.triton.launch import (
     CompileCase,
     cdiv,
@@ -95,48 +95,39 @@ def paged_attention(
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hq * D]
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
+    if keys.shape[1] % 16:
+        step = (query_start, context_lens, spans, chunks, scale, window, gate)
+        return reference.paged_attention(q, keys, values, page_table, *step, deterministic=deterministic)
     out = q.new_empty(len(q), q.shape[1] * q.shape[2])
-    for rows, tokens, are_decodes in _cut_rows(spans):
-        gate_here = None if gate is None else gate[tokens]
-        if are_decodes and keys.shape[1] % 16 == 0:
-            decodes.decode_attention(
-                out[tokens],
-                _with_heads_adjacent(q[tokens]),
-                keys,
-                values,
-                page_table[rows],
-                context_lens[rows],
-                scale,
-                window,
-                gate_here,
-                deterministic,
-            )
-        else:
-            out[tokens] = reference.paged_attention(
-                q[tokens],
-                keys,
-                values,
-                page_table[rows],
-                query_start[rows.start : rows.stop + 1],
-                context_lens[rows],
-                spans[rows],
-                chunks,
-                scale,
-                window,
-                gate_here,
-                deterministic=deterministic,
-            )
+    for rows, tokens in decode_runs(spans):
+        decodes.decode_attention(
+            out[tokens],
+            _with_heads_adjacent(q[tokens]),
+            keys,
+            values,
+            page_table[rows],
+            context_lens[rows],
+            scale,
+            window,
+            None if gate is None else gate[tokens],
+            deterministic,
+        )
+    prefills.prefill_attention(
+        out,
+        q,
+        keys,
+        values,
+        page_table,
+        query_start,
+        context_lens,
+        chunks,
+        scale,
+        window,
+        gate,
+        num_tokens=len(q),
+        deterministic=deterministic,
+    )
     return out
-
-
-def _cut_rows(spans: Sequence[Span]) -> Iterator[tuple[slice, slice, bool]]:
-    """Rows and tokens of every run of rows that are all decodes, or all not."""
-    row = token = 0
-    for are_decodes, run in itertools.groupby(spans, lambda span: span.num_tokens == 1):
-        lens = [span.num_tokens for span in run]
-        end_row, end_token = row + len(lens), token + sum(lens)
-        yield slice(row, end_row), slice(token, end_token), are_decodes
-        row, token = end_row, end_token
 
 
 def _with_heads_adjacent(x: Tensor) -> Tensor:  # [T, heads, D]
@@ -153,7 +144,7 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
     """What `penstock tune` tries for a kernel of this op; nothing for others."""
     if kernel == "rope_and_store":
         return [{"BLOCK_HEADS": n, "num_warps": n, "num_stages": 1} for n in (1, 2, 4, 8)]
-    return decodes.candidates(kernel, shape)
+    return decodes.candidates(kernel, shape) + prefills.candidates(kernel, shape, num_tokens)
 
 
 def compile_cases() -> list[CompileCase]:
@@ -165,7 +156,7 @@ def compile_cases() -> list[CompileCase]:
     constexprs: dict[str, Any] = {"NUM_HEADS": 16, "NUM_KV_HEADS": 2, "HEAD_DIM": 256, "NUM_PAIRS": 32}
     constexprs |= {"INTERLEAVED": False, "BLOCK_HEADS": 4, "BLOCK_D": 256, "PDL": False}
     rope_case = (_rope_and_store_kernel, signature, constexprs, {"num_warps": 4, "num_stages": 1})
-    return [rope_case, *decodes.compile_cases()]
+    return [rope_case, *decodes.compile_cases(), *prefills.compile_cases()]
 
 
 @triton.jit(do_not_specialize=["p_positions", "p_kv_index"])  # parts of one buffer, aligned anyhow

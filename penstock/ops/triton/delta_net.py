@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Gated DeltaNet mixer on a GPU: one kernel for rows of one token; rows of several take the reference.
+"""The Gated DeltaNet mixer on a GPU: the kernel for rows of one token. `delta_net_chunks` has the others.
 
 A program of the kernel is one value head of one row with its whole state [K, V], 64 KB in registers for
 K = V = 128: read once and written once, which is nearly all the traffic there is. A warp has columns of its
@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.reference import delta_net as reference
-from penstock.ops.reference.rows import Chunks, Span, cut_rows
+from penstock.ops.reference.rows import Chunks, Span, decode_runs
+from penstock.ops.triton import delta_net_chunks
 from penstock.ops.triton.launch import (
     CompileCase,
     launch_options,
@@ -56,22 +57,22 @@ def gated_delta_net(
 ) -> Tensor:  # [T, Hv * V]
     weights = (conv_weight, a_log, dt_bias, norm_weight, eps, conv, recurrent)
     out = mixed.new_empty(len(mixed), a_log.shape[0] * norm_weight.shape[0])
-    for piece in cut_rows(spans, batch_decodes=True):
-        rows, tokens = piece.rows, piece.tokens
+    for rows, tokens in decode_runs(spans):
         places = (context_lens[rows], state_slots[rows], initial_slots[rows])
-        if piece.span is None:
-            _decode(out[tokens], mixed[tokens], *weights, *places, num_key_heads, deterministic)
-        else:
-            out[tokens] = reference.gated_delta_net(
-                mixed[tokens],
-                *weights,
-                query_start[rows.start : rows.stop + 1],
-                *places,
-                [piece.span],
-                chunks,
-                num_key_heads,
-                deterministic=deterministic,
-            )
+        _decode(out[tokens], mixed[tokens], *weights, *places, num_key_heads, deterministic)
+    delta_net_chunks.mix_chunks(
+        out,
+        mixed,
+        *weights,
+        query_start,
+        context_lens,
+        state_slots,
+        initial_slots,
+        chunks,
+        num_key_heads,
+        num_tokens=len(mixed),
+        deterministic=deterministic,
+    )
     return out
 
 
@@ -141,7 +142,7 @@ def _tile(value_dim: int, num_warps: int, registers: int) -> Tile:
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     """What `penstock tune` tries: more warps, and registers for more programs on a processor."""
     if kernel != "gated_delta_net":
-        return []
+        return delta_net_chunks.candidates(kernel, shape, num_tokens)
     _, key_dim, value_dim = shape
     num_warps = _rule(key_dim, value_dim)["num_warps"]
     sizes = ((num_warps, 255), (num_warps, 168), (2 * num_warps, 255), (2 * num_warps, 128))
@@ -368,4 +369,5 @@ def compile_cases() -> list[CompileCase]:
     }
     tile = dict(_rule(128, 128))
     constexprs["WARP_V"] = tile.pop("WARP_V")
-    return [(_decode_kernel, {**pointers, "eps": "fp32", **strides}, constexprs, tile)]
+    decode = (_decode_kernel, {**pointers, "eps": "fp32", **strides}, constexprs, tile)
+    return [decode, *delta_net_chunks.compile_cases()]

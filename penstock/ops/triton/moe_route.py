@@ -1,28 +1,40 @@
 # mypy: disable-error-code="no-untyped-def"
 """Norm, router and choice of experts in one launch. Knows nothing of what the experts do.
 
-The shared expert's gate counts as a last group of router rows. Few tokens take the vector form: a program
-multiplies a few router rows, which it asks for before the kernel ahead is complete, with one token. More
-tokens take the tile form: tensor-core tiles of 16 or more tokens. In both every program norms its tokens
-itself, and the last one to arrive with a token's logits chooses that token's experts.
+Few tokens take the vector form: a program multiplies a few router rows, which it asks for before the kernel
+ahead is complete, with one token. More tokens take the tile form: tensor-core tiles of 16 or more tokens. In
+both every program norms its tokens itself, the shared expert's gate counts as a last group of router rows,
+and the last program to arrive with a token's logits chooses that token's experts. Many tokens take the whole
+form: a program has all of the router for its tokens, so it norms them once and chooses from registers.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
-from penstock.ops.triton.tuning import Tile, choose
+from penstock.ops.triton.launch import (
+    CompileCase,
+    has_dependent_launch,
+    launch_options,
+    let_next_start,
+    wait_for_previous,
+)
+from penstock.ops.triton.tuning import Tile, bucket, choose
 
 VECTOR_TOKENS = 16  # more than these share the router's rows in tiles
+TILE_TOKENS = 256  # more than these keep all multiprocessors busy without dividing the router among them
+# Also for results that do not depend on the batch.
+TILE: Tile = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
 MAX_ARRIVALS = 1 << 16  # tokens of a vector form, token tiles of a tile form
 CHOOSE_TOKENS = tl.constexpr(16)  # of a tile, chosen for at a time: what the registers of a program hold
 
+LOWEST_RANK = tl.constexpr(-(1 << 31))
 LOWEST = tl.constexpr(-3.0e38)  # stands for NaN: such a token gets experts that exist, like any other
 
 
@@ -41,7 +53,6 @@ def norm_route(
     has_shared = shared_gate is not None
     assert hidden.is_contiguous()
     x = torch.empty_like(hidden)
-    logits = hidden.new_empty(num_tokens, num_experts + 1, dtype=torch.float32)
     weights = hidden.new_empty(num_tokens, k, dtype=torch.float32)
     ids = hidden.new_empty(num_tokens, k, dtype=torch.int32)
     shared_weight = None if shared_gate is None else hidden.new_empty(num_tokens, 1, dtype=torch.float32)
@@ -52,37 +63,43 @@ def norm_route(
         "NORMALIZE": normalize,
         "HAS_SHARED": has_shared,
         "BLOCK_E": triton.next_power_of_2(num_experts),
+        **launch_options(hidden.device),
     }
-    tensors = (
-        hidden,
-        norm_weight,
-        router,
-        router if shared_gate is None else shared_gate,
-        x,
-        logits,
-        _arrivals(hidden.device),
-        weights,
-        ids,
-        weights if shared_weight is None else shared_weight,
-    )
-    options = launch_options(hidden.device)
+    given = (hidden, norm_weight, router, router if shared_gate is None else shared_gate)
+    chosen = (weights, ids, weights if shared_weight is None else shared_weight)
     shape = (num_experts, width)
+    if num_tokens > TILE_TOKENS and not deterministic:
+        _route_whole(given, x, chosen, eps, constants)
+        return x, weights, ids, shared_weight
+
+    logits = hidden.new_empty(num_tokens, num_experts + 1, dtype=torch.float32)
+    tensors = (*given, x, logits, _arrivals(hidden.device), *chosen)
     if num_tokens <= VECTOR_TOKENS and not deterministic:
         tile = choose("route_vector", shape, num_tokens, _vector_rule(width), hidden.device)
         grid = (triton.cdiv(num_experts, tile["ROWS"]) + has_shared, num_tokens)
         block_h = triton.next_power_of_2(width)
-        _route_vector_kernel[grid](*tensors, eps, **constants, BLOCK_H=block_h, **tile, **options)
+        _route_vector_kernel[grid](*tensors, eps, **constants, BLOCK_H=block_h, **tile)
     else:
         # Another tile sums in another order: it may not depend on what else is in the step.
-        tile = _tile_rule(1)
-        if not deterministic:
-            tile = choose("route_tile", shape, num_tokens, _tile_rule(num_tokens), hidden.device)
+        tile = TILE if deterministic else choose("route_tile", shape, num_tokens, TILE, hidden.device)
         grid = (
             triton.cdiv(num_experts, tile["BLOCK_N"]) + has_shared,
             triton.cdiv(num_tokens, tile["BLOCK_M"]),
         )
-        _route_tile_kernel[grid](*tensors, num_tokens, eps, **constants, **tile, **options)
+        _route_tile_kernel[grid](*tensors, num_tokens, eps, **constants, **tile)
     return x, weights, ids, shared_weight
+
+
+def _route_whole(
+    given: tuple[Tensor, ...], x: Tensor, chosen: tuple[Tensor, ...], eps: float, constants: dict[str, Any]
+) -> None:
+    (num_tokens, width), num_experts = x.shape, constants["E"]
+    shape = (num_experts, width)
+    rule = _whole_rule(num_tokens, shape, x.element_size(), has_dependent_launch(x.device))
+    tile = choose("route_whole", shape, num_tokens, rule, x.device)
+    _route_whole_kernel[triton.cdiv(num_tokens, tile["BLOCK_M"]),](
+        *given, x, *chosen, num_tokens, eps, **constants, BLOCK_H=triton.next_power_of_2(width), **tile
+    )
 
 
 @functools.cache
@@ -100,10 +117,19 @@ def _vector_rule(width: int) -> Tile:
     return {"ROWS": max(1, 4096 // triton.next_power_of_2(width)), "num_warps": 1, "num_stages": 1}
 
 
-def _tile_rule(num_tokens: int) -> Tile:
-    if num_tokens <= 256:
-        return {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
-    return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+def _whole_rule(num_tokens: int, shape: tuple[int, int], element_size: int, is_hopper: bool) -> Tile:
+    """Some 128 programs, one for a multiprocessor of a large card, as long as their logits fit registers."""
+    num_experts, width = (triton.next_power_of_2(size) for size in shape)
+    height = max(16, min(bucket(num_tokens) // 128, 16384 // num_experts, 64))
+    block_k = (128 if num_experts <= 256 else 64) // element_size
+    stage_bytes = (height + num_experts) * block_k * element_size
+    return {
+        "BLOCK_M": height,
+        "BLOCK_K": block_k,
+        "NORM_TOKENS": max(1, min(16384 // width, height)),
+        "num_warps": 8,
+        "num_stages": max(2, min((200 if is_hopper else 96) * 1024 // stage_bytes, 4)),
+    }
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
@@ -114,6 +140,13 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
             for rows in (1, 2, 4, 8)
             for warps in (1, 2, 4, 8)
             if rows <= 2 * warps
+        ]
+    if kernel == "route_whole":
+        return [
+            {"BLOCK_M": m, "BLOCK_K": k, "NORM_TOKENS": 8, "num_warps": warps, "num_stages": stages}
+            for m in ((16,) if num_tokens <= 2048 else (32, 64))
+            for k, stages in ((64, 3), (64, 4), (128, 2))
+            for warps in (4, 8)
         ]
     assert kernel == "route_tile"
     heights = (16,) if num_tokens <= 128 else (16, 32, 64)
@@ -137,7 +170,56 @@ def _router_rows(router, shared_gate, i_group, E: tl.constexpr, H: tl.constexpr,
 
 
 @triton.jit
+def _ordered(x):
+    """Float32 to int32 of the same order, or the bits of such an integer back."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
 def _choose_experts(
+    left,  # [M, BLOCK_E]  logits
+    weights,
+    ids,
+    tokens,  # [M] int64
+    is_token,  # [M]
+    E: tl.constexpr,
+    K: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    """The K largest logits of each token, the lower id first among equals, and their share of the softmax."""
+    NUM_TOKENS: tl.constexpr = left.shape[0]
+    BLOCK_K: tl.constexpr = triton.next_power_of_2(K)
+    experts = tl.arange(0, left.shape[1])[None, :]
+    slots = tl.arange(0, BLOCK_K)[None, :]
+    left = tl.where(left == left, left, LOWEST)
+    left = tl.where(experts < E, left, float("-inf"))
+    top = tl.max(left, axis=1)
+    total = tl.sum(tl.exp(left - top[:, None]), axis=1)
+
+    chosen = tl.zeros([NUM_TOKENS, BLOCK_K], tl.int32)
+    chosen_logits = tl.full([NUM_TOKENS, BLOCK_K], float("-inf"), tl.float32)
+    # As integers of the same order a warp finds the largest in one instruction.
+    ranks = _ordered(left + 0.0)  # of the two zeros there is one left
+    for slot in range(K):
+        best = tl.max(ranks, axis=1)
+        expert = tl.min(tl.where(ranks == best[:, None], experts, left.shape[1]), axis=1)
+        logit = _ordered(best).to(tl.float32, bitcast=True)
+        chosen = tl.where(slots == slot, expert[:, None], chosen)
+        chosen_logits = tl.where(slots == slot, logit[:, None], chosen_logits)
+        ranks = tl.where(experts == expert[:, None], LOWEST_RANK, ranks)
+
+    share = tl.exp(chosen_logits - top[:, None])
+    if NORMALIZE:
+        total = tl.sum(share, axis=1)
+    places = tokens[:, None] * K + slots
+    is_chosen = is_token[:, None] & (slots < K)
+    tl.store(weights + places, share / total[:, None], mask=is_chosen)
+    tl.store(ids + places, chosen, mask=is_chosen)
+
+
+@triton.jit
+def _choose_from_memory(
     logits,
     weights,
     ids,
@@ -150,43 +232,20 @@ def _choose_experts(
     HAS_SHARED: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """The K largest logits of each token, the lower id first among equals, and their share of the softmax."""
-    NUM_TOKENS: tl.constexpr = tokens.shape[0]
-    BLOCK_K: tl.constexpr = triton.next_power_of_2(K)
     experts = tl.arange(0, BLOCK_E)[None, :]
-    slots = tl.arange(0, BLOCK_K)[None, :]
     own = logits + tokens * (E + 1)
     # Past the first-level cache: other multiprocessors wrote these.
     is_logit = is_token[:, None] & (experts < E)
-    left = tl.load(own[:, None] + experts, mask=is_logit, other=0.0, cache_modifier=".cg")
-    left = tl.where(left == left, left, LOWEST)
-    left = tl.where(experts < E, left, float("-inf"))
-    top = tl.max(left, axis=1)
-    total = tl.sum(tl.exp(left - top[:, None]), axis=1)
-
-    chosen = tl.zeros([NUM_TOKENS, BLOCK_K], tl.int32)
-    chosen_logits = tl.full([NUM_TOKENS, BLOCK_K], float("-inf"), tl.float32)
-    for slot in range(K):
-        best, expert = tl.max(left, axis=1, return_indices=True)
-        chosen = tl.where(slots == slot, expert[:, None], chosen)
-        chosen_logits = tl.where(slots == slot, best[:, None], chosen_logits)
-        left = tl.where(experts == expert[:, None], float("-inf"), left)
-
-    share = tl.exp(chosen_logits - top[:, None])
-    if NORMALIZE:
-        total = tl.sum(share, axis=1)
-    places = tokens[:, None] * K + slots
-    is_chosen = is_token[:, None] & (slots < K)
-    tl.store(weights + places, share / total[:, None], mask=is_chosen)
-    tl.store(ids + places, chosen, mask=is_chosen)
+    b_logits = tl.load(own[:, None] + experts, mask=is_logit, other=0.0, cache_modifier=".cg")
+    _choose_experts(b_logits, weights, ids, tokens, is_token, E, K, NORMALIZE)
     if HAS_SHARED:
         gate = tl.load(own + E, mask=is_token, other=0.0, cache_modifier=".cg")
         tl.store(shared_weight + tokens, 1.0 / (1.0 + tl.exp(-gate)), mask=is_token)
 
 
 @triton.jit
-def _arrives_last(arrived, num_programs):
-    """Whether all other programs have stored their logits, which are then visible here.
+def arrives_last(arrived, num_programs):
+    """Whether all other programs have stored what they had to, which is then visible here.
 
     The barrier puts the stores of all threads before the one thread's atomic, which releases them.
     """
@@ -240,10 +299,10 @@ def _route_vector_kernel(
 
     b_logits = tl.sum(b_router.to(tl.float32) * b_x.to(tl.float32)[None, :], axis=1)
     tl.store(logits + i_token.to(tl.int64) * (E + 1) + rows, b_logits, mask=is_row)
-    if _arrives_last(arrivals + i_token, tl.num_programs(0)):
+    if arrives_last(arrivals + i_token, tl.num_programs(0)):
         tokens = i_token + tl.arange(0, 1).to(tl.int64)
         is_token = tokens == i_token
-        _choose_experts(
+        _choose_from_memory(
             logits, weights, ids, shared_weight, tokens, is_token, E, K, NORMALIZE, HAS_SHARED, BLOCK_E
         )
 
@@ -310,29 +369,113 @@ def _route_tile_kernel(
 
     places = tokens[:, None] * (E + 1) + rows[None, :]
     tl.store(logits + places, b_logits, mask=is_token[:, None] & is_row[None, :])
-    if _arrives_last(arrivals + i_block, tl.num_programs(0)):
+    if arrives_last(arrivals + i_block, tl.num_programs(0)):
         for first in range(0, BLOCK_M, CHOOSE_TOKENS):
             some = i_block.to(tl.int64) * BLOCK_M + first + tl.arange(0, CHOOSE_TOKENS)
             is_some = some < num_tokens
-            _choose_experts(
+            _choose_from_memory(
                 logits, weights, ids, shared_weight, some, is_some, E, K, NORMALIZE, HAS_SHARED, BLOCK_E
             )
+
+
+@triton.jit
+def _norm_tokens(
+    hidden,
+    b_norm,
+    b_gate,
+    x,
+    shared_weight,
+    tokens,  # [M] int64
+    is_token,  # [M]
+    eps,
+    H: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+):
+    """The norm of whole tokens and, while they are at hand, their weight of the shared expert."""
+    columns = tl.arange(0, b_norm.shape[0])
+    places = tokens[:, None] * H + columns[None, :]
+    is_own = is_token[:, None] & (columns < H)[None, :]
+    b_hidden = tl.load(hidden + places, mask=is_own, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(b_hidden * b_hidden, axis=1) / H + eps)
+    b_x = (b_hidden * scale[:, None] * b_norm[None, :]).to(x.dtype.element_ty)
+    tl.store(x + places, b_x, mask=is_own)
+    if HAS_SHARED:
+        gate = tl.sum(b_x.to(tl.float32) * b_gate[None, :], axis=1)
+        tl.store(shared_weight + tokens, 1.0 / (1.0 + tl.exp(-gate)), mask=is_token)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_whole_kernel(
+    hidden,
+    norm_weight,
+    router,
+    shared_gate,
+    x,
+    weights,
+    ids,
+    shared_weight,
+    num_tokens,
+    eps,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    NORM_TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program b: the b-th BLOCK_M tokens, from their norm to their experts."""
+    let_next_start(PDL)
+    dims = tl.arange(0, BLOCK_H)
+    b_norm = tl.load(norm_weight + dims, mask=dims < H, other=0.0)
+    b_gate = b_norm
+    if HAS_SHARED:
+        b_gate = tl.load(shared_gate + dims, mask=dims < H, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+
+    start = tl.program_id(0).to(tl.int64) * BLOCK_M
+    for first in range(0, BLOCK_M, NORM_TOKENS):
+        some = start + first + tl.arange(0, NORM_TOKENS)
+        _norm_tokens(hidden, b_norm, b_gate, x, shared_weight, some, some < num_tokens, eps, H, HAS_SHARED)
+    tl.debug_barrier()  # other threads of this program stored what is loaded now
+
+    tokens = start + tl.arange(0, BLOCK_M)
+    is_token = tokens < num_tokens
+    experts = tl.minimum(tl.arange(0, BLOCK_E), E - 1)
+    columns = tl.arange(0, BLOCK_K)
+    p_x = x + tokens[:, None] * H + columns[None, :]
+    p_router = router + experts[None, :] * H + columns[:, None]
+    b_logits = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    for first in range(0, H, BLOCK_K):
+        is_column = first + columns < H
+        b_router = tl.load(p_router + first, mask=is_column[:, None], other=0.0)
+        b_x = tl.load(p_x + first, mask=is_token[:, None] & is_column[None, :], other=0.0)
+        if b_router.dtype != b_x.dtype:
+            b_router, b_x = b_router.to(tl.float32), b_x.to(tl.float32)
+        b_logits = tl.dot(b_x, b_router, b_logits, input_precision="ieee")
+    _choose_experts(b_logits, weights, ids, tokens, is_token, E, K, NORMALIZE)
 
 
 def compile_cases() -> list[CompileCase]:
     """The 35B-A3B router in bf16: (kernel, signature, constexprs, options)."""
     halves = dict.fromkeys(("hidden", "router", "shared_gate", "x"), "*bf16")
     floats = dict.fromkeys(("norm_weight", "logits", "weights", "shared_weight"), "*fp32")
-    signature = {**halves, **floats, "arrivals": "*i32", "ids": "*i32", "eps": "fp32"}
+    signature = {**halves, **floats, "arrivals": "*i32", "ids": "*i32", "eps": "fp32", "num_tokens": "i32"}
     constants = {"E": 256, "K": 8, "H": 2048, "NORMALIZE": True, "HAS_SHARED": True, "BLOCK_E": 256}
     cases: list[CompileCase] = []
     for kernel, more, tile in (
         (_route_vector_kernel, {"BLOCK_H": 2048}, _vector_rule(2048)),
-        (_route_tile_kernel, {}, _tile_rule(16)),
-        (_route_tile_kernel, {}, _tile_rule(8192)),
+        (_route_tile_kernel, {}, TILE),
+        (_route_whole_kernel, {"BLOCK_H": 2048}, _whole_rule(8192, (256, 2048), 2, False)),
+        (_route_whole_kernel, {"BLOCK_H": 2048}, _whole_rule(1024, (256, 2048), 2, True)),
+        (_route_whole_kernel, {"BLOCK_H": 2048}, _whole_rule(8192, (256, 2048), 2, True)),
     ):
         options = {key: tile[key] for key in ("num_warps", "num_stages")}
         blocks = {key: value for key, value in tile.items() if key not in options}
-        types = signature if kernel is _route_vector_kernel else {**signature, "num_tokens": "i32"}
+        types = {key: value for key, value in signature.items() if key in kernel.arg_names}
         cases.append((kernel, types, {**constants, **more, **blocks, "PDL": False}, options))
     return cases

@@ -1,0 +1,431 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The Gated DeltaNet mixer for rows of several tokens: the delta rule in its chunked form.
+
+Two launches, or three. The first prepares all pieces of all rows at once (delta_net_prepare). The second
+walks along each row, piece after piece, a program for a value head and BLOCK_V of its columns, whose state
+stays in registers: it is what takes time for a single long row, so the more columns share a program, the more
+rows there must be. Where a program has all columns of a head it also norms and gates what it read; else the
+third launch does.
+
+Rings and states are written by the second launch alone, each entry by the program that may have read it: the
+slot a row goes to may be the one it came from. A row's bits depend on the tiles and on where its pieces begin
+and end, never on what else is in the step.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.ops.reference import rows
+from penstock.ops.reference.rows import Chunks
+from penstock.ops.triton.delta_net_prepare import CHUNK, find_pages, num_page_elements, prepare_kernel, silu
+from penstock.ops.triton.launch import (
+    CompileCase,
+    launch_options,
+    let_next_start,
+    num_processors,
+    wait_for_previous,
+)
+from penstock.ops.triton.tuning import Tile, choose
+
+Shape = tuple[int, int, int, int]  # Hk, Hv, K, V
+
+PREPARE_TILE: Tile = {"num_warps": 4, "num_stages": 1}
+# Four warps multiply 64 rows at a time. Programs of fewer columns would fill more processors, but all of them
+# read the same keys, queries and readers, and together wait for them longer.
+FEWEST_COLUMNS = 64
+SMALL_MEMORY = 99 * 1024  # bytes of shared memory that a program has on every card
+EMPTY_PROCESSORS = 0.1  # of all, that may be left without a program
+
+
+def mix_chunks(
+    out: Tensor,  # [T, Hv * V]  the tokens of these rows are written, no others
+    mixed: Tensor,  # [T, C + Hv * V + 2 * Hv]  conv channels (q, k, v), z, b, a
+    conv_weight: Tensor,  # [Kc, C]  the newest input last
+    a_log: Tensor,  # [Hv] float32
+    dt_bias: Tensor,  # [Hv] float32
+    norm_weight: Tensor,  # [V] float32
+    eps: float,
+    conv: Tensor,  # [slots, W, C]  rings of the convolution's inputs, W >= Kc
+    recurrent: Tensor,  # [slots, Hv, K, V] float32
+    query_start: Tensor,  # [R + 1]
+    context_lens: Tensor,  # [R]
+    state_slots: Tensor,  # [R]
+    initial_slots: Tensor,  # [R]
+    chunks: Chunks,
+    num_key_heads: int,
+    *,
+    num_tokens: int,
+    deterministic: bool,
+) -> None:
+    num_pieces, num_rows = len(chunks.pieces), len(chunks.rows)
+    if num_pieces == 0:
+        return
+    (_, num_heads, key_dim, value_dim), device = recurrent.shape, mixed.device
+    shape = (num_key_heads, num_heads, key_dim, value_dim)
+    heads, options = _head_constants(shape), launch_options(device)
+    rings = {"RING": conv.shape[1]}
+    page = num_page_elements(num_key_heads, num_heads, heads["BLOCK_K"], heads["PADDED_V"])
+    prepared = mixed.new_empty(num_pieces, page)
+    log_decays = mixed.new_empty(num_pieces, num_heads, rows.CHUNK, dtype=torch.float32)
+
+    tile = PREPARE_TILE
+    if not deterministic:
+        tile = choose("delta_net_prepare", shape, num_tokens, tile, device)
+    weights = (conv_weight, a_log, dt_bias, conv)
+    places = (query_start, context_lens, initial_slots, chunks.pieces)
+    taps = {
+        "NUM_TAPS": len(conv_weight),
+        "SOLVE_PRECISION": "ieee" if mixed.dtype == torch.float32 else "tf32",
+    }
+    prepare_kernel[num_heads, num_pieces](
+        mixed, *weights, *places, prepared, log_decays, mixed.stride(0), conv.stride(0),
+        **heads, **rings, **taps, **tile, **options,
+    )  # fmt: skip
+
+    tile = _scan_tile(shape, num_rows, mixed, deterministic)
+    num_blocks = triton.cdiv(value_dim, tile["BLOCK_V"])
+    states = (conv, recurrent, query_start, context_lens, state_slots, initial_slots)
+    rings["BLOCK_RING"] = triton.next_power_of_2(conv.shape[1])
+    _scan_kernel[num_heads * num_blocks, num_rows](
+        prepared, log_decays, mixed, norm_weight, *states, chunks.pieces, chunks.rows, out, eps,
+        mixed.stride(0), conv.stride(0), recurrent.stride(0), **heads, **rings, **tile, **options,
+    )  # fmt: skip
+    if num_blocks > 1:
+        _norm_kernel[num_heads, num_pieces](
+            mixed, norm_weight, chunks.pieces, out, eps, mixed.stride(0), **heads, num_warps=4, **options
+        )
+
+
+def _head_constants(shape: Shape) -> dict[str, int]:
+    num_key_heads, num_value_heads, key_dim, value_dim = shape
+    return {
+        "NUM_KEY_HEADS": num_key_heads,
+        "NUM_VALUE_HEADS": num_value_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_K": max(triton.next_power_of_2(key_dim), 16),
+        "PADDED_V": max(triton.next_power_of_2(value_dim), 16),
+    }
+
+
+def _scan_tile(shape: Shape, num_rows: int, mixed: Tensor, deterministic: bool) -> Tile:
+    memory = _shared_memory(mixed.device)
+    if deterministic:  # one tile for any number of rows
+        return _scan_rule(shape, FEWEST_COLUMNS, mixed.element_size(), memory)
+    block_v = _columns(shape, num_rows, num_processors(mixed.device))
+    default = _scan_rule(shape, block_v, mixed.element_size(), memory)
+    return choose("delta_net_scan", shape, num_rows, default, mixed.device)
+
+
+def _columns(shape: Shape, num_rows: int, num_processors: int) -> int:
+    """Of a program: as many as leave enough programs."""
+    _, num_heads, _, value_dim = shape
+    block_v = _head_constants(shape)["PADDED_V"]
+    enough = (1 - EMPTY_PROCESSORS) * num_processors
+    while block_v > FEWEST_COLUMNS and num_rows * num_heads * triton.cdiv(value_dim, block_v) < enough:
+        block_v //= 2
+    return block_v
+
+
+def _scan_rule(shape: Shape, block_v: int, element_size: int, memory: int) -> Tile:
+    """With three stages the next pieces are on their way while one is computed; they need room for three."""
+    heads = _head_constants(shape)
+    block_v = min(block_v, heads["PADDED_V"])
+    shared = rows.CHUNK * (3 * heads["BLOCK_K"] + rows.CHUNK)
+    own = rows.CHUNK * block_v
+    # Three buffers of what all columns share, two of the values; and one to write outputs through.
+    has_room = element_size == 2 and element_size * (3 * shared + 3 * own) + 1024 <= memory
+    num_warps = max(block_v // 16, 4)
+    return {"BLOCK_V": block_v, "num_warps": num_warps, "num_stages": 3 if has_room else 1}
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have."""
+    if device.type != "cuda":
+        return SMALL_MEMORY
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
+    """What is worth a try; shape is (Hk, Hv, K, V), and for the scan num_tokens is the number of rows."""
+    if kernel == "delta_net_prepare":
+        limits = ((4, 255), (4, 168), (4, 128), (8, 128))
+        return [{"num_warps": warps, "num_stages": 1, "maxnreg": limit} for warps, limit in limits]
+    if kernel == "delta_net_scan":
+        forms = ((32, 4, 3), (64, 4, 1), (64, 4, 3), (128, 8, 1), (128, 8, 3))
+        widest = triton.next_power_of_2(shape[3])
+        return [
+            {"BLOCK_V": block_v, "num_warps": warps, "num_stages": stages}
+            for block_v, warps, stages in forms
+            if block_v <= widest
+        ]
+    return []
+
+
+@triton.jit(
+    do_not_specialize=["query_start", "context_lens", "state_slots", "initial_slots", "pieces", "row_pieces"]
+)
+def _scan_kernel(
+    prepared,
+    log_decays,
+    mixed,
+    norm_weight,
+    conv,
+    recurrent,
+    query_start,
+    context_lens,
+    state_slots,
+    initial_slots,
+    pieces,
+    row_pieces,
+    out,
+    eps,
+    mixed_stride,
+    conv_stride,
+    recurrent_stride,
+    NUM_KEY_HEADS: tl.constexpr,
+    NUM_VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    RING: tl.constexpr,
+    BLOCK_RING: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PADDED_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (g, r): BLOCK_V columns of a value head, along all pieces of row r."""
+    let_next_start(PDL)
+    NUM_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    IS_WHOLE: tl.constexpr = NUM_BLOCKS == 1
+    NUM_CHANNELS: tl.constexpr = 2 * NUM_KEY_HEADS * KEY_DIM + NUM_VALUE_HEADS * VALUE_DIM
+    dtype = prepared.dtype.element_ty
+    i_head = tl.program_id(0) // NUM_BLOCKS
+    i_block = tl.program_id(0) % NUM_BLOCKS
+    first_piece = tl.load(row_pieces + tl.program_id(1) * 2)
+    past_last_piece = tl.load(row_pieces + tl.program_id(1) * 2 + 1)
+    row = tl.load(pieces + first_piece * 4, mask=first_piece < past_last_piece, other=0)
+    row_start = tl.load(query_start + row).to(tl.int64)
+    start = tl.load(context_lens + row) - (tl.load(query_start + row + 1) - row_start)
+    state_slot = tl.load(state_slots + row).to(tl.int64)
+    initial_slot = tl.load(initial_slots + row).to(tl.int64)
+    i_t = tl.arange(0, CHUNK)
+    i_k = tl.arange(0, BLOCK_K)
+    i_v = i_block * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_v = i_v < VALUE_DIM
+    in_state = in_v[:, None] & (i_k < KEY_DIM)[None, :]
+    p_state = recurrent + i_head * (KEY_DIM * VALUE_DIM) + i_k[None, :] * VALUE_DIM + i_v[:, None]
+    wait_for_previous(PDL)
+
+    # The state is held transposed, [BLOCK_V, K]: it and the corrections are then the left operands of all
+    # products, which tensor cores take from the registers they leave their sums in.
+    held = tl.load(
+        p_state + initial_slot * recurrent_stride, mask=tl.where(start > 0, in_state, False), other=0.0
+    )
+    num_done = tl.zeros([], tl.int32)
+    for i_piece in range(first_piece, past_last_piece):
+        p_queries, p_keys, p_readers, p_values, p_scores = find_pages(
+            prepared, tl.cast(i_piece, tl.int64), i_head, NUM_KEY_HEADS, NUM_VALUE_HEADS, BLOCK_K, PADDED_V
+        )
+        key_offsets = i_t[:, None] * BLOCK_K + i_k[None, :]
+        b_readers = tl.load(p_readers + key_offsets)
+        b_queries = tl.load(p_queries + key_offsets)
+        b_keys = tl.load(p_keys + key_offsets)
+        b_scores = tl.load(p_scores + i_t[:, None] * CHUNK + i_t[None, :])
+        b_values = tl.load(p_values + i_v[:, None] * CHUNK + i_t[None, :])
+        p_decay = log_decays + (tl.cast(i_piece, tl.int64) * NUM_VALUE_HEADS + i_head) * CHUNK
+        log_decay = tl.load(p_decay + i_t)[None, :]
+        in_all = tl.load(p_decay + CHUNK - 1)
+        first_token = tl.load(pieces + i_piece * 4 + 1).to(tl.int64)
+        num_tokens = tl.load(pieces + i_piece * 4 + 2)
+        checkpoint = tl.load(pieces + i_piece * 4 + 3).to(tl.int64)
+
+        operand = held.to(dtype)
+        corrected = b_values.to(tl.float32) - tl.dot(operand, tl.trans(b_readers), input_precision="ieee")
+        read = tl.exp(log_decay) * tl.dot(operand, tl.trans(b_queries), input_precision="ieee")
+        kept = (tl.exp(in_all - log_decay) * corrected).to(dtype)
+        held = tl.dot(kept, b_keys, tl.exp(in_all) * held, input_precision="ieee")
+        read = tl.dot(corrected.to(dtype), tl.trans(b_scores), read, input_precision="ieee")
+
+        is_out = in_v[:, None] & (i_t < num_tokens)[None, :]
+        if IS_WHOLE:
+            p_gate = mixed + first_token * mixed_stride + NUM_CHANNELS + i_head * VALUE_DIM
+            read = _norm_and_gate(read, p_gate, norm_weight, eps, i_t, i_v, is_out, mixed_stride, VALUE_DIM)
+        p_out = out + (first_token + i_t)[None, :] * (NUM_VALUE_HEADS * VALUE_DIM)
+        tl.store(p_out + i_head * VALUE_DIM + i_v[:, None], read.to(out.dtype.element_ty), mask=is_out)
+        num_done += num_tokens
+        if checkpoint > 0:
+            tl.store(p_state + checkpoint * recurrent_stride, held, mask=in_state)
+            _save_rings(
+                conv, checkpoint, initial_slot, mixed + row_start * mixed_stride, start, num_done, i_head,
+                i_block, i_k, i_v, mixed_stride, conv_stride, NUM_KEY_HEADS, NUM_VALUE_HEADS, KEY_DIM,
+                VALUE_DIM, RING, BLOCK_RING,
+            )  # fmt: skip
+
+    tl.debug_barrier()  # the slot may be the one it all came from: every thread has read its part of it
+    if num_done > 0:
+        tl.store(p_state + state_slot * recurrent_stride, held, mask=in_state)
+        _save_rings(
+            conv, state_slot, initial_slot, mixed + row_start * mixed_stride, start, num_done, i_head,
+            i_block, i_k, i_v, mixed_stride, conv_stride, NUM_KEY_HEADS, NUM_VALUE_HEADS, KEY_DIM,
+            VALUE_DIM, RING, BLOCK_RING,
+        )  # fmt: skip
+
+
+@triton.jit
+def _save_rings(
+    conv,
+    slot,
+    initial_slot,
+    p_mixed,  # the row's first token
+    start,
+    num_tokens,
+    i_head,
+    i_block,
+    i_k,
+    i_v,
+    mixed_stride,
+    conv_stride,
+    NUM_KEY_HEADS: tl.constexpr,
+    NUM_VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    RING: tl.constexpr,
+    BLOCK_RING: tl.constexpr,
+):
+    """The program's channels of the ring as it stands after num_tokens of the row."""
+    KEY_SIZE: tl.constexpr = NUM_KEY_HEADS * KEY_DIM
+    NUM_CHANNELS: tl.constexpr = 2 * KEY_SIZE + NUM_VALUE_HEADS * VALUE_DIM
+    HEADS_A_KEY: tl.constexpr = NUM_VALUE_HEADS // NUM_KEY_HEADS
+    p_ring = conv + slot * conv_stride
+    p_old_ring = conv + initial_slot * conv_stride
+    has_moved = slot != initial_slot
+    v_channels = 2 * KEY_SIZE + i_head * VALUE_DIM + i_v
+    _save_ring(
+        p_ring, p_old_ring, p_mixed, v_channels, i_v < VALUE_DIM, start, num_tokens, has_moved, mixed_stride,
+        NUM_CHANNELS, RING, BLOCK_RING,
+    )  # fmt: skip
+    if (i_head % HEADS_A_KEY == 0) & (i_block == 0):  # of those that share a key head, the first
+        for i in tl.static_range(2):
+            k_channels = i * KEY_SIZE + i_head // HEADS_A_KEY * KEY_DIM + i_k
+            _save_ring(
+                p_ring, p_old_ring, p_mixed, k_channels, i_k < KEY_DIM, start, num_tokens, has_moved,
+                mixed_stride, NUM_CHANNELS, RING, BLOCK_RING,
+            )  # fmt: skip
+
+
+@triton.jit
+def _save_ring(
+    p_ring,
+    p_old_ring,
+    p_mixed,
+    channels,
+    in_channels,
+    start,
+    num_tokens,
+    has_moved,
+    mixed_stride,
+    NUM_CHANNELS: tl.constexpr,
+    RING: tl.constexpr,
+    BLOCK_RING: tl.constexpr,
+):
+    """An entry holds the newest position that falls on it: of this step, or of the past if the row moved."""
+    i_entry = tl.arange(0, BLOCK_RING)
+    newest = start + num_tokens - 1
+    position = newest - (newest % RING + RING - i_entry) % RING
+    is_entry = (i_entry < RING)[:, None] & in_channels[None, :]
+    is_new = is_entry & (position >= start)[:, None]
+    is_past = is_entry & tl.where(has_moved, (position >= 0) & (position < start), False)[:, None]
+    tokens = (position - start).to(tl.int64)[:, None] * mixed_stride
+    offsets = i_entry[:, None] * NUM_CHANNELS + channels[None, :]
+    b_new = tl.load(p_mixed + tokens + channels[None, :], mask=is_new, other=0.0)
+    b_past = tl.load(p_old_ring + offsets, mask=is_past, other=0.0)
+    tl.store(p_ring + offsets, tl.where(is_new, b_new.to(b_past.dtype), b_past), mask=is_new | is_past)
+
+
+@triton.jit
+def _norm_and_gate(
+    b_read,  # [V, 64] float32
+    p_gate,  # of the first token
+    norm_weight,
+    eps,
+    i_t,
+    i_v,
+    mask,
+    mixed_stride,
+    VALUE_DIM: tl.constexpr,
+):
+    offsets = i_t.to(tl.int64)[None, :] * mixed_stride + i_v[:, None]
+    b_gate = tl.load(p_gate + offsets, mask=mask, other=0.0).to(tl.float32)
+    b_weight = tl.load(norm_weight + i_v, mask=i_v < VALUE_DIM, other=0.0)
+    scale = tl.rsqrt(tl.sum(b_read * b_read, axis=0) / VALUE_DIM + eps)
+    return b_read * scale[None, :] * b_weight[:, None] * silu(b_gate)
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def _norm_kernel(
+    mixed,
+    norm_weight,
+    pieces,
+    out,
+    eps,
+    mixed_stride,
+    NUM_KEY_HEADS: tl.constexpr,
+    NUM_VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PADDED_V: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (h, p): what value head h has read for the tokens of piece p, normed and gated in its place."""
+    let_next_start(PDL)
+    NUM_CHANNELS: tl.constexpr = 2 * NUM_KEY_HEADS * KEY_DIM + NUM_VALUE_HEADS * VALUE_DIM
+    i_head = tl.program_id(0)
+    i_piece = tl.program_id(1)
+    first_token = tl.load(pieces + i_piece * 4 + 1).to(tl.int64)
+    num_tokens = tl.load(pieces + i_piece * 4 + 2)
+    i_t = tl.arange(0, CHUNK)
+    i_v = tl.arange(0, PADDED_V)
+    mask = (i_v < VALUE_DIM)[:, None] & (i_t < num_tokens)[None, :]
+    wait_for_previous(PDL)
+    p_out = out + (first_token + i_t)[None, :] * (NUM_VALUE_HEADS * VALUE_DIM)
+    p_out += i_head * VALUE_DIM + i_v[:, None]
+    b_read = tl.load(p_out, mask=mask, other=0.0).to(tl.float32)
+    p_gate = mixed + first_token * mixed_stride + NUM_CHANNELS + i_head * VALUE_DIM
+    b_out = _norm_and_gate(b_read, p_gate, norm_weight, eps, i_t, i_v, mask, mixed_stride, VALUE_DIM)
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
+
+
+def compile_cases() -> list[CompileCase]:
+    """The 35B-A3B mixer in bf16: (kernel, signature, constexprs, options)."""
+    shape = (16, 32, 128, 128)
+    heads = {**_head_constants(shape), "PDL": False}
+    rings = {**heads, "RING": 4}
+    halves = dict.fromkeys(("mixed", "conv_weight", "conv", "prepared", "out"), "*bf16")
+    floats = dict.fromkeys(("a_log", "dt_bias", "log_decays", "norm_weight", "recurrent"), "*fp32")
+    numbers = dict.fromkeys(("query_start", "context_lens", "state_slots", "initial_slots"), "*i64")
+    numbers |= {"pieces": "*i32", "row_pieces": "*i32"}
+    strides = dict.fromkeys(("mixed_stride", "conv_stride", "recurrent_stride"), "i32")
+    types = {**halves, **floats, **numbers, **strides, "eps": "fp32"}
+    cases: list[CompileCase] = [
+        (prepare_kernel, types, {**rings, "NUM_TAPS": 4, "SOLVE_PRECISION": "tf32"}, dict(PREPARE_TILE)),
+        (_norm_kernel, types, heads, {"num_warps": 4, "num_stages": 1}),
+    ]
+    for block_v, memory in ((64, SMALL_MEMORY), (64, 227 * 1024), (128, 227 * 1024)):
+        tile = dict(_scan_rule(shape, block_v, 2, memory))
+        constants = {**rings, "BLOCK_RING": 4, "BLOCK_V": tile.pop("BLOCK_V")}
+        cases.append((_scan_kernel, types, constants, tile))
+    return [
+        (kernel, {name: types[name] for name in kernel.arg_names if name in types}, constants, options)
+        for kernel, types, constants, options in cases
+    ]

@@ -1,0 +1,348 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The chosen experts of many tokens, as products of tall tiles. Chooses nothing itself.
+
+Four launches: the list of pairs (a token with one of its experts) by expert, gate and up, down, and the
+weighted sum of every token. A program of the two products looks its tile of pairs up in the list: the host
+never learns what was chosen, so there are as many programs as the worst routing needs, and those past the
+list's end are done at once. Tiles of an expert are neighbours, so that its weights come from memory once. A
+tile of few pairs, as most experts' last one is, takes a lower product in the same program.
+
+A pair's numbers do not depend on which pairs share its tile, and no sum depends on the order of programs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.ops.triton import experts_list
+from penstock.ops.triton.experts_list import list_pairs, load_tile
+from penstock.ops.triton.launch import (
+    CompileCase,
+    has_dependent_launch,
+    launch_options,
+    let_next_start,
+    wait_for_previous,
+)
+from penstock.ops.triton.tuning import Tile, bucket, choose
+
+LOW_PAIRS = tl.constexpr(64)  # what a warp group multiplies at least: fewer leave its tensor cores idle
+TALL_PAIRS = 64  # of an expert, on average: above, tiles of twice the height read its weights less often
+
+
+def run(
+    out: Tensor,  # [T, H]
+    x: Tensor,  # [T, H]
+    weights: Tensor,  # [T, k] float32
+    ids: Tensor,  # [T, k]  those of a token differ
+    gate_up: Tensor,  # [E, 2I, H]
+    down: Tensor,  # [E, H, I]
+    residual: Tensor,  # [T, H]
+    shared_weight: Tensor | None,  # [T, 1] float32
+    shared_gate_up: Tensor | None,  # [2I', H]
+    shared_down: Tensor | None,  # [H, I']
+) -> None:
+    (num_tokens, k), (num_experts, width, inner_width) = ids.shape, down.shape
+    shared_width = 0 if shared_down is None else shared_down.shape[1]
+    widest = max(inner_width, shared_width)
+    slots = k + (shared_width > 0)
+    shape = (num_experts, k, inner_width, width)
+    rules = _rules(bucket(num_tokens) * k // num_experts, x.element_size(), has_dependent_launch(x.device))
+
+    height = choose("expert_list_grouped", shape, num_tokens, rules["list"], x.device)["BLOCK_M"]
+    order, tiles = list_pairs(ids, num_experts, slots, height)
+    inner = x.new_empty(num_tokens * slots, widest)
+    outputs = x.new_empty(num_tokens * slots, width)
+    dims = {
+        "E": num_experts,
+        "SLOTS": slots,
+        "H": width,
+        "I": inner_width,
+        "SHARED_I": shared_width,
+        "INNER": widest,
+        "BLOCK_M": height,
+    }
+    options = launch_options(x.device)
+
+    tile = choose("expert_gate_up_grouped", shape, num_tokens, rules["gate_up"], x.device)
+    some = gate_up if shared_gate_up is None else shared_gate_up
+    grid = (triton.cdiv(2 * widest, tile["BLOCK_N"]), len(tiles))
+    _grouped_gate_up_kernel[grid](x, order, tiles, gate_up, some, inner, **dims, **tile, **options)
+
+    tile = choose("expert_down_grouped", shape, num_tokens, rules["down"], x.device)
+    some = down if shared_down is None else shared_down
+    grid = (triton.cdiv(width, tile["BLOCK_N"]), len(tiles))
+    _grouped_down_kernel[grid](inner, order, tiles, down, some, outputs, **dims, **tile, **options)
+
+    _add_pairs(out, outputs, weights, shared_weight, residual)
+
+
+def _add_pairs(
+    out: Tensor, outputs: Tensor, weights: Tensor, shared_weight: Tensor | None, residual: Tensor
+) -> None:
+    """The residual and what a token's pairs gave, by their weights."""
+    (num_tokens, k), width = weights.shape, residual.shape[1]
+    block = min(1024, triton.next_power_of_2(width))
+    _add_pairs_kernel[num_tokens, triton.cdiv(width, block)](
+        outputs,
+        weights,
+        weights if shared_weight is None else shared_weight,
+        residual,
+        out,
+        K=k,
+        H=width,
+        HAS_SHARED=shared_weight is not None,
+        BLOCK_H=block,
+        num_warps=max(1, block // 256),
+        **launch_options(out.device),
+    )
+
+
+def _rules(mean_pairs: int, element_size: int, is_hopper: bool) -> dict[str, Tile]:
+    """Two programs on a multiprocessor while weights set the pace, and in the short products of down: one
+    starts or stores while the other multiplies. One of the largest tile where arithmetic sets it."""
+    is_tall = mean_pairs > TALL_PAIRS and element_size < 4
+    height = {"BLOCK_M": 128 if is_tall else 64}
+    if element_size == 4:
+        tile = {"BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
+        return {"list": height, "gate_up": tile, "down": tile}
+    if not is_hopper:
+        tile = {"BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 8 if is_tall else 4, "num_stages": 3}
+        return {"list": height, "gate_up": tile, "down": tile}
+    half = {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3 if is_tall else 4}
+    whole = {"BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
+    return {"list": height, "gate_up": whole if is_tall else half, "down": half}
+
+
+def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
+    """What is worth measuring for a kernel; shape is (E, k, I, H)."""
+    if kernel == "expert_list_grouped":
+        return [{"BLOCK_M": 64}, {"BLOCK_M": 128}]
+    assert kernel in ("expert_gate_up_grouped", "expert_down_grouped")
+    num_experts, k, *_ = shape
+    tiles = [(128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 4, 2)]
+    tiles += [(256, 64, 8, 3), (256, 64, 8, 4)]
+    if bucket(num_tokens) * k // num_experts <= TALL_PAIRS:  # the sums of tall ones would not fit registers
+        tiles += [(256, 64, 4, 3), (256, 64, 4, 4)]
+    names = ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
+    return [dict(zip(names, tile)) for tile in tiles]
+
+
+@triton.jit
+def _multiply(
+    source,
+    source_starts,  # [M]
+    is_pair,  # [M]
+    weights,
+    row_starts,  # [N]
+    width,
+    IS_WHOLE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Rows of the source times rows of the weights, over `width`: [M, N] float32."""
+    M: tl.constexpr = source_starts.shape[0]
+    N: tl.constexpr = row_starts.shape[0]
+    columns = tl.arange(0, BLOCK_K)
+    p_source = source + source_starts[:, None] + columns[None, :]
+    p_weights = weights + row_starts[None, :] + columns[:, None]
+    total = tl.zeros([M, N], tl.float32)
+    for first in range(0, width, BLOCK_K):
+        if IS_WHOLE:
+            b_weights = tl.load(p_weights + first)
+            b_source = tl.load(p_source + first, mask=is_pair[:, None], other=0.0)
+        else:
+            is_column = first + columns < width
+            b_weights = tl.load(p_weights + first, mask=is_column[:, None], other=0.0)
+            b_source = tl.load(p_source + first, mask=is_pair[:, None] & is_column[None, :], other=0.0)
+        total = tl.dot(b_source, b_weights, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _gate_up_tile(
+    x,
+    order,  # the tile's own
+    weights,
+    inner,  # the tile's own
+    num_pairs,
+    width,
+    SLOTS: tl.constexpr,
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A gate and the up of the same column are neighbours: a thread that holds one holds the other."""
+    HALF: tl.constexpr = BLOCK_N // 2
+    lanes = tl.arange(0, BLOCK_N)
+    rows = tl.minimum(tl.program_id(0) * HALF + lanes // 2, width - 1) + lanes % 2 * width
+    pairs = tl.arange(0, M)
+    is_pair = pairs < num_pairs
+    tokens = tl.load(order + pairs, mask=is_pair, other=0) // SLOTS
+    both = _multiply(x, tokens * H, is_pair, weights, rows * H, H, H % BLOCK_K == 0, BLOCK_K)
+    gate, up = tl.split(tl.reshape(both, [M, HALF, 2]))
+    b_inner = (gate / (1.0 + tl.exp(-gate)) * up).to(inner.dtype.element_ty)
+    columns = tl.program_id(0) * HALF + tl.arange(0, HALF)
+    is_inner = is_pair[:, None] & (columns < width)[None, :]
+    tl.store(inner + pairs[:, None] * INNER + columns[None, :], b_inner, mask=is_inner)
+
+
+@triton.jit
+def _grouped_gate_up_kernel(
+    x,
+    order,
+    tiles,
+    gate_up,
+    shared_gate_up,
+    inner,
+    E: tl.constexpr,
+    SLOTS: tl.constexpr,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    SHARED_I: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (n, i): for tile i, BLOCK_N rows of its expert: gates, and the ups of the same columns."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    LOW: tl.constexpr = min(BLOCK_M, LOW_PAIRS)
+    expert, place, row, num_pairs = load_tile(tiles)
+    own, target = order + place, inner + row.to(tl.int64) * INNER
+    weights, width = gate_up + expert * (2 * I * H), I
+    if SHARED_I > 0:
+        weights = tl.where(expert == E, shared_gate_up, weights)
+        if SHARED_I != I:
+            width = tl.where(expert == E, SHARED_I, I)
+    if BLOCK_M > LOW and num_pairs > LOW:
+        _gate_up_tile(x, own, weights, target, num_pairs, width, SLOTS, H, INNER, BLOCK_M, BLOCK_N, BLOCK_K)
+    if (num_pairs > 0) & (num_pairs <= LOW):
+        _gate_up_tile(x, own, weights, target, num_pairs, width, SLOTS, H, INNER, LOW, BLOCK_N, BLOCK_K)
+
+
+@triton.jit
+def _down_tile(
+    inner,  # the tile's own
+    order,  # the tile's own
+    weights,
+    outputs,
+    num_pairs,
+    width,
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    lanes = tl.arange(0, M)
+    is_pair = lanes < num_pairs
+    pairs = tl.load(order + lanes, mask=is_pair, other=0).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_starts = tl.minimum(rows, H - 1) * width
+    b_outputs = _multiply(inner, lanes * INNER, is_pair, weights, row_starts, width, IS_WHOLE, BLOCK_K)
+    is_output = is_pair[:, None] & (rows < H)[None, :]
+    places = outputs + pairs[:, None] * H + rows[None, :]
+    tl.store(places, b_outputs.to(outputs.dtype.element_ty), mask=is_output)
+
+
+@triton.jit
+def _grouped_down_kernel(
+    inner,
+    order,
+    tiles,
+    down,
+    shared_down,
+    outputs,
+    E: tl.constexpr,
+    SLOTS: tl.constexpr,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    SHARED_I: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (n, i): for tile i, BLOCK_N output columns."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    LOW: tl.constexpr = min(BLOCK_M, LOW_PAIRS)
+    IS_WHOLE: tl.constexpr = I % BLOCK_K == 0 and SHARED_I % BLOCK_K == 0
+    expert, place, row, num_pairs = load_tile(tiles)
+    own, source = order + place, inner + row.to(tl.int64) * INNER
+    weights, width = down + expert * (H * I), I
+    if SHARED_I > 0:
+        weights = tl.where(expert == E, shared_down, weights)
+        if SHARED_I != I:
+            width = tl.where(expert == E, SHARED_I, I)
+    if BLOCK_M > LOW and num_pairs > LOW:
+        _down_tile(
+            source, own, weights, outputs, num_pairs, width, H, INNER, IS_WHOLE, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    if (num_pairs > 0) & (num_pairs <= LOW):
+        _down_tile(source, own, weights, outputs, num_pairs, width, H, INNER, IS_WHOLE, LOW, BLOCK_N, BLOCK_K)
+
+
+@triton.jit
+def _add_pairs_kernel(
+    outputs,
+    weights,
+    shared_weight,
+    residual,
+    out,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (t, n): BLOCK_H columns of token t."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    is_column = columns < H
+    own = outputs + token * ((K + HAS_SHARED) * H) + columns
+    total = tl.load(residual + token * H + columns, mask=is_column, other=0.0).to(tl.float32)
+    for slot in tl.static_range(K):
+        b_output = tl.load(own + slot * H, mask=is_column, other=0.0).to(tl.float32)
+        total += b_output * tl.load(weights + token * K + slot)
+    if HAS_SHARED:
+        b_shared = tl.load(own + K * H, mask=is_column, other=0.0).to(tl.float32)
+        total += b_shared * tl.load(shared_weight + token)
+    tl.store(out + token * H + columns, total.to(out.dtype.element_ty), mask=is_column)
+
+
+def compile_cases() -> list[CompileCase]:
+    """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options). Small tiles come first."""
+    places = {"order": "*i32", "tiles": "*i32"}
+    gate_up = dict.fromkeys(("x", "gate_up", "shared_gate_up", "inner"), "*bf16") | places
+    down = dict.fromkeys(("inner", "down", "shared_down", "outputs"), "*bf16") | places
+    total = dict.fromkeys(("outputs", "residual", "out"), "*bf16")
+    total |= dict.fromkeys(("weights", "shared_weight"), "*fp32")
+    cases: list[CompileCase] = [
+        *experts_list.compile_cases(),
+        (
+            _add_pairs_kernel,
+            total,
+            {"K": 8, "H": 2048, "HAS_SHARED": True, "BLOCK_H": 1024, "PDL": False},
+            {"num_warps": 4, "num_stages": 1},
+        ),
+    ]
+    dims = {"E": 256, "SLOTS": 9, "H": 2048, "I": 512, "SHARED_I": 512, "INNER": 512, "PDL": False}
+    for rules in (_rules(256, 2, False), _rules(32, 2, True), _rules(256, 2, True)):
+        for kernel, types, tile in (
+            (_grouped_gate_up_kernel, gate_up, rules["gate_up"]),
+            (_grouped_down_kernel, down, rules["down"]),
+        ):
+            options = {key: tile[key] for key in ("num_warps", "num_stages")}
+            blocks = {key: value for key, value in tile.items() if key not in options}
+            cases.append((kernel, types, {**dims, **rules["list"], **blocks}, options))
+    return cases

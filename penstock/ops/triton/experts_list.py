@@ -1,0 +1,156 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Which pairs an expert has, and in which tiles they are multiplied. Knows nothing of weights.
+
+A pair is a token with one of its experts: pair t * slots + j is slot j of token t. Where there is a shared
+expert it is every token's last slot, and counts as expert E. The list is made on the device, in one launch;
+the host knows no more than how many tiles the worst routing would have.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.moe_route import arrives_last
+from penstock.ops.triton.tuning import bucket
+
+
+def list_pairs(ids: Tensor, num_experts: int, slots: int, height: int) -> tuple[Tensor, Tensor]:
+    """order [(E + 1) * T]: the pairs of expert e are those from place e * T on.
+    tiles [n, 4]: an expert, the place of its first pair there, the row of that pair among all by expert,
+    and how many pairs: none in the last tiles, since n is what the worst routing needs."""
+    num_tokens, k = ids.shape
+    num_tiles = num_tokens * k // height + min(num_experts, num_tokens * k)
+    if slots > k:
+        num_tiles += triton.cdiv(num_tokens, height)
+    order = ids.new_empty((num_experts + 1) * num_tokens, dtype=torch.int32)
+    tiles = ids.new_empty(num_tiles, 4, dtype=torch.int32)
+    block = 256 if bucket(num_tokens) <= 2048 else 1024
+    _list_tiles_kernel[triton.cdiv(num_tokens * slots, block),](
+        ids,
+        _counts(ids.device, num_experts),
+        order,
+        tiles,
+        num_tokens,
+        num_tiles,
+        E=num_experts,
+        K=k,
+        SLOTS=slots,
+        BLOCK=block,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_M=height,
+        num_warps=block // 64,
+        **launch_options(ids.device),
+    )
+    return order, tiles
+
+
+@functools.cache
+def _counts(device: torch.device, num_experts: int) -> Tensor:
+    """Zeros, and zeros again after every launch: the pairs of every expert, and how many programs are done.
+
+    One for a device, since a captured graph keeps its address: steps of one device run one after another.
+    It must be made outside of a capture, as the warm-up before one does.
+    """
+    return torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
+def _list_tiles_kernel(
+    ids,
+    counts,
+    order,
+    tiles,
+    num_tokens,
+    num_tiles,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program b: lists the b-th BLOCK pairs, in whatever order they come; the last program cuts the tiles."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tokens, slots = pairs // SLOTS, pairs % SLOTS
+    is_pair = tokens < num_tokens
+    is_routed = is_pair & (slots < K)
+    experts = tl.load(ids + tokens * K + slots, mask=is_routed, other=E).to(tl.int32)
+    places = tl.atomic_add(counts + experts, 1, mask=is_routed, sem="relaxed")
+    places = tl.where(is_routed, places, tokens)
+    tl.store(order + experts * num_tokens + places, pairs, mask=is_pair & (places < num_tokens))
+    if arrives_last(counts + E, tl.num_programs(0)):
+        _cut_tiles(counts, tiles, num_tokens, num_tiles, E, K, SLOTS, BLOCK_E, BLOCK_M)
+
+
+@triton.jit
+def _cut_tiles(
+    counts,
+    tiles,
+    num_tokens,
+    num_tiles,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """The shared expert's tiles, then those of experts 0, 1, ..., then empty ones."""
+    experts = tl.arange(0, BLOCK_E)
+    # Past the first-level cache: other multiprocessors counted these.
+    sizes = tl.load(counts + experts, mask=experts < E, other=0, cache_modifier=".cg")
+    sizes = tl.minimum(sizes, num_tokens)
+    tl.store(counts + experts, 0, mask=experts < E)
+    needed = (sizes + BLOCK_M - 1) // BLOCK_M
+    rows = tl.cumsum(sizes, axis=0) - sizes
+    at = tl.cumsum(needed, axis=0) - needed
+
+    num_shared = 0
+    if SLOTS > K:
+        num_shared = (num_tokens + BLOCK_M - 1) // BLOCK_M
+        for first in range(0, num_shared, BLOCK_E):
+            i_tile = first + experts
+            place = i_tile * BLOCK_M
+            left = tl.minimum(num_tokens - place, BLOCK_M)
+            row = num_tokens * K + place
+            _store_tile(tiles, i_tile, E, E * num_tokens + place, row, left, i_tile < num_shared)
+    for i in range(tl.max(needed, axis=0)):
+        place = i * BLOCK_M
+        left = tl.minimum(sizes - place, BLOCK_M)
+        i_tile = num_shared + at + i
+        is_tile = (i < needed) & (i_tile < num_tiles)
+        _store_tile(tiles, i_tile, experts, experts * num_tokens + place, rows + place, left, is_tile)
+    for first in range(num_shared + tl.sum(needed, axis=0), num_tiles, BLOCK_E):
+        i_tile = first + experts
+        _store_tile(tiles, i_tile, 0, 0, 0, 0, i_tile < num_tiles)
+
+
+@triton.jit
+def _store_tile(tiles, i_tile, expert, place, row, num_pairs, is_tile):
+    own = tiles + i_tile * 4
+    tl.store(own, expert, mask=is_tile)
+    tl.store(own + 1, place, mask=is_tile)
+    tl.store(own + 2, row, mask=is_tile)
+    tl.store(own + 3, num_pairs, mask=is_tile)
+
+
+@triton.jit
+def load_tile(tiles):
+    own = tiles + tl.program_id(1) * 4
+    return tl.load(own).to(tl.int64), tl.load(own + 1), tl.load(own + 2), tl.load(own + 3)
+
+
+def compile_cases() -> list[CompileCase]:
+    """8192 tokens of the 35B-A3B: (kernel, signature, constexprs, options)."""
+    types = dict.fromkeys(("ids", "counts", "order", "tiles"), "*i32")
+    types |= {"num_tokens": "i32", "num_tiles": "i32"}
+    constants = {"E": 256, "K": 8, "SLOTS": 9, "BLOCK": 1024, "BLOCK_E": 256, "BLOCK_M": 128, "PDL": False}
+    return [(_list_tiles_kernel, types, constants, {"num_warps": 16, "num_stages": 1})]

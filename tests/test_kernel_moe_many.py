@@ -1,0 +1,223 @@
+"""The sparse feed-forward of many tokens against its reference: list of pairs, experts, router."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_checks import FULL_SIZE, PLACES, assert_near, random
+from penstock.ops.reference import moe as reference
+from penstock.ops.triton import experts_list, moe
+from penstock.ops.triton.tuning import Question, trials
+
+H, I, SHARED_I = 48, 24, 40
+EPS = 1e-6
+
+
+def uneven_ids(counts: list[int], seed: int = 0) -> Tensor:
+    """[T, 1]: so many tokens for each expert, in no order."""
+    ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))][:, None]
+
+
+def some_ids(num_tokens: int, num_experts: int, k: int) -> Tensor:
+    generator = torch.Generator().manual_seed(num_tokens)
+    return torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :k].contiguous()
+
+
+def sparse_inputs(
+    ids: Tensor, num_experts: int, device: str, dtype: torch.dtype, *, shared_width: int = SHARED_I
+) -> tuple[Tensor | None, ...]:
+    num_tokens = len(ids)
+
+    def some(*shape: int, seed: int) -> Tensor:
+        return random(*shape, dtype=dtype, device=device, seed=seed, scale=shape[-1] ** -0.5)
+
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.rand(ids.shape, generator=generator).to(device)
+    shared: tuple[Tensor | None, ...] = (None, None, None)
+    if shared_width:
+        shared_weight = torch.rand(num_tokens, 1, generator=generator).to(device)
+        shared = (shared_weight, some(2 * shared_width, H, seed=6), some(H, shared_width, seed=7))
+    return (
+        random(num_tokens, H, dtype=dtype, device=device, seed=2),
+        weights,
+        ids.to(device, torch.int32),
+        some(num_experts, 2 * I, H, seed=3),
+        some(num_experts, H, I, seed=4),
+        random(num_tokens, H, dtype=dtype, device=device, seed=5),
+        *shared,
+    )
+
+
+@contextmanager
+def grouped(num_tokens: int, num_experts: int, k: int, height: int) -> Iterator[None]:
+    """The form for many tokens, whatever their number, in tiles so high."""
+    shape = (num_experts, k, I, H)
+    answers = {
+        Question(kernel, shape, num_tokens, {}).key: tile
+        for kernel, tile in (
+            ("sparse_mlp", {"form": moe.GROUPED}),
+            ("expert_list_grouped", {"BLOCK_M": height}),
+        )
+    }
+    with trials() as trial:
+        trial.answers.update(answers)
+        yield
+        assert answers.keys() <= trial.questions.keys(), "the form was not taken"
+
+
+def assert_as_reference(arguments: tuple[Tensor | None, ...], dtype: torch.dtype, height: int) -> None:
+    x, weights, ids, gate_up, *rest = arguments
+    assert ids is not None
+    assert gate_up is not None
+    expected = reference.sparse_mlp(x, weights, ids.long(), gate_up, *rest)
+    with grouped(len(ids), len(gate_up), ids.shape[1], height):
+        seen = moe.sparse_mlp(*arguments)
+    assert_near(seen, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "k", "shared_width"),
+    [(1, 9, 3, SHARED_I), (63, 7, 2, 0), (63, 7, 2, I), (70, 5, 3, SHARED_I)],
+)
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_experts_of_many_tokens_are_the_weighted_sum_of_the_reference(
+    device: str, dtype: torch.dtype, num_tokens: int, num_experts: int, k: int, shared_width: int
+) -> None:
+    ids = some_ids(num_tokens, num_experts, k)
+    arguments = sparse_inputs(ids, num_experts, device, dtype, shared_width=shared_width)
+    assert_as_reference(arguments, dtype, height=64)
+
+
+@pytest.mark.parametrize("height", [64, 128])
+@pytest.mark.parametrize("counts", [[0, 300, 0], [65, 0, 130, 1, 64]], ids=["one expert", "uneven"])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_experts_may_have_any_number_of_tokens(
+    device: str, dtype: torch.dtype, counts: list[int], height: int
+) -> None:
+    """None, a whole tile, one more; tiles of which the last is low and tiles of which it is not."""
+    arguments = sparse_inputs(uneven_ids(counts), len(counts), device, dtype)
+    assert_as_reference(arguments, dtype, height)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_ids_and_weights_may_be_part_of_wider_tensors(device: str, dtype: torch.dtype) -> None:
+    x, weights, ids, *rest = sparse_inputs(some_ids(70, 8, 2), 8, device, dtype)
+    assert weights is not None
+    assert ids is not None
+    wide = [torch.cat((some, some.flip(0)), dim=1)[:, :2] for some in (weights, ids)]
+    assert not wide[1].is_contiguous()
+    assert_as_reference((x, *wide, *rest), dtype, height=64)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_tokens_beyond_a_limit_are_run_in_parts(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moe, "MAX_TOKENS", 64)
+    arguments = sparse_inputs(some_ids(150, 5, 2), 5, device, dtype)
+    x, weights, ids, *rest = arguments
+    assert ids is not None
+    assert_near(moe.sparse_mlp(*arguments), reference.sparse_mlp(x, weights, ids.long(), *rest), dtype)
+
+
+@pytest.mark.parametrize("has_shared", [True, False])
+@pytest.mark.parametrize("height", [64, 128])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_every_pair_is_in_one_tile_of_its_expert(
+    device: str, dtype: torch.dtype, height: int, has_shared: bool
+) -> None:
+    num_experts, k = 6, 2
+    ids = torch.cat((some_ids(170, num_experts - 1, k), torch.tensor([[0, 1]]).expand(130, k)))
+    num_tokens, slots = len(ids), k + has_shared
+    for _ in range(2):  # the counts are zero again after the first
+        order, tiles = experts_list.list_pairs(ids.int().to(device), num_experts, slots, height)
+        pairs_of: dict[int, list[int]] = {}
+        rows: list[int] = []
+        for expert, place, row, num_pairs in tiles.tolist():
+            assert num_pairs <= height
+            pairs_of.setdefault(expert, []).extend(order[place : place + num_pairs].tolist())
+            rows.extend(range(row, row + num_pairs))
+        assert sorted(rows) == list(range(num_tokens * slots))
+        for expert in range(num_experts):
+            chosen = (ids == expert).nonzero().tolist()
+            assert sorted(pairs_of.get(expert, [])) == [token * slots + slot for token, slot in chosen]
+        shared = range(k, num_tokens * slots, slots) if has_shared else []
+        assert sorted(pairs_of.get(num_experts, [])) == list(shared)
+
+
+def route_inputs(
+    num_tokens: int, num_experts: int, device: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, float, Tensor]:
+    hidden = random(num_tokens, H, dtype=dtype, device=device, seed=num_tokens)
+    norm_weight = random(H, dtype=torch.float32, device=device, seed=1, scale=0.2) + 1.0
+    router = random(num_experts, H, dtype=dtype, device=device, seed=2, scale=H**-0.5)
+    return hidden, norm_weight, EPS, router
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "k"), [(257, 9, 3), (300, 5, 1)])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_many_tokens_get_their_most_likely_experts(
+    device: str, dtype: torch.dtype, num_tokens: int, num_experts: int, k: int, normalize: bool
+) -> None:
+    inputs = route_inputs(num_tokens, num_experts, device, dtype)
+    gate = random(1, H, dtype=dtype, device=device, seed=3, scale=H**-0.5)
+    x, weights, ids, shared_weight = moe.norm_route(*inputs, k, normalize, gate)
+    expected = reference.norm_route(*inputs, k, normalize, gate)
+    assert shared_weight is not None
+    assert expected[3] is not None
+    assert_near(x, expected[0], dtype)
+    assert_near(weights, expected[1], dtype)
+    assert_near(shared_weight, expected[3], dtype)
+    _, probabilities, by_rank, _ = reference.norm_route(*inputs, num_experts, False)
+    by_expert = torch.zeros_like(probabilities).scatter_(1, by_rank, probabilities)
+    assert_near(by_expert.gather(1, ids.long()), probabilities[:, :k], dtype)
+    assert all(len(set(row)) == k for row in ids.tolist()), "an expert was chosen twice"
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_among_many_tokens_equal_experts_go_by_id_and_nan_spoils_no_other(
+    device: str, dtype: torch.dtype
+) -> None:
+    hidden, norm_weight, eps, router = route_inputs(260, 6, device, dtype)
+    hidden[7] = float("nan")
+    equal = router[:1].expand(6, H).contiguous()
+    _, weights, ids, shared_weight = moe.norm_route(hidden, norm_weight, eps, equal, 2)
+    assert shared_weight is None
+    assert ids.tolist() == [[0, 1]] * 260
+    assert_near(weights, torch.full_like(weights, 0.5), dtype)
+
+
+@pytest.mark.parametrize("num_tokens", [300, 1024, 8192])
+@pytest.mark.parametrize(("device", "dtype"), FULL_SIZE)
+def test_a_layer_of_a_real_model_is_that_of_the_reference(
+    device: str, dtype: torch.dtype, num_tokens: int
+) -> None:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        made = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        return made.mul_(shape[-1] ** -0.5)
+
+    route = (some(num_tokens, 2048).mul_(45), torch.ones(2048, device=device), EPS, some(256, 2048), 8, True)
+    experts, shared = (some(256, 1024, 2048), some(256, 2048, 512)), (some(1024, 2048), some(2048, 512))
+    x, weights, ids, shared_weight = moe.norm_route(*route, some(1, 2048))
+    expected_x, expected_weights, _, _ = reference.norm_route(*route)
+    assert_near(x, expected_x, dtype)
+    assert_near(weights, expected_weights, dtype)
+    rest = (*experts, route[0], shared_weight, *shared)
+    expected = reference.sparse_mlp(x, weights, ids.long(), *rest)
+    for height in (64, 128):
+        with trials() as trial:
+            shape = (256, 8, 512, 2048)
+            trial.answers[Question("sparse_mlp", shape, num_tokens, {}).key] = {"form": moe.GROUPED}
+            trial.answers[Question("expert_list_grouped", shape, num_tokens, {}).key] = {"BLOCK_M": height}
+            seen, again = (moe.sparse_mlp(x, weights, ids, *rest) for _ in range(2))
+        assert_near(seen, expected, dtype)
+        assert torch.equal(seen, again), "the order in which pairs were listed shows"
