@@ -102,13 +102,20 @@ class Mixer:
         )
 
 
-def assert_same_slots(seen: Mixer, expected: Mixer, rows: Sequence[Row], touched: Sequence[int] = ()) -> None:
+def assert_same_slots(
+    seen: Mixer,
+    expected: Mixer,
+    rows: Sequence[Row],
+    touched: Sequence[int] = (),
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """States are near and rings equal where positions exist; slots of no row have kept every bit.
 
-    States are never rounded to the model's dtype, so they are held to float32 in all of them.
+    Decodes never round states to the model's dtype, so they are held to float32 in all of them; what rows of
+    several tokens add to a state goes through products of that dtype.
     """
     for row in rows:
-        assert_near(seen.recurrent[row.slot], expected.recurrent[row.slot], torch.float32)
+        assert_near(seen.recurrent[row.slot], expected.recurrent[row.slot], dtype)
         end = row.position + row.num_tokens
         entries = [position % seen.ring for position in range(max(0, end - seen.ring), end)]
         assert torch.equal(seen.conv[row.slot, entries], expected.conv[row.slot, entries])
@@ -224,7 +231,7 @@ def test_decodes_and_prefills_share_a_step(device: str, dtype: torch.dtype) -> N
     mixed = seen.inputs(sum(row.num_tokens for row in rows))
     assert_near(seen.run(kernel, mixed, rows), expected.run(reference, mixed, rows), dtype)
     kept = [Row(8, position=66), Row(9, position=2)]
-    assert_same_slots(seen, expected, [row for row in rows if row.num_tokens] + kept)
+    assert_same_slots(seen, expected, [row for row in rows if row.num_tokens] + kept, dtype=dtype)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

@@ -82,9 +82,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: st
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    console = Console(no_color=not wants_color(sys.stdout), highlight=False)
     # A pipe has no width: never fold a table that a program or a file will read.
-    console.print(table, crop=False, width=None if sys.stdout.isatty() else 200)
+    width = None if sys.stdout.isatty() else 200
+    console = Console(no_color=not wants_color(sys.stdout), highlight=False, width=width)
+    console.print(table, crop=False)
 
 
 class PhaseList:

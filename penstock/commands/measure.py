@@ -90,7 +90,7 @@ COLUMNS = ["batch", "context", "ms", "spread", "tok/s", "GB/s", "floor ms", "of 
 
 # How far decode may be from a prefill of the same tokens, relative to the size of the logits; unrelated ones
 # differ by 1.4. Made-up weights and a router that flips near ties need the room in half precision.
-TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.25}
+TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.4}
 PROFILED_STEPS = 20
 CHECK_TOKENS = 100  # more than one page and no multiple of anything
 
@@ -189,9 +189,7 @@ class Decoding:
         admissions = [Admission(row, sampling, seed=row, num_prompt_tokens=context) for row in range(batch)]
         table = engine.runner.rows
         table.update(StepPlan(0, (), tuple(admissions), tuple(updates)))
-        table.set_last_tokens(
-            tuple(RowPlan(row, context, (row * 7919 % engine.info.vocab_size,), True) for row in range(batch))
-        )
+        table.set_last_tokens(range(batch), [row * 7919 % engine.info.vocab_size for row in range(batch)])
         fill_with_noise(engine)
         self._num_steps = 0
 

@@ -83,7 +83,8 @@ class DirectEngine:
         self._check_pages(sum(row.num_tokens % page_size == 0 for row in rows))
         for row, token in zip(rows, tokens):
             row.tokens.append(token)
-        return self._run(rows)
+        self.engine.runner.rows.set_last_tokens([row.row or 0 for row in rows], tokens)
+        return self._run(rows, are_decodes=True)
 
     def remove(self, request_ids: Sequence[Hashable]) -> None:
         self._check_ids(request_ids)
@@ -95,11 +96,11 @@ class DirectEngine:
             self._free_rows.append(row.row)
             self.engine.cache.release(row)
 
-    def _run(self, rows: list[Row]) -> Tensor:
+    def _run(self, rows: list[Row], are_decodes: bool = False) -> Tensor:
         """Steps until every row's tokens are computed; a step takes what fits its token budget."""
         logits: dict[int, Tensor] = {}
         while pending := [row for row in rows if row.num_uncomputed]:
-            plans, updates = self._plan_rows(pending)
+            plans, updates = self._plan_rows(pending, are_decodes)
             self._num_steps += 1
             step = StepPlan(step=self._num_steps, rows=tuple(plans), page_updates=tuple(updates))
             results = self.engine.runner.logits(step)
@@ -107,7 +108,9 @@ class DirectEngine:
             logits |= dict(zip(sampled, results))
         return torch.stack([logits[row.row] for row in rows if row.row is not None])
 
-    def _plan_rows(self, rows: list[Row]) -> tuple[list[RowPlan], list[tuple[int, int, int]]]:
+    def _plan_rows(
+        self, rows: list[Row], are_decodes: bool
+    ) -> tuple[list[RowPlan], list[tuple[int, int, int]]]:
         plans: list[RowPlan] = []
         updates: list[tuple[int, int, int]] = []
         budget = self.engine.scheduler.max_step_tokens
@@ -130,7 +133,7 @@ class DirectEngine:
                 RowPlan(
                     row=row.row,
                     start=start,
-                    token_ids=tuple(row.tokens[start : start + num_tokens]),
+                    token_ids=() if are_decodes else tuple(row.tokens[start : start + num_tokens]),
                     samples=row.num_uncomputed == 0,
                     slot=row.slot or 0,
                     initial_slot=row.slot or 0,

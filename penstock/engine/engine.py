@@ -1,33 +1,48 @@
 """One engine: a model, its memory, a scheduler and a runner, driven one step at a time.
 
 `step()` is the whole loop: plan, launch, and take in the results, of this step or, when the device works
-behind the host's back, of the one before. The engine knows token ids; text is somebody else's business.
+behind the host's back, of the one before. Of a step with constrained rows the sampling is launched after the
+results of the one before are in, since its masks depend on them; the device computes the logits meanwhile.
+The engine knows token ids; text is somebody else's business.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from penstock import ops
 from penstock.cache.manager import Cache
 from penstock.config import EngineConfig
+from penstock.engine.constraints import Constraints, GrammarCompiler
 from penstock.engine.pools import GB, PoolSizes, size_pools
 from penstock.engine.rows import RowTable
 from penstock.engine.runner import PendingStep, Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.storage import allocate_caches
-from penstock.errors import ConfigError, RequestError
+from penstock.errors import ConfigError, PenstockError, RequestError
 from penstock.models.source import ModelSource, find_model
 from penstock.progress import OnPhase, Phase, timed
-from penstock.types import EngineInfo, EngineStats, Request, TokenDelta
+from penstock.types import EngineInfo, EngineStats, Request, StepPlan, TokenDelta
 from penstock.weights.load import load_model
+
+log = logging.getLogger("penstock.engine")
+
+GRAMMAR_WAIT_S = 0.01  # for a grammar, when there is nothing else to do; longest delay of an abort then
 
 
 class Engine:
     def __init__(
-        self, model: Any, config: EngineConfig, name: str, on_phase: OnPhase = lambda _: None
+        self,
+        model: Any,
+        config: EngineConfig,
+        name: str,
+        on_phase: OnPhase = lambda _: None,
+        tokenizer_file: Path | None = None,  # what grammars are compiled for
     ) -> None:
         """Takes a model whose weights are in place and the memory its cache may use."""
         device = model.device
@@ -68,6 +83,12 @@ class Engine:
             mixed_step_tokens=config.mixed_step_tokens or (1024 if device.type == "cuda" else None),
             max_model_len=pools.max_model_len,
         )
+        self.constraints = Constraints(
+            GrammarCompiler(tokenizer_file, model.vocab_size),
+            vocab_size=model.vocab_size,
+            max_rows=pools.max_rows,
+            is_pinned=device.type == "cuda",
+        )
         self.info = EngineInfo(
             model_name=name,
             device=str(device),
@@ -103,38 +124,100 @@ class Engine:
                 seed=config.weights_seed,
                 on_phase=report,
             )
-        return cls(model, config, source.name, on_phase)
+        return cls(model, config, source.name, on_phase, _tokenizer_file(source))
 
     def submit(self, request: Request) -> None:
         """Refuses what would end the engine for everybody: the device indexes with these ids unchecked."""
         check_token_ids("prompt", request.token_ids, self.info.vocab_size)
         check_token_ids("logit_bias", request.sampling.logit_bias, self.info.vocab_size)
         check_token_ids("stop_token_ids", request.end_token_ids, self.info.vocab_size)
+        check_token_ids("grammar_starts_after", request.sampling.grammar_starts_after, self.info.vocab_size)
+        if self.constraints.is_preparing(request.id):
+            raise RequestError(f"A request with id {request.id!r} is already here", "", "Use another id.")
+        if request.sampling.grammar is not None:
+            _require_end(request)
         self.scheduler.submit(request)
+        if request.sampling.grammar is not None:
+            self.scheduler.abort(request.id)  # it was found to fit, and returns when its grammar is compiled
+            self.constraints.prepare(request)
 
     def abort(self, request_id: str) -> None:
         """Frees the request's row, pages and slot; its last delta says "abort"."""
         delta = self.scheduler.abort(request_id)
+        if delta is None and self.constraints.drop(request_id):
+            delta = TokenDelta(request_id, finish="abort")
         if delta is not None:
             self._news.append(delta)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._pending is not None or bool(self._news)
+        is_busy = self.scheduler.has_work or self._pending is not None
+        return is_busy or self.constraints.num_preparing > 0 or bool(self._news)
 
     def step(self) -> list[TokenDelta]:
+        self._submit_prepared()
         plan = self.scheduler.plan()
-        finished = self.runner.launch(plan) if plan is not None else None
+        launched = self._launch(plan) if plan is not None else None
         if self._overlap:
-            finished, self._pending = self._pending, finished
+            launched, self._pending = self._pending, launched
+        self._commit(launched)
         news, self._news = self._news, []
-        if finished is not None:
-            news += self.scheduler.commit(finished.wait())
+        if plan is None and launched is None and not news and self.constraints.num_preparing:
+            self.constraints.wait(GRAMMAR_WAIT_S)
         return news
+
+    def _launch(self, plan: StepPlan) -> PendingStep:
+        constrained = self.constraints.rows_of(plan)
+        if not constrained:
+            return self.runner.launch(plan)
+        logits = self.runner.launch_logits(plan)
+        self._commit(self._pending)
+        self._pending = None
+        masks = self.constraints.fill(constrained)
+        for request_id, problem in masks.failures:
+            self._fail(request_id, problem)
+        return self.runner.launch_sampling(logits, masks)
+
+    def _commit(self, launched: PendingStep | None) -> None:
+        if launched is not None:
+            self._news += self.scheduler.commit(launched.wait())
+
+    def _submit_prepared(self) -> None:
+        for prepared in self.constraints.take_prepared():
+            if prepared.matcher is None:
+                delta = TokenDelta(prepared.request.id, finish="error", error=prepared.problem)
+                self._news.append(delta)
+            else:
+                self.constraints.add(self.scheduler.submit(prepared.request), prepared.matcher)
+
+    def _fail(self, request_id: str, problem: str) -> None:
+        """Ends a request whose grammar cannot go on; a step that still has a row for it is not disturbed."""
+        aborted = self.scheduler.abort(request_id)
+        if aborted is not None:
+            error = f"The reply could not be held to its grammar any longer: {problem}"
+            num_cached = aborted.num_cached_tokens
+            self._news.append(
+                TokenDelta(request_id, finish="error", num_cached_tokens=num_cached, error=error)
+            )
+
+    @torch.inference_mode()
+    def warm_up_grammars(self) -> None:
+        """Before the first constrained request, which would make everybody wait: the vocabulary of a large
+        model takes seconds. An engine that cannot have one says why when such a request comes.
+        """
+        try:
+            self.constraints.compiler.load_vocabulary()
+        except PenstockError as error:
+            log.info("no grammars: %s", error)
+            return
+        rows = self.runner.rows
+        logits = torch.zeros(1, rows.vocab_size, device=rows.device)
+        words = rows.upload([[0] * -(-rows.vocab_size // 32)], torch.int32)
+        ops.mask_logits(logits, rows.upload([0]), words)  # compiles it
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            num_waiting=self.scheduler.num_waiting,
+            num_waiting=self.scheduler.num_waiting + self.constraints.num_preparing,
             num_running=self.scheduler.num_running,
             num_free_pages=self.cache.num_free_pages,
             num_pages=self.info.num_pages,
@@ -151,6 +234,23 @@ def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> N
         raise RequestError(
             f"{name} has the token id {wrong}", f"The vocabulary has {vocab_size} tokens.", param=name
         )
+
+
+def _require_end(request: Request) -> None:
+    if not request.end_token_ids:
+        raise RequestError(
+            "The reply has a grammar but no token that could end it",
+            "Once the grammar is fulfilled only an end can follow.",
+            "Leave out ignore_eos.",
+            param="ignore_eos",
+        )
+
+
+def _tokenizer_file(source: ModelSource) -> Path | None:
+    if source.path is None:
+        return None
+    folder = source.path if source.path.is_dir() else source.path.parent
+    return folder / "tokenizer.json"
 
 
 def pick_device(name: str) -> str:

@@ -48,7 +48,6 @@ class DecodeStep:
         self._loaded: tuple[RowPlan, ...] = ()
 
     def load(self, plans: tuple[RowPlan, ...]) -> None:
-        self.rows.set_last_tokens(plans)
         self.packed.copy_(self.rows.stage(self._pack(plans)), non_blocking=True)
         self._loaded = plans
 
@@ -126,8 +125,8 @@ class DecodeGraphs:
 
 
 def is_decode(plan: StepPlan) -> bool:
-    """Whether every row has one token and wants the next: what a captured step can do."""
-    return all(row.num_tokens == 1 and row.samples and not row.checkpoints for row in plan.rows)
+    """Whether every row goes on from its last sample."""
+    return all(row.is_decode for row in plan.rows)
 
 
 def graph_sizes(max_rows: int) -> list[int]:

@@ -21,7 +21,7 @@ PIECE = 64  # tokens
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """Room for rows of one token, and for prompts: rows of several tokens, or with checkpoints."""
+    """Room for decodes, and for prompts: rows whose tokens the host has."""
 
     num_decodes: int
     num_prompts: int
@@ -37,20 +37,20 @@ class StepSize:
 
     @property
     def num_pieces(self) -> int:
-        """Each prompt may begin, end and be saved inside of an aligned piece."""
-        return self.num_prompt_tokens // PIECE + 3 * self.num_prompts
+        """A prompt may begin and end inside of an aligned piece."""
+        return self.num_prompt_tokens // PIECE + self.num_prompts
 
     def spans(self, rows: Sequence[RowPlan]) -> tuple[RowSpan, ...]:
         """The rows as the host knows them, in their places. Kernels may believe which of them are decodes,
         which is true of every step of the size, and no more.
         """
-        decodes = [span_of(row) for row in rows if is_plain_decode(row)]
-        prompts = [span_of(row) for row in rows if not is_plain_decode(row)]
+        decodes = [span_of(row) for row in rows if row.is_decode]
+        prompts = [span_of(row) for row in rows if not row.is_decode]
         decodes += [RowSpan(1, 1)] * (self.num_decodes - len(decodes))
         return (*decodes, *prompts, *[RowSpan(0, 0)] * (self.num_prompts - len(prompts)))
 
     def holds(self, rows: Sequence[RowPlan]) -> bool:
-        prompts = [row for row in rows if not is_plain_decode(row)]
+        prompts = [row for row in rows if not row.is_decode]
         return (
             len(rows) - len(prompts) <= self.num_decodes
             and len(prompts) <= self.num_prompts
@@ -61,7 +61,7 @@ class StepSize:
     def place_of(self, rows: Sequence[RowPlan]) -> list[int]:
         """Where each row of a plan lies."""
         decodes, prompts = iter(range(self.num_decodes)), iter(range(self.num_decodes, self.num_rows))
-        return [next(decodes if is_plain_decode(row) else prompts) for row in rows]
+        return [next(decodes if row.is_decode else prompts) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,8 @@ class PackedStep:
         return {name: len(part) for name, part in self.parts.items()}
 
 
-def is_plain_decode(row: RowPlan) -> bool:
-    return row.num_tokens == 1 and not row.checkpoints
-
-
 def span_of(row: RowPlan) -> RowSpan:
-    return RowSpan(row.num_tokens, row.start + row.num_tokens, row.checkpoints)
+    return RowSpan(row.num_tokens, row.start + row.num_tokens, row.checkpoints, is_prompt=not row.is_decode)
 
 
 def pack_step(rows: Sequence[RowPlan]) -> PackedStep:
@@ -94,9 +90,9 @@ def pack_step(rows: Sequence[RowPlan]) -> PackedStep:
 
 def pack_padded(rows: Sequence[RowPlan], size: StepSize, spare_row: int) -> PackedStep:
     """The logits of every row's last token are wanted, whoever samples."""
-    decodes = [row for row in rows if is_plain_decode(row)]
-    prompts = [row for row in rows if not is_plain_decode(row)]
-    nobody = RowPlan(row=spare_row, start=0, token_ids=(0,), samples=False)
+    decodes = [row for row in rows if row.is_decode]
+    prompts = [row for row in rows if not row.is_decode]
+    nobody = RowPlan(row=spare_row, start=0, token_ids=(), samples=False)
     parts = _pack([*decodes, *[nobody] * (size.num_decodes - len(decodes)), *prompts])
     num_used = parts["query_start"][-1]
     lengths_and_fills = {

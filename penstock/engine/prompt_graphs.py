@@ -22,6 +22,7 @@ from penstock.types import RowPlan
 PROMPT_TOKENS = (64, 128, 256, 512, 1024)
 DECODES = (0, 1, 4, 16, 32, 64)
 MAX_PROMPTS = 8
+WARMED_TOKENS = (2048, 4096, 8192)  # of longer prompts, launched as they come: every kernel they use
 
 
 class PromptStep:
@@ -82,6 +83,10 @@ class PromptGraphs:
                 logits = step.run()
             self._steps[size] = step, graph, logits
         self._sizes = sizes
+        for num_tokens in WARMED_TOKENS:
+            if num_tokens <= max_step_tokens:
+                size = StepSize(0, min(MAX_PROMPTS, rows.max_rows), num_tokens)
+                PromptStep(model, caches, rows, size, deterministic).run()
 
     def size_for(self, rows: Sequence[RowPlan]) -> StepSize | None:
         return next((size for size in self._sizes if size.holds(rows)), None)
@@ -97,9 +102,8 @@ class PromptGraphs:
 
 def prompt_sizes(max_rows: int, max_step_tokens: int) -> list[StepSize]:
     """In the order in which a step is to be tried: the least work first."""
-    num_prompts = min(MAX_PROMPTS, max_rows)
     return [
-        StepSize(num_decodes, num_prompts, num_tokens)
+        StepSize(num_decodes, min(num_tokens // 64, MAX_PROMPTS, max_rows), num_tokens)
         for num_tokens in PROMPT_TOKENS
         if num_tokens <= max_step_tokens
         for num_decodes in DECODES

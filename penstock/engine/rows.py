@@ -7,6 +7,7 @@ one copy; everything that can be derived is derived on the device, so that nothi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -89,12 +90,10 @@ class RowTable:
         self._admit(plan.admissions)
         self._update_pages(plan.page_updates)
 
-    def set_last_tokens(self, plans: tuple[RowPlan, ...]) -> None:
-        """For decodes whose one token comes from the host instead of the last sample."""
-        given = [(plan.row, plan.token_ids[0]) for plan in plans if plan.token_ids]
-        if given:
-            rows, token_ids = self.upload(np.array(given).T)
-            self.last_token.index_copy_(0, rows, token_ids)
+    def set_last_tokens(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
+        """For rows that go on from a token of the host's instead of their last sample."""
+        on_device, tokens = self.upload([rows, token_ids])
+        self.last_token.index_copy_(0, on_device, tokens)
 
     def wishes(self, plan: StepPlan) -> Wishes:
         params = tuple([self._params[row.row] for row in plan.rows if row.samples])

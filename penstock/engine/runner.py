@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock import ops
+from penstock.engine.constraints import StepMasks
 from penstock.engine.graphs import DecodeGraphs, Model, is_decode
 from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.rows import RowTable, SampleInputs, Wishes
@@ -68,6 +69,15 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedLogits:
+    """The first half of a step. Valid until the next launch: graphs write their logits to the same place."""
+
+    plan: StepPlan
+    wishes: Wishes
+    logits: Tensor  # [L, vocab] float32
+
+
 @dataclass(slots=True)
 class Runner:
     model: Model
@@ -91,8 +101,19 @@ class Runner:
         wishes = self.rows.wishes(plan)
         if self.graphs is not None and wishes.are_plain and is_decode(plan):
             return PendingStep(plan, wishes, [self.graphs.replay(plan, wishes.ending)])
-        logits = self._forward(plan)
-        return PendingStep(plan, wishes, self._sample(logits, self.rows.sample_inputs(plan), wishes))
+        return self.launch_sampling(LaunchedLogits(plan, wishes, self._forward(plan)))
+
+    @torch.inference_mode()
+    def launch_logits(self, plan: StepPlan) -> LaunchedLogits:
+        """Half of `launch`, for steps whose masks the host makes meanwhile; `launch_sampling` is the rest."""
+        self.rows.update(plan)
+        return LaunchedLogits(plan, self.rows.wishes(plan), self._forward(plan))
+
+    @torch.inference_mode()
+    def launch_sampling(self, launched: LaunchedLogits, masks: StepMasks | None = None) -> PendingStep:
+        plan, wishes = launched.plan, launched.wishes
+        sampling = self.rows.sample_inputs(plan)
+        return PendingStep(plan, wishes, self._sample(launched.logits, sampling, wishes, masks))
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
@@ -110,7 +131,9 @@ class Runner:
         hidden = self.model(inputs, self.caches)[inputs.logit_rows]
         return self.model.logits(hidden, deterministic=self.deterministic)
 
-    def _sample(self, logits: Tensor, sampling: SampleInputs, wishes: Wishes) -> list[Tensor]:
+    def _sample(
+        self, logits: Tensor, sampling: SampleInputs, wishes: Wishes, masks: StepMasks | None
+    ) -> list[Tensor]:
         """Draws the next tokens and leaves them in the row table for the next step."""
         rows, table = sampling.rows, self.rows
         num_top = wishes.num_top_logprobs
@@ -128,6 +151,9 @@ class Runner:
             )
         if sampling.edits is not None:
             logits = ops.edit_logits(logits, *sampling.edits)
+        if masks is not None and masks.places:
+            allowed = masks.allowed.to(logits.device, non_blocking=True)
+            logits = ops.mask_logits(logits, table.upload(masks.places), allowed)
         token_ids = table.draw(logits, rows, sampling.positions, wishes.ending)
         table.last_token[rows] = token_ids
         if table.generated is not None:

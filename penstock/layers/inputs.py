@@ -20,6 +20,11 @@ class RowSpan:
     num_tokens: int
     context_len: int  # tokens visible to the row after this step
     checkpoints: tuple[tuple[int, int], ...] = ()  # (tokens of this row, slot): save the state after them
+    is_prompt: bool = False  # of one token too: it is computed like those of a longer row
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_tokens == 1 and not self.checkpoints and not self.is_prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """How the rows of a step are cut, for the reference ops and for kernels. The device is not asked.
 
-Consecutive rows of one token each (decodes) form one part, so that a decode step is a fixed sequence of
-batched operations; a row of several tokens is a part of its own. Kernels see those rows as chunks.
+Consecutive decodes form one part, so that a decode step is a fixed sequence of batched operations; any other
+row is a part of its own. Kernels see those rows as chunks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ class Span(Protocol):
 
     @property
     def checkpoints(self) -> tuple[tuple[int, int], ...]: ...
+
+    @property
+    def is_decode(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ def cut_rows(spans: Sequence[Span], *, batch_decodes: bool) -> Iterator[Piece]:
     row = token = 0
     while row < len(spans):
         end = row
-        while batch_decodes and end < len(spans) and _is_decode(spans[end]):
+        while batch_decodes and end < len(spans) and spans[end].is_decode:
             end += 1
         if end > row:
             num_tokens = end - row
@@ -76,7 +79,7 @@ def cut_rows(spans: Sequence[Span], *, batch_decodes: bool) -> Iterator[Piece]:
 def decode_runs(spans: Sequence[Span]) -> Iterator[tuple[slice, slice]]:
     """Rows and tokens of every run of decodes."""
     row = token = 0
-    for are_decodes, run in itertools.groupby(spans, _is_decode):
+    for are_decodes, run in itertools.groupby(spans, lambda span: span.is_decode):
         lens = [span.num_tokens for span in run]
         end_row, end_token = row + len(lens), token + sum(lens)
         if are_decodes:
@@ -90,7 +93,7 @@ def cut_chunks(spans: Sequence[Span]) -> tuple[list[tuple[int, int, int, int]], 
     rows: list[tuple[int, int]] = []
     token = 0
     for row, span in enumerate(spans):
-        if span.num_tokens and not _is_decode(span):
+        if span.num_tokens and not span.is_decode:
             first_piece, begin = len(pieces), 0
             saved = dict(span.checkpoints)
             start = span.context_len - span.num_tokens
@@ -101,7 +104,3 @@ def cut_chunks(spans: Sequence[Span]) -> tuple[list[tuple[int, int, int, int]], 
             rows.append((first_piece, len(pieces)))
         token += span.num_tokens
     return pieces, rows
-
-
-def _is_decode(span: Span) -> bool:
-    return span.num_tokens == 1 and not span.checkpoints

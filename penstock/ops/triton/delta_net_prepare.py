@@ -103,6 +103,11 @@ def prepare_kernel(
     wait_for_previous(PDL)
 
     i_t = tl.arange(0, CHUNK)
+    beta, log_decay = _gates(
+        p_mixed + NUM_CHANNELS + VALUE_SIZE + i_head, a_log + i_head, dt_bias + i_head, i_t, num_tokens,
+        mixed_stride, NUM_VALUE_HEADS,
+    )  # fmt: skip
+    tl.store(log_decays + (i_piece * NUM_VALUE_HEADS + i_head) * CHUNK + i_t, log_decay)
     i_k = tl.arange(0, BLOCK_K)
     i_v = tl.arange(0, PADDED_V)
     in_k = i_k < KEY_DIM
@@ -121,11 +126,6 @@ def prepare_kernel(
         p_mixed, p_ring, conv_weight, 2 * KEY_SIZE + i_head * VALUE_DIM + i_v, i_v < VALUE_DIM, num_ahead,
         position, num_tokens, mixed_stride, NUM_CHANNELS, NUM_TAPS, RING,
     ).to(dtype)  # fmt: skip
-    beta, log_decay = _gates(
-        p_mixed + NUM_CHANNELS + VALUE_SIZE + i_head, a_log + i_head, dt_bias + i_head, i_t, num_tokens,
-        mixed_stride, NUM_VALUE_HEADS,
-    )  # fmt: skip
-    tl.store(log_decays + (i_piece * NUM_VALUE_HEADS + i_head) * CHUNK + i_t, log_decay)
     p_queries, p_keys, p_readers, p_values, p_scores = find_pages(
         prepared, i_piece, i_head, NUM_KEY_HEADS, NUM_VALUE_HEADS, BLOCK_K, PADDED_V
     )
@@ -181,14 +181,14 @@ def _convolve(
             is_past = (i_t + num_ahead < 0) & (i_t + position >= 0)
             entries = tl.maximum(i_t + position, 0) % RING * NUM_CHANNELS
             p_past = p_ring + entries[:, None] + channels[None, :]
-            b_input += tl.load(p_past, mask=is_past[:, None] & in_channels[None, :], other=0.0)
+            b_past = tl.load(p_past, mask=is_past[:, None] & in_channels[None, :], other=0.0)
+            b_input = tl.where(is_past[:, None], b_past, b_input)
         inputs += (b_input,)  # type: ignore[assignment]
     total_0 = tl.zeros([CHUNK // 4, channels.shape[0]], tl.float32)
     total_1, total_2, total_3 = total_0, total_0, total_0
     for i in tl.static_range(NUM_TAPS):
-        tap = tl.load(weight + i * NUM_CHANNELS + channels, mask=in_channels, other=0.0).to(tl.float32)[
-            None, :
-        ]
+        b_tap = tl.load(weight + i * NUM_CHANNELS + channels, mask=in_channels, other=0.0)
+        tap = b_tap.to(tl.float32)[None, :]
         total_0 += inputs[i].to(tl.float32) * tap
         total_1 += inputs[i + 1].to(tl.float32) * tap
         total_2 += inputs[i + 2].to(tl.float32) * tap
