@@ -1,27 +1,108 @@
 """`penstock eval`: measures a running server, this one or any other that speaks the OpenAI API.
 
-Only what the server answers counts; nothing here knows an engine.
+Only what the server answers counts; nothing here knows an engine. What is measured and how is in
+penstock.eval; here is which flags it has and where its bars are drawn.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from penstock.eval import gates
+from penstock.commands import birth
+from penstock.commands.console import PhaseList
+from penstock.commands.flags import add_flags, flags_of, read_counts, read_settings
+from penstock.config import from_mapping
+from penstock.errors import ConfigError
+from penstock.eval import check_server, gates, score
+from penstock.eval.correctness import run_correctness
+from penstock.eval.latency import run_latency, run_quality
+from penstock.eval.results import Reporter
+from penstock.eval.throughput import run_throughput
 
-DESCRIPTION = "gates: problems no model was trained on, the share it gets right, and the share it must."
-USAGE = "penstock eval gates [flags]"
+DESCRIPTION = """Judge any server of the OpenAI API over HTTP.
+
+  check-server  does it keep the API's promises? one [PASS] or [FAIL] line each
+  correctness   GSM8K-CoT through lm-evaluation-harness, or problems made up here; gate 87.5 %
+  throughput    tokens a second by concurrency, counted again
+  score         the two together, weighted
+  latency       the time of a whole reply at three lengths
+  quality       MMLU-Pro and IFEval through lm-evaluation-harness, on a sample
+  gates         problems no model was trained on: the share it gets right, and the share it must
+
+A flag that several of them have is listed with the first."""
+USAGE = "penstock eval {check-server,correctness,throughput,score,latency,quality,gates} [flags]"
 EXAMPLES = [
-    "penstock eval gates                                    the server on port 8000",
-    "penstock eval gates --base-url http://host:9000        another one",
-    "penstock eval gates --limit 20 --show 3                a quick look, with three wrong answers a gate",
+    "penstock eval check-server --base-url http://host:9000 --tokenizer ~/models/Qwen3.5-4B",
+    "penstock eval correctness --data gsm8k/test.jsonl --output correctness.json",
+    "penstock eval correctness --problems embedded         for the tiny model, without lm-eval",
+    "penstock eval throughput --concurrency 1,8,64 --tokenizer ~/models/Qwen3.5-4B --output speed.json",
+    "penstock eval score --correctness correctness.json --throughput speed.json",
+    "penstock eval gates --limit 20 --show 3               a quick look, with three wrong answers a gate",
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    settings: type[Any]
+    run: Callable[[Any, Reporter], int]
+
+
+MEASUREMENTS = {
+    "check-server": Measurement(check_server.CheckSettings, check_server.run),
+    "correctness": Measurement(run_correctness.CorrectnessSettings, run_correctness.run),
+    "throughput": Measurement(run_throughput.ThroughputSettings, run_throughput.run),
+    "score": Measurement(score.ScoreSettings, score.run),
+    "latency": Measurement(run_latency.LatencySettings, run_latency.run),
+    "quality": Measurement(run_quality.QualitySettings, run_quality.run),
+    "gates": Measurement(gates.GateSettings, lambda settings, reporter: gates.run(settings)),
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("gates",), help="which measurement")
-    gates.add_arguments(parser)
+    """A flag that several measurements have stands with the first of them, and means the same in all."""
+    parser.add_argument("what", choices=MEASUREMENTS, metavar="WHAT", help="which measurement")
+    parser.add_argument(
+        "--concurrency",
+        nargs="+",  # both spellings: 1,2,4 and 1 2 4
+        type=read_counts,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="requests at a time; for throughput several, one level each (default: 1 to 64; gates: 8)",
+    )
+    added = {"concurrency"}
+    for name, measurement in MEASUREMENTS.items():
+        add_flags(parser, measurement.settings, title=name, skip=added)
+        added |= {flag.field.name for flag in flags_of(measurement.settings)}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return gates.run(arguments)
+    measurement = MEASUREMENTS[arguments.what]
+    _refuse_flags_of_others(arguments, measurement)
+    given = read_settings(measurement.settings, arguments)
+    if "concurrency" in given:
+        given["concurrency"] = _read_concurrency(arguments, measurement)
+    settings = from_mapping(measurement.settings, given)
+    return measurement.run(settings, Reporter(PhaseList, birth.certificate()))
+
+
+def _refuse_flags_of_others(arguments: argparse.Namespace, measurement: Measurement) -> None:
+    """A flag of another measurement must not pass unheard."""
+    own = {flag.field.name for flag in flags_of(measurement.settings)}
+    for name, other in MEASUREMENTS.items():
+        for flag in flags_of(other.settings):
+            if flag.field.name not in own and hasattr(arguments, flag.field.name):
+                raise ConfigError(
+                    f"eval {arguments.what} has no flag {flag.name}", f"It belongs to `penstock eval {name}`."
+                )
+
+
+def _read_concurrency(arguments: argparse.Namespace, measurement: Measurement) -> Any:
+    levels = tuple(level for word in arguments.concurrency for level in word)
+    if measurement.settings is not gates.GateSettings:
+        return levels
+    if len(levels) != 1:
+        raise ConfigError("eval gates takes one number for --concurrency", f"It got {len(levels)}.")
+    return levels[0]

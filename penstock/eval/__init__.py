@@ -1,4 +1,4 @@
-"""Measures a model from outside: problems with known answers, sent to any server of the OpenAI API over HTTP.
+"""Measures a server from outside: promises, problems and load, sent to any OpenAI API server over HTTP.
 
-Knows nothing of engines, tokens or tensors, so that every server is measured alike.
+Knows nothing of engines or tensors, and counts tokens for itself, so that every server is measured alike.
 """

@@ -1,4 +1,4 @@
-"""How the requests of a load are spelled: streamed chat completions of an exact length, as JSON bodies.
+"""How the requests of a load are spelled: chat completions, streamed and of an exact length or not, as JSON.
 
 Also asks the server what such requests need to know first: its model, its limit, and how it counts tokens.
 """
@@ -12,17 +12,27 @@ from typing import Any
 from penstock.errors import PenstockError
 from penstock.http_client import HttpClient
 
+UNLISTED_MODEL = "default"  # what a server is sent that lists no models and takes any name
+
+
+def listed_model(client: HttpClient) -> str:
+    """The first model that the server lists."""
+    status, _ = client.read("GET", "/v1/models")
+    return client.first_model() if status == 200 else UNLISTED_MODEL
+
 
 class ChatRequests:
     """A server's chat completions, with the fields that every request of a load has."""
 
     def __init__(self, base_url: str, model: str = "", *, extra: Mapping[str, Any], timeout_s: float) -> None:
         self._client = HttpClient(base_url, timeout_s=timeout_s)
-        self.model = model or self._client.first_model()
+        self.model = model or listed_model(self._client)
         self._extra = dict(extra)
 
     def max_model_len(self) -> int | None:
         """The longest context, where the server's list of models says it."""
+        if self.model == UNLISTED_MODEL:
+            return None
         listed = self._client.json("GET", "/v1/models")
         cards = listed.get("data") if isinstance(listed, dict) else None
         for card in cards or ():
@@ -31,10 +41,14 @@ class ChatRequests:
                 return limit if isinstance(limit, int) else None
         return None
 
-    def body(self, prompt: str, num_output_tokens: int) -> bytes:
-        """Greedy unless the extra fields say otherwise; only its limit ends a reply."""
-        stream = {"stream": True, "stream_options": {"include_usage": True}}
-        length = {"max_tokens": num_output_tokens, "ignore_eos": True}
+    def body(
+        self, prompt: str, num_output_tokens: int, *, may_end: bool = False, is_stream: bool = True
+    ) -> bytes:
+        """Greedy unless the extra fields say otherwise. Only its limit ends a reply, unless it `may_end`."""
+        length: dict[str, Any] = {"max_tokens": num_output_tokens}
+        if not may_end:
+            length["ignore_eos"] = True
+        stream = {"stream": True, "stream_options": {"include_usage": True}} if is_stream else {}
         return json.dumps(self._fields(prompt) | length | stream | self._extra).encode()
 
     def count_tokens(self, prompt: str) -> int:

@@ -10,6 +10,7 @@ measured without a threshold (`REPORTED`) stands beside the gates and closes non
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import sys
@@ -22,6 +23,7 @@ from random import Random
 from typing import Any
 
 from penstock import __version__
+from penstock.config import setting
 from penstock.errors import PenstockError
 from penstock.eval.endpoint import Endpoint
 from penstock.eval.problems import recall, refusals, small_talk, spot_checks, tool_calls, word_problems
@@ -220,40 +222,43 @@ def format_failures(result: GateResult, most: int) -> str:
     return "\n".join(lines)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000", metavar="URL", help="a running server")
-    parser.add_argument("--model", default="", help="name to send; default: the server's first model")
-    parser.add_argument("--limit", type=int, default=200, metavar="N", help="problems per gate (200)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the problems (0)")
-    parser.add_argument("--concurrency", type=int, default=8, metavar="N", help="requests at once (8)")
-    parser.add_argument("--mtp", type=Path, metavar="F", help='JSON file with {"mtp_acceptance": share}')
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N wrong replies per gate")
-    parser.add_argument("--json", type=Path, metavar="F", help="also write the last line to this file")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateSettings:
+    """Whom the problems are asked, and how many of them."""
+
+    base_url: str = setting("http://127.0.0.1:8000", "a running server")
+    model: str = setting("", "name to send (default: the server's first model)")
+    limit: int = setting(200, "problems per gate")
+    seed: int = setting(0, "of the problems")
+    concurrency: int = setting(8, "requests at once")
+    mtp: str | None = setting(None, 'JSON file with {"mtp_acceptance": share}')
+    show: int = setting(0, "print N wrong replies per gate")
+    json: str | None = setting(None, "also write the last line to this file")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(settings: GateSettings) -> int:
     """Asks the server, reports, and returns the exit code."""
-    endpoint = Endpoint(arguments.base_url, arguments.model)
-    given = _read_acceptance(arguments.mtp) if arguments.mtp else None
+    endpoint = Endpoint(settings.base_url, settings.model)
+    given = _read_acceptance(Path(settings.mtp)) if settings.mtp else None
     before, start = endpoint.draft_counts(), time.monotonic()
 
     def show(result: GateResult) -> None:
-        if arguments.show and result.failures:
-            print(format_failures(result, arguments.show), flush=True)
+        if settings.show and result.failures:
+            print(format_failures(result, settings.show), flush=True)
 
     results = run_gates(
         endpoint.ask,
-        num_problems=arguments.limit,
-        seed=arguments.seed,
-        concurrency=arguments.concurrency,
+        num_problems=settings.limit,
+        seed=settings.seed,
+        concurrency=settings.concurrency,
         mtp_acceptance=given,
         on_result=show,
     )
     after = endpoint.draft_counts()
     if given is None and before is not None and after is not None:
         results[-1] = judge_acceptance(after.acceptance_since(before))
-    num_reported = num_problems_reported(arguments.limit)
-    reported = ask_problems(endpoint.ask, REPORTED, num_reported, arguments.seed, arguments.concurrency, show)
+    num_reported = num_problems_reported(settings.limit)
+    reported = ask_problems(endpoint.ask, REPORTED, num_reported, settings.seed, settings.concurrency, show)
     elapsed_s = time.monotonic() - start
     is_missed = any(result.is_missed for result in results)
     line = json.dumps(
@@ -264,18 +269,18 @@ def run(arguments: argparse.Namespace) -> int:
             "reported": {result.name: result.share for result in reported},
             "details": {result.name: result.as_json() for result in (*results, *reported)},
             "model": endpoint.model,
-            "base_url": arguments.base_url,
-            "limit": arguments.limit,
-            "seed": arguments.seed,
-            "concurrency": arguments.concurrency,
+            "base_url": settings.base_url,
+            "limit": settings.limit,
+            "seed": settings.seed,
+            "concurrency": settings.concurrency,
             "elapsed_s": round(elapsed_s, 1),
             "penstock": __version__,
             "machine": platform.platform(),
         }
     )
     print(format_table([*results, *reported]))
-    if arguments.json:
-        arguments.json.write_text(line + "\n", encoding="utf-8")
+    if settings.json:
+        Path(settings.json).write_text(line + "\n", encoding="utf-8")
     print(line)
     return int(is_missed)
 
@@ -294,9 +299,11 @@ def _read_acceptance(file: Path) -> float:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="penstock eval gates", description=__doc__.partition("\n")[0])
-    add_arguments(parser)
+    for each in dataclasses.fields(GateSettings):
+        kind = int if isinstance(each.default, int) else str
+        parser.add_argument(f"--{each.name.replace('_', '-')}", type=kind, default=each.default)
     try:
-        return run(parser.parse_args(words))
+        return run(GateSettings(**vars(parser.parse_args(words))))
     except PenstockError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -24,7 +24,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what half a character decodes to
 
 @dataclass(frozen=True, slots=True)
 class Recount:
-    """Tokens of a reply: as the server claims and as its text gives, an end of turn included if it had one."""
+    """Tokens of a reply: as the server claims, and as its text gives with the end of the turn."""
 
     claimed: int
     counted: int
@@ -89,9 +89,14 @@ class TokenCounter:
         """Tokens of the whole prompt, the opening of the reply included; the bare text without a template."""
         if self._template is None:
             return sum(self.count_text(str(message["content"])) for message in messages)
-        text = self._template.render_template(
-            TEMPLATE, messages=list(messages), add_generation_prompt=True, enable_thinking=False
-        )
+        try:
+            text = self._template.render_template(
+                TEMPLATE, messages=list(messages), add_generation_prompt=True, enable_thinking=False
+            )
+        except minijinja.TemplateError as error:
+            raise PenstockError(
+                "The chat template of --tokenizer cannot render a prompt", f"{error}."
+            ) from error
         return self.count_text(text)
 
     def recount(self, text: str, claimed: int, finish_reason: str) -> Recount:

@@ -6,6 +6,7 @@ Where bars are drawn and what is known of this machine is given by the command t
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,10 +28,14 @@ class Reporter:
 
     def deliver(self, fields: Mapping[str, Any], output: str | None) -> None:
         """Prints the JSON line and, where a file was asked for, writes it there as well."""
+        print(self.write(fields, output), flush=True)
+
+    def write(self, fields: Mapping[str, Any], output: str | None) -> str:
+        """The JSON line, written where a file was asked for."""
         line = json.dumps({**fields, **self.origin})
         if output:
             Path(output).expanduser().write_text(line + "\n", encoding="utf-8")
-        print(line, flush=True)
+        return line
 
 
 def prepare_output(output: str | None) -> None:
@@ -40,10 +45,10 @@ def prepare_output(output: str | None) -> None:
     file = Path(output).expanduser()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", encoding="utf-8"):
-            pass
     except OSError as error:
         raise ConfigError(f"--output {output} cannot be written", f"{error}.") from error
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"--output {output} cannot be written", "Name a file in a folder of yours.")
 
 
 def read_results(flag: str, path: str) -> dict[str, Any]:

@@ -197,9 +197,18 @@ class _Delta(msgspec.Struct):
     reasoning: str | None = None
     tool_calls: list[Any] | None = None
 
+    @property
+    def text(self) -> str:
+        return self.content or self.reasoning_content or self.reasoning or ""
+
 
 class _Choice(msgspec.Struct):
     delta: _Delta = msgspec.field(default_factory=_Delta)
+    finish_reason: str | None = None
+
+
+class _WholeChoice(msgspec.Struct):
+    message: _Delta
     finish_reason: str | None = None
 
 
@@ -219,7 +228,13 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
+class _Whole(msgspec.Struct):
+    choices: list[_WholeChoice]
+    usage: _Usage | None = None
+
+
 _EVENTS = msgspec.json.Decoder(_Event)
+_WHOLES = msgspec.json.Decoder(_Whole)
 
 
 def read_answer(answer: RawAnswer) -> StreamedReply:
@@ -229,10 +244,17 @@ def read_answer(answer: RawAnswer) -> StreamedReply:
         body = b"".join(piece for _, piece in answer.pieces)
         reply.error = f"HTTP {answer.status}: {_message_in(body)}"
         return reply
+    is_whole = bool(answer.pieces) and not answer.failure and answer.pieces[0][1].startswith(b"{")
     try:
-        is_done = _read_events(reply, answer.pieces)
+        if is_whole:
+            is_done = _read_whole(reply, b"".join(piece for _, piece in answer.pieces))
+        else:
+            is_done = _read_events(reply, answer.pieces)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        reply.error = f"An event is not a chat completion chunk: {error}."
+        what = (
+            "The answer is not a chat completion" if is_whole else "An event is not a chat completion chunk"
+        )
+        reply.error = f"{what}: {error}."
         return reply
     if reply.error:
         pass
@@ -263,18 +285,32 @@ def _read_events(reply: StreamedReply, pieces: Sequence[tuple[float, bytes]]) ->
             break
         for choice in event.choices:
             delta = choice.delta
-            text = delta.content or delta.reasoning_content or delta.reasoning or ""
+            text = delta.text
             if text or delta.tool_calls:
                 reply.token_times_s.append(time_s)
                 texts.append(text)
             reply.finish_reason = choice.finish_reason or reply.finish_reason
         if event.usage is not None:
-            details = event.usage.prompt_tokens_details
-            reply.num_prompt_tokens = event.usage.prompt_tokens
-            reply.num_completion_tokens = event.usage.completion_tokens
-            reply.num_cached_tokens = (details.cached_tokens or 0) if details else 0
+            _read_usage(reply, event.usage)
     reply.text = "".join(texts)
     return is_done
+
+
+def _read_whole(reply: StreamedReply, body: bytes) -> bool:
+    """Fills in what an answer without a stream says; its text came all at once, at its end."""
+    whole = _WHOLES.decode(body)
+    reply.text = "".join(choice.message.text for choice in whole.choices)
+    reply.finish_reason = next((choice.finish_reason or "" for choice in whole.choices), "")
+    if whole.usage is not None:
+        _read_usage(reply, whole.usage)
+    return True
+
+
+def _read_usage(reply: StreamedReply, usage: _Usage) -> None:
+    details = usage.prompt_tokens_details
+    reply.num_prompt_tokens = usage.prompt_tokens
+    reply.num_completion_tokens = usage.completion_tokens
+    reply.num_cached_tokens = (details.cached_tokens or 0) if details else 0
 
 
 def _lines(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:

@@ -1,0 +1,1 @@
+"""See penstock.eval.throughput."""

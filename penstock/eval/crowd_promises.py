@@ -1,0 +1,78 @@
+"""What a server promises about many clients: a place for each, and the place back when one leaves."""
+
+from __future__ import annotations
+
+import time
+
+from penstock.eval.probe import QUESTION, Probe, Unmet, expect, read_reply, show
+
+NUM_AT_ONCE = 64
+NUM_COMPARED = 3
+NUM_LEAVING = 128  # more than places, so that one which is not given back is missed
+LEAVE_AFTER_S = 1.0
+LONG_REPLY = 4096
+TIMED_TOKENS = 16
+
+
+def many_at_once(probe: Probe) -> str:
+    """All answered, and none with another's answer: a few are asked alone first."""
+    questions = [
+        f"What is {11 + number} + {number % 7 + 2}? Reply with just the number."
+        for number in range(NUM_AT_ONCE)
+    ]
+    alone = [probe.ask(question, max_tokens=16).content for question in questions[:NUM_COMPARED]]
+    start_s = time.monotonic()
+    answers = probe.send(*(probe.body(question, max_tokens=16) for question in questions))
+    wall_s = time.monotonic() - start_s
+    texts, faults = [], []
+    for answer in answers:
+        try:
+            texts.append(read_reply(answer).content)
+        except Unmet as unmet:
+            faults.append(str(unmet))
+    if faults:
+        raise Unmet(f"{len(faults)} of {NUM_AT_ONCE} requests at once failed; the first {faults[0]}")
+    mixed_up = [(one, other) for one, other in zip(alone, texts) if one != other]
+    if mixed_up:
+        expect(
+            len(mixed_up) < 2,  # one may be a near tie that another batch size rounds the other way
+            f"{show(mixed_up[0][1])} among {NUM_AT_ONCE} requests at once",
+            f"{show(mixed_up[0][0])}, as when asked alone",
+        )
+    return f"{NUM_AT_ONCE} requests at once were answered in {wall_s:.2f} s"
+
+
+def leaving_frees_the_place(probe: Probe) -> str:
+    """Clients ask for long replies and leave; soon a newcomer must be served as fast as by an idle server."""
+    idle_s = min(_seconds_of_a_reply(probe) for _ in range(3))
+    longest = min(LONG_REPLY, (probe.max_model_len or LONG_REPLY) // 2)
+    (tried,) = probe.send(probe.body(QUESTION, max_tokens=1, ignore_eos=True))
+    goes_on = True if tried.status == 200 else None  # not every server knows how to ignore an end
+    body = probe.body(QUESTION, max_tokens=longest, ignore_eos=goes_on, stream=True)
+    left = probe.send(*[body] * NUM_LEAVING, timeout_s=LEAVE_AFTER_S)
+    for status in {answer.status for answer in left}:
+        expect(status in (0, 200, 429, 503), f"HTTP {status} for a stream", "200, or 429 when full")
+    deadline_s = time.monotonic() + _patience_s([len(answer.pieces) for answer in left], longest)
+    enough_s = max(2 * idle_s, idle_s + 0.25)
+    took_s = _seconds_of_a_reply(probe)
+    while took_s > enough_s and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+        took_s = _seconds_of_a_reply(probe)
+    expect(
+        took_s <= enough_s,
+        f"{took_s:.2f} s for a short reply after {NUM_LEAVING} clients had left",
+        f"about the {idle_s:.2f} s of before: their places are not given back",
+    )
+    return f"after {NUM_LEAVING} clients had left, a reply took {took_s:.2f} s, {idle_s:.2f} s before"
+
+
+def _seconds_of_a_reply(probe: Probe) -> float:
+    start_s = time.monotonic()
+    probe.ask(QUESTION, max_tokens=TIMED_TOKENS)
+    return time.monotonic() - start_s
+
+
+def _patience_s(pieces: list[int], longest: int) -> float:
+    """Less than the abandoned replies would take by themselves, or waiting would prove nothing."""
+    rate = max(1.0, sum(pieces) / max(1, sum(count > 0 for count in pieces)) / LEAVE_AFTER_S)
+    return min(10.0, max(1.0, longest / rate / 2))

@@ -1,0 +1,208 @@
+"""The time of one whole reply to one client, at three lengths, beside a published baseline.
+
+    penstock eval latency --base-url URL [--warmup 5 --runs 50 --output F]
+
+One request at a time, no prompt twice; the median of the timed runs counts, and the mean of the three
+speed-ups is the rank. Ends with 1 when a request failed or a reply had another length than was asked for.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.config import setting
+from penstock.errors import ConfigError, PenstockError
+from penstock.eval.chat_requests import ChatRequests
+from penstock.eval.correctness.run_correctness import NO_THINKING
+from penstock.eval.load import Job, LoadClients, LoadProgress
+from penstock.eval.load_summary import percentile
+from penstock.eval.recount import TokenCounter
+from penstock.eval.results import Reporter, format_table, prepare_output, read_fields, require_at_least
+from penstock.eval.sized_prompts import PromptMaker, fit_prompts
+from penstock.eval.stream_client import StreamedReply, Target
+from penstock.eval.throughput.token_prompts import TokenPrompts
+from penstock.progress import Phase, timed
+
+# Tokens of a prompt and of its reply, and what Qwen3.5-4B took for them on an A10G before any optimisation.
+PUBLISHED_MS = {(64, 128): 2582.0, (2048, 256): 5441.0, (8192, 256): 6576.0}
+SIZES = ",".join(f"{prompt}+{reply}" for prompt, reply in PUBLISHED_MS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencySettings:
+    """What is asked, how often, and of whom."""
+
+    base_url: str = setting("http://127.0.0.1:8000", "a running server")
+    model: str = setting("", "name to send (default: the server's first model)")
+    sizes: str = setting(SIZES, "tokens of prompt+reply, chat template included")
+    warmup: int = setting(5, "requests before the timed ones, of each size")
+    runs: int = setting(50, "timed requests of each size")
+    output: str | None = setting(None, "also write the last line to this file")
+    tokenizer: str | None = setting(None, "the model's folder, to make prompts with")
+    seed: int = setting(0, "of the prompts")
+    timeout: float = setting(300.0, "seconds after which a request has failed")
+    body: str = setting(NO_THINKING, f"fields for every request, as JSON (default: {NO_THINKING})")
+
+    def __post_init__(self) -> None:
+        require_at_least(1, runs=self.runs)
+        require_at_least(0, warmup=self.warmup)
+        if not self.timeout > 0:
+            raise ConfigError(f"--timeout is {self.timeout}", "It must be above 0.")
+
+
+@dataclass(slots=True)
+class SizeResult:
+    """The timed runs of one size."""
+
+    num_prompt_tokens: int
+    num_reply_tokens: int
+    times_ms: list[float] = field(default_factory=list)  # in ascending order
+    errors: Counter[str] = field(default_factory=Counter)
+    num_off: int = 0  # replies, or prompts, of another length
+
+    @property
+    def median_ms(self) -> float | None:
+        return statistics.median(self.times_ms) if self.times_ms else None
+
+    @property
+    def published_ms(self) -> float | None:
+        return PUBLISHED_MS.get((self.num_prompt_tokens, self.num_reply_tokens))
+
+    @property
+    def speed_up(self) -> float | None:
+        return self.published_ms / self.median_ms if self.published_ms and self.median_ms else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "reply_tokens": self.num_reply_tokens,
+            "runs": len(self.times_ms),
+            "failed": self.errors.total(),
+            "error_messages": dict(self.errors.most_common(10)),
+            "other_length": self.num_off,
+            "median_ms": _rounded(self.median_ms),
+            "min_ms": _rounded(self.times_ms[0]) if self.times_ms else None,
+            "p90_ms": _rounded(percentile(self.times_ms, 0.9)) if self.times_ms else None,
+            "published_ms": self.published_ms,
+            "speed_up": _rounded(self.speed_up),
+        }
+
+
+def read_sizes(text: str) -> list[tuple[int, int]]:
+    sizes = []
+    for part in text.split(","):
+        prompt, _, reply = part.partition("+")
+        if not (prompt.strip().isdecimal() and reply.strip().isdecimal() and int(prompt) and int(reply)):
+            raise ConfigError(f"--sizes has {part!r}", "A size is written as tokens of prompt+reply: 64+128.")
+        sizes.append((int(prompt), int(reply)))
+    return sizes
+
+
+def run(settings: LatencySettings, reporter: Reporter) -> int:
+    sizes = read_sizes(settings.sizes)
+    prepare_output(settings.output)
+    body = read_fields("--body", settings.body)
+    requests = ChatRequests(settings.base_url, settings.model, extra=body, timeout_s=settings.timeout)
+    prompts: PromptMaker | TokenPrompts
+    with reporter.bars() as phases, timed("prompts", phases):
+        if settings.tokenizer:
+            prompts = TokenPrompts(TokenCounter.load(settings.tokenizer), settings.seed)
+        else:
+            prompts = fit_prompts(requests.count_tokens, settings.seed)
+        prompts.make(0, min(size[0] for size in sizes))
+    results = []
+    with LoadClients() as clients:
+        for number, size in enumerate(sizes):
+            first = number * (settings.warmup + settings.runs)
+            results.append(_measure(settings, requests, prompts, clients, size, first, reporter))
+    print(format_results(results))
+    speed_ups = [result.speed_up for result in results if result.speed_up is not None]
+    mean = statistics.fmean(speed_ups) if len(speed_ups) == len(PUBLISHED_MS) else None
+    if mean is not None:
+        print(f"\nmean speed-up {mean:.2f}x over the published baseline")
+    fields = {
+        "benchmark": "latency",
+        "sizes": [result.as_json() for result in results],
+        "mean_speed_up": _rounded(mean),
+        "model": requests.model,
+        "base_url": settings.base_url,
+        "warmup": settings.warmup,
+        "seed": settings.seed,
+        "template_tokens": prompts.num_template_tokens,
+    }
+    reporter.deliver(fields, settings.output)
+    return int(any(result.errors or result.num_off for result in results))
+
+
+def _measure(
+    settings: LatencySettings,
+    requests: ChatRequests,
+    prompts: PromptMaker | TokenPrompts,
+    clients: LoadClients,
+    size: tuple[int, int],
+    first: int,
+    reporter: Reporter,
+) -> SizeResult:
+    """All runs of one size, warm-ups first and not looked at."""
+    num_prompt, num_reply = size
+    count, name = settings.warmup + settings.runs, f"{num_prompt}+{num_reply}"
+    jobs = [
+        Job(requests.body(prompts.make(number, num_prompt), num_reply))
+        for number in range(first, first + count)
+    ]
+    result = SizeResult(num_prompt, num_reply)
+    with reporter.bars() as phases, timed(name, phases) as report:
+
+        def show(progress: LoadProgress) -> None:
+            report(Phase(name, f"{progress.num_done} of {count} runs", progress.num_done / count))
+
+        try:
+            target = Target.of(settings.base_url)
+            load = clients.run(target, jobs, concurrency=1, timeout_s=settings.timeout, on_progress=show)
+        except PenstockError as error:
+            result.errors[f"{error.what}. {error.why}"] += settings.runs
+            return result
+    _note(result, load.replies[settings.warmup :])
+    return result
+
+
+def _note(result: SizeResult, replies: Sequence[StreamedReply]) -> None:
+    wanted = (result.num_prompt_tokens, result.num_reply_tokens)
+    for reply in replies:
+        if reply.error:
+            result.errors[reply.error] += 1
+            continue
+        result.num_off += (reply.num_prompt_tokens, reply.num_completion_tokens) != wanted
+        result.times_ms.append(1e3 * reply.e2e_s)
+    result.times_ms.sort()
+
+
+def format_results(results: Sequence[SizeResult]) -> str:
+    def cell(value: float | None, form: str = ",.1f") -> str:
+        return "-" if value is None else format(value, form)
+
+    rows = [
+        [
+            f"{result.num_prompt_tokens}+{result.num_reply_tokens}",
+            str(len(result.times_ms)),
+            cell(result.median_ms),
+            cell(result.published_ms),
+            cell(result.speed_up, ".2f"),
+            str(result.errors.total()),
+            str(result.num_off),
+        ]
+        for result in results
+    ]
+    columns = ["tokens", "runs", "median ms", "published ms", "speed-up", "failed", "other length"]
+    lines = [format_table(columns, rows)]
+    for result in results:
+        lines += [f"{count} FAILED: {message}" for message, count in result.errors.most_common(3)]
+    return "\n".join(lines)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

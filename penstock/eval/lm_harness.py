@@ -1,0 +1,191 @@
+"""lm-evaluation-harness as a judge of any server: its tasks, with questions from a local file, over HTTP.
+
+Prompts, examples, filters and metrics are lm-eval's own, so that scores can be compared; only where the
+questions come from is ours. It stops at the first request that fails for good; here such a request counts as
+an empty reply, and what went wrong is kept. lm_eval is imported when it is used: it is an optional package.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import PenstockError
+
+INSTALL = "lm-eval[api]>=0.4.13"
+NEEDED = ("lm_eval", "aiohttp", "requests", "tenacity")
+MAX_TRIES = 3
+MAX_IN_A_ROW = 16  # failures for good, and the rest is not sent
+MAX_MESSAGE_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTask:
+    """One of lm-eval's tasks; `source` is its YAML file below lm_eval/tasks, `data` the questions for it."""
+
+    name: str
+    source: str
+    split: str
+    data: Path | None  # None: whatever lm-eval downloads
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path, tasks: Path) -> None:
+        """The task as a YAML file, of which JSON is a part, that includes lm-eval's."""
+        fields: dict[str, Any] = {"include": str(tasks / self.source), "task": self.name, **self.changes}
+        if self.data is not None:
+            fields |= {
+                "dataset_path": "json",
+                "dataset_name": None,
+                "dataset_kwargs": {
+                    "data_files": {self.split: str(self.data)},
+                    "cache_dir": str(folder / "datasets"),
+                },
+            }
+        (folder / f"{self.name}.yaml").write_text(json.dumps(fields), encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """Whom to ask, how many questions, and with which fields in every request."""
+
+    base_url: str
+    model: str
+    limit: int
+    num_concurrent: int
+    seed: int
+    timeout_s: float
+    max_tokens: int
+    body: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """`metrics` as lm-eval names them, `samples` as it keeps them, and requests that had no reply."""
+
+    metrics: dict[str, float]
+    samples: list[dict[str, Any]]
+    failures: Counter[str]
+    lm_eval_version: str
+
+    @property
+    def num_asked(self) -> int:
+        return len({sample["doc_id"] for sample in self.samples})
+
+
+def require_lm_eval(extra: Sequence[str] = ()) -> None:
+    missing = [name for name in (*NEEDED, *extra) if importlib.util.find_spec(name) is None]
+    if missing:
+        others = "".join(f" {name}" for name in extra)
+        raise PenstockError(
+            "lm-evaluation-harness is not installed",
+            f"{sys.executable} does not find {', '.join(missing)}.",
+            f"Install it: {sys.executable} -m pip install '{INSTALL}'{others}",
+        )
+
+
+def require_data(flag: str, data: str | None, wanted: str) -> Path | None:
+    if data is None:
+        return None
+    file = Path(data).expanduser()
+    if not file.is_file():
+        raise PenstockError(f"{flag} {data} is not a file", f"It must be {wanted}, one JSON object a line.")
+    return file.resolve()
+
+
+def evaluate(task: LocalTask, asking: Asking) -> Evaluation:
+    """Asks a task's questions. Raises only what keeps it from asking, never for what a server does."""
+    if task.data is not None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched, so nothing shall wait for a hub
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    import lm_eval
+    import lm_eval.tasks
+
+    model = _tolerant_model(asking)
+    with tempfile.TemporaryDirectory(prefix="penstock-eval-") as folder:
+        task.write(Path(folder), Path(lm_eval.tasks.__file__).parent)
+        try:
+            found = lm_eval.simple_evaluate(
+                model=model,
+                tasks=[task.name],
+                task_manager=lm_eval.tasks.TaskManager(include_path=folder, include_defaults=False),
+                limit=asking.limit,
+                apply_chat_template=True,
+                fewshot_as_multiturn=True,
+                gen_kwargs={
+                    "temperature": 0,
+                    "top_p": 1.0,
+                    "max_gen_toks": asking.max_tokens,
+                    **asking.body,
+                },
+                bootstrap_iters=0,
+                random_seed=asking.seed,
+                numpy_random_seed=asking.seed,
+                torch_random_seed=asking.seed,
+                fewshot_random_seed=asking.seed,
+            )
+        except OSError as error:  # among them what its data sets raise when they cannot be fetched
+            raise PenstockError(
+                f"lm-eval cannot read the questions of {task.name}",
+                f"{type(error).__name__}: {str(error)[:MAX_MESSAGE_CHARS]}.",
+                "Without a network, give them with --data.",
+            ) from error
+    return Evaluation(
+        metrics={
+            name: float(value)
+            for name, value in found["results"][task.name].items()
+            if "," in name and isinstance(value, int | float)
+        },
+        samples=found["samples"][task.name],
+        failures=model.failures,
+        lm_eval_version=lm_eval.__version__,
+    )
+
+
+def _tolerant_model(asking: Asking) -> Any:
+    from lm_eval.models.openai_completions import LocalChatCompletion
+
+    class TolerantChat(LocalChatCompletion):
+        """local-chat-completions, for which a request that fails three times has an empty reply."""
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.failures: Counter[str] = Counter()
+            self._tries: Counter[Any] = Counter()
+            self._num_in_a_row = 0
+
+        async def amodel_call(self, session: Any, sem: Any, messages: Any, **options: Any) -> Any:
+            if self._num_in_a_row >= MAX_IN_A_ROW:
+                return [self._give_up(RuntimeError("not sent: the requests before it had failed"))]
+            try:
+                replies = await super().amodel_call(session, sem, messages, **options)
+            except Exception as error:  # aiohttp's, asyncio's, JSON's: all are a server that failed
+                self._tries[messages[0]] += 1
+                if self._tries[messages[0]] < MAX_TRIES:
+                    raise
+                return [self._give_up(error)]
+            self._num_in_a_row = 0
+            return replies
+
+        def _give_up(self, error: Exception) -> str:
+            self.failures[f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]] += 1
+            self._num_in_a_row += 1
+            return ""
+
+    return TolerantChat(
+        model=asking.model,
+        base_url=asking.base_url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions",
+        # With one at a time lm-eval takes another way through its code, which is not as patient.
+        num_concurrent=max(2, asking.num_concurrent),
+        max_retries=MAX_TRIES,
+        timeout=int(asking.timeout_s),
+        seed=asking.seed,
+    )

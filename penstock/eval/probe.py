@@ -1,0 +1,195 @@
+"""One server under test: requests that may be wrong on purpose, answers in which nothing is taken on trust.
+
+A promise that is not kept is `Unmet`, with what was seen and what was expected; whatever else a server does,
+hanging up and talking nonsense included, becomes one as well. What is promised stands in promises.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.eval.recount import TokenCounter
+from penstock.eval.stream_client import RawAnswer, Target, exchange
+from penstock.http_client import HttpClient
+
+MAX_SHOWN_CHARS = 120
+QUESTION = "Tom has 3 apples and buys 4 more. How many apples does he have now? Solve it step by step."
+SUM = "What is 7 * 8? Reply with just the number."
+
+
+class Unmet(Exception):
+    """A promise that the server has not kept."""
+
+
+class NotTested(Exception):
+    """A promise that cannot be looked at here, and why."""
+
+
+def expect(is_kept: bool, seen: Any, wanted: str) -> None:
+    if not is_kept:
+        raise Unmet(f"saw {show(seen)}; expected {wanted}")
+
+
+def show(value: Any) -> str:
+    """A value in a line of the report: short, and on one line."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole chat completion, of which only what the caller asked for has been looked at."""
+
+    fields: dict[str, Any]
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        choices = field_of(self.fields, "choices", list)
+        expect(len(choices) == 1, f"{len(choices)} choices", "1 in choices")
+        expect(isinstance(choices[0], dict), choices[0], "an object in choices")
+        first: dict[str, Any] = choices[0]
+        return first
+
+    @property
+    def content(self) -> str:
+        message = field_of(self.choice, "message", dict)
+        text: str = field_of(message, "content", str)
+        return text
+
+    @property
+    def finish_reason(self) -> str:
+        reason: str = field_of(self.choice, "finish_reason", str)
+        return reason
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Its three numbers; any others stay out."""
+        usage = field_of(self.fields, "usage", dict)
+        return {name: field_of(usage, name, int) for name in USAGE}
+
+
+USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
+
+
+def field_of(fields: Mapping[str, Any], name: str, kind: type) -> Any:
+    """A field that must be there and of this type; a boolean is no number."""
+    expect(name in fields, sorted(fields), f"the field {name}")
+    value = fields[name]
+    is_right = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+    expect(is_right, f"{name} = {show(value)}", f"{name} to be of type {kind.__name__}")
+    return value
+
+
+class Probe:
+    """Asks one server. Every request has a connection of its own and a time limit."""
+
+    def __init__(
+        self, base_url: str, model: str, *, timeout_s: float, counter: TokenCounter | None = None
+    ) -> None:
+        self.client = HttpClient(base_url, timeout_s=timeout_s)
+        self._target = Target.of(base_url)
+        self.model = model
+        self.timeout_s = timeout_s
+        self.counter = counter
+        self.max_model_len: int | None = None  # when the list of models has said so
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        try:
+            return self.client.read("GET", path)
+        except PenstockError as error:
+            raise Unmet(f"saw no answer to GET {path}: {error.why}") from error
+
+    def post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        try:
+            return self.client.read("POST", path, body)
+        except PenstockError as error:
+            raise Unmet(f"saw no answer to POST {path}: {error.why}") from error
+
+    def body(self, content: str, **fields: Any) -> bytes:
+        """A greedy chat with one message; a field that is None is left out."""
+        messages = [{"role": "user", "content": content}]
+        given = {"model": self.model, "messages": messages, "max_tokens": 48, "temperature": 0, **fields}
+        return json.dumps({name: value for name, value in given.items() if value is not None}).encode()
+
+    def send(self, *bodies: bytes, timeout_s: float | None = None) -> list[RawAnswer]:
+        """All of them at once, whatever they hold. One that runs out of time is one whose client has left."""
+
+        async def send_all() -> list[RawAnswer]:
+            requests = [self._target.encode_request(body) for body in bodies]
+            limit_s = timeout_s or self.timeout_s
+            return await asyncio.gather(*(exchange(self._target, request, limit_s) for request in requests))
+
+        return asyncio.run(send_all())
+
+    @functools.cached_property
+    def greedy(self) -> Reply:
+        """The reply that several promises are held against, asked for once."""
+        return self.ask(QUESTION)
+
+    def ask(self, content: str, **fields: Any) -> Reply:
+        (answer,) = self.send(self.body(content, **fields))
+        return read_reply(answer)
+
+    def stream(self, content: str, **fields: Any) -> list[dict[str, Any]]:
+        """The chunks of a streamed reply that ended as it should."""
+        (answer,) = self.send(self.body(content, stream=True, **fields))
+        return read_chunks(answer)
+
+
+def read_reply(answer: RawAnswer) -> Reply:
+    data = _body_of(answer)
+    try:
+        fields = json.loads(data)
+    except ValueError:
+        raise Unmet(f"saw {show(data.decode(errors='replace'))}; expected JSON") from None
+    expect(isinstance(fields, dict), fields, "a JSON object")
+    return Reply(fields)
+
+
+def read_chunks(answer: RawAnswer) -> list[dict[str, Any]]:
+    lines = _body_of(answer).split(b"\n")
+    events = [line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")]
+    expect(bool(events), show(b" ".join(lines).decode(errors="replace")), "lines that begin with data:")
+    expect(events[-1] == b"[DONE]", events[-1].decode(errors="replace"), "data: [DONE] at the end")
+    chunks: list[dict[str, Any]] = []
+    for event in events[:-1]:
+        try:
+            chunk = json.loads(event)
+        except ValueError:
+            raise Unmet(f"saw the event {show(event.decode(errors='replace'))}; expected JSON") from None
+        expect(isinstance(chunk, dict), chunk, "a JSON object in every event")
+        expect("error" not in chunk, chunk, "no error in the stream")
+        chunks.append(chunk)
+    return chunks
+
+
+def read_refusal(answer: RawAnswer) -> tuple[int, str]:
+    """The status of an answer to a faulty request and its words, which must be JSON."""
+    expect(not answer.failure, answer.failure, "an answer")
+    data = b"".join(piece for _, piece in answer.pieces)
+    expect(400 <= answer.status < 500, f"HTTP {answer.status}: {show(data.decode(errors='replace'))}", "4xx")
+    try:
+        fields = json.loads(data)
+    except ValueError:
+        raise Unmet(f"saw {show(data.decode(errors='replace'))}; expected a JSON error") from None
+    expect(isinstance(fields, dict), fields, "a JSON object")
+    error = fields.get("error", fields)
+    message = error.get("message", error.get("detail")) if isinstance(error, dict) else error
+    expect(bool(message), fields, "an error with a message")
+    return answer.status, show(message)
+
+
+def _body_of(answer: RawAnswer) -> bytes:
+    data = b"".join(piece for _, piece in answer.pieces)
+    if answer.status not in (0, 200):
+        raise Unmet(f"saw HTTP {answer.status}: {show(data.decode(errors='replace'))}; expected 200")
+    expect(not answer.failure, answer.failure, "a whole answer")
+    expect(bool(answer.status), "no answer: the server hung up", "HTTP 200")
+    return data

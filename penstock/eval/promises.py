@@ -1,0 +1,327 @@
+"""What a server of the chat API promises, one function each: it returns what it saw, or raises `Unmet`.
+
+Every promise is looked at from outside, with any model that can answer a small question. The ones about
+many clients at a time stand in crowd_promises.py.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.eval.probe import (
+    QUESTION,
+    SUM,
+    USAGE,
+    NotTested,
+    Probe,
+    Reply,
+    Unmet,
+    expect,
+    field_of,
+    read_refusal,
+    read_reply,
+    show,
+)
+
+A_DAY_S = 86_400
+THOUGHT_MARKS = ("<think>", "</think>")
+UNLIKELY = ("\u2603\u2603\u2603", "@@##@@", "qqqzzzqqq")  # stop strings that no reply has
+LONG_LIMIT = 512
+
+
+def health(probe: Probe) -> str:
+    status, _ = probe.get("/health")
+    expect(status == 200, f"HTTP {status} from GET /health", "200")
+    return "GET /health answered 200"
+
+
+def model_list(probe: Probe) -> str:
+    status, data = probe.get("/v1/models")
+    expect(status == 200, f"HTTP {status} from GET /v1/models", "200")
+    try:
+        cards = json.loads(data)["data"]
+        names = [card["id"] for card in cards]
+    except (ValueError, LookupError, TypeError):
+        raise Unmet(f"saw {show(data.decode(errors='replace'))}; expected data[].id") from None
+    expect(bool(names), "no model", "at least one")
+    limits = [card.get("max_model_len") for card in cards]
+    if isinstance(limits[0], int):
+        probe.max_model_len = limits[0]
+    return f"it lists {show(', '.join(map(str, names)))}"
+
+
+def required_fields(probe: Probe) -> str:
+    reply = probe.greedy
+    name = field_of(reply.fields, "id", str)
+    expect(name.startswith("chatcmpl-"), f"id = {name}", "an id that begins with chatcmpl-")
+    kind = field_of(reply.fields, "object", str)
+    expect(kind == "chat.completion", f"object = {kind}", "chat.completion")
+    created = field_of(reply.fields, "created", int)
+    expect(abs(time.time() - created) < A_DAY_S, f"created = {created}", "seconds since 1970, about now")
+    field_of(reply.fields, "model", str)
+    index = field_of(reply.choice, "index", int)
+    expect(index == 0, f"choices[0].index = {index}", "0")
+    role = field_of(reply.choice["message"], "role", str)
+    expect(role == "assistant", f"role = {role}", "assistant")
+    expect(bool(reply.content), "an empty content", "some text")
+    expect(reply.finish_reason in ("stop", "length"), reply.finish_reason, "stop or length")
+    return f"id, object, created, model, choices and usage of {name}"
+
+
+def usage_adds_up(probe: Probe) -> str:
+    reply = probe.greedy
+    prompt, completion, total = (reply.usage[name] for name in USAGE)
+    expect(prompt > 0, reply.usage, "prompt_tokens above 0")
+    expect(total == prompt + completion, reply.usage, f"total_tokens = {prompt + completion}")
+    num_bytes = len(reply.content.encode())
+    expect(
+        1 <= completion <= num_bytes + 1,
+        f"completion_tokens = {completion} for {num_bytes} bytes of text",
+        "at least one byte a token, and one token for the end",
+    )
+    return f"{prompt} + {completion} = {total}"
+
+
+def usage_grows(probe: Probe) -> str:
+    """A count that does not follow the prompt is made up."""
+    short, long = (probe.ask(QUESTION + " please" * times, max_tokens=1) for times in (0, 40))
+    growth = long.usage["prompt_tokens"] - short.usage["prompt_tokens"]
+    expect(30 <= growth <= 300, f"{growth} more prompt tokens for 40 more words", "about 40")
+    return f"40 more words are {growth} more prompt tokens"
+
+
+def length_limit(probe: Probe) -> str:
+    for limit in (1, 5):
+        reply = probe.ask(QUESTION, max_tokens=limit)
+        count = reply.usage["completion_tokens"]
+        expect(count == limit, f"{count} tokens with max_tokens = {limit}", f"{limit}")
+        expect(reply.finish_reason == "length", f"finish_reason = {reply.finish_reason}", "length")
+    return 'max_tokens = 1 and 5 gave so many tokens and "length"'
+
+
+def natural_end(probe: Probe) -> str:
+    reply = probe.ask(SUM, max_tokens=LONG_LIMIT)
+    count = reply.usage["completion_tokens"]
+    expect(
+        reply.finish_reason == "stop" and count < LONG_LIMIT,
+        f"finish_reason = {reply.finish_reason} after {count} tokens for {SUM!r}",
+        "a reply that ends by itself, with stop",
+    )
+    return f'"stop" after {count} tokens'
+
+
+def _cut(reply: Reply) -> tuple[str, str]:
+    """A piece of the reply's text, and what stands before it."""
+    text = reply.content
+    if len(text) < 6:
+        raise NotTested(f"the reply is only {text!r}")
+    piece = text[len(text) // 2 :][:3]
+    return piece, text[: text.index(piece)]
+
+
+def _expect_stopped(reply: Reply, whole: Reply, piece: str, before: str) -> None:
+    expect(piece not in reply.content, f"{piece!r} in the reply", f"an end before the stop string {piece!r}")
+    expect(reply.content.strip() == before.strip(), reply.content, repr(before))
+    expect(reply.finish_reason == "stop", f"finish_reason = {reply.finish_reason}", "stop")
+    count, most = reply.usage["completion_tokens"], whole.usage["completion_tokens"]
+    expect(count <= most, f"{count} tokens, {most} without a stop string", "no more than those")
+
+
+def stop_string(probe: Probe) -> str:
+    whole = probe.greedy
+    piece, before = _cut(whole)
+    for stop in (piece, [piece]):
+        _expect_stopped(probe.ask(QUESTION, stop=stop), whole, piece, before)
+    return f"ended before {piece!r}, as a string and as a list"
+
+
+def four_stop_strings(probe: Probe) -> str:
+    whole = probe.greedy
+    piece, before = _cut(whole)
+    _expect_stopped(probe.ask(QUESTION, stop=[*UNLIKELY, piece]), whole, piece, before)
+    unstopped = probe.ask(QUESTION, stop=[*UNLIKELY, UNLIKELY[0][:2]])
+    expect(unstopped.content == whole.content, unstopped.content, f"{show(whole.content)}, unstopped")
+    return f"the fourth of four, {piece!r}, ended the reply; four that never come changed nothing"
+
+
+def greedy_is_repeatable(probe: Probe) -> str:
+    again = probe.ask(QUESTION).content
+    expect(again == probe.greedy.content, again, f"{show(probe.greedy.content)} again at temperature 0")
+    return "the same text twice at temperature 0"
+
+
+def greedy_by_default(probe: Probe) -> str:
+    greedy = probe.greedy.content
+    for _ in range(2):
+        plain = probe.ask(QUESTION, temperature=None).content
+        expect(plain == greedy, plain, f"{show(greedy)}, as at temperature 0")
+    return "without a temperature the reply is the one of temperature 0"
+
+
+def seed(probe: Probe) -> str:
+    texts = [probe.ask(QUESTION, temperature=1.0, top_p=1.0, seed=1234).content for _ in range(2)]
+    expect(texts[1] == texts[0], texts[1], f"{show(texts[0])} again with the same seed")
+    return "the same text twice at temperature 1 with one seed"
+
+
+def several_choices(probe: Probe) -> str:
+    (answer,) = probe.send(probe.body(QUESTION, n=2, temperature=1.0))
+    if 400 <= answer.status < 500:
+        status, words = read_refusal(answer)
+        return f"n = 2 is refused, which is allowed: HTTP {status}, {words}"
+    choices = field_of(read_reply(answer).fields, "choices", list)
+    indexes = sorted(field_of(choice, "index", int) for choice in choices)
+    expect(indexes == [0, 1], f"choices with the indexes {indexes}", "n = 2 to give 0 and 1")
+    return "n = 2 gave the indexes 0 and 1"
+
+
+def lm_eval_request(probe: Probe) -> str:
+    """The fields that lm-evaluation-harness sends, and the one that it reads by."""
+    fields = {"stop": ["Q:", "</s>", "<|im_end|>"], "seed": 1234, "top_p": 1.0, "max_tokens": 64}
+    reply = probe.ask(f"Q: {QUESTION}\nA:", **fields)
+    expect("Q:" not in reply.content, reply.content, "an end before Q:")
+    return f"stop, seed and top_p taken, choices[0].index = {field_of(reply.choice, 'index', int)}"
+
+
+def any_model_name(probe: Probe) -> str:
+    reply = probe.ask(SUM, model="a-model-that-nobody-has")
+    return f"a name that nobody has was answered by {show(reply.fields.get('model'))}"
+
+
+def _texts(chunks: Sequence[dict[str, Any]]) -> str:
+    deltas = [choice.get("delta") or {} for chunk in chunks for choice in chunk.get("choices") or ()]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+def stream_is_the_same(probe: Probe) -> str:
+    whole, chunks = probe.greedy, probe.stream(QUESTION)
+    text = _texts(chunks)
+    expect(text == whole.content, text, f"{show(whole.content)}, as without stream")
+    reasons = [choice.get("finish_reason") for chunk in chunks for choice in chunk.get("choices") or ()]
+    given = [reason for reason in reasons if reason]
+    expect(given == [whole.finish_reason], f"finish_reason {given}", f"{whole.finish_reason}, once")
+    return f"{len(chunks)} chunks have the text of the whole reply, {given[0]} and [DONE]"
+
+
+def stream_chunks(probe: Probe) -> str:
+    chunks = probe.stream(QUESTION)
+    kinds = {field_of(chunk, "object", str) for chunk in chunks}
+    expect(kinds == {"chat.completion.chunk"}, f"object = {sorted(kinds)}", "chat.completion.chunk")
+    names = {field_of(chunk, "id", str) for chunk in chunks}
+    expect(len(names) == 1, f"{len(names)} ids in one stream", "one")
+    first = field_of(chunks[0], "choices", list)
+    roles = [choice.get("delta", {}).get("role") for choice in first]
+    expect(roles == ["assistant"], f"role {roles} in the first chunk", "assistant")
+    indexes = {choice.get("index") for chunk in chunks for choice in chunk.get("choices") or ()}
+    expect(indexes == {0}, f"indexes {sorted(map(str, indexes))}", "0 in every choice")
+    return "object, id, role and index of every chunk"
+
+
+def stream_usage(probe: Probe) -> str:
+    whole = probe.greedy
+    chunks = probe.stream(QUESTION, stream_options={"include_usage": True})
+    expect(bool(chunks), "no chunk", "some")
+    last = chunks[-1]
+    expect(last.get("choices") == [], f"choices = {show(last.get('choices'))} in the last chunk", "[]")
+    usage = Reply(last).usage
+    expect(usage == whole.usage, usage, f"{show(whole.usage)}, as without stream")
+    return f"the last chunk has the usage of the whole reply, {show(usage)}"
+
+
+def _expect_no_thought(reply: Reply) -> None:
+    message = reply.choice["message"]
+    found = [mark for mark in THOUGHT_MARKS if mark in reply.content]
+    expect(not found, reply.content, f"no {' and '.join(found)}")
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    expect(not thought, f"a thought: {show(thought)}", "no thought")
+
+
+def no_thinking(probe: Probe) -> str:
+    _expect_no_thought(probe.ask(QUESTION, max_tokens=128))
+    return "no <think> in a plain reply"
+
+
+def thinking_off(probe: Probe) -> str:
+    reply = probe.ask(QUESTION, max_tokens=128, chat_template_kwargs={"enable_thinking": False})
+    _expect_no_thought(reply)
+    return "no <think> with enable_thinking: false"
+
+
+def prompt_recount(probe: Probe) -> str:
+    if probe.counter is None or not probe.counter.has_template:
+        raise NotTested("needs --tokenizer FOLDER with tokenizer.json and a chat template")
+    conversations: list[list[dict[str, str]]] = [
+        [{"role": "user", "content": QUESTION}],
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Zürich, 你好 🚀 x²\n\n1,000"},
+        ],
+        [
+            {"role": "user", "content": SUM},
+            {"role": "assistant", "content": "56"},
+            {"role": "user", "content": "And 8 * 9?"},
+        ],
+    ]
+    counts = []
+    for messages in conversations:
+        claimed = probe.ask("", messages=messages, max_tokens=1).usage["prompt_tokens"]
+        counted = probe.counter.count_prompt(messages)
+        expect(claimed == counted, f"prompt_tokens = {claimed}", f"{counted}, counted again")
+        counts.append(str(counted))
+    return f"prompts of {', '.join(counts)} tokens, counted again"
+
+
+def completion_recount(probe: Probe) -> str:
+    if probe.counter is None:
+        raise NotTested("needs --tokenizer FOLDER with tokenizer.json")
+    seen = []
+    for content, limit in ((QUESTION, 24), (QUESTION, 128), (SUM, LONG_LIMIT)):
+        reply = probe.ask(content, max_tokens=limit)
+        claimed = reply.usage["completion_tokens"]
+        count = probe.counter.recount(reply.content, claimed, reply.finish_reason)
+        expect(not count.is_off, f"completion_tokens = {claimed}", f"{count.counted}, counted again")
+        seen.append(f"{claimed}/{count.counted}")
+    return f"completions claimed/counted again: {', '.join(seen)}"
+
+
+FAULTY: dict[str, Any] = {
+    "a body that is not JSON": b'{"model": "x", "messages": [',
+    "no messages": {"messages": None},
+    "messages that are no list": {"messages": "hello"},
+    "a message without a role": {"messages": [{"content": "hello"}]},
+    "max_tokens = -1": {"max_tokens": -1},
+    'temperature = "hot"': {"temperature": "hot"},
+    "temperature = -1": {"temperature": -1},
+    "stop = 5": {"stop": 5},
+}
+
+
+def refusals(probe: Probe) -> str:
+    bodies = [fault if isinstance(fault, bytes) else probe.body(SUM, **fault) for fault in FAULTY.values()]
+    statuses, broken = set(), []
+    for name, body in zip(FAULTY, bodies):
+        (answer,) = probe.send(body)
+        try:
+            statuses.add(read_refusal(answer)[0])
+        except Unmet as unmet:
+            broken.append(f"{name}: {unmet}")
+    if broken:
+        raise Unmet("; ".join(broken))
+    return f"{len(FAULTY)} faulty requests were refused with {', '.join(map(str, sorted(statuses)))}"
+
+
+def too_long(probe: Probe) -> str:
+    if probe.max_model_len is None:
+        raise NotTested("the list of models has no max_model_len")
+    (answer,) = probe.send(probe.body("word " * (probe.max_model_len + 1), max_tokens=1))
+    status, words = read_refusal(answer)
+    return f"a prompt of more than {probe.max_model_len:,} tokens: HTTP {status}, {words}"
+
+
+def unknown_path(probe: Probe) -> str:
+    status, _ = probe.post("/v1/no-such-endpoint", {"model": probe.model})
+    expect(status in (404, 405), f"HTTP {status} for an unknown path", "404")
+    return f"an unknown path is {status}"

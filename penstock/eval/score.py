@@ -1,0 +1,121 @@
+"""The score of a server: verified tokens a second, weighted by level; nothing below the gate of correctness.
+
+    penstock eval score --correctness F --throughput F [--baseline F]
+
+Reads what the other measurements wrote; asks no server. Ends with 0 when there is a score and with 1 when
+the gate was missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.config import setting
+from penstock.errors import ConfigError, PenstockError
+from penstock.eval.correctness.grading import GATE
+from penstock.eval.results import Reporter, format_table, percent, prepare_output, read_results
+from penstock.eval.throughput.run_throughput import read_levels
+
+WEIGHTS: Mapping[int, int] = {1: 1, 2: 1, 4: 2, 8: 2, 16: 4, 32: 4, 64: 8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreSettings:
+    """Which results are put together."""
+
+    correctness: str = setting("", "what `eval correctness` wrote")
+    throughput: str = setting("", "what `eval throughput` wrote")
+    baseline: str | None = setting(
+        None, "throughput of another server (default: the one it was measured with)"
+    )
+    output: str | None = setting(None, "also write the last line to this file")
+
+    def __post_init__(self) -> None:
+        for name in ("correctness", "throughput"):
+            if not getattr(self, name):
+                raise ConfigError(f"--{name} is missing", "A score needs the results of both measurements.")
+
+
+def weighted_sum(levels: Mapping[int, float]) -> float:
+    """A level that was not measured counts for nothing."""
+    return sum(weight * levels.get(level, 0.0) for level, weight in WEIGHTS.items())
+
+
+def run(settings: ScoreSettings, reporter: Reporter) -> int:
+    prepare_output(settings.output)
+    share, strict, problems = _read_correctness(settings.correctness)
+    levels = read_levels("--throughput", settings.throughput)
+    baseline = _read_baseline(settings)
+    has_passed = share >= GATE
+    speed, baseline_speed = weighted_sum(levels), weighted_sum(baseline)
+    score = speed if has_passed else 0.0
+    print(_format(levels, baseline))
+    missing = [level for level in WEIGHTS if level not in levels]
+    if missing:
+        print(f"not measured, and so counted as 0: c = {', '.join(map(str, missing))}")
+    print(
+        f"\ncorrectness  {share:.1%} of {problems}, gate {GATE:.1%}: {'PASSED' if has_passed else 'MISSED'}"
+    )
+    print(f"score        {score:,.0f}" + ("" if has_passed else f", not {speed:,.0f}: the gate was missed"))
+    if baseline_speed:
+        print(f"baseline     {baseline_speed:,.0f}; the score is {percent(score, baseline_speed)} of it")
+    fields = {
+        "benchmark": "score",
+        "score": round(score, 1),
+        "passed": has_passed,
+        "correctness": {"problems": problems, "flexible": share, "strict": strict, "gate": GATE},
+        "levels": [
+            {
+                "concurrency": level,
+                "weight": weight,
+                "verified_tok_s": levels.get(level),
+                "baseline_tok_s": baseline.get(level),
+            }
+            for level, weight in WEIGHTS.items()
+        ],
+        "baseline_score": round(baseline_speed, 1) or None,
+    }
+    reporter.deliver(fields, settings.output)
+    return int(not has_passed)
+
+
+def _read_correctness(path: str) -> tuple[float, float | None, str]:
+    fields = read_results("--correctness", path)
+    try:
+        matches = fields["exact_match"]
+        strict = matches.get("strict")
+        return float(matches["flexible"]), strict, str(fields.get("problems", "unknown problems"))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise PenstockError(
+            f"--correctness {path} holds no share of right answers",
+            f"{type(error).__name__}: {error}.",
+            'It must have {"exact_match": {"flexible": 0.915}}.',
+        ) from error
+
+
+def _read_baseline(settings: ScoreSettings) -> dict[int, float]:
+    if settings.baseline:
+        return read_levels("--baseline", settings.baseline)
+    rows: list[dict[str, Any]] = read_results("--throughput", settings.throughput)["levels"]
+    return {row["concurrency"]: row["baseline_tok_s"] for row in rows if row.get("baseline_tok_s")}
+
+
+def _format(levels: Mapping[int, float], baseline: Mapping[int, float]) -> str:
+    rows = []
+    for level, weight in WEIGHTS.items():
+        speed = levels.get(level)
+        rows.append(
+            [
+                str(level),
+                str(weight),
+                "-" if speed is None else f"{speed:,.1f}",
+                "-" if speed is None else f"{weight * speed:,.0f}",
+                f"{baseline[level]:,.1f}" if level in baseline else "-",
+                percent(speed, baseline.get(level)),
+            ]
+        )
+    return format_table(
+        ["at a time", "weight", "verified tok/s", "weighted", "baseline tok/s", "of baseline"], rows
+    )
