@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,9 +21,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20
 
-# What a grammar may cost, wherever one is compiled. In llguidance's own units: some 50,000 of initial fuel, 14,000
-# of step fuel or 20,000 items take a millisecond, and a lexer state one or two kB.
-GRAMMAR_LIMITS: Mapping[str, int] = {
+# What a grammar may cost, wherever one is compiled, in llguidance's units: a millisecond is some 50,000 of
+# initial fuel, 14,000 of a step's fuel or 20,000 items; a lexer state takes one or two kB.
+GRAMMAR_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
@@ -214,6 +214,11 @@ class RowPlan:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) or 1
+
+    @property
+    def is_decode(self) -> bool:
+        """A single token of a prompt is none: it is computed like the others of its prompt."""
+        return not self.token_ids
 
 
 @dataclass(frozen=True, slots=True)

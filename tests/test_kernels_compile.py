@@ -21,10 +21,10 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from penstock.ops.triton import attention, decode_rows, delta_net, matmul, moe, norm, sampling
+from penstock.ops.triton import attention, decode_rows, delta_net, masking, matmul, moe, norm, sampling
 
 seen = {}
-for module in (attention, decode_rows, delta_net, matmul, moe, norm, sampling):
+for module in (attention, decode_rows, delta_net, masking, matmul, moe, norm, sampling):
     for kernel, signature, constexprs, options in module.compile_cases():
         name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
         if name in seen and int(sys.argv[1]) != 90:

@@ -13,7 +13,7 @@ go through `op`, which takes it on a GPU.
 """
 
 from penstock.ops.dispatch import op
-from penstock.ops.reference import attention, delta_net, matmul, moe, norm, sampling
+from penstock.ops.reference import attention, delta_net, masking, matmul, moe, norm, sampling
 from penstock.ops.reference import decode_rows as _decode_rows
 from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rope import rope_table
@@ -30,6 +30,7 @@ norm_route = op(moe.norm_route)
 sparse_mlp = op(moe.sparse_mlp)
 gated_delta_net = op(delta_net.gated_delta_net)
 decode_rows = op(_decode_rows.decode_rows)
+mask_logits = op(masking.mask_logits)
 sample = op(sampling.sample)
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "gated_delta_net",
     "gated_rms_norm",
     "linear",
+    "mask_logits",
     "norm_linear",
     "norm_route",
     "paged_attention",

@@ -1,0 +1,264 @@
+"""Replies held to a grammar: which tokens each of them may say next, as bitmaps for the device.
+
+Every constrained request has a matcher, which follows the tokens of its sequence as the host comes to know
+them: a request that was preempted and returns needs nothing. Grammars are compiled in a thread, so that an
+expensive one keeps nobody waiting but its own request, and masks are filled by llguidance's threads while the
+device computes the logits they are for. What one grammar may cost is limited; one that exceeds it ends its
+request and no other. When masks are due, and what happens to a request that failed, the engine decides.
+
+llguidance is imported when the first constrained request comes.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib.util
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.errors import CheckpointError, ConfigError, PenstockError, RequestError
+from penstock.types import GRAMMAR_LIMITS, Request, Sequence, StepPlan
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+NUM_KEPT_GRAMMARS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StepMasks:
+    """What the constrained rows of one step may say; valid until the masks of the next step are filled."""
+
+    places: list[int]  # [N] of these rows, among those that sample
+    allowed: Tensor  # [N, words] int32, on the host
+    failures: list[tuple[str, str]]  # request ids, and why their grammars cannot go on
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request whose grammar is compiled, or the reason why it cannot be."""
+
+    request: Request
+    matcher: LLMatcher | None
+    problem: str = ""
+
+
+class Constraint:
+    """One sequence and how far its matcher has followed it."""
+
+    def __init__(self, sequence: Sequence, matcher: LLMatcher) -> None:
+        self.sequence = sequence
+        self.matcher = matcher
+        self._starts_after = frozenset(sequence.request.sampling.grammar_starts_after)
+        self.has_started = not self._starts_after
+        self._num_followed = sequence.num_prompt_tokens
+
+    def follow(self) -> None:
+        """Takes in the tokens that are new; one that the grammar forbids leaves the matcher in error."""
+        tokens = self.sequence.tokens
+        for token_id in tokens[self._num_followed :]:
+            if self.has_started:
+                self.matcher.consume_token(token_id)
+            else:
+                self.has_started = token_id in self._starts_after
+        self._num_followed = len(tokens)
+
+
+class GrammarCompiler:
+    """The vocabulary of a checkpoint as llguidance sees it, and the grammars that were compiled for it."""
+
+    def __init__(self, tokenizer_file: Path | None, vocab_size: int) -> None:
+        self._tokenizer_file = tokenizer_file
+        self._vocab_size = vocab_size
+        self._vocabulary: LLTokenizer | None = None
+        self._failure: PenstockError | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the latest last; as they were made
+
+    def require(self) -> None:
+        """Raises why no request of this engine can be held to a grammar."""
+        if self._failure is None and importlib.util.find_spec("llguidance") is None:
+            self._failure = ConfigError(
+                "Replies cannot be held to a grammar here",
+                "The package llguidance is not installed.",
+                "Install penstock with its dependencies.",
+            )
+        if self._failure is None and (self._tokenizer_file is None or not self._tokenizer_file.is_file()):
+            self._failure = CheckpointError(
+                "Replies of this model cannot be held to a grammar",
+                f"There is no {self._tokenizer_file or 'tokenizer.json'}, which says what its tokens spell.",
+                "Serve a checkpoint with its tokenizer.",
+            )
+        if self._failure is not None:
+            raise self._failure
+
+    def load_vocabulary(self) -> LLTokenizer:
+        """The first call takes seconds if the vocabulary is large, and lets no other thread run."""
+        if self._vocabulary is None:
+            self.require()
+            self._vocabulary = self._read_vocabulary()
+        return self._vocabulary
+
+    def _read_vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        assert self._tokenizer_file is not None
+        try:
+            return LLTokenizer(self._tokenizer_file.read_text("utf-8"), n_vocab=self._vocab_size)
+        except (OSError, ValueError) as error:
+            self._failure = CheckpointError(
+                f"{self._tokenizer_file} does not fit the model",
+                f"{error}; the model has {self._vocab_size} token ids.",
+                "Fetch the checkpoint again.",
+            )
+            raise self._failure from error
+
+    def compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        matcher = self._compiled.pop(grammar, None)
+        if matcher is None:
+            limits = LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS)
+            matcher = LLMatcher(self.load_vocabulary(), grammar, log_level=0, limits=limits)
+            matcher.compute_bitmask()  # the first is the dearest, and shows what nothing can fulfil
+            if matcher.is_error():
+                raise RequestError("The grammar cannot be enforced", problem_of(matcher), param="grammar")
+        self._compiled[grammar] = matcher
+        if len(self._compiled) > NUM_KEPT_GRAMMARS:
+            self._compiled.popitem(last=False)
+        return matcher.deep_copy()
+
+
+@dataclass(slots=True)
+class Constraints:
+    compiler: GrammarCompiler
+    vocab_size: int
+    max_rows: int
+    is_pinned: bool
+    _preparing: dict[str, tuple[Request, Future[LLMatcher]]] = field(default_factory=dict)
+    _live: list[Constraint] = field(default_factory=list)
+    # One thread: the compiler's memory of grammars needs no lock.
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "grammar"))
+    _executor: LLExecutor | None = None
+    _allowed: Tensor | None = None  # [max_rows, words] int32
+
+    @property
+    def num_preparing(self) -> int:
+        return len(self._preparing)
+
+    def is_preparing(self, request_id: str) -> bool:
+        return request_id in self._preparing
+
+    def prepare(self, request: Request) -> None:
+        """Starts to compile the request's grammar; `take_prepared` gives the request back."""
+        self.compiler.require()
+        assert request.sampling.grammar is not None
+        future = self._thread.submit(self.compiler.compile, request.sampling.grammar)
+        self._preparing[request.id] = request, future
+
+    def drop(self, request_id: str) -> bool:
+        """Forgets a request that is being prepared; says whether there was one."""
+        entry = self._preparing.pop(request_id, None)
+        if entry is not None:
+            entry[1].cancel()
+        return entry is not None
+
+    def wait(self, timeout_s: float) -> None:
+        """Until some grammar is compiled, for when there is nothing else to do."""
+        futures = [future for _, future in self._preparing.values()]
+        concurrent.futures.wait(futures, timeout_s, concurrent.futures.FIRST_COMPLETED)
+
+    def take_prepared(self) -> list[Prepared]:
+        done = [id for id, (_, future) in self._preparing.items() if future.done()]
+        prepared = []
+        for id in done:
+            request, future = self._preparing.pop(id)
+            error = future.exception()  # of any kind: it is this request's, and the engine's work goes on
+            prepared.append(Prepared(request, future.result() if error is None else None, str(error or "")))
+        return prepared
+
+    def add(self, sequence: Sequence, matcher: LLMatcher) -> None:
+        self._live.append(Constraint(sequence, matcher))
+
+    def rows_of(self, plan: StepPlan) -> list[tuple[int, Constraint]]:
+        """The constrained rows that sample in this step, with their places among all that do."""
+        if not self._live:
+            return []
+        self._live = [constraint for constraint in self._live if constraint.sequence.finish is None]
+        places = {row: place for place, row in enumerate(row.row for row in plan.rows if row.samples)}
+        return [
+            (places[constraint.sequence.row], constraint)
+            for constraint in self._live
+            if constraint.sequence.row in places
+        ]
+
+    def fill(self, rows: list[tuple[int, Constraint]]) -> StepMasks:
+        """The masks of rows whose latest tokens the host knows. Rows that have ended since get none."""
+        rows = [(place, constraint) for place, constraint in rows if constraint.sequence.finish is None]
+        allowed = self._buffer()[: len(rows)]
+        words = allowed.numpy().view(np.uint32)
+        jobs = []
+        for index, (_, constraint) in enumerate(rows):
+            constraint.follow()
+            if constraint.has_started:
+                jobs.append((constraint.matcher, index))
+            else:
+                self._allow_all_but_ends(words[index], constraint)
+        self._run(jobs, allowed)
+        failures = []
+        for matcher, index in jobs:
+            constraint = rows[index][1]
+            if matcher.is_error():
+                failures.append((constraint.sequence.id, problem_of(matcher)))
+            else:
+                self._translate_end(words[index], constraint)
+        return StepMasks([place for place, _ in rows], allowed, failures)
+
+    def _run(self, jobs: list[tuple[LLMatcher, int]], allowed: Tensor) -> None:
+        num_bytes = allowed.shape[1] * 4
+        if len(jobs) == 1:
+            ((matcher, index),) = jobs
+            matcher.unsafe_compute_mask_ptr(allowed[index].data_ptr(), num_bytes)
+        elif jobs:
+            if self._executor is None:
+                from llguidance import LLExecutor
+
+                self._executor = LLExecutor()
+            self._executor.unsafe_compute_mask_ptr(jobs, allowed.data_ptr(), num_bytes, len(allowed))
+
+    def _buffer(self) -> Tensor:
+        """The same in every step: the step that last copied from it has ended when the next is filled."""
+        if self._allowed is None:
+            shape = (self.max_rows, -(-self.vocab_size // 32))
+            self._allowed = torch.empty(shape, dtype=torch.int32, pin_memory=self.is_pinned)
+        return self._allowed
+
+    def _allow_all_but_ends(self, words: np.ndarray, constraint: Constraint) -> None:
+        """Before the grammar starts; a reply that ended now would never reach it."""
+        words.fill(0xFFFFFFFF)
+        is_control_token = self.compiler.load_vocabulary().is_special_token
+        for token_id in constraint.sequence.request.end_token_ids:
+            if is_control_token(
+                token_id
+            ):  # a client's own stop may be any token, and then stops thinking too
+                words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+
+    def _translate_end(self, words: np.ndarray, constraint: Constraint) -> None:
+        """llguidance says that the reply may end with one token; the request says which tokens those are."""
+        eos = self.compiler.load_vocabulary().eos_token
+        bit = np.uint32(1 << eos % 32)
+        if words[eos // 32] & bit:
+            words[eos // 32] &= ~bit
+            for token_id in constraint.sequence.request.end_token_ids:
+                words[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+def problem_of(matcher: LLMatcher) -> str:
+    """Why a matcher is in error, in a line."""
+    return matcher.get_error().partition("\n")[0].rstrip(".") + "."

@@ -1,0 +1,159 @@
+"""Tool calls as a grammar: every call names a tool that was offered, with the arguments its schema asks for.
+
+How calls are spelled is the dialect's (`CallForm`). A tag of its is a control token where the model's
+vocabulary has it, and text where not. Arguments in JSON are enforced as JSON schemas are; those in XML come
+in the order of the schema, each of its type, but of a text only the choice between listed values is enforced.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.errors import RequestError
+from penstock.text.dialects.dialect import CallForm
+from penstock.text.dialects.values import Parameters
+from penstock.text.grammar import check_schema, json_options, lark_grammar
+
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_PARAMETER_NAME = re.compile(r"[^\n<>]{1,256}")
+_TAG = re.compile(r"(</?[a-z_]+>)")
+
+# They say nothing about what is valid, and are most of what large tools consist of.
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated"})
+_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+
+Schema = Mapping[str, Any]
+
+
+def tool_calls_grammar(
+    tools: Sequence[Mapping[str, Any]],  # as OpenAI has them: {"function": {"name": ..., "parameters": ...}}
+    form: CallForm,
+    is_token: Callable[[str], bool],  # whether a text is one token of the model
+    *,
+    is_required: bool = True,
+    is_parallel: bool = True,
+    param: str = "tools",
+) -> str:
+    """Calls of these tools and nothing else; not required: any text, and then perhaps calls."""
+    if not tools:
+        raise RequestError("A tool call is demanded, but there are no tools", param=param)
+    names: list[str] = []
+    rules: list[str] = []
+    for index, function in enumerate(tool["function"] for tool in tools):
+        name = function["name"]
+        if not _TOOL_NAME.fullmatch(name):
+            raise RequestError(
+                f"A tool has the name {name[:64]!r}",
+                "Names have up to 128 letters, digits and the characters _ . : -",
+                param=param,
+            )
+        schema = without_annotations(check_schema(function.get("parameters") or {}, param))
+        writer = _Writer(form, is_token, f"call_{index}")
+        rules += writer.xml_call(name, schema) if form.arguments == "xml" else writer.json_call(name, schema)
+        names.append(writer.rule)
+    calls = f"call ({_literal(form.separator)} call)*" if is_parallel else "call"
+    start = calls if is_required else f"TEXT ({calls})?\nTEXT: /(.|\\n)*/"
+    return lark_grammar("\n".join([f"start: {start}", f"call: {' | '.join(names)}", *rules]), param=param)
+
+
+def without_annotations(schema: Any) -> Any:
+    """The schema without what does not decide about validity."""
+    if isinstance(schema, list):
+        return [without_annotations(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    bare = {}
+    for keyword, value in schema.items():
+        if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+            bare[keyword] = {name: without_annotations(child) for name, child in value.items()}
+        elif keyword in ("enum", "const"):
+            bare[keyword] = value
+        elif keyword not in _ANNOTATIONS:
+            bare[keyword] = without_annotations(value)
+    return bare
+
+
+class _Writer:
+    """The lark rules of one tool; their names start with that of the first."""
+
+    def __init__(self, form: CallForm, is_token: Callable[[str], bool], rule: str) -> None:
+        self.form = form
+        self.rule = rule
+        self._is_token = is_token
+
+    def json_call(self, name: str, schema: Schema) -> Iterator[str]:
+        arguments = f"{self.rule}_arguments"
+        start, end = self._spelled(self.form.start_of(name)), self._spelled(self.form.end)
+        yield f"{self.rule}: {start} {arguments} {end}"
+        yield f"{arguments}: {_json({'type': 'object', **schema})}"
+
+    def xml_call(self, name: str, schema: Schema) -> Iterator[str]:
+        properties = schema.get("properties")
+        if isinstance(properties, dict) and all(map(_PARAMETER_NAME.fullmatch, properties)):
+            required = schema.get("required")
+            required = required if isinstance(required, list) else []
+            names = [f"{self.rule}_{index}" for index in range(len(properties))]
+            parts = [n if key in required else f"{n}?" for n, key in zip(names, properties)]
+        else:  # nobody says which parameters there are
+            properties, names, parts = {}, [], [f"{self.rule}_any*"]
+            before, after = self.form.parameter_start.split("NAME")
+            some_name = f"{_literal(before)} /[^\\n<>]{{1,64}}/ {_literal(after)}"
+            yield f"{self.rule}_any: {some_name} {self.rule}_any_value"
+            yield self._text(f"{self.rule}_any_value")
+        start, end = self._spelled(self.form.start_of(name)), self._spelled(self.form.end)
+        yield f"{self.rule}: {start} {' '.join(parts)} {end}"
+        types_of = Parameters(schema).types_of
+        for rule, (key, child) in zip(names, properties.items()):
+            yield f"{rule}: {_literal(self.form.start_of_parameter(key))} {rule}_value"
+            yield self._value(f"{rule}_value", child, schema, "string" in types_of(key))
+
+    def _value(self, rule: str, schema: Any, root: Schema, is_text: bool) -> str:
+        """A text as it is, everything else as JSON."""
+        end = _literal(self.form.parameter_end)
+        choices = _listed(_resolve(schema, root))
+        if choices:
+            texts = [value if isinstance(value, str) else json.dumps(value) for value in choices]
+            return f"{rule}: ({' | '.join(map(_literal, texts))}) {end}"
+        if is_text:
+            return self._text(rule)
+        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        return f"{rule}: {_json({**schema, **definitions})} {end}"
+
+    def _text(self, rule: str) -> str:
+        return f"{rule}[lazy]: /(.|\\n)*/ {_literal(self.form.parameter_end)}"
+
+    def _spelled(self, text: str) -> str:
+        parts = [part for part in _TAG.split(text) if part]
+        return " ".join(
+            part if _TAG.fullmatch(part) and self._is_token(part) else _literal(part) for part in parts
+        )
+
+
+def _resolve(schema: Any, root: Schema) -> Any:
+    """What a reference into the root's own definitions means; the others are llguidance's to judge."""
+    for _ in range(8):  # references may go in circles
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if not isinstance(reference, str):
+            break
+        schema = root
+        for key in reference.removeprefix("#/").split("/"):
+            schema = schema.get(key) if isinstance(schema, Mapping) else None
+    return schema
+
+
+def _listed(schema: Any) -> list[Any]:
+    if not isinstance(schema, dict):
+        return []
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else []
+
+
+def _json(schema: Schema) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": json_options(is_lenient=True)}, ensure_ascii=False)
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,232 @@
+"""One reply's text into deltas: what is thought, what is said, which tools are called.
+
+The only state machine there is: dialects are data, and the readers of calls know nothing of what is around a
+call. Text is given out as soon as it can no longer be part of a marker. However a reply is cut into pieces,
+its deltas joined are the same.
+
+What is layout and no text: markers that did their work; white space next to them; control tokens, and ends of
+thoughts and calls that were never begun. All else that the model wrote is given out, including every
+character of a call that turned out to be none.
+
+Models start calls inside a thought without ending it: a whole call ends it for them, while a thought that
+only mentions a call goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+from penstock.text.dialects.calls import BODY_STARTS, CallSink, NotACall, XmlCall, expect
+from penstock.text.dialects.deltas import ContentDelta, Delta, ReasoningDelta, ReplyEnd, ToolArguments
+from penstock.text.dialects.dialect import CALL_END, CALL_START, FUNCTION, Dialect
+from penstock.text.dialects.json_calls import JsonCall
+from penstock.text.dialects.scanner import WHITESPACE, EndOfText, Markers, Reading, Scanner
+from penstock.text.dialects.values import tools_by_name
+from penstock.types import FinishReason
+
+
+class StreamParser:
+    """`in_thinking`: the prompt has opened a thought. `parses_tools`: if not, calls are text as any other."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        in_thinking: bool = False,
+        parses_tools: bool = True,
+    ) -> None:
+        self._dialect = dialect
+        self._tools = tools_by_name(tools)
+        self._openings = dialect.openings if parses_tools else ()
+        self._deltas: list[Delta] = []
+        self._content = _Voice(ContentDelta, self._deltas, dialect.separators, bool(self._openings))
+        self._reasoning = _Voice(ReasoningDelta, self._deltas, "", True)
+        self._voice = self._content
+        if in_thinking and dialect.thinking is not None:
+            self._voice = self._reasoning
+            self._voice.pass_marker()
+        self._content_markers, self._thought_markers = _markers_of(dialect, parses_tools)
+        self._num_calls = 0  # started
+        self._has_whole_call = False
+        self._awaits_call_end = False  # a whole call was read and nothing but white space since
+        self._is_in_broken_call = False  # its end tag is text, as its start was
+        self._scanner = Scanner()
+        self._machine = self._read_reply()
+        next(self._machine)
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the text that comes next belongs to a thought."""
+        return self._voice is self._reasoning
+
+    def feed(self, text: str) -> list[Delta]:
+        """Takes more of the reply; gives what is now certain."""
+        self._scanner.add(text)
+        next(self._machine)
+        return self._take_deltas()
+
+    def close(self, finish: FinishReason) -> list[Delta]:
+        """The rest, when no more text will come: what was held back, and why the reply ended."""
+        self._scanner.end()
+        next(self._machine, None)
+        is_call = finish == "stop" and self._has_whole_call
+        self._deltas.append(ReplyEnd("tool_calls" if is_call else finish))
+        return self._take_deltas()
+
+    def _take_deltas(self) -> list[Delta]:
+        deltas = _merge(self._deltas) if len(self._deltas) > 1 else list(self._deltas)
+        self._deltas.clear()
+        return deltas
+
+    def _read_reply(self) -> Generator[None, None, None]:
+        try:
+            while True:
+                markers = self._thought_markers if self.is_thinking else self._content_markers
+                text, is_marker = yield from self._scanner.next(markers)
+                if not is_marker:
+                    self._read_text(text)
+                elif text in self._openings:
+                    yield from self._read_call(text)
+                else:
+                    self._pass_marker(text)
+        except EndOfText:
+            self._voice.end()
+
+    def _read_text(self, text: str) -> None:
+        if self._awaits_call_end and not text.isspace():
+            self._awaits_call_end = False
+            if self._scanner.has_ended and CALL_END.startswith(text):
+                return  # cut off in the end tag of a call that is whole without it
+        self._voice.say(text)
+
+    def _pass_marker(self, marker: str) -> None:
+        self._awaits_call_end = False
+        if marker in self._dialect.control_tokens:
+            return
+        if marker == CALL_END and self._is_in_broken_call:
+            self._is_in_broken_call = False
+            self._voice.say(marker)
+            return
+        self._voice.pass_marker()
+        if marker != CALL_END:
+            thinking = self._dialect.thinking
+            self._voice = self._reasoning if thinking and marker == thinking.start else self._content
+            self._voice.pass_marker()
+
+    def _read_call(self, opening: str) -> Reading[None]:
+        self._scanner.record(opening)
+        sink = CallSink(self._deltas, self._num_calls, has_tag=opening == CALL_START)
+        is_whole = True
+        try:
+            for _ in self._reader(opening, sink):
+                if sink.is_unknown:
+                    self._voice.say(self._scanner.take_recorded())
+                yield
+        except (NotACall, EndOfText):
+            is_whole = False
+        is_whole = is_whole and not sink.is_unknown
+        sink.end(is_broken=not is_whole)
+        self._num_calls += sink.has_started
+        text = self._scanner.stop_recording()
+        if is_whole:
+            self._has_whole_call = True
+            self._awaits_call_end = CALL_START in self._openings
+            self._is_in_broken_call = False
+            self._voice = self._content
+            self._voice.pass_marker()
+        else:
+            self._is_in_broken_call |= sink.has_tag
+            self._voice.say(text)
+
+    def _reader(self, opening: str, sink: CallSink) -> Reading[None]:
+        """Reads the call behind its opening; a tag may hold either form, whatever the dialect."""
+        if opening == CALL_START:
+            opening = yield from expect(self._scanner, BODY_STARTS)
+        call = XmlCall if opening == FUNCTION else JsonCall
+        yield from call(self._scanner, self._tools, sink).read()
+
+
+@cache
+def _markers_of(dialect: Dialect, parses_tools: bool) -> tuple[Markers, Markers]:
+    """What is looked for in an answer and in a thought."""
+    both = set(dialect.control_tokens)
+    if dialect.thinking is not None:
+        both |= {dialect.thinking.start, dialect.thinking.end}
+    openings = set(dialect.openings) if parses_tools else set()
+    if CALL_START in openings:
+        both |= {CALL_START, CALL_END}
+    return Markers(both | openings), Markers(both)
+
+
+class _Voice:
+    """One kind of text. Leaves out the white space between it and a marker, unless there is text beyond that.
+
+    White space at the end is kept back where `trims_end`, since a marker may follow.
+    """
+
+    def __init__(
+        self,
+        kind: type[ContentDelta] | type[ReasoningDelta],
+        deltas: list[Delta],
+        separators: str,
+        trims_end: bool,
+    ) -> None:
+        self._kind = kind
+        self._deltas = deltas
+        self._layout = WHITESPACE + separators
+        self._trims_end = trims_end
+        self._gap: list[str] = []  # white space since the last text
+        self._has_spoken = False
+        self._is_past_marker = False  # since the last text
+        self._num_gaps_before_marker = 0
+
+    def say(self, text: str) -> None:
+        if self._is_past_marker:
+            spoken = text.lstrip(self._layout)
+            self._gap.append(text[: len(text) - len(spoken)])
+            if not spoken:
+                return
+            if not self._has_spoken:
+                self._gap.clear()
+            text = spoken
+        spoken = text.rstrip(WHITESPACE) if self._trims_end else text
+        if spoken:
+            self._deltas.append(self._kind("".join([*self._gap, spoken])))
+            self._gap.clear()
+            self._has_spoken, self._is_past_marker = True, False
+        if len(spoken) < len(text):
+            self._gap.append(text[len(spoken) :])
+
+    def pass_marker(self) -> None:
+        """White space between two markers is of no use to any text."""
+        if self._is_past_marker:
+            del self._gap[self._num_gaps_before_marker :]
+        self._num_gaps_before_marker = len(self._gap)
+        self._is_past_marker = True
+
+    def end(self) -> None:
+        if self._gap and not self._is_past_marker:
+            self._deltas.append(self._kind("".join(self._gap)))
+
+
+def _merge(deltas: list[Delta]) -> list[Delta]:
+    """Neighbours of one kind, which long pieces of text were cut into, as one delta."""
+    merged: list[Delta] = []
+    for _, group in groupby(deltas, type):
+        run = list(group)
+        first = run[0]
+        if len(run) == 1:
+            merged.append(first)
+        elif isinstance(first, ToolArguments):
+            fragments = [delta.json for delta in run if isinstance(delta, ToolArguments)]
+            merged.append(ToolArguments(first.index, "".join(fragments)))
+        elif isinstance(first, ContentDelta | ReasoningDelta):
+            texts = [delta.text for delta in run if isinstance(delta, type(first))]
+            merged.append(type(first)("".join(texts)))
+        else:
+            merged += run
+    return merged

@@ -1,0 +1,138 @@
+"""Cuts a text that arrives in pieces into markers and the text between them.
+
+The one place that holds text back: only an end that could still become a marker, and only while it could.
+Which strings are markers is asked anew for every cut, since it depends on where in a reply one is.
+
+Readers are generators that yield whenever the text so far is used up. They go on when more has been added,
+and meet `EndOfText` when there is no more, so that a reader looks like the text it reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+
+WHITESPACE = " \t\r\n"
+MAX_PIECE_CHARS = 256  # longer than any marker; short, as a reader may look at a piece and give it back
+
+
+class EndOfText(Exception):
+    """Nothing more will come."""
+
+
+class Markers:
+    """Strings to look for, none of which holds its first character twice."""
+
+    def __init__(self, markers: Iterable[str]) -> None:
+        markers = sorted(markers)
+        assert not any(marker[0] in marker[1:] for marker in markers)
+        beginnings = [marker[:length] for marker in markers for length in range(len(marker) - 1, 0, -1)]
+        whole = f"({'|'.join(map(re.escape, markers))})" if markers else "(?!)()"
+        self.whole = re.compile(whole)  # group 1: a marker
+        self.whole_or_begun = re.compile(f"{whole}|(?:{'|'.join(map(re.escape, beginnings)) or '(?!)'})\\Z")
+
+
+NO_MARKERS = Markers(())
+
+
+class Scanner:
+    def __init__(self) -> None:
+        self._text = ""
+        self._position = 0
+        self.has_ended = False
+        self._recorded: list[str] | None = None
+
+    def add(self, text: str) -> None:
+        self._text = self._text[self._position :] + text
+        self._position = 0
+
+    def end(self) -> None:
+        self.has_ended = True
+
+    def next(self, markers: Markers) -> Reading[tuple[str, bool]]:
+        """The next marker, or text before it; with it, whether it is a marker."""
+        while (piece := self._cut(markers)) is None:
+            if self.has_ended:
+                raise EndOfText
+            yield
+        if self._recorded is not None:
+            self._recorded.append(piece[0])
+        return piece
+
+    def back(self, num_chars: int) -> None:
+        """Unreads the end of the last piece."""
+        self._position -= num_chars
+        if self._recorded is not None and num_chars:
+            self._recorded[-1] = self._recorded[-1][:-num_chars]
+
+    def record(self, first: str) -> None:
+        """From now on keeps what is read, after `first`."""
+        self._recorded = [first]
+
+    def take_recorded(self) -> str:
+        text = "".join(self._recorded or ())
+        self._recorded = []
+        return text
+
+    def stop_recording(self) -> str:
+        text = self.take_recorded()
+        self._recorded = None
+        return text
+
+    def _cut(self, markers: Markers) -> tuple[str, bool] | None:
+        text, start = self._text, self._position
+        if start == len(text):
+            return None
+        end = min(len(text), start + MAX_PIECE_CHARS)
+        is_last = self.has_ended and end == len(text)
+        pattern = markers.whole if is_last else markers.whole_or_begun
+        match = pattern.search(text, start, end)
+        if match is None:
+            self._position = end
+            return text[start:end], False
+        if match.start() > start:
+            self._position = match.start()
+            return text[start : self._position], False
+        if match[1] is None:
+            return None
+        self._position = match.end()
+        return match[1], True
+
+
+def skip_space(scanner: Scanner, markers: Markers) -> Reading[tuple[str, str | None]]:
+    """The white space that comes next and the marker behind it, or None if something else is there."""
+    space: list[str] = []
+    while True:
+        text, is_marker = yield from scanner.next(markers)
+        if is_marker:
+            return "".join(space), text
+        rest = text.lstrip(WHITESPACE)
+        space.append(text[: len(text) - len(rest)])
+        if rest:
+            scanner.back(len(rest))
+            return "".join(space), None
+
+
+def read_name(scanner: Scanner, end: Markers, names: Iterable[str]) -> Reading[tuple[str, bool]]:
+    """One of `names` up to the marker `end`, which is read too; with it, whether it is one.
+
+    If not, what is returned is as much as has been read: up to where no name could go on.
+    """
+    read = ""
+    while True:
+        text, is_marker = yield from scanner.next(end)
+        if is_marker:
+            if read in (names := set(names)):
+                return read, True
+            scanner.back(len(text))
+            return read, False
+        for position, character in enumerate(text):
+            names = [name for name in names if name.startswith(read + character)]
+            if not names:
+                scanner.back(len(text) - position)
+                return read, False
+            read += character

@@ -1,0 +1,146 @@
+"""What a tool's JSON schema makes of a parameter that was written as bare text.
+
+Gives JSON text back, not values: a number keeps its digits. Nothing is ever evaluated. A text that fits no
+type the schema allows is a string, which the tool can then refuse. Where several types are allowed, the
+narrowest that fits wins and a string is the last. Schemas come from requests: whatever they hold, the answer
+is a type or "anything".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from json.encoder import encode_basestring
+from typing import Any
+
+import msgspec
+
+TYPES = frozenset({"null", "boolean", "integer", "number", "array", "object", "string"})
+TEXT_ONLY = frozenset({"string"})
+NULLS = ("null", "none")  # as JSON and as Python spell it, in any case
+
+_INTEGER = re.compile(r"(-?(?:0|[1-9]\d*))(?:\.0+)?", re.ASCII)
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
+_TYPE_OF = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+    str: "string",
+}
+
+
+def tools_by_name(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Parameters]:
+    """OpenAI's list of tools, as what the calls of each may hold."""
+    functions = [tool["function"] for tool in tools or ()]
+    return {function["name"]: Parameters(function.get("parameters")) for function in functions}
+
+
+def quote(text: str) -> str:
+    """The inside of a JSON string. Done character by character, so parts of a text may be quoted apart."""
+    return encode_basestring(text)[1:-1]
+
+
+class Parameters:
+    """The parameters of one tool."""
+
+    def __init__(self, schema: Any) -> None:
+        self._root: Mapping[str, Any] = schema if isinstance(schema, dict) else {}
+        properties = self._root.get("properties")
+        self._properties: Mapping[str, Any] = properties if isinstance(properties, dict) else {}
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._properties)
+
+    def types_of(self, name: str) -> frozenset[str]:
+        """The types a parameter may have. One that is not declared is text, as nobody said otherwise."""
+        schema = self._properties.get(name, self._root.get("additionalProperties"))
+        if name not in self._properties and not isinstance(schema, dict):
+            return TEXT_ONLY
+        return self._collect_types(schema)
+
+    def choices_of(self, name: str) -> frozenset[str]:
+        """The strings among the values a schema lists: they are strings even if they look otherwise."""
+        schema = self._properties.get(name)
+        return frozenset(value for value in _listed(schema) if isinstance(value, str))
+
+    def _collect_types(self, schema: Any) -> frozenset[str]:
+        """The types of all alternatives. Visits each part once: references may go in circles."""
+        types: set[str] = set()
+        seen: set[int] = set()
+        waiting = [(schema, True)]
+        while waiting:
+            part, is_alternative = waiting.pop()
+            if not isinstance(part, dict) or id(part) in seen:
+                continue
+            seen.add(id(part))
+            if part.get("nullable") is True:
+                types.add("null")
+            if named := _named_types(part):
+                types |= named
+                continue
+            alternatives = [*_options(part, "anyOf"), *_options(part, "oneOf")]
+            if isinstance(reference := part.get("$ref"), str):
+                alternatives.append(self._resolve(reference))
+            restrictions = _options(part, "allOf")
+            waiting += [(option, True) for option in alternatives]
+            waiting += [(option, False) for option in restrictions]
+            if is_alternative and not alternatives and not restrictions:
+                types |= TYPES  # it says nothing, so anything goes
+        return frozenset(types) if types and types <= TYPES else TYPES
+
+    def _resolve(self, reference: str) -> Any:
+        """A reference inside this schema, as `#/$defs/Color`."""
+        found: Any = self._root
+        for part in reference.removeprefix("#/").split("/"):
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
+
+
+def _named_types(schema: Mapping[str, Any]) -> set[str]:
+    """Those the schema itself names or, where it names none, those of the values it lists."""
+    declared = schema.get("type")
+    types = {t for t in (declared if isinstance(declared, list) else [declared]) if isinstance(t, str)}
+    return types or {_TYPE_OF.get(type(value), "string") for value in _listed(schema)}
+
+
+def _options(schema: Mapping[str, Any], key: str) -> list[Any]:
+    options = schema.get(key)
+    return options if isinstance(options, list) else []
+
+
+def _listed(schema: Any) -> list[Any]:
+    if not isinstance(schema, dict):
+        return []
+    values = schema.get("enum")
+    return [*(values if isinstance(values, list) else []), *([schema["const"]] if "const" in schema else [])]
+
+
+def to_json(text: str, types: frozenset[str], choices: frozenset[str] = frozenset()) -> str:
+    """The JSON of a parameter's text."""
+    bare = text.strip()
+    if text not in choices:
+        if "null" in types and bare.lower() in NULLS:
+            return "null"
+        if "boolean" in types and bare.lower() in ("true", "false"):
+            return bare.lower()
+        if "integer" in types and (match := _INTEGER.fullmatch(bare)) and math.isfinite(float(bare)):
+            return match[1]
+        if "number" in types and _NUMBER.fullmatch(bare) and math.isfinite(float(bare)):
+            return bare
+        for type_name, bracket in (("array", "["), ("object", "{")):
+            if type_name in types and bare.startswith(bracket) and is_json(bare):
+                return bare
+    return f'"{quote(text)}"'
+
+
+def is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        return False
+    return True

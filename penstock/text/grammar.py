@@ -1,0 +1,216 @@
+"""The form a client asks of a reply, as a grammar that an engine can hold it to.
+
+A JSON schema, "any JSON object", a regular expression or a lark grammar becomes one string in llguidance's
+own form. Its size is looked at before anything is built from it, and then it is compiled once on a vocabulary
+of bytes, within the engine's limits: what cannot work is refused here, in milliseconds, with a sentence for
+the client. What compiles may still turn out too costly while a reply grows; then the engine ends that reply.
+
+llguidance is imported when the first grammar is made. Knows nothing of models, requests and HTTP.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.errors import RequestError
+from penstock.types import GRAMMAR_LIMITS
+
+MAX_SCHEMA_BYTES = 64 * 1024
+MAX_SCHEMA_DEPTH = 50
+MAX_ENUM_VALUES = 5_000
+MAX_OPTIONAL_PROPERTIES = 400  # of one object: any of them may come next
+MAX_REGEX_CHARACTERS = 2_048
+MAX_COUNT = 1_000_000  # of characters, items or properties
+MAX_LARK_CHARACTERS = 128 * 1024
+
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+
+# One blank, or a new line and its indentation: what models write. Some never stop once blanks are unlimited.
+_JSON_BLANK = r" |\n[ \t]{0,40}"
+
+# What models put between their thinking and their answer.
+_BLANK_START = r"\n{0,2}"
+
+
+def json_object_grammar() -> str:
+    """Any JSON object."""
+    return json_schema_grammar({"type": "object"})
+
+
+def json_schema_grammar(schema: Any, *, is_lenient: bool = False, param: str = "response_format") -> str:
+    """JSON that is valid against a schema (as parsed from JSON).
+
+    Lenient: keywords that cannot be enforced are ignored. `oneOf` is always read as `anyOf`.
+    """
+    grammar = {"json_schema": {**check_schema(schema, param), "x-guidance": json_options(is_lenient)}}
+    return _compiled(grammar, "The JSON schema", param)
+
+
+def json_options(is_lenient: bool) -> dict[str, Any]:
+    """What llguidance is told about JSON, at the root of a schema."""
+    return {"whitespace_pattern": _JSON_BLANK, "coerce_one_of": True, "lenient": is_lenient}
+
+
+def regex_grammar(pattern: str, *, param: str = "regex") -> str:
+    """Text that a regular expression matches from its start to its end."""
+    import llguidance
+
+    _check_regex(pattern, param)
+    try:
+        literal = llguidance.regex_to_lark(pattern, "")  # with slashes and line ends escaped
+    except ValueError as error:
+        raise RequestError("The regular expression is not Unicode", f"{error}.", param=param) from error
+    return _compiled({"lark_grammar": f"start: /{literal}/"}, "The regular expression", param)
+
+
+def lark_grammar(lark: str, *, param: str = "grammar") -> str:
+    """A grammar in llguidance's dialect of lark; `<name>` in it is a control token of the model."""
+    if len(lark) > MAX_LARK_CHARACTERS:
+        raise RequestError(
+            f"The grammar has {len(lark)} characters", f"It may have {MAX_LARK_CHARACTERS}.", param=param
+        )
+    return _compiled({"lark_grammar": lark}, "The grammar", param, has_control_tokens=True)
+
+
+def with_blank_start(grammar: str) -> str:
+    """The same after up to two line ends: for replies that follow a model's thinking."""
+    (body,) = json.loads(grammar)["grammars"]
+    start = {"lark_grammar": f"start: /{_BLANK_START}/ @body"}
+    return json.dumps({"grammars": [start, {"name": "body", **body}]}, ensure_ascii=False)
+
+
+def check_schema(schema: Any, param: str) -> dict[str, Any]:
+    """Refuses what is too large to be looked at more closely; gives the schema as an object."""
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise RequestError(
+            f"The JSON schema is {json.dumps(schema) if schema is False else type(schema).__name__}",
+            "It must be an object.",
+            param=param,
+        )
+    size = 0  # a lower bound of its characters
+    unseen: list[tuple[Any, int]] = [(schema, 1)]
+    while unseen and size <= MAX_SCHEMA_BYTES:  # no recursion: it may be nested a million times
+        value, depth = unseen.pop()
+        if depth > MAX_SCHEMA_DEPTH:
+            raise RequestError(
+                "The JSON schema is nested too deeply", f"It may have {MAX_SCHEMA_DEPTH} levels.", param=param
+            )
+        if isinstance(value, dict):
+            _check_keywords(value, param)
+        size += len(value)
+        if size > MAX_SCHEMA_BYTES:
+            break
+        children = value.values() if isinstance(value, dict) else value
+        size += sum(len(child) for child in children if isinstance(child, str))
+        unseen += [(child, depth + 1) for child in children if isinstance(child, (dict, list))]
+    if size > MAX_SCHEMA_BYTES or len(_to_json(schema, param).encode()) > MAX_SCHEMA_BYTES:
+        raise RequestError(
+            "The JSON schema is too large",
+            f"It may have {MAX_SCHEMA_BYTES} bytes.",
+            "Leave out descriptions, or parts that are not needed.",
+            param=param,
+        )
+    return schema
+
+
+def _check_keywords(schema: Mapping[str, Any], param: str) -> None:
+    values = schema.get("enum")
+    if isinstance(values, list) and len(values) > MAX_ENUM_VALUES:
+        raise RequestError(
+            f"An enum of the JSON schema has {len(values)} values",
+            f"It may have {MAX_ENUM_VALUES}.",
+            "Ask for a string, or for one with a pattern.",
+            param=param,
+        )
+    for keyword in _COUNTS:
+        count = schema.get(keyword)
+        if isinstance(count, (int, float)) and count > MAX_COUNT:
+            raise RequestError(
+                f"{keyword} is {count} in the JSON schema",
+                f"It may be {MAX_COUNT}.",
+                "Leave it out: max_tokens limits the reply.",
+                param=param,
+            )
+    properties, required = schema.get("properties"), schema.get("required")
+    if isinstance(properties, dict):
+        num_optional = len(properties) - (len(required) if isinstance(required, list) else 0)
+        if num_optional > MAX_OPTIONAL_PROPERTIES:
+            raise RequestError(
+                f"An object of the JSON schema has {num_optional} optional properties",
+                f"It may have {MAX_OPTIONAL_PROPERTIES}.",
+                "Make properties required.",
+                param=param,
+            )
+    patterns = schema.get("patternProperties")
+    for pattern in (schema.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):
+        if isinstance(pattern, str):
+            _check_regex(pattern, param)
+
+
+def _check_regex(pattern: str, param: str) -> None:
+    if len(pattern) > MAX_REGEX_CHARACTERS:
+        raise RequestError(
+            f"A regular expression has {len(pattern)} characters",
+            f"It may have {MAX_REGEX_CHARACTERS}.",
+            param=param,
+        )
+
+
+def _to_json(value: Any, param: str) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except ValueError as error:  # NaN, or half of a character beyond U+FFFF
+        raise RequestError("The JSON schema or grammar is not JSON", f"{error}.", param=param) from error
+    return text
+
+
+def _compiled(grammar: dict[str, Any], what: str, param: str, has_control_tokens: bool = False) -> str:
+    text = _to_json({"grammars": [grammar]}, param)
+    problem = _problem_of(text, has_control_tokens)
+    if problem:
+        raise RequestError(f"{what} cannot be enforced", problem, "Simplify it.", param=param)
+    return text
+
+
+@functools.lru_cache(maxsize=256)  # agents send the same tools with every turn
+def _problem_of(grammar: str, has_control_tokens: bool) -> str:
+    """Why llguidance will not take a grammar, as a sentence; empty when it will."""
+    import llguidance
+
+    limits = llguidance.LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS)
+    if has_control_tokens:  # which bytes cannot spell; only the engine's vocabulary has them
+        return _sentence(llguidance.LLMatcher.validate_grammar(grammar, limits=limits))
+    matcher = llguidance.LLMatcher(_byte_vocabulary(), grammar, log_level=0, limits=limits)
+    # Two steps: something must be able to come, and what may follow it is where large schemas get too costly.
+    for _ in range(2):
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_stopped():
+            break
+        matcher.consume_token((allowed & -allowed).bit_length() - 1)
+    return _sentence(matcher.get_error())
+
+
+@functools.cache
+def _byte_vocabulary() -> Any:
+    import llguidance
+
+    return llguidance.LLTokenizer("byte")
+
+
+def _sentence(message: str) -> str:
+    """The point of llguidance's errors, which have many lines."""
+    lines = [line.strip() for line in message.partition("<non-verbose/>")[0].splitlines() if line.strip()]
+    if not lines:
+        return ""
+    line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    if "NoExtension" in line:
+        line = "nothing fulfils it"
+    elif "items; max is" in line:
+        line = "it leaves too many possibilities open at once"
+    return f"{line[:1].upper()}{line[1:300].rstrip('.')}."

@@ -1,0 +1,153 @@
+"""Laws of forced tool calls: what the grammar lets through, the parser reads as calls of the tools."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from grammar_walks import PERSON, is_allowed, is_valid, random_text
+from penstock.errors import RequestError
+from penstock.text.call_grammar import tool_calls_grammar, without_annotations
+from penstock.text.dialects import DIALECTS, ParsedReply, StreamParser
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "where"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"$ref": "#/$defs/unit"},
+        "details": {"type": "object", "properties": {"wind": {"type": "boolean"}}, "required": ["wind"]},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"unit": {"enum": ["celsius", "fahrenheit"], "type": "string"}},
+}
+SCHEMAS = {"weather": WEATHER, "people.add": PERSON}
+TOOLS = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in SCHEMAS.items()]
+FORMS = {name: dialect.call for name, dialect in DIALECTS.items() if dialect.call is not None}
+
+EXAMPLES = {
+    "qwen_xml": (
+        "<tool_call>\n<function=weather>\n<parameter=city>\nNew\nYork\n</parameter>\n<parameter=days>\n3\n"
+        "</parameter>\n<parameter=unit>\ncelsius\n</parameter>\n</function>\n</tool_call>"
+    ),
+    "hermes": (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "New\\nYork", "days": 3, "unit": "celsius"}}'
+        "\n</tool_call>"
+    ),
+    "llama3": '{"name": "weather", "parameters": {"city": "New\\nYork", "days": 3, "unit": "celsius"}}',
+}
+
+
+def grammar_of(dialect: str, tools: list[dict[str, Any]] | None = None, **options: Any) -> str:
+    """On a vocabulary of bytes, where tags are text."""
+    return tool_calls_grammar(TOOLS if tools is None else tools, FORMS[dialect], lambda _: False, **options)
+
+
+def parse(dialect: str, text: str) -> ParsedReply:
+    parser = StreamParser(DIALECTS[dialect], TOOLS)
+    return ParsedReply.of([*parser.feed(text), *parser.close("stop")])
+
+
+@pytest.mark.parametrize("dialect", FORMS)
+def test_a_call_as_the_model_was_taught_it_is_allowed(dialect: str) -> None:
+    example = EXAMPLES[dialect]
+    assert is_allowed(grammar_of(dialect), example)
+    for wrong in ("weather", "3", "city"):
+        assert not is_allowed(grammar_of(dialect), example.replace(wrong, "other"))
+    assert not is_allowed(grammar_of(dialect), f"Sure! {example}")
+    assert not is_allowed(grammar_of(dialect), example + " Done.")
+
+
+@pytest.mark.parametrize("dialect", FORMS)
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_is_allowed_parses_as_valid_calls_and_nothing_else(dialect: str, seed: int) -> None:
+    ending = FORMS[dialect].parameter_end or '"'
+    reply = parse(dialect, random_text(grammar_of(dialect), seed, ending))
+    assert reply.content.strip() == ""
+    assert reply.calls
+    for call in reply.calls:
+        arguments, schema = json.loads(call.arguments), SCHEMAS[call.name]
+        if dialect == "qwen_xml":  # of a text only listed values are enforced
+            assert set(schema["required"]) <= arguments.keys() <= schema["properties"].keys()
+        else:
+            assert is_valid(arguments, schema, schema), arguments
+
+
+@pytest.mark.parametrize("dialect", FORMS)
+def test_parallel_calls_are_allowed_on_demand(dialect: str) -> None:
+    two = FORMS[dialect].separator.join([EXAMPLES[dialect]] * 2)
+    assert is_allowed(grammar_of(dialect), two)
+    assert not is_allowed(grammar_of(dialect, is_parallel=False), two)
+    assert is_allowed(grammar_of(dialect, is_parallel=False), EXAMPLES[dialect])
+
+
+def test_a_named_tool_is_the_only_one() -> None:
+    assert not is_allowed(grammar_of("hermes", TOOLS[1:]), EXAMPLES["hermes"])
+
+
+def test_where_calls_are_not_demanded_text_is_free() -> None:
+    grammar = grammar_of("hermes", is_required=False)
+    for text in ("", "Hello\nworld", EXAMPLES["hermes"], "Let me look.\n" + EXAMPLES["hermes"]):
+        assert is_allowed(grammar, text)
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"properties": {"a\nb": {}}}])
+def test_a_tool_that_names_no_parameters_may_get_any(parameters: Any) -> None:
+    tools = [{"function": {"name": "f", "parameters": parameters}}]
+    head, tail = "<tool_call>\n<function=f>\n", "</function>\n</tool_call>"
+    grammar = grammar_of("qwen_xml", tools)
+    for some in ("", "<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\n</parameter>\n"):
+        assert is_allowed(grammar, head + some + tail)
+    if not (parameters or {}).get("properties"):
+        assert is_allowed(grammar_of("llama3", tools), '{"name": "f", "parameters": {"a": [1]}}')
+
+
+def test_tags_are_control_tokens_where_the_model_has_them() -> None:
+    tokens = {"<tool_call>", "</tool_call>"}
+    lark = json.loads(tool_calls_grammar(TOOLS, FORMS["qwen_xml"], tokens.__contains__))["grammars"][0]
+    assert '<tool_call> "\\n<function=weather>\\n"' in lark["lark_grammar"]
+    assert lark["lark_grammar"].count('"<tool_call>') == 0
+
+
+def test_annotations_are_left_out_but_not_properties_of_their_name() -> None:
+    schema = {
+        "title": "T",
+        "properties": {"description": {"type": "string", "description": "d"}, "title": {"default": 1}},
+        "enum": [{"title": "kept"}],
+    }
+    bare = {"properties": {"description": {"type": "string"}, "title": {}}, "enum": [{"title": "kept"}]}
+    assert without_annotations(schema) == bare
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"name": 'f"} evil', "parameters": {}},
+        {"name": "f\nstart: /.*/", "parameters": {}},
+        {"name": "", "parameters": {}},
+        {"name": "f", "parameters": {"type": "banana"}},
+        {"name": "f", "parameters": {"enum": list(range(10_000))}},
+        {"name": "f", "parameters": {"properties": {"a": {"pattern": "(", "type": "string"}}}},
+        {"name": "f", "parameters": [1]},
+        {"name": "f", "parameters": {"properties": {"a": {"const": "\ud800"}}}},
+    ],
+)
+def test_a_hostile_tool_is_refused(function: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as raised:
+        grammar_of("hermes", [{"function": function}])
+    assert raised.value.param == "tools"
+
+
+@pytest.mark.parametrize("name", ['a"b', "a/b", "a\\", "ü", "%json {}", "start: x"])
+def test_a_parameter_may_have_any_name_that_a_tag_can_hold(name: str) -> None:
+    tools = [{"function": {"name": "f", "parameters": {"properties": {name: {}}, "required": 5}}}]
+    call = f"<tool_call>\n<function=f>\n<parameter={name}>\n1\n</parameter>\n</function>\n</tool_call>"
+    assert is_allowed(grammar_of("qwen_xml", tools), call)
+
+
+def test_without_tools_no_call_can_be_demanded() -> None:
+    with pytest.raises(RequestError):
+        grammar_of("hermes", [])
