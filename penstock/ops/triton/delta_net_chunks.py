@@ -1,13 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
 """The Gated DeltaNet mixer for rows of several tokens: the delta rule in its chunked form.
 
-Two launches, or three. The first prepares all pieces of all rows at once (delta_net_prepare). The second
-walks along each row, piece after piece, a program for a value head and BLOCK_V of its columns, whose state
-stays in registers: it is what takes time for a single long row, so the more columns share a program, the more
-rows there must be. Where a program has all columns of a head it also norms and gates what it read; else the
-third launch does.
+Four launches, or three. The first convolves (delta_net_convolve), the second prepares the pieces of all rows
+at once (delta_net_prepare). The third walks along each row, piece after piece, a program for a value head and
+BLOCK_V of its columns, whose state stays in registers. Where a program has all columns of a head it also
+norms and gates what it read; else the fourth launch does.
 
-Rings and states are written by the second launch alone, each entry by the program that may have read it: the
+Rings and states are written by the third launch alone, each entry by the program that may have read it: the
 slot a row goes to may be the one it came from. A row's bits depend on the tiles and on where its pieces begin
 and end, never on what else is in the step.
 """
@@ -24,24 +23,28 @@ from torch import Tensor
 
 from penstock.ops.reference import rows
 from penstock.ops.reference.rows import Chunks
-from penstock.ops.triton.delta_net_prepare import CHUNK, find_pages, num_page_elements, prepare_kernel, silu
+from penstock.ops.triton.delta_net_convolve import CHUNK, convolve_kernel, silu
+from penstock.ops.triton.delta_net_prepare import find_pages, num_page_elements, prepare_kernel
 from penstock.ops.triton.launch import (
     CompileCase,
+    cdiv,
+    has_dependent_launch,
     launch_options,
     let_next_start,
-    num_processors,
+    next_power_of_2,
     wait_for_previous,
 )
 from penstock.ops.triton.tuning import Tile, choose
 
 Shape = tuple[int, int, int, int]  # Hk, Hv, K, V
 
+CONVOLVE_TILE: Tile = {"RUN": 8, "num_warps": 4, "num_stages": 1}
 PREPARE_TILE: Tile = {"num_warps": 4, "num_stages": 1}
-# Four warps multiply 64 rows at a time. Programs of fewer columns would fill more processors, but all of them
-# read the same keys, queries and readers, and together wait for them longer.
-FEWEST_COLUMNS = 64
+# Where tensor cores read both operands from shared memory, so few registers are enough: four programs share a
+# processor, and while one waits the others compute.
+HOPPER_PREPARE_TILE: Tile = {**PREPARE_TILE, "maxnreg": 128}
+SCAN_COLUMNS = 64  # of a head, for a program of the scan: best for one row and for many on an H200
 SMALL_MEMORY = 99 * 1024  # bytes of shared memory that a program has on every card
-EMPTY_PROCESSORS = 0.1  # of all, that may be left without a program
 
 
 def mix_chunks(
@@ -69,38 +72,41 @@ def mix_chunks(
         return
     (_, num_heads, key_dim, value_dim), device = recurrent.shape, mixed.device
     shape = (num_key_heads, num_heads, key_dim, value_dim)
-    heads, options = _head_constants(shape), launch_options(device)
-    rings = {"RING": conv.shape[1]}
-    page = num_page_elements(num_key_heads, num_heads, heads["BLOCK_K"], heads["PADDED_V"])
-    prepared = mixed.new_empty(num_pieces, page)
+    heads, rings, options = _head_constants(shape), {"RING": conv.shape[1]}, launch_options(device)
+    padded = {"BLOCK_K": _padded(key_dim), "PADDED_V": _padded(value_dim)}
+    convolved = mixed.new_empty(num_pieces, rows.CHUNK, conv.shape[2])
+    prepared = mixed.new_empty(num_pieces, num_heads, num_page_elements(_padded(key_dim), _padded(value_dim)))
     log_decays = mixed.new_empty(num_pieces, num_heads, rows.CHUNK, dtype=torch.float32)
 
-    tile = PREPARE_TILE
-    if not deterministic:
-        tile = choose("delta_net_prepare", shape, num_tokens, tile, device)
-    weights = (conv_weight, a_log, dt_bias, conv)
-    places = (query_start, context_lens, initial_slots, chunks.pieces)
-    taps = {
-        "NUM_TAPS": len(conv_weight),
-        "SOLVE_PRECISION": "ieee" if mixed.dtype == torch.float32 else "tf32",
-    }
-    prepare_kernel[num_heads, num_pieces](
-        mixed, *weights, *places, prepared, log_decays, mixed.stride(0), conv.stride(0),
-        **heads, **rings, **taps, **tile, **options,
-    )  # fmt: skip
+    def tile_of(kernel: str, default: Tile, count: int) -> Tile:
+        return default if deterministic else choose(kernel, shape, count, default, device)
 
-    tile = _scan_tile(shape, num_rows, mixed, deterministic)
-    num_blocks = triton.cdiv(value_dim, tile["BLOCK_V"])
+    places = (query_start, context_lens, initial_slots, chunks.pieces)
+    block_c = next_power_of_2(max(key_dim, value_dim))
+    convolve_kernel[2 * num_key_heads + num_heads, num_pieces](
+        mixed, conv_weight, conv, *places, convolved, mixed.stride(0), conv.stride(0),
+        NUM_TAPS=len(conv_weight), BLOCK_C=block_c, **heads, **rings,
+        **tile_of("delta_net_convolve", CONVOLVE_TILE, num_tokens), **options,
+    )  # fmt: skip
+    rule = _prepare_rule(mixed.element_size(), device)
+    prepare_kernel[num_heads, num_pieces](
+        mixed, convolved, a_log, dt_bias, chunks.pieces, prepared, log_decays, mixed.stride(0),
+        **heads, **padded, **tile_of("delta_net_prepare", rule, num_tokens), **options,
+    )  # fmt: skip
+    rule = _scan_rule(shape, mixed.element_size(), _shared_memory(device))
+    tile = tile_of("delta_net_scan", rule, num_rows)
+    num_blocks = cdiv(value_dim, tile["BLOCK_V"])
     states = (conv, recurrent, query_start, context_lens, state_slots, initial_slots)
-    rings["BLOCK_RING"] = triton.next_power_of_2(conv.shape[1])
     _scan_kernel[num_heads * num_blocks, num_rows](
-        prepared, log_decays, mixed, norm_weight, *states, chunks.pieces, chunks.rows, out, eps,
-        mixed.stride(0), conv.stride(0), recurrent.stride(0), **heads, **rings, **tile, **options,
+        convolved, prepared, log_decays, mixed, norm_weight, *states, chunks.pieces, chunks.rows, out, eps,
+        mixed.stride(0), conv.stride(0), recurrent.stride(0),
+        BLOCK_RING=next_power_of_2(conv.shape[1]), **heads, **rings, **padded, **tile, **options,
     )  # fmt: skip
     if num_blocks > 1:
         _norm_kernel[num_heads, num_pieces](
-            mixed, norm_weight, chunks.pieces, out, eps, mixed.stride(0), **heads, num_warps=4, **options
-        )
+            mixed, norm_weight, chunks.pieces, out, eps, mixed.stride(0),
+            **heads, PADDED_V=padded["PADDED_V"], num_warps=4, **options,
+        )  # fmt: skip
 
 
 def _head_constants(shape: Shape) -> dict[str, int]:
@@ -110,40 +116,29 @@ def _head_constants(shape: Shape) -> dict[str, int]:
         "NUM_VALUE_HEADS": num_value_heads,
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
-        "BLOCK_K": max(triton.next_power_of_2(key_dim), 16),
-        "PADDED_V": max(triton.next_power_of_2(value_dim), 16),
     }
 
 
-def _scan_tile(shape: Shape, num_rows: int, mixed: Tensor, deterministic: bool) -> Tile:
-    memory = _shared_memory(mixed.device)
-    if deterministic:  # one tile for any number of rows
-        return _scan_rule(shape, FEWEST_COLUMNS, mixed.element_size(), memory)
-    block_v = _columns(shape, num_rows, num_processors(mixed.device))
-    default = _scan_rule(shape, block_v, mixed.element_size(), memory)
-    return choose("delta_net_scan", shape, num_rows, default, mixed.device)
+def _padded(width: int) -> int:
+    """Of a head, to what a product on tensor cores can be made of."""
+    return max(next_power_of_2(width), 16)
 
 
-def _columns(shape: Shape, num_rows: int, num_processors: int) -> int:
-    """Of a program: as many as leave enough programs."""
-    _, num_heads, _, value_dim = shape
-    block_v = _head_constants(shape)["PADDED_V"]
-    enough = (1 - EMPTY_PROCESSORS) * num_processors
-    while block_v > FEWEST_COLUMNS and num_rows * num_heads * triton.cdiv(value_dim, block_v) < enough:
-        block_v //= 2
-    return block_v
+def _prepare_rule(element_size: int, device: torch.device) -> Tile:
+    if element_size == 4:  # multiplied without tensor cores: operands are in registers too
+        return {"num_warps": 8, "num_stages": 1}
+    return HOPPER_PREPARE_TILE if has_dependent_launch(device) else PREPARE_TILE
 
 
-def _scan_rule(shape: Shape, block_v: int, element_size: int, memory: int) -> Tile:
+def _scan_rule(shape: Shape, element_size: int, memory: int) -> Tile:
     """With three stages the next pieces are on their way while one is computed; they need room for three."""
-    heads = _head_constants(shape)
-    block_v = min(block_v, heads["PADDED_V"])
-    shared = rows.CHUNK * (3 * heads["BLOCK_K"] + rows.CHUNK)
+    _, _, key_dim, value_dim = shape
+    block_v = min(SCAN_COLUMNS, _padded(value_dim))
+    shared = rows.CHUNK * (3 * _padded(key_dim) + rows.CHUNK)
     own = rows.CHUNK * block_v
     # Three buffers of what all columns share, two of the values; and one to write outputs through.
     has_room = element_size == 2 and element_size * (3 * shared + 3 * own) + 1024 <= memory
-    num_warps = max(block_v // 16, 4)
-    return {"BLOCK_V": block_v, "num_warps": num_warps, "num_stages": 3 if has_room else 1}
+    return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": 3 if has_room else 1}
 
 
 @functools.cache
@@ -157,12 +152,17 @@ def _shared_memory(device: torch.device) -> int:
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     """What is worth a try; shape is (Hk, Hv, K, V), and for the scan num_tokens is the number of rows."""
+    if kernel == "delta_net_convolve":
+        forms = ((4, 8, 104), (8, 4, 128), (8, 4, 104), (8, 8, 64), (16, 4, 80))
+        return [
+            {"RUN": run, "num_warps": warps, "num_stages": 1, "maxnreg": limit} for run, warps, limit in forms
+        ]
     if kernel == "delta_net_prepare":
         limits = ((4, 255), (4, 168), (4, 128), (8, 128))
         return [{"num_warps": warps, "num_stages": 1, "maxnreg": limit} for warps, limit in limits]
     if kernel == "delta_net_scan":
         forms = ((32, 4, 3), (64, 4, 1), (64, 4, 3), (128, 8, 1), (128, 8, 3))
-        widest = triton.next_power_of_2(shape[3])
+        widest = next_power_of_2(shape[3])
         return [
             {"BLOCK_V": block_v, "num_warps": warps, "num_stages": stages}
             for block_v, warps, stages in forms
@@ -175,6 +175,7 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
     do_not_specialize=["query_start", "context_lens", "state_slots", "initial_slots", "pieces", "row_pieces"]
 )
 def _scan_kernel(
+    convolved,
     prepared,
     log_decays,
     mixed,
@@ -207,7 +208,9 @@ def _scan_kernel(
     let_next_start(PDL)
     NUM_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
     IS_WHOLE: tl.constexpr = NUM_BLOCKS == 1
-    NUM_CHANNELS: tl.constexpr = 2 * NUM_KEY_HEADS * KEY_DIM + NUM_VALUE_HEADS * VALUE_DIM
+    KEY_SIZE: tl.constexpr = NUM_KEY_HEADS * KEY_DIM
+    NUM_CHANNELS: tl.constexpr = 2 * KEY_SIZE + NUM_VALUE_HEADS * VALUE_DIM
+    HEADS_A_KEY: tl.constexpr = NUM_VALUE_HEADS // NUM_KEY_HEADS
     dtype = prepared.dtype.element_ty
     i_head = tl.program_id(0) // NUM_BLOCKS
     i_block = tl.program_id(0) % NUM_BLOCKS
@@ -222,7 +225,9 @@ def _scan_kernel(
     i_k = tl.arange(0, BLOCK_K)
     i_v = i_block * BLOCK_V + tl.arange(0, BLOCK_V)
     in_v = i_v < VALUE_DIM
+    in_key = (i_k < KEY_DIM)[None, :]
     in_state = in_v[:, None] & (i_k < KEY_DIM)[None, :]
+    p_row = mixed + row_start * mixed_stride
     p_state = recurrent + i_head * (KEY_DIM * VALUE_DIM) + i_k[None, :] * VALUE_DIM + i_v[:, None]
     wait_for_previous(PDL)
 
@@ -233,16 +238,19 @@ def _scan_kernel(
     )
     num_done = tl.zeros([], tl.int32)
     for i_piece in range(first_piece, past_last_piece):
-        p_queries, p_keys, p_readers, p_values, p_scores = find_pages(
-            prepared, tl.cast(i_piece, tl.int64), i_head, NUM_KEY_HEADS, NUM_VALUE_HEADS, BLOCK_K, PADDED_V
+        # No address depends on another load: the next pieces are then on their way while one is computed.
+        i_piece_64 = tl.cast(i_piece, tl.int64)
+        p_queries = convolved + i_piece_64 * (CHUNK * NUM_CHANNELS) + i_head // HEADS_A_KEY * KEY_DIM
+        p_readers, p_values, p_scores = find_pages(
+            prepared, i_piece_64, i_head, NUM_VALUE_HEADS, BLOCK_K, PADDED_V
         )
-        key_offsets = i_t[:, None] * BLOCK_K + i_k[None, :]
-        b_readers = tl.load(p_readers + key_offsets)
-        b_queries = tl.load(p_queries + key_offsets)
-        b_keys = tl.load(p_keys + key_offsets)
+        key_offsets = i_t[:, None] * NUM_CHANNELS + i_k[None, :]
+        b_readers = tl.load(p_readers + i_t[:, None] * BLOCK_K + i_k[None, :])
+        b_queries = tl.load(p_queries + key_offsets, mask=in_key, other=0.0)
+        b_keys = tl.load(p_queries + KEY_SIZE + key_offsets, mask=in_key, other=0.0)
         b_scores = tl.load(p_scores + i_t[:, None] * CHUNK + i_t[None, :])
         b_values = tl.load(p_values + i_v[:, None] * CHUNK + i_t[None, :])
-        p_decay = log_decays + (tl.cast(i_piece, tl.int64) * NUM_VALUE_HEADS + i_head) * CHUNK
+        p_decay = log_decays + (i_piece_64 * NUM_VALUE_HEADS + i_head) * CHUNK
         log_decay = tl.load(p_decay + i_t)[None, :]
         in_all = tl.load(p_decay + CHUNK - 1)
         first_token = tl.load(pieces + i_piece * 4 + 1).to(tl.int64)
@@ -266,7 +274,7 @@ def _scan_kernel(
         if checkpoint > 0:
             tl.store(p_state + checkpoint * recurrent_stride, held, mask=in_state)
             _save_rings(
-                conv, checkpoint, initial_slot, mixed + row_start * mixed_stride, start, num_done, i_head,
+                conv, checkpoint, initial_slot, p_row, start, num_done, i_head,
                 i_block, i_k, i_v, mixed_stride, conv_stride, NUM_KEY_HEADS, NUM_VALUE_HEADS, KEY_DIM,
                 VALUE_DIM, RING, BLOCK_RING,
             )  # fmt: skip
@@ -275,7 +283,7 @@ def _scan_kernel(
     if num_done > 0:
         tl.store(p_state + state_slot * recurrent_stride, held, mask=in_state)
         _save_rings(
-            conv, state_slot, initial_slot, mixed + row_start * mixed_stride, start, num_done, i_head,
+            conv, state_slot, initial_slot, p_row, start, num_done, i_head,
             i_block, i_k, i_v, mixed_stride, conv_stride, NUM_KEY_HEADS, NUM_VALUE_HEADS, KEY_DIM,
             VALUE_DIM, RING, BLOCK_RING,
         )  # fmt: skip
@@ -383,7 +391,6 @@ def _norm_kernel(
     NUM_VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     PADDED_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -409,23 +416,30 @@ def _norm_kernel(
 def compile_cases() -> list[CompileCase]:
     """The 35B-A3B mixer in bf16: (kernel, signature, constexprs, options)."""
     shape = (16, 32, 128, 128)
-    heads = {**_head_constants(shape), "PDL": False}
-    rings = {**heads, "RING": 4}
-    halves = dict.fromkeys(("mixed", "conv_weight", "conv", "prepared", "out"), "*bf16")
+    constants = {**_head_constants(shape), "BLOCK_K": 128, "PADDED_V": 128, "BLOCK_C": 128, "PDL": False}
+    constants |= {"NUM_TAPS": 4, "RING": 4, "BLOCK_RING": 4}
+    halves = dict.fromkeys(("mixed", "conv_weight", "conv", "convolved", "prepared", "out"), "*bf16")
     floats = dict.fromkeys(("a_log", "dt_bias", "log_decays", "norm_weight", "recurrent"), "*fp32")
     numbers = dict.fromkeys(("query_start", "context_lens", "state_slots", "initial_slots"), "*i64")
     numbers |= {"pieces": "*i32", "row_pieces": "*i32"}
     strides = dict.fromkeys(("mixed_stride", "conv_stride", "recurrent_stride"), "i32")
     types = {**halves, **floats, **numbers, **strides, "eps": "fp32"}
-    cases: list[CompileCase] = [
-        (prepare_kernel, types, {**rings, "NUM_TAPS": 4, "SOLVE_PRECISION": "tf32"}, dict(PREPARE_TILE)),
-        (_norm_kernel, types, heads, {"num_warps": 4, "num_stages": 1}),
+    small, large = (_scan_rule(shape, 2, memory) for memory in (SMALL_MEMORY, 227 * 1024))
+    cases = [
+        (convolve_kernel, CONVOLVE_TILE),
+        (prepare_kernel, PREPARE_TILE),
+        (prepare_kernel, HOPPER_PREPARE_TILE),
+        (_scan_kernel, small),
+        (_scan_kernel, large),
+        (_scan_kernel, {"BLOCK_V": 128, "num_warps": 8, "num_stages": 3}),
+        (_norm_kernel, {"num_warps": 4, "num_stages": 1}),
     ]
-    for block_v, memory in ((64, SMALL_MEMORY), (64, 227 * 1024), (128, 227 * 1024)):
-        tile = dict(_scan_rule(shape, block_v, 2, memory))
-        constants = {**rings, "BLOCK_RING": 4, "BLOCK_V": tile.pop("BLOCK_V")}
-        cases.append((_scan_kernel, types, constants, tile))
     return [
-        (kernel, {name: types[name] for name in kernel.arg_names if name in types}, constants, options)
-        for kernel, types, constants, options in cases
+        (
+            kernel,
+            {name: types[name] for name in kernel.arg_names if name in types},
+            {name: value for name, value in {**constants, **tile}.items() if name in kernel.arg_names},
+            {name: value for name, value in tile.items() if name not in kernel.arg_names},
+        )
+        for kernel, tile in cases
     ]
