@@ -78,6 +78,13 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig(EngineConfig):
+    """What the engine process of a server is told."""
+
+    tokenizer: str | None = setting(None, "the server's, which says what the tokens of a grammar spell")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """Where the server listens and what it promises."""
 

@@ -92,7 +92,7 @@ class LLM:
         source = find_model(model)
         self.tokenizer = Tokenizer.load(tokenizer or source.path)
         self.template = ChatTemplate.load(tokenizer or source.path)
-        self.engine = Engine.from_source(source, config, on_phase)
+        self.engine = Engine.from_source(source, config, on_phase, tokenizer)
         self._replies: dict[str, _Reply] = {}
         self._ids = itertools.count()
 

@@ -301,7 +301,6 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
     ({"thinking": "on"}, "thinking"),
     ({"ignore_eos": 1}, "ignore_eos"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
 ]
 NUMBERS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "min_tokens", "n", "repetition_penalty")
 NUMBERS += ("presence_penalty", "frequency_penalty", "seed")

@@ -18,6 +18,7 @@ import pytest
 from penstock.assets import default_model
 from penstock.errors import CheckpointError, RequestError
 from penstock.serve.chat import TextEngine
+from penstock.serve.metrics import Metrics
 from penstock.serve.openai import ChatRequest
 from penstock.text.template import BASE_CPU_SECONDS, BASE_FUEL, ChatTemplate
 from penstock.text.template_process import MEMORY_LIMIT_BYTES, shared_process
@@ -195,9 +196,9 @@ def test_a_slow_template_does_not_hold_up_the_server() -> None:
 
     async def serve() -> None:
         template = ChatTemplate(AMPLIFIERS["slow copies"])
-        engine = TextEngine(Client(), Tokenizer.load(default_model()), template)
+        engine = TextEngine(Client(), Tokenizer.load(default_model()), template, Metrics())
         chat = ChatRequest(HELLO, None, {}, SamplingParams(), is_stream=False, include_usage=False)
-        asked = asyncio.create_task(engine.stream_chat("id", chat))
+        asked = asyncio.create_task(engine.stream_chat("id", chat, lambda _: None))
         await asyncio.sleep(0.05)
         assert not asked.done()
         with pytest.raises(RequestError, match="out of time"):

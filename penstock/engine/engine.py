@@ -107,13 +107,18 @@ class Engine:
         self._news: list[TokenDelta] = []
 
     @classmethod
-    def from_config(cls, config: EngineConfig, on_phase: OnPhase = lambda _: None) -> Engine:
-        source = find_model(config.model)
-        return cls.from_source(source, config, on_phase)
+    def from_config(
+        cls, config: EngineConfig, on_phase: OnPhase = lambda _: None, tokenizer: str | None = None
+    ) -> Engine:
+        return cls.from_source(find_model(config.model), config, on_phase, tokenizer)
 
     @classmethod
     def from_source(
-        cls, source: ModelSource, config: EngineConfig, on_phase: OnPhase = lambda _: None
+        cls,
+        source: ModelSource,
+        config: EngineConfig,
+        on_phase: OnPhase = lambda _: None,
+        tokenizer: str | None = None,  # a folder or tokenizer.json, if not the model's own
     ) -> Engine:
         with timed("weights", on_phase) as report:
             model = load_model(
@@ -124,7 +129,7 @@ class Engine:
                 seed=config.weights_seed,
                 on_phase=report,
             )
-        return cls(model, config, source.name, on_phase, _tokenizer_file(source))
+        return cls(model, config, source.name, on_phase, _tokenizer_file(tokenizer, source))
 
     def submit(self, request: Request) -> None:
         """Refuses what would end the engine for everybody: the device indexes with these ids unchecked."""
@@ -246,11 +251,12 @@ def _require_end(request: Request) -> None:
         )
 
 
-def _tokenizer_file(source: ModelSource) -> Path | None:
-    if source.path is None:
-        return None
-    folder = source.path if source.path.is_dir() else source.path.parent
-    return folder / "tokenizer.json"
+def _tokenizer_file(tokenizer: str | None, source: ModelSource) -> Path | None:
+    """The file that a `Tokenizer` of the same folder or file is read from."""
+    path = source.path if tokenizer is None else Path(tokenizer).expanduser()
+    if path is None or path.suffix == ".json":
+        return path
+    return (path if path.is_dir() else path.parent) / "tokenizer.json"
 
 
 def pick_device(name: str) -> str:

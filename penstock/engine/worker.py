@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.config import EngineConfig
+from penstock.config import WorkerConfig
 from penstock.errors import EngineDeadError, PenstockError
 from penstock.progress import Phase, timed
 from penstock.types import Request, SamplingParams
@@ -118,9 +118,12 @@ def start_engine(config_json: bytes, channel: EngineChannel) -> Engine:
         from penstock.engine.engine import Engine
         from penstock.engine.threads import leave_a_core
     leave_a_core()
-    engine = Engine.from_config(msgspec.json.decode(config_json, type=EngineConfig), report)
+    config = msgspec.json.decode(config_json, type=WorkerConfig)
+    engine = Engine.from_config(config, report, config.tokenizer)
     with timed("warm-up", report):
         warm_up(engine)
+    with timed("grammars", report):  # later, it would hold up everybody's replies
+        engine.warm_up_grammars()
     return engine
 
 

@@ -24,13 +24,20 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import EngineDeadError, PenstockError
-from penstock.serve.chat import Deliver, TextDelta, TextEngine, TextStream
+from penstock.serve.chat import TextEngine
 from penstock.serve.client import EngineClient
 from penstock.serve.connection import EventWriter
 from penstock.serve.metrics import CONTENT_TYPE as METRICS_TYPE
 from penstock.serve.metrics import Metrics
 from penstock.serve.metrics import render as render_metrics
-from penstock.serve.openai import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from penstock.serve.openai import (
+    ChatRequest,
+    CompletionRequest,
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
 from penstock.serve.replies import (
     DONE,
     ChatReplyFormat,
@@ -41,6 +48,7 @@ from penstock.serve.replies import (
     encode_error_fields,
     encode_event,
 )
+from penstock.serve.text_stream import Deliver, ReplyDelta, TextStream
 from penstock.types import EngineStats
 
 log = logging.getLogger("penstock.serve")
@@ -64,6 +72,8 @@ def create_app(client: EngineClient, text: TextEngine, metrics: Metrics, model_n
             Route("/v1/models/{name:path}", api.show_model),
             Route("/v1/chat/completions", api.chat, methods=["POST"]),
             Route("/v1/completions", api.complete, methods=["POST"]),
+            Route("/tokenize", api.tokenize, methods=["POST"]),
+            Route("/detokenize", api.detokenize, methods=["POST"]),
         ],
         exception_handlers={
             PenstockError: answer_penstock_error,
@@ -144,6 +154,23 @@ class Api:
             lambda deliver: self._text.stream_completion(request_id, completion, deliver), style, completion
         )
 
+    async def tokenize(self, request: Request) -> Response:
+        asked = parse_tokenize(await read_body(request))
+        tokens = await self._text.tokenize(asked)
+        info = self._client.info
+        found: dict[str, Any] = {
+            "tokens": tokens,
+            "count": len(tokens),
+            "max_model_len": None if info is None else info.max_model_len,
+        }
+        if asked.shows_texts:
+            found["token_strs"] = [self._text.token_text(token_id) for token_id in tokens]
+        return _json(found)
+
+    async def detokenize(self, request: Request) -> Response:
+        tokens = parse_detokenize(await read_body(request))
+        return _json({"prompt": await self._text.detokenize(tokens)})
+
 
 class Answer:
     """Generates and sends a reply for as long as the client is there."""
@@ -160,7 +187,7 @@ class Answer:
     async def _send_json(self, scope: Scope, receive: Receive, send: Send) -> None:
         choices: dict[int, Choice] = {}
 
-        def deliver(delta: TextDelta) -> None:
+        def deliver(delta: ReplyDelta) -> None:
             choices.setdefault(delta.index, Choice()).take(delta)
 
         with await self._start(deliver) as stream:
@@ -171,8 +198,9 @@ class Answer:
     async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = EventWriter(scope["transport"])
 
-        def deliver(delta: TextDelta) -> None:
-            events.write(self._style.encode_chunk(delta))
+        def deliver(delta: ReplyDelta) -> None:
+            if chunk := self._style.encode_chunk(delta):  # an empty one would end the answer
+                events.write(chunk)
 
         with await self._start(deliver) as stream:
             # Headers wait for the first token, so that whatever fails before it has a status code.

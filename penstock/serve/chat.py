@@ -1,11 +1,7 @@
-"""From a parsed request to a stream of text: template, tokens, engine, and back to text.
+"""From a parsed request to a stream of news: template, form, tokens, engine.
 
-Owns the tokenizer, the chat template and the decoding of replies: stop strings end a reply here, not in the
-engine. Knows no HTTP and no schema: openai.py stands in front of it, replies.py behind.
-
-What is counted: the tokens of the reply but not the end token, which has no text, so that a client that
-tokenises the text again comes to the same `completion_tokens`. Tokens that completed a stop string are
-counted. A prompt is counted once, however many replies it gets.
+Owns the tokenizer and the chat template, and knows from the template which dialect the model speaks. Knows no
+HTTP and no schema: openai.py stands in front of it, text_stream.py behind, where the replies grow.
 """
 
 from __future__ import annotations
@@ -14,186 +10,29 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
-from penstock.errors import EngineDeadError, PenstockError, RequestError
+from penstock.errors import RequestError
 from penstock.serve.client import EngineClient
 from penstock.serve.metrics import Metrics, TokenTimer
-from penstock.serve.openai import ChatRequest, CompletionRequest
+from penstock.serve.openai import ChatRequest, CompletionRequest, TokenizeRequest
+from penstock.serve.reply_form import form_param, grammar_of
+from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
+from penstock.text.dialects import StreamParser, dialect_of
 from penstock.text.prompt import build_requests
-from penstock.text.stream import StreamDecoder
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import EngineInfo, FinishReason, Request, SamplingParams, TokenDelta, TokenLogprob
+from penstock.types import EngineInfo, Request, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """A generated token as its bytes, with its log-probability and the likeliest ones at its place."""
+class _ChatPrompt:
+    """A chat as the engine gets it, and whether its reply begins inside a thought."""
 
-    data: bytes
-    logprob: float
-    top: tuple[tuple[bytes, float], ...]
-
-
-# Made for every token; a dataclass would take six times as long.
-class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """News of one reply: text that was added and, at the end, why it ended."""
-
-    index: int
-    text: str = ""
-    logprobs: tuple[ScoredToken, ...] = ()
-    finish: FinishReason | None = None
-
-
-Deliver = Callable[[TextDelta], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    num_cached_tokens: int
-
-
-class TextStream:
-    """All replies to one call; a context that aborts on leaving whatever still runs.
-
-    Text goes to `deliver` while the engine's message is being read. Whoever opened the stream is woken only
-    by the first text and by the end.
-    """
-
-    def __init__(self, client: EngineClient, deliver: Deliver) -> None:
-        self._client = client
-        self._deliver = deliver
-        self._prompts: list[list[_Reply]] = []
-        self._open: set[str] = set()
-        self._failure: Exception | None = None
-        self._started = asyncio.Event()
-        self._ended = asyncio.Event()
-
-    def submit(self, prompts: list[list[_Reply]]) -> None:
-        receivers = [(reply.request, reply) for replies in prompts for reply in replies]
-        self._client.submit(receivers)
-        self._prompts = prompts
-        self._open = {request.id for request, _ in receivers}
-
-    def __enter__(self) -> TextStream:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._abort()
-
-    async def wait_started(self) -> None:
-        """Until there is text; raises what keeps it from coming."""
-        await self._started.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    async def wait_ended(self) -> None:
-        """Until every reply has ended; raises why one did not."""
-        await self._ended.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    def take(self, request_id: str, delta: TextDelta) -> None:
-        if not (delta.text or delta.logprobs or delta.finish is not None):
-            return
-        self._deliver(delta)
-        self._started.set()
-        if delta.finish is not None:
-            self._client.abort(request_id)  # a stop string is seen here before the engine knows
-            self._open.discard(request_id)
-            if not self._open:
-                self._ended.set()
-
-    def fail(self, error: Exception) -> None:
-        if self._failure is None:
-            self._failure = error
-            self._started.set()
-            self._ended.set()
-            self._abort()
-
-    def _abort(self) -> None:
-        for request_id in self._open:
-            self._client.abort(request_id)
-
-    @property
-    def usage(self) -> Usage:
-        """So far. Replies to one prompt share its tokens; what the first found cached is what it saved."""
-        return Usage(
-            num_prompt_tokens=sum(len(replies[0].request.token_ids) for replies in self._prompts),
-            num_completion_tokens=sum(reply.num_tokens for replies in self._prompts for reply in replies),
-            num_cached_tokens=sum(replies[0].num_cached_tokens for replies in self._prompts),
-        )
-
-
-class _Reply:
-    """One reply: receives the tokens of its request and gives their text to the stream."""
-
-    def __init__(
-        self,
-        stream: TextStream,
-        request: Request,
-        index: int,
-        tokenizer: Tokenizer,
-        timer: TokenTimer,
-        echo: str,  # what comes before its text
-    ) -> None:
-        self.request = request
-        self.num_cached_tokens = 0
-        self._stream = stream
-        self._index = index
-        self._tokenizer = tokenizer
-        self._timer = timer
-        self._echo = echo
-        self._decoder = StreamDecoder(tokenizer, request.sampling.stop, request.sampling.min_tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        return self._decoder.num_tokens
-
-    def take(self, delta: TokenDelta) -> None:
-        token_ids, finish = delta.token_ids, delta.finish
-        if finish is not None:
-            if finish == "error":
-                raise PenstockError("The engine could not finish the reply", delta.error or "")
-            if finish == "abort":
-                raise EngineDeadError("The engine gave the reply up", delta.error or "")
-            if finish == "stop" and token_ids and token_ids[-1] in self.request.end_token_ids:
-                token_ids = token_ids[:-1]
-        self._timer.count(len(delta.token_ids))
-        self.num_cached_tokens = delta.num_cached_tokens
-        num_before = self.num_tokens
-        text = self._decoder.push(token_ids)
-        if self._echo:
-            text, self._echo = self._echo + text, ""
-        if self._decoder.stopped:
-            finish = "stop"
-        elif finish is not None:
-            text += self._decoder.finish()
-        scored = delta.logprobs[: self.num_tokens - num_before]
-        self._stream.take(self.request.id, TextDelta(self._index, text, self._score(scored), finish))
-
-    def fail(self, error: Exception) -> None:
-        self._stream.fail(error)
-
-    def _score(self, logprobs: tuple[TokenLogprob, ...]) -> tuple[ScoredToken, ...]:
-        bytes_of = self._tokenizer.token_bytes
-        return tuple(
-            ScoredToken(
-                bytes_of(token.token_id),
-                token.logprob,
-                tuple((bytes_of(token_id), logprob) for token_id, logprob in token.top),
-            )
-            for token in logprobs
-        )
+    token_ids: list[int]
+    sampling: SamplingParams
+    is_thinking: bool
 
 
 class TextEngine:
@@ -212,19 +51,43 @@ class TextEngine:
         self._template = template
         self._metrics = metrics
         self._template_defaults = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self._dialect = dialect_of(template.source)
+        self._thought = Thought(None)
+        if self._dialect.thinking is not None:
+            closing_ids = tuple(tokenizer.encode(self._dialect.thinking.forced_end))
+            self._thought = Thought(tokenizer.id_of(self._dialect.thinking.end), closing_ids=closing_ids)
 
     async def stream_chat(self, request_id: str, chat: ChatRequest, deliver: Deliver) -> TextStream:
         asked_at = time.monotonic()
         info = self._client.require_ready()
-        # In a thread: the template waits for its own process, and a long text takes the tokenizer a while.
-        token_ids = await asyncio.to_thread(self._encode_chat, chat)
+        # In a thread: the template waits for its own process, a long text takes the tokenizer a while, and
+        # so does a grammar.
+        prompt = await asyncio.to_thread(self._prepare_chat, chat)
         try:
-            requests = self._build_requests(request_id, [token_ids], chat.sampling, info)
+            requests = self._build_requests(request_id, [prompt.token_ids], prompt.sampling, info)
         except RequestError as error:
             if error.param == "prompt":  # a chat has messages
                 error.param = "messages"
             raise
-        return self._submit(requests, [""], deliver, asked_at)
+        stream = TextStream(self._client, deliver)
+        thought = replace(self._thought, budget=chat.thinking_budget)
+
+        def reply_to(request: Request, index: int) -> Reply:
+            parser = StreamParser(
+                self._dialect, chat.tools, in_thinking=prompt.is_thinking, parses_tools=bool(chat.tools)
+            )
+            return self._reply(
+                stream,
+                request,
+                index,
+                parser,
+                asked_at,
+                thought=thought,
+                ends_after_call=not chat.is_parallel,
+                form_param=form_param(chat),
+            )
+
+        return _submit(stream, requests, reply_to)
 
     async def stream_completion(
         self, request_id: str, completion: CompletionRequest, deliver: Deliver
@@ -234,12 +97,51 @@ class TextEngine:
         prompts = await asyncio.to_thread(self._encode_prompts, completion.prompts)
         requests = self._build_requests(request_id, prompts, completion.sampling, info)
         echoes = [self._as_text(prompt) if completion.echo else "" for prompt in completion.prompts]
-        return self._submit(requests, echoes, deliver, asked_at)
+        stream = TextStream(self._client, deliver)
 
-    def _encode_chat(self, chat: ChatRequest) -> list[int]:
+        def reply_to(request: Request, index: int) -> Reply:
+            echo = echoes[index // completion.sampling.n]
+            return self._reply(stream, request, index, PlainText(), asked_at, echo=echo)
+
+        return _submit(stream, requests, reply_to)
+
+    async def tokenize(self, asked: TokenizeRequest) -> list[int]:
+        if asked.chat is not None:
+            text = await asyncio.to_thread(self._render, asked.chat, asked.add_generation_prompt)
+            return await asyncio.to_thread(self._tokenizer.encode, text, False)
+        return await asyncio.to_thread(self._tokenizer.encode, asked.text, asked.add_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        return await asyncio.to_thread(self._tokenizer.decode, token_ids, False)
+
+    def _prepare_chat(self, chat: ChatRequest) -> _ChatPrompt:
+        text = self._render(chat)
+        thinking = self._dialect.thinking
+        is_thinking = thinking is not None and thinking.is_open_after(text)
+        grammar = grammar_of(chat, self._dialect, self._tokenizer, is_thinking)
+        sampling = chat.sampling
+        if grammar is not None:
+            starts_after = (self._require_thought_end(chat),) if is_thinking else ()
+            sampling = replace(sampling, grammar=grammar, grammar_starts_after=starts_after)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return _ChatPrompt(token_ids, sampling, is_thinking)
+
+    def _require_thought_end(self, chat: ChatRequest) -> int:
+        if self._thought.end_id is None:
+            raise RequestError(
+                "A reply that begins with a thought cannot be held to a form here",
+                "The model has no token that ends a thought.",
+                "Turn thinking off.",
+                param=form_param(chat),
+            )
+        return self._thought.end_id
+
+    def _render(self, chat: ChatRequest, add_generation_prompt: bool = True) -> str:
         arguments: dict[str, Any] = {**self._template_defaults, **chat.template_arguments}
-        text = self._template.render(chat.messages, tools=chat.tools, **arguments)
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._template.render(chat.messages, chat.tools, add_generation_prompt, **arguments)
 
     def _encode_prompts(self, prompts: list[str | list[int]]) -> list[list[int]]:
         encode = self._tokenizer.encode
@@ -258,17 +160,22 @@ class TextEngine:
             for id, token_ids in zip(ids, prompts)
         ]
 
-    def _submit(
-        self, prompts: list[list[Request]], echoes: list[str], deliver: Deliver, asked_at: float
-    ) -> TextStream:
-        stream = TextStream(self._client, deliver)
-        indices = itertools.count()
+    def _reply(
+        self,
+        stream: TextStream,
+        request: Request,
+        index: int,
+        parser: Parser,
+        asked_at: float,
+        **options: Any,
+    ) -> Reply:
+        timer = TokenTimer(self._metrics, len(request.token_ids), asked_at)
+        return Reply(stream, request, index, self._tokenizer, timer, parser, **options)
 
-        def reply_to(request: Request, echo: str) -> _Reply:
-            timer = TokenTimer(self._metrics, len(request.token_ids), asked_at)
-            return _Reply(stream, request, next(indices), self._tokenizer, timer, echo)
 
-        stream.submit(
-            [[reply_to(request, echo) for request in requests] for requests, echo in zip(prompts, echoes)]
-        )
-        return stream
+def _submit(
+    stream: TextStream, prompts: list[list[Request]], reply_to: Callable[[Request, int], Reply]
+) -> TextStream:
+    indices = itertools.count()
+    stream.submit([[reply_to(request, next(indices)) for request in requests] for requests in prompts])
+    return stream

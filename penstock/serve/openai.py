@@ -15,6 +15,19 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.chat_options import (
+    JsonForm,
+    NamedTool,
+    PlainTool,
+    ResponseFormat,
+    Thinking,
+    Tool,
+    demanded_tools,
+    json_form,
+    plain_tools,
+    thinking_budget,
+    thinking_switch,
+)
 from penstock.text.template import RESERVED_NAMES
 from penstock.types import SamplingParams
 
@@ -78,31 +91,17 @@ class Message(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-class ToolFunction(msgspec.Struct):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(msgspec.Struct):
-    function: ToolFunction
-    type: str = "function"
-
-
-class ResponseFormat(msgspec.Struct):
-    type: str
-
-
 class ChatBody(SamplingFields, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    thinking: bool | None = None
+    thinking: bool | Thinking | None = None
     enable_thinking: bool | None = None
 
 
@@ -114,14 +113,34 @@ class CompletionBody(SamplingFields, kw_only=True):
     best_of: int | None = None
 
 
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """A text, or a chat as its template renders it."""
+
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    tokens: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=4 * 1024**2)]
+
+
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
+    tools: list[PlainTool] | None  # that may be called
     template_arguments: dict[str, Scalar]
     sampling: SamplingParams
     is_stream: bool
     include_usage: bool
+    must_call: list[PlainTool] | None = None  # one of these
+    is_parallel: bool = True  # more than one call
+    json_form: JsonForm | None = None
+    thinking_budget: int | None = None  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +152,20 @@ class CompletionRequest:
     include_usage: bool
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizeRequest:
+    text: str
+    chat: ChatRequest | None  # instead of the text
+    add_special_tokens: bool
+    add_generation_prompt: bool
+    shows_texts: bool
+
+
 def parse_chat(body: bytes) -> ChatRequest:
-    fields = _decode(body, ChatBody)
-    _refuse_unsupported_chat(fields)
+    return _chat_request(_decode(body, ChatBody))
+
+
+def _chat_request(fields: ChatBody) -> ChatRequest:
     if fields.max_completion_tokens is not None:  # the newer name of the same field
         fields.max_tokens = fields.max_completion_tokens
     logprobs = None
@@ -143,14 +173,19 @@ def parse_chat(body: bytes) -> ChatRequest:
         logprobs = fields.top_logprobs or 0
     elif fields.top_logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    tools = None if fields.tool_choice == "none" else fields.tools
+    tools = plain_tools(fields.tools or ()) or None
+    must_call = demanded_tools(fields.tool_choice, tools)
     return ChatRequest(
         messages=[_plain_message(message, index) for index, message in enumerate(fields.messages)],
-        tools=[_plain_tool(tool, index) for index, tool in enumerate(tools)] if tools else None,
+        tools=None if fields.tool_choice == "none" else tools,
         template_arguments=_template_arguments(fields),
         sampling=_sampling(fields, logprobs, {"logprobs": "top_logprobs"}),
         is_stream=bool(fields.stream),
         include_usage=_includes_usage(fields),
+        must_call=must_call,
+        is_parallel=fields.parallel_tool_calls is not False,
+        json_form=json_form(fields.response_format),
+        thinking_budget=thinking_budget(fields.thinking),
     )
 
 
@@ -185,7 +220,30 @@ def parse_completion(body: bytes) -> CompletionRequest:
     )
 
 
-Body = TypeVar("Body", ChatBody, CompletionBody)
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    fields = _decode(body, TokenizeBody)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise RequestError("A prompt or messages are needed, and not both", param="prompt")
+    chat = None
+    if fields.messages is not None:
+        kwargs = fields.chat_template_kwargs
+        chat = _chat_request(
+            ChatBody(messages=fields.messages, tools=fields.tools, chat_template_kwargs=kwargs)
+        )
+    return TokenizeRequest(
+        text=fields.prompt or "",
+        chat=chat,
+        add_special_tokens=fields.add_special_tokens is not False,
+        add_generation_prompt=fields.add_generation_prompt is not False,
+        shows_texts=bool(fields.return_token_strs),
+    )
+
+
+def parse_detokenize(body: bytes) -> list[int]:
+    return _decode(body, DetokenizeBody).tokens
+
+
+Body = TypeVar("Body", ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
 _FIELD_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
 
@@ -256,17 +314,6 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
     return {int(key): bias for key, bias in biases.items()}
 
 
-def _refuse_unsupported_chat(fields: ChatBody) -> None:
-    """Asked-for guarantees that would be broken silently; everything else unknown is tolerated."""
-    if fields.response_format is not None and fields.response_format.type != "text":
-        raise RequestError(
-            f"response_format {fields.response_format.type!r} is not supported",
-            "Replies are free text.",
-            "Ask for JSON in the prompt, or leave the field out.",
-            param="response_format",
-        )
-
-
 def _plain_message(message: Message, index: int) -> dict[str, Any]:
     """The message as chat templates expect it: plain values, and content that is text."""
     where = f"messages[{index}]"
@@ -307,21 +354,9 @@ def _plain_content(message: Message, where: str) -> str:
     return "".join(part.text or "" for part in message.content)
 
 
-def _plain_tool(tool: Tool, index: int) -> dict[str, Any]:
-    if tool.type != "function":
-        raise RequestError(
-            f"tools[{index}].type is {tool.type[:32]!r}", "Only functions are supported.", param="tools"
-        )
-    function = {"name": tool.function.name}
-    for name in ("description", "parameters"):
-        if (value := getattr(tool.function, name)) is not None:
-            function[name] = value
-    return {"type": "function", "function": function}
-
-
 def _template_arguments(fields: ChatBody) -> dict[str, Scalar]:
     arguments: dict[str, Scalar] = {}
-    for flag in (fields.thinking, fields.enable_thinking):
+    for flag in (thinking_switch(fields.thinking), fields.enable_thinking):
         if flag is not None:
             arguments["enable_thinking"] = flag
     for name, value in (fields.chat_template_kwargs or {}).items():

@@ -1,4 +1,4 @@
-"""OpenAI's replies: text deltas into JSON bodies and server-sent events, and errors into error bodies.
+"""OpenAI's replies: news of replies into JSON bodies and server-sent events, and errors into error bodies.
 
 The frame of a streamed chunk is made once for each reply; a chunk is that frame around one encoded string.
 Knows how answers are spelled, not where they come from or how they travel.
@@ -13,9 +13,19 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.errors import PenstockError, RequestError
-from penstock.serve.chat import ScoredToken, TextDelta, Usage
+from penstock.serve.text_stream import ReplyDelta, ScoredToken, Usage
+from penstock.text.dialects import (
+    ContentDelta,
+    Delta,
+    ParsedReply,
+    ReasoningDelta,
+    ReplyEnd,
+    ToolArguments,
+    ToolCallStart,
+)
 
 DONE = b"data: [DONE]\n\n"
+Frame = tuple[bytes, bytes]
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; this is what OpenAI writes for it
 
 
@@ -23,20 +33,18 @@ LOWEST_LOGPROB = -9999.0  # JSON has no -inf; this is what OpenAI writes for it
 class Choice:
     """One reply put together, for answers that are not streamed."""
 
-    text: str = ""
+    news: list[Delta] = field(default_factory=list)
     logprobs: list[ScoredToken] = field(default_factory=list)
-    finish: str | None = None
 
-    def take(self, delta: TextDelta) -> None:
-        self.text += delta.text
+    def take(self, delta: ReplyDelta) -> None:
+        self.news += delta.news
         self.logprobs += delta.logprobs
-        self.finish = delta.finish
 
 
 class ReplyFormat(Protocol):
     """How one endpoint spells its answers."""
 
-    def encode_chunk(self, delta: TextDelta) -> bytes: ...
+    def encode_chunk(self, delta: ReplyDelta) -> bytes: ...
 
     def encode_usage_chunk(self, usage: Usage) -> bytes: ...
 
@@ -44,33 +52,40 @@ class ReplyFormat(Protocol):
 
 
 class ChatReplyFormat:
-    """chat.completion, and chat.completion.chunk: a role first, then content, then why it ended."""
+    """chat.completion, and chat.completion.chunk: a role first, then what comes, then why it ended."""
 
     def __init__(self, request_id: str, model: str, has_logprobs: bool) -> None:
         self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
         self._has_logprobs = has_logprobs
         self._chunk_head = _chunk_head("chat.completion.chunk", self._head)
-        self._frames: dict[int, tuple[bytes, bytes]] = {}  # of each choice that has begun
+        self._frames: dict[int, dict[type[Delta], Frame]] = {}  # of each choice that has begun
 
-    def encode_chunk(self, delta: TextDelta) -> bytes:
-        frame = self._frames.get(delta.index)
-        if frame is not None and delta.finish is None and not self._has_logprobs:
-            return msgspec.json.encode(delta.text).join(frame)  # nearly all chunks: head + text + tail
-        parts = []
-        if frame is None:
-            parts.append(self._chunk(delta.index, b'{"role":"assistant","content":""}'))
-            self._frames[delta.index] = self._frame(delta.index)
-        if delta.text or delta.logprobs:
-            content = b'{"content":' + msgspec.json.encode(delta.text) + b"}"
-            logprobs = msgspec.json.encode(self._logprobs(delta.logprobs))
-            parts.append(self._chunk(delta.index, content, logprobs))
-        if delta.finish is not None:
-            parts.append(self._chunk(delta.index, b"{}", finish=msgspec.json.encode(delta.finish)))
-        return b"".join(parts)
+    def encode_chunk(self, delta: ReplyDelta) -> bytes:
+        frames = self._frames.get(delta.index)
+        if frames is not None and len(delta.news) == 1 and not self._has_logprobs:
+            piece = delta.news[0]
+            if isinstance(piece, (ContentDelta, ReasoningDelta)):  # nearly all chunks: head + text + tail
+                return msgspec.json.encode(piece.text).join(frames[type(piece)])
+        chunks = []
+        if frames is None:
+            chunks.append(self._chunk(delta.index, b'{"role":"assistant","content":""}'))
+            self._frames[delta.index] = {
+                ContentDelta: self._frame(delta.index, b"content"),
+                ReasoningDelta: self._frame(delta.index, b"reasoning_content"),
+            }
+        pieces = [fields for piece in delta.news if (fields := _delta_fields(piece)) is not None]
+        if delta.logprobs and not pieces:
+            pieces.append({"content": ""})
+        for place, fields in enumerate(pieces):  # the log-probabilities go with the first
+            logprobs = msgspec.json.encode(self._logprobs(delta.logprobs)) if place == 0 else b"null"
+            chunks.append(self._chunk(delta.index, msgspec.json.encode(fields), logprobs))
+        if delta.news and isinstance(end := delta.news[-1], ReplyEnd):
+            chunks.append(self._chunk(delta.index, b"{}", finish=msgspec.json.encode(end.reason)))
+        return b"".join(chunks)
 
-    def _frame(self, index: int) -> tuple[bytes, bytes]:
+    def _frame(self, index: int, field: bytes) -> Frame:
         """What stands before and after the text of a plain chunk; a NUL marks its place, JSON has none."""
-        head, tail = self._chunk(index, b'{"content":\0}').split(b"\0")
+        head, tail = self._chunk(index, b'{"%b":\0}' % field).split(b"\0")
         return head, tail
 
     def _chunk(self, index: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null") -> bytes:
@@ -92,11 +107,12 @@ class ChatReplyFormat:
             "choices": [
                 {
                     "index": index,
-                    "message": {"role": "assistant", "content": choice.text},
+                    "message": _message(reply),
                     "logprobs": self._logprobs(choice.logprobs),
-                    "finish_reason": choice.finish,
+                    "finish_reason": reply.reason,
                 }
                 for index, choice in sorted(choices.items())
+                for reply in [ParsedReply.of(choice.news)]
             ],
             "usage": _usage(usage),
         }
@@ -124,14 +140,20 @@ class CompletionReplyFormat:
         self._chunk_head = _chunk_head("text_completion", self._head)
         self._offsets: dict[int, int] = {}  # characters of tokens so far, by choice
 
-    def encode_chunk(self, delta: TextDelta) -> bytes:
+    def encode_chunk(self, delta: ReplyDelta) -> bytes:
+        text, reason = "", None
+        for piece in delta.news:
+            if isinstance(piece, ContentDelta):
+                text += piece.text
+            elif isinstance(piece, ReplyEnd):
+                reason = piece.reason
         logprobs = msgspec.json.encode(self._logprobs(delta.index, delta.logprobs))
         return b'%s"choices":[{"index":%d,"text":%s,"logprobs":%s,"finish_reason":%s}]}\n\n' % (
             self._chunk_head,
             delta.index,
-            msgspec.json.encode(delta.text),
+            msgspec.json.encode(text),
             logprobs,
-            msgspec.json.encode(delta.finish),
+            msgspec.json.encode(reason),
         )
 
     def encode_usage_chunk(self, usage: Usage) -> bytes:
@@ -144,11 +166,12 @@ class CompletionReplyFormat:
             "choices": [
                 {
                     "index": index,
-                    "text": choice.text,
+                    "text": reply.content,
                     "logprobs": self._logprobs(index, choice.logprobs),
-                    "finish_reason": choice.finish,
+                    "finish_reason": reply.reason,
                 }
                 for index, choice in sorted(choices.items())
+                for reply in [ParsedReply.of(choice.news)]
             ],
             "usage": _usage(usage),
         }
@@ -175,6 +198,35 @@ class CompletionReplyFormat:
             lists["top_logprobs"].append({**top, text: _finite(token.logprob)})
             lists["text_offset"].append(offset)
         return lists
+
+
+def _delta_fields(piece: Delta) -> dict[str, Any] | None:
+    """A piece of news as the `delta` of a chunk; None where chunks have nothing for it."""
+    match piece:
+        case ContentDelta(text):
+            return {"content": text}
+        case ReasoningDelta(text):
+            return {"reasoning_content": text}
+        case ToolCallStart(index, id, name):
+            call = {"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+            return {"tool_calls": [call]}
+        case ToolArguments(index, json):
+            return {"tool_calls": [{"index": index, "function": {"arguments": json}}]}
+    return None
+
+
+def _message(reply: ParsedReply) -> dict[str, Any]:
+    """A whole reply. As OpenAI has it, content is null where there are only calls."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["content"] = reply.content or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in reply.calls
+        ]
+    return message
 
 
 def encode_error(error: PenstockError) -> bytes:
@@ -211,6 +263,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.num_completion_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
     }
 
 

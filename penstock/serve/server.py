@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import gc
 import signal
@@ -19,7 +20,8 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from penstock.config import EngineConfig, ServeConfig
+from penstock.assets import default_model
+from penstock.config import EngineConfig, ServeConfig, WorkerConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.source import find_model
 from penstock.progress import OnPhase, Phase
@@ -81,10 +83,13 @@ async def _serve(
     url = _url_of(listener, serve_config.host)
     on_phase(Phase("listening", url, 1.0, 0.0))
     source = find_model(engine_config.model)
-    text_path = source.path if serve_config.tokenizer is None else Path(serve_config.tokenizer).expanduser()
+    text_path = source.path or default_model()  # a preset has no tokenizer of its own
+    if serve_config.tokenizer is not None:
+        text_path = Path(serve_config.tokenizer).expanduser()
     tokenizer, template = Tokenizer.load(text_path), ChatTemplate.load(text_path)
 
-    client = await EngineClient.launch(engine_config, max_queue=serve_config.max_queue, on_phase=on_phase)
+    worker_config = WorkerConfig(**dataclasses.asdict(engine_config), tokenizer=str(text_path))
+    client = await EngineClient.launch(worker_config, max_queue=serve_config.max_queue, on_phase=on_phase)
     metrics = Metrics()
     text = TextEngine(client, tokenizer, template, metrics, serve_config.enable_thinking)
     app = create_app(client, text, metrics, serve_config.served_model_name or source.name)

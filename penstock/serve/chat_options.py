@@ -1,0 +1,148 @@
+"""The fields of a chat request that say what its reply may be: tools and their choice, JSON, thinking.
+
+Checks them one by one and gives what follows from them; a field that cannot be honoured is a `RequestError`
+that names it. How a form is enforced is reply_form.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.errors import RequestError
+
+PlainTool = dict[str, Any]  # as OpenAI has it, and as chat templates expect it
+
+
+class ToolFunction(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct):
+    function: ToolFunction
+    type: str = "function"
+
+
+class NamedFunction(msgspec.Struct):
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    """A `tool_choice` that is one tool."""
+
+    function: NamedFunction
+    type: str = "function"
+
+
+class JsonSchema(msgspec.Struct):
+    schema: Any = None
+    name: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class Thinking(msgspec.Struct):
+    """Anthropic's way to ask for thinking, which others took over."""
+
+    type: str = "enabled"
+    budget_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JsonForm:
+    """JSON that a schema describes; without one, any object. Strict: all of the schema must be enforced."""
+
+    schema: Any = None
+    is_strict: bool = False
+
+
+def plain_tools(tools: Sequence[Tool]) -> list[PlainTool]:
+    for index, tool in enumerate(tools):
+        if tool.type != "function":
+            raise RequestError(
+                f"tools[{index}].type is {tool.type[:32]!r}", "Only functions are supported.", param="tools"
+            )
+    return [_plain_tool(tool) for tool in tools]
+
+
+def _plain_tool(tool: Tool) -> PlainTool:
+    function: dict[str, Any] = {"name": tool.function.name}
+    for name in ("description", "parameters"):
+        if (value := getattr(tool.function, name)) is not None:
+            function[name] = value
+    return {"type": "function", "function": function}
+
+
+def demanded_tools(choice: str | NamedTool | None, tools: list[PlainTool] | None) -> list[PlainTool] | None:
+    """The tools of which one must be called; None: the model decides."""
+    if choice in (None, "auto", "none"):
+        return None
+    if isinstance(choice, NamedTool):
+        named = [tool for tool in tools or () if tool["function"]["name"] == choice.function.name]
+        if not named:
+            raise RequestError(
+                f"tool_choice names {choice.function.name[:64]!r}",
+                "There is no such tool among tools.",
+                param="tool_choice",
+            )
+        return named
+    if choice != "required":
+        raise RequestError(
+            f"tool_choice is {str(choice)[:32]!r}",
+            "It must be none, auto, required, or name a function.",
+            param="tool_choice",
+        )
+    if not tools:
+        raise RequestError("tool_choice is required, but there are no tools", param="tool_choice")
+    return tools
+
+
+def json_form(form: ResponseFormat | None) -> JsonForm | None:
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return JsonForm()
+    if form.type != "json_schema":
+        raise RequestError(
+            f"response_format.type is {form.type[:32]!r}",
+            "It must be text, json_object or json_schema.",
+            param="response_format",
+        )
+    if form.json_schema is None or form.json_schema.schema is None:
+        raise RequestError("response_format has no json_schema.schema", param="response_format")
+    return JsonForm(form.json_schema.schema, bool(form.json_schema.strict))
+
+
+def thinking_switch(thinking: bool | Thinking | None) -> bool | None:
+    """None: as the server and the chat template have it."""
+    if thinking is None or isinstance(thinking, bool):
+        return thinking
+    switches = {"enabled": True, "disabled": False, "auto": None, "adaptive": None}
+    if thinking.type not in switches:
+        raise RequestError(
+            f"thinking.type is {thinking.type[:32]!r}",
+            f"It must be one of {', '.join(switches)}.",
+            param="thinking.type",
+        )
+    return switches[thinking.type]
+
+
+def thinking_budget(thinking: bool | Thinking | None) -> int | None:
+    budget = thinking.budget_tokens if isinstance(thinking, Thinking) else None
+    if budget is not None and not 1 <= budget <= 2**31:
+        raise RequestError(
+            f"thinking.budget_tokens is {budget}",
+            "It must be 1 or more.",
+            'To turn thinking off, send {"type": "disabled"}.',
+            param="thinking.budget_tokens",
+        )
+    return budget

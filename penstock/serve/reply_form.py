@@ -1,0 +1,69 @@
+"""The form a chat reply is held to: tool calls, JSON, or either of them, as one grammar for the engine.
+
+Knows what a chat asks for and how its model spells calls; what a grammar looks like is penstock.text's.
+"""
+
+from __future__ import annotations
+
+import json
+
+from penstock.errors import RequestError
+from penstock.serve.openai import ChatRequest, JsonForm
+from penstock.text.call_grammar import tool_calls_grammar
+from penstock.text.dialects import Dialect
+from penstock.text.grammar import json_object_grammar, json_schema_grammar, with_blank_start
+from penstock.text.tokenizer import Tokenizer
+
+
+def grammar_of(chat: ChatRequest, dialect: Dialect, tokenizer: Tokenizer, is_thinking: bool) -> str | None:
+    """None: the reply is free. `is_thinking`: it begins with a thought, which the grammar comes after."""
+    calls = _calls_grammar(chat, dialect, tokenizer)
+    if chat.must_call:
+        if calls is None:
+            raise RequestError(
+                "This model cannot be made to call a tool",
+                "Its chat template does not show how it spells calls.",
+                'Leave tool_choice out, or use "none".',
+                param="tool_choice",
+            )
+        grammar = calls
+    elif chat.json_form is None:
+        return None
+    else:
+        grammar = _json_grammar(chat.json_form)
+        if calls is not None:
+            return _either(calls, grammar, is_thinking)
+    return with_blank_start(grammar) if is_thinking else grammar
+
+
+def form_param(chat: ChatRequest) -> str:
+    """The field to name when a form turns out to be too costly."""
+    return "tools" if chat.must_call else "response_format"
+
+
+def _calls_grammar(chat: ChatRequest, dialect: Dialect, tokenizer: Tokenizer) -> str | None:
+    """Of the calls that the reply must, or instead of JSON may, consist of."""
+    tools = chat.must_call or (chat.tools if chat.json_form is not None else None)
+    if not tools or dialect.call is None:
+        return None
+    return tool_calls_grammar(
+        tools,
+        dialect.call,
+        lambda text: tokenizer.id_of(text) is not None,
+        is_required=True,
+        is_parallel=chat.is_parallel,
+    )
+
+
+def _json_grammar(form: JsonForm) -> str:
+    if form.schema is None:
+        return json_object_grammar()
+    return json_schema_grammar(form.schema, is_lenient=not form.is_strict, param="response_format")
+
+
+def _either(calls: str, body: str, is_thinking: bool) -> str:
+    """One of two grammars; after a thought, behind up to two line ends."""
+    start = "start: @calls | @body" if not is_thinking else "start: /\\n{0,2}/ (@calls | @body)"
+    (call_rules,), (body_rules,) = (json.loads(grammar)["grammars"] for grammar in (calls, body))
+    named = [{"name": "calls", **call_rules}, {"name": "body", **body_rules}]
+    return json.dumps({"grammars": [{"lark_grammar": start}, *named]}, ensure_ascii=False)

@@ -1,0 +1,195 @@
+"""A reply that grows: however its tokens arrive, it says and counts the same. No engine, no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from penstock.errors import RequestError
+from penstock.serve.metrics import Metrics, TokenTimer
+from penstock.serve.replies import ChatReplyFormat
+from penstock.serve.text_stream import Reply, ReplyDelta, TextStream, Thought, Usage
+from penstock.text.dialects import DIALECTS, ParsedReply, StreamParser
+from penstock.text.tokenizer import Tokenizer
+from penstock.types import Request, SamplingParams, TokenDelta, TokenLogprob
+
+TOOLS = [{"function": {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}}]
+CALL = "<tool_call>\n<function=f>\n<parameter=x>\n5\n</parameter>\n</function>\n</tool_call>"
+DIALECT = DIALECTS["qwen_xml"]
+PROMPT = (1, 2, 3)
+SAMPLING = SamplingParams(max_tokens=1000)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(None)
+
+
+@dataclass
+class FakeClient:
+    submitted: list[Request] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+
+    def submit(self, receivers: Sequence[tuple[Request, Reply]]) -> None:
+        self.submitted += [request for request, _ in receivers]
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+
+@dataclass
+class Growing:
+    """A reply whose engine is this test."""
+
+    tokenizer: Tokenizer
+    sampling: SamplingParams = SAMPLING
+    options: dict[str, Any] = field(default_factory=dict)
+    in_thinking: bool = False
+    client: FakeClient = field(default_factory=FakeClient)
+    deltas: list[ReplyDelta] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.stream = TextStream(self.client, self.deltas.append)  # type: ignore[arg-type]
+        request = Request(id="r", token_ids=PROMPT, sampling=self.sampling, end_token_ids=(0,))
+        self.reply = Reply(
+            self.stream,
+            request,
+            0,
+            self.tokenizer,
+            TokenTimer(Metrics(), len(PROMPT), 0.0),
+            StreamParser(DIALECT, TOOLS, in_thinking=self.in_thinking),
+            **self.options,
+        )
+        self.stream.submit([[self.reply]])
+
+    def grow(self, text: str, size: int, finish: Any = None, logprobs: bool = False) -> None:
+        """Gives the tokens of a text, so many at a time, until the reply is taken elsewhere."""
+        ids = self.tokenizer.encode(text)
+        num_submitted = len(self.client.submitted)
+        for start in range(0, len(ids), size):
+            if len(self.client.submitted) > num_submitted or self.client.aborted:
+                return
+            part = tuple(ids[start : start + size])
+            scored = tuple(TokenLogprob(id, -1.0) for id in part) if logprobs else ()
+            is_last = start + size >= len(ids)
+            request_id = self.client.submitted[-1].id
+            self.reply.take(TokenDelta(request_id, part, scored, finish if is_last else None, 2))
+
+    @property
+    def parsed(self) -> ParsedReply:
+        return ParsedReply.of(piece for delta in self.deltas for piece in delta.news)
+
+
+def in_loop(test: Any) -> Any:
+    """Streams hold events, which belong to a loop."""
+
+    async def run() -> Any:
+        return test()
+
+    return asyncio.run(run())
+
+
+def test_a_budget_cuts_a_thought_at_its_token_however_many_come_at_once(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two three four five six seven eight nine ten")
+    closing_ids = tuple(tokenizer.encode("\n</think>\n\n"))
+    thought = Thought(tokenizer.id_of("</think>"), 4, closing_ids)
+
+    def grow(size: int) -> tuple[Any, ...]:
+        growing = Growing(tokenizer, options={"thought": thought}, in_thinking=True)
+        growing.grow("one two three four five six seven eight nine ten", size)
+        first, second = growing.client.submitted
+        assert growing.client.aborted == [first.id]
+        assert second.token_ids == (*PROMPT, *ids[:4], *closing_ids)
+        assert second.sampling.max_tokens == 1000 - 4 - len(closing_ids)
+        growing.client.aborted.clear()
+        growing.grow("42", size, "stop")
+        parsed = growing.parsed
+        return parsed.reasoning, parsed.content, parsed.reason, growing.stream.usage
+
+    grown = [in_loop(lambda size=size: grow(size)) for size in range(1, 12)]
+    num_answer = len(tokenizer.encode("42"))
+    usage = Usage(len(PROMPT), 4 + len(closing_ids) + num_answer, 2, 4 + len(closing_ids))
+    assert grown[0] == (tokenizer.decode(ids[:4]).rstrip(), "42", "stop", usage)
+    assert all(each == grown[0] for each in grown)
+
+
+def test_a_thought_within_its_budget_is_left_alone(tokenizer: Tokenizer) -> None:
+    text = "one two\n</think>\n\n42"
+    num_thought = len(tokenizer.encode("one two\n</think>"))
+
+    def grow(size: int, budget: int) -> tuple[Any, ...]:
+        thought = Thought(tokenizer.id_of("</think>"), budget, (1,))
+        growing = Growing(tokenizer, options={"thought": thought}, in_thinking=True)
+        growing.grow(text, size, "stop")
+        assert len(growing.client.submitted) == 1
+        parsed = growing.parsed
+        return parsed.reasoning, parsed.content, growing.stream.usage.num_reasoning_tokens
+
+    for size in range(1, 9):
+        for budget in (num_thought, num_thought + 1, 100):
+            assert in_loop(lambda s=size, b=budget: grow(s, b)) == ("one two", "42", num_thought)
+
+
+def test_a_reopened_thought_is_closed_again_and_nothing_said_is_lost(tokenizer: Tokenizer) -> None:
+    thought = Thought(tokenizer.id_of("</think>"), 2, tuple(tokenizer.encode("\n</think>\n\n")))
+
+    def grow() -> None:
+        growing = Growing(tokenizer, options={"thought": thought}, in_thinking=True)
+        growing.grow("a b c d", 1)
+        growing.client.aborted.clear()
+        growing.grow("first <think>more", 1)
+        growing.client.aborted.clear()
+        growing.grow("second", 1, "stop")
+        _, _, third = growing.client.submitted
+        said = tokenizer.decode(third.token_ids[len(PROMPT) :])
+        assert said == tokenizer.decode(tokenizer.encode("a b c d")[:2]) + "\n</think>\n\nfirst <think>" + (
+            "\n</think>\n\n"
+        )
+        assert growing.parsed.content.split() == ["first", "second"]
+        assert third.sampling.max_tokens == 1000 - len(third.token_ids) + len(PROMPT)
+
+    in_loop(grow)
+
+
+def test_after_the_first_of_sequential_calls_nothing_is_said(tokenizer: Tokenizer) -> None:
+    def grow(size: int) -> None:
+        growing = Growing(tokenizer, options={"ends_after_call": True})
+        growing.grow(f"Well. {CALL}\n{CALL} and more", size, "stop")
+        parsed = growing.parsed
+        assert [(call.name, call.arguments) for call in parsed.calls] == [("f", '{"x": 5}')]
+        assert (parsed.content, parsed.reason) == ("Well.", "tool_calls")
+        assert growing.client.aborted == ["r"]
+
+    for size in (1, 2, 3, 5, 100):
+        in_loop(lambda size=size: grow(size))
+
+
+def test_every_log_probability_is_streamed_once_whatever_its_token_became(tokenizer: Tokenizer) -> None:
+    text = f"Well. {CALL}\n{CALL}"
+    num_tokens = len(tokenizer.encode(text))
+
+    def grow(size: int) -> None:
+        growing = Growing(tokenizer)
+        growing.grow(text, size, "stop", logprobs=True)
+        style = ChatReplyFormat("id", "model", has_logprobs=True)
+        streamed = b"".join(map(style.encode_chunk, growing.deltas))
+        assert streamed.count(b'"top_logprobs"') == num_tokens
+
+    for size in (1, 2, 3, 100):
+        in_loop(lambda size=size: grow(size))
+
+
+def test_a_grammar_that_fails_late_is_the_clients_error(tokenizer: Tokenizer) -> None:
+    def fail() -> None:
+        sampling = SamplingParams(max_tokens=10, grammar="{}")
+        growing = Growing(tokenizer, sampling, {"form_param": "response_format"})
+        with pytest.raises(RequestError) as caught:
+            growing.reply.take(TokenDelta("r", finish="error", error="Too many items."))
+        assert caught.value.param == "response_format"
+        assert "Too many items." in str(caught.value)
+
+    in_loop(fail)
