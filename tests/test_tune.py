@@ -22,6 +22,7 @@ QUESTIONS = [
     ("rope_and_store", (16, 2, 256)),
     ("paged_attention", (16, 2, 256, 64)),
     ("gated_delta_net", (32, 128, 128)),
+    ("delta_net_convolve", (16, 32, 128, 128)),
     ("delta_net_prepare", (16, 32, 128, 128)),
     ("delta_net_scan", (16, 32, 128, 128)),
     ("prefill_attention", (16, 2, 256, 64)),

@@ -157,7 +157,7 @@ def _candidates(question: Question) -> list[Tile]:
     modules = {
         ("linear", "norm_linear", "swiglu_linear"): matmul,
         ("rope_and_store", "paged_attention", "merge_splits", "prefill_attention"): attention,
-        ("gated_delta_net", "delta_net_prepare", "delta_net_scan"): delta_net,
+        ("gated_delta_net", "delta_net_convolve", "delta_net_prepare", "delta_net_scan"): delta_net,
         ("sample_plain", "sample_filtered"): sampling,
     }
     module = next((module for kernels, module in modules.items() if question.kernel in kernels), moe)
