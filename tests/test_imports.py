@@ -28,7 +28,7 @@ ALLOWED = {
     "http_client": set(),
     "wire": set(),
     "llm": {"engine", "models", "text"},
-    "serve": {"serve", "text", "wire", "models"},
+    "serve": {"serve", "text", "wire", "models", "assets"},
     "commands": {
         "commands",
         "serve",

@@ -11,8 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Those of sm_86 say what sm_80 and sm_89 would, nearly: these are compiled with `pytest -m slow`.
-CAPABILITIES = [86, 90, *(pytest.param(number, marks=pytest.mark.slow) for number in (80, 89))]
+# Those of sm_86 say what sm_80 and sm_89 would, nearly: these are compiled with `pytest -m slow`, as are all
+# forms of every kernel for the card the tiles are made for.
+CAPABILITIES = [
+    (86, "one"),
+    (90, "one"),
+    *(pytest.param(number, "one", marks=pytest.mark.slow) for number in (80, 89)),
+    pytest.param(90, "all", marks=pytest.mark.slow),
+]
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227}  # KiB that one program may have
 
 # In a process of its own: under the interpreter, which the other tests use, nothing can be compiled.
@@ -27,8 +33,8 @@ seen = {}
 for module in (attention, decode_rows, delta_net, masking, matmul, moe, norm, sampling):
     for kernel, signature, constexprs, options in module.compile_cases():
         name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
-        if name in seen and int(sys.argv[1]) != 90:
-            continue  # every form for the card the tiles are made for, one of each kernel for the others
+        if name in seen and sys.argv[2] == "one":
+            continue
         constants = {key: value for key, value in constexprs.items() if key != "PDL"}
         constants["PDL"] = int(sys.argv[1]) >= 90
         names = kernel.arg_names
@@ -43,12 +49,12 @@ print(json.dumps(seen))
 """
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_kernels_compile_and_fit(capability: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("capability", "forms"), CAPABILITIES)
+def test_kernels_compile_and_fit(capability: int, forms: str, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(capability)],
+        [sys.executable, "-c", COMPILE, str(capability), forms],
         capture_output=True,
         text=True,
         env=environment,

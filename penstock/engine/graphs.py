@@ -131,7 +131,7 @@ def is_decode(plan: StepPlan) -> bool:
 
 def graph_sizes(max_rows: int) -> list[int]:
     """Powers of two while steps are cheap; then so that padding costs at most an eighth to a quarter."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32)]
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 16)]
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
