@@ -49,7 +49,6 @@ class JudgedServer(http.server.ThreadingHTTPServer):
         self.seconds_a_token = seconds_a_token
         self.places = threading.BoundedSemaphore(places)
         self.bodies: list[dict[str, Any]] = []
-        self.last_text = ""
 
     @property
     def url(self) -> str:
@@ -135,7 +134,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         try:
             reply = make_reply(body, faults)
             if "mixes up" in faults:
-                reply["text"], self.server.last_text = self.server.last_text or reply["text"], reply["text"]
+                # Never twice the same words for the same question, as if they were somebody else's.
+                reply["text"] = f"{len(self.server.bodies)} {reply['text']}"
             self._stream(body, reply) if body.get("stream") else self._send_whole(body, reply)
         finally:
             places.release()
