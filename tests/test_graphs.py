@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.graphs import DecodeStep, graph_sizes, is_decode
-from penstock.engine.packing import StepSize
+from penstock.engine.packing import RowCounts, StepSize
 from penstock.engine.prompt_graphs import PromptStep, prompt_sizes
 from penstock.types import RowPlan, StepPlan
 from small_models import FAMILIES, make_engine, prompt, request, run, tokens_of
@@ -93,7 +93,7 @@ def test_prompts_in_steps_of_a_fixed_size_give_what_plain_steps_give(
         """What `PromptGraphs` is on a GPU, without the graphs."""
 
         def size_for(self, rows: Any) -> StepSize | None:
-            return size if size.holds(rows) else None
+            return size if size.holds(RowCounts.of(rows)) else None
 
         def replay(self, rows: Any, size: StepSize) -> torch.Tensor:
             nonlocal num_replayed

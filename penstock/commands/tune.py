@@ -129,14 +129,14 @@ def time_step(engine: Engine, decoding: Decoding) -> float:
     """Seconds of one captured step: the median of replays, each by the GPU's clock."""
     import torch
 
-    from penstock.engine.graphs import DecodeStep, capture_step
+    from penstock.engine.graphs import DecodeStep, capture
 
     runner = engine.runner
     rows = decoding.rows
     with torch.inference_mode():
         step = DecodeStep(runner.model, runner.caches, runner.rows, len(rows), deterministic=False)
         step.load(rows)
-        graph, _ = capture_step(step, "greedy", None)
+        graph, _ = capture(lambda: step.run("greedy"), None)
         return statistics.median(time_chain(graph.replay, REPLAYS)[WARMUP:])
 
 

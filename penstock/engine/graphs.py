@@ -7,7 +7,8 @@ A step with fewer rows than a size is padded with the table's spare row, which o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -112,7 +113,7 @@ class DecodeGraphs:
         for done, size in enumerate(reversed(sizes)):  # the largest first, the others fit into its memory
             on_phase(Phase("graphs", f"{size} rows", done / len(sizes)))
             for ending in ENDINGS:
-                self._captured[size, ending] = capture_step(self._steps[size], ending, pool)
+                self._captured[size, ending] = capture(partial(self._steps[size].run, ending), pool)
 
     def replay(self, plan: StepPlan, ending: Ending) -> Tensor:  # [rows] int64, or [rows, vocab] float32
         """Valid until the next replay; to be copied on the same stream."""
@@ -135,10 +136,10 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
-def capture_step(step: DecodeStep, ending: Ending, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    step.run(ending)  # compiles and loads what is not yet there, which a capture cannot
+def capture(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    run()  # compiles and loads what is not yet there, which a capture cannot
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        output = step.run(ending)
+        output = run()
     return graph, output

@@ -12,11 +12,30 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.layers.inputs import RowSpan
-from penstock.ops import cut_chunks
+from penstock.ops import CHUNK, cut_chunks
 from penstock.types import RowPlan
 
 FROM_LAST_SAMPLE = -1
-PIECE = 64  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RowCounts:
+    """What the rows of a step need room for."""
+
+    num_decodes: int
+    num_prompts: int
+    num_prompt_tokens: int
+    num_pieces: int
+
+    @classmethod
+    def of(cls, rows: Sequence[RowPlan]) -> RowCounts:
+        prompts = [row for row in rows if not row.is_decode]
+        return cls(
+            num_decodes=len(rows) - len(prompts),
+            num_prompts=len(prompts),
+            num_prompt_tokens=sum(row.num_tokens for row in prompts),
+            num_pieces=len(cut_chunks([span_of(row) for row in prompts])[0]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +57,7 @@ class StepSize:
     @property
     def num_pieces(self) -> int:
         """A prompt may begin and end inside of an aligned piece."""
-        return self.num_prompt_tokens // PIECE + self.num_prompts
+        return self.num_prompt_tokens // CHUNK + self.num_prompts
 
     def spans(self, rows: Sequence[RowPlan]) -> tuple[RowSpan, ...]:
         """The rows as the host knows them, in their places. Kernels may believe which of them are decodes,
@@ -49,13 +68,12 @@ class StepSize:
         decodes += [RowSpan(1, 1)] * (self.num_decodes - len(decodes))
         return (*decodes, *prompts, *[RowSpan(0, 0)] * (self.num_prompts - len(prompts)))
 
-    def holds(self, rows: Sequence[RowPlan]) -> bool:
-        prompts = [row for row in rows if not row.is_decode]
+    def holds(self, counts: RowCounts) -> bool:
         return (
-            len(rows) - len(prompts) <= self.num_decodes
-            and len(prompts) <= self.num_prompts
-            and sum(row.num_tokens for row in prompts) <= self.num_prompt_tokens
-            and len(cut_chunks([span_of(row) for row in prompts])[0]) <= self.num_pieces
+            counts.num_decodes <= self.num_decodes
+            and counts.num_prompts <= self.num_prompts
+            and counts.num_prompt_tokens <= self.num_prompt_tokens
+            and counts.num_pieces <= self.num_pieces
         )
 
     def place_of(self, rows: Sequence[RowPlan]) -> list[int]:

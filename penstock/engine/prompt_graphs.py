@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.graphs import Model
-from penstock.engine.packing import StepSize, pack_padded
+from penstock.engine.graphs import Model, capture
+from penstock.engine.packing import RowCounts, StepSize, pack_padded
 from penstock.engine.rows import RowTable
 from penstock.layers.inputs import LayerCache
+from penstock.ops import CHUNK
 from penstock.progress import OnPhase, Phase
 from penstock.types import RowPlan
 
@@ -76,20 +77,16 @@ class PromptGraphs:
         for done, size in enumerate(reversed(sizes)):  # the largest first, the others fit into its memory
             on_phase(Phase("graphs", f"{size.num_tokens} tokens", done / len(sizes)))
             step = PromptStep(model, caches, rows, size, deterministic)
-            step.run()  # compiles and loads what is not yet there, which a capture cannot
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                logits = step.run()
-            self._steps[size] = step, graph, logits
+            self._steps[size] = step, *capture(step.run, pool)
         self._sizes = sizes
         for num_tokens in WARMED_TOKENS:
             if num_tokens <= max_step_tokens:
-                size = StepSize(0, min(MAX_PROMPTS, rows.max_rows), num_tokens)
+                size = StepSize(0, _num_prompts(num_tokens, rows.max_rows), num_tokens)
                 PromptStep(model, caches, rows, size, deterministic).run()
 
     def size_for(self, rows: Sequence[RowPlan]) -> StepSize | None:
-        return next((size for size in self._sizes if size.holds(rows)), None)
+        counts = RowCounts.of(rows)
+        return next((size for size in self._sizes if size.holds(counts)), None)
 
     def replay(self, rows: Sequence[RowPlan], size: StepSize) -> Tensor:  # [L, vocab] float32
         """The logits of the rows that sample, in the order of the plan."""
@@ -103,9 +100,14 @@ class PromptGraphs:
 def prompt_sizes(max_rows: int, max_step_tokens: int) -> list[StepSize]:
     """In the order in which a step is to be tried: the least work first."""
     return [
-        StepSize(num_decodes, min(num_tokens // 64, MAX_PROMPTS, max_rows), num_tokens)
+        StepSize(num_decodes, _num_prompts(num_tokens, max_rows), num_tokens)
         for num_tokens in PROMPT_TOKENS
         if num_tokens <= max_step_tokens
         for num_decodes in DECODES
         if num_decodes < max_rows
     ]
+
+
+def _num_prompts(num_tokens: int, max_rows: int) -> int:
+    """Prompts shorter than a chunk are rare enough to be launched as they come when there are many."""
+    return min(num_tokens // CHUNK, MAX_PROMPTS, max_rows)

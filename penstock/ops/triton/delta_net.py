@@ -22,6 +22,7 @@ from torch import Tensor
 from penstock.ops.reference import delta_net as reference
 from penstock.ops.reference.rows import Chunks, Span, decode_runs
 from penstock.ops.triton import delta_net_chunks
+from penstock.ops.triton.activation import silu, softplus
 from penstock.ops.triton.launch import (
     CompileCase,
     launch_options,
@@ -232,11 +233,11 @@ def _decode_kernel(
     gate = tl.load(p_gates + i_head * VALUE_DIM + i_v, mask=in_v, other=0.0).to(tl.float32)
     beta = tl.sigmoid(tl.load(p_gates + VALUE_SIZE + i_head).to(tl.float32))
     step = tl.load(p_gates + VALUE_SIZE + NUM_VALUE_HEADS + i_head).to(tl.float32)
-    decay = tl.exp(-tl.exp(rate) * _softplus(step + step_bias))
+    decay = tl.exp(-tl.exp(rate) * softplus(step + step_bias))
 
     # Query and key stay one vector up to here: no smaller than the program, so that each is loaded only once.
-    b_qk = tl.reshape(_silu(qk_past + qk_tap * qk_input.to(tl.float32)), (2, BLOCK_K))
-    b_v = _silu(v_past + v_tap * v_input.to(tl.float32))
+    b_qk = tl.reshape(silu(qk_past + qk_tap * qk_input.to(tl.float32)), (2, BLOCK_K))
+    b_v = silu(v_past + v_tap * v_input.to(tl.float32))
     b_q, b_k = tl.split(tl.permute(b_qk, (1, 0)))
     s_q = tl.reshape(b_q, (LANES_K, GROUPS_K))[:, None, :, None]
     s_key = tl.reshape(b_k, (LANES_K, GROUPS_K))[:, None, :, None]
@@ -262,7 +263,7 @@ def _decode_kernel(
     mean_square = tl.sum(tl.sum(read * read, axis=1), axis=0) / VALUE_DIM
     normed = read * tl.rsqrt(mean_square + eps) * b_norm
     p_out = out + i_row * VALUE_SIZE + i_head * VALUE_DIM + s_v
-    tl.store(p_out, (normed * _silu(gate)).to(out.dtype.element_ty), mask=s_v < VALUE_DIM)
+    tl.store(p_out, (normed * silu(gate)).to(out.dtype.element_ty), mask=s_v < VALUE_DIM)
 
     # Value heads of one key head share its channels: the first of them writes.
     writes_qk = tl.where(i_head % HEADS_A_KEY == 0, in_qk, False)
@@ -323,20 +324,6 @@ def _add_pairs(a, b, c, d):
 @triton.jit
 def _add_triples(a, b, c, d, e, f):
     return a + d, b + e, c + f
-
-
-@triton.jit
-def _silu(x):
-    return x * tl.sigmoid(x)
-
-
-@triton.jit
-def _softplus(x):
-    """log(1 + exp(x)). A sum with one drops what the logarithm would have kept; the quotient puts it back."""
-    small = tl.exp(-tl.abs(x))
-    rounded = 1.0 + small
-    kept = tl.where(rounded == 1.0, 1.0, rounded - 1.0)
-    return tl.maximum(x, 0.0) + tl.where(rounded == 1.0, small, tl.log(rounded) * (small / kept))
 
 
 def compile_cases() -> list[CompileCase]:

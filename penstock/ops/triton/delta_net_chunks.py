@@ -13,9 +13,6 @@ and end, never on what else is in the step.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -23,15 +20,18 @@ from torch import Tensor
 
 from penstock.ops.reference import rows
 from penstock.ops.reference.rows import Chunks
-from penstock.ops.triton.delta_net_convolve import CHUNK, convolve_kernel, silu
+from penstock.ops.triton.activation import silu
+from penstock.ops.triton.delta_net_convolve import CHUNK, convolve_kernel
 from penstock.ops.triton.delta_net_prepare import find_pages, num_page_elements, prepare_kernel
 from penstock.ops.triton.launch import (
+    SMALL_MEMORY,
     CompileCase,
     cdiv,
     has_dependent_launch,
     launch_options,
     let_next_start,
     next_power_of_2,
+    shared_memory,
     wait_for_previous,
 )
 from penstock.ops.triton.tuning import Tile, choose
@@ -44,7 +44,6 @@ PREPARE_TILE: Tile = {"num_warps": 4, "num_stages": 1}
 # processor, and while one waits the others compute.
 HOPPER_PREPARE_TILE: Tile = {**PREPARE_TILE, "maxnreg": 128}
 SCAN_COLUMNS = 64  # of a head, for a program of the scan: best for one row and for many on an H200
-SMALL_MEMORY = 99 * 1024  # bytes of shared memory that a program has on every card
 
 
 def mix_chunks(
@@ -93,7 +92,7 @@ def mix_chunks(
         mixed, convolved, a_log, dt_bias, chunks.pieces, prepared, log_decays, mixed.stride(0),
         **heads, **padded, **tile_of("delta_net_prepare", rule, num_tokens), **options,
     )  # fmt: skip
-    rule = _scan_rule(shape, mixed.element_size(), _shared_memory(device))
+    rule = _scan_rule(shape, mixed.element_size(), shared_memory(device))
     tile = tile_of("delta_net_scan", rule, num_rows)
     num_blocks = cdiv(value_dim, tile["BLOCK_V"])
     states = (conv, recurrent, query_start, context_lens, state_slots, initial_slots)
@@ -139,15 +138,6 @@ def _scan_rule(shape: Shape, element_size: int, memory: int) -> Tile:
     # Three buffers of what all columns share, two of the values; and one to write outputs through.
     has_room = element_size == 2 and element_size * (3 * shared + 3 * own) + 1024 <= memory
     return {"BLOCK_V": block_v, "num_warps": 4, "num_stages": 3 if has_room else 1}
-
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have."""
-    if device.type != "cuda":
-        return SMALL_MEMORY
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:

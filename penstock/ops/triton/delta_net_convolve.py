@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from penstock.ops.reference import delta_net, rows
+from penstock.ops.triton.activation import silu
 from penstock.ops.triton.launch import let_next_start, wait_for_previous
 
 L2_EPS = tl.constexpr(delta_net.L2_EPS)
@@ -101,8 +102,3 @@ def convolve_kernel(
         total = tl.where((i_run + i < num_tokens)[:, None], total, 0.0)
         p_token = p_convolved + i * NUM_CHANNELS
         tl.store(p_token, total.to(convolved.dtype.element_ty), mask=in_head[None, :])
-
-
-@triton.jit
-def silu(x):
-    return x / (1.0 + tl.exp(-x))

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from penstock.ops.reference import rows
+from penstock.ops.triton.activation import softplus
 from penstock.ops.triton.launch import let_next_start, wait_for_previous
 
 CHUNK = tl.constexpr(rows.CHUNK)
@@ -199,12 +200,3 @@ def _split(x, dtype):
     """x in a narrow dtype, and what is lost by that in the same."""
     high = x.to(dtype)
     return high, (x - high.to(tl.float32)).to(dtype)
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + exp(x)). A sum with one drops what the logarithm would have kept; the quotient puts it back."""
-    small = tl.exp(-tl.abs(x))
-    rounded = 1.0 + small
-    kept = tl.where(rounded == 1.0, 1.0, rounded - 1.0)
-    return tl.maximum(x, 0.0) + tl.where(rounded == 1.0, small, tl.log(rounded) * (small / kept))

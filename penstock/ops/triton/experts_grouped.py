@@ -17,12 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.triton import experts_list
+from penstock.ops.triton.activation import silu
 from penstock.ops.triton.experts_list import list_pairs, load_tile
 from penstock.ops.triton.launch import (
     CompileCase,
+    cdiv,
     has_dependent_launch,
     launch_options,
     let_next_start,
+    next_power_of_2,
     wait_for_previous,
 )
 from penstock.ops.triton.tuning import Tile, bucket, choose
@@ -67,12 +70,12 @@ def run(
 
     tile = choose("expert_gate_up_grouped", shape, num_tokens, rules["gate_up"], x.device)
     some = gate_up if shared_gate_up is None else shared_gate_up
-    grid = (triton.cdiv(2 * widest, tile["BLOCK_N"]), len(tiles))
+    grid = (cdiv(2 * widest, tile["BLOCK_N"]), len(tiles))
     _grouped_gate_up_kernel[grid](x, order, tiles, gate_up, some, inner, **dims, **tile, **options)
 
     tile = choose("expert_down_grouped", shape, num_tokens, rules["down"], x.device)
     some = down if shared_down is None else shared_down
-    grid = (triton.cdiv(width, tile["BLOCK_N"]), len(tiles))
+    grid = (cdiv(width, tile["BLOCK_N"]), len(tiles))
     _grouped_down_kernel[grid](inner, order, tiles, down, some, outputs, **dims, **tile, **options)
 
     _add_pairs(out, outputs, weights, shared_weight, residual)
@@ -83,8 +86,8 @@ def _add_pairs(
 ) -> None:
     """The residual and what a token's pairs gave, by their weights."""
     (num_tokens, k), width = weights.shape, residual.shape[1]
-    block = min(1024, triton.next_power_of_2(width))
-    _add_pairs_kernel[num_tokens, triton.cdiv(width, block)](
+    block = min(1024, next_power_of_2(width))
+    _add_pairs_kernel[num_tokens, cdiv(width, block)](
         outputs,
         weights,
         weights if shared_weight is None else shared_weight,
@@ -183,7 +186,7 @@ def _gate_up_tile(
     tokens = tl.load(order + pairs, mask=is_pair, other=0) // SLOTS
     both = _multiply(x, tokens * H, is_pair, weights, rows * H, H, H % BLOCK_K == 0, BLOCK_K)
     gate, up = tl.split(tl.reshape(both, [M, HALF, 2]))
-    b_inner = (gate / (1.0 + tl.exp(-gate)) * up).to(inner.dtype.element_ty)
+    b_inner = (silu(gate) * up).to(inner.dtype.element_ty)
     columns = tl.program_id(0) * HALF + tl.arange(0, HALF)
     is_inner = is_pair[:, None] & (columns < width)[None, :]
     tl.store(inner + pairs[:, None] * INNER + columns[None, :], b_inner, mask=is_inner)

@@ -15,7 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.launch import CompileCase, launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import (
+    CompileCase,
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    wait_for_previous,
+)
 from penstock.ops.triton.moe_route import arrives_last
 from penstock.ops.triton.tuning import bucket
 
@@ -27,11 +34,11 @@ def list_pairs(ids: Tensor, num_experts: int, slots: int, height: int) -> tuple[
     num_tokens, k = ids.shape
     num_tiles = num_tokens * k // height + min(num_experts, num_tokens * k)
     if slots > k:
-        num_tiles += triton.cdiv(num_tokens, height)
+        num_tiles += cdiv(num_tokens, height)
     order = ids.new_empty((num_experts + 1) * num_tokens, dtype=torch.int32)
     tiles = ids.new_empty(num_tiles, 4, dtype=torch.int32)
     block = 256 if bucket(num_tokens) <= 2048 else 1024
-    _list_tiles_kernel[triton.cdiv(num_tokens * slots, block),](
+    _list_tiles_kernel[cdiv(num_tokens * slots, block),](
         ids,
         _counts(ids.device, num_experts),
         order,
@@ -42,7 +49,7 @@ def list_pairs(ids: Tensor, num_experts: int, slots: int, height: int) -> tuple[
         K=k,
         SLOTS=slots,
         BLOCK=block,
-        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_E=next_power_of_2(num_experts),
         BLOCK_M=height,
         num_warps=block // 64,
         **launch_options(ids.device),

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.triton.activation import silu
 from penstock.ops.triton.launch import (
     CompileCase,
     cdiv,
@@ -292,7 +293,7 @@ def _gate_up_kernel(
         tokens = tl.where(pairs < num_pairs, pairs // K, pairs - num_pairs)
         both = _multiply(weights, row_starts, is_row, x, tokens * H, is_pair, H, BLOCK_N, BLOCK_M, BLOCK_K)
         gate, up = tl.split(tl.permute(tl.reshape(both, [2, HALF, BLOCK_M]), [1, 2, 0]))
-        b_inner = gate / (1.0 + tl.exp(-gate)) * up
+        b_inner = silu(gate) * up
         is_inner = (columns < width)[:, None] & is_pair[None, :]
         tl.store(inner + columns[:, None] + (pairs * INNER)[None, :], b_inner, mask=is_inner)
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.triton.activation import silu
 from penstock.ops.triton.launch import (
     CompileCase,
     cdiv,
@@ -141,7 +142,7 @@ def _gate_up_kernel(
     b_x = tl.load(x + token * H + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     gate = tl.sum(b_gate.to(tl.float32) * b_x, axis=1)
     up = tl.sum(b_up.to(tl.float32) * b_x, axis=1)
-    b_inner = gate / (1.0 + tl.exp(-gate)) * up
+    b_inner = silu(gate) * up
     tl.store(inner + (token * (K + 1) + slot) * INNER + rows, b_inner, mask=is_row)
 
 

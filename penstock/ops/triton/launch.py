@@ -86,3 +86,15 @@ def _capability(index: int) -> tuple[int, int]:
 def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors: what a grid should fill. The interpreter pretends to have a few."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+SMALL_MEMORY = 99 * 1024  # bytes of shared memory that a program may have on every card
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have."""
+    if device.type != "cuda":
+        return SMALL_MEMORY
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.triton.activation import silu
 from penstock.ops.triton.launch import CompileCase
 
 
@@ -77,7 +78,7 @@ def load_activations(p_x, inside, M: tl.constexpr, IS_SWIGLU: tl.constexpr, IS_W
     b_x = load_inside(p_x, inside, IS_WHOLE).to(tl.float32)
     if IS_SWIGLU:
         b_up = load_inside(p_x + M, inside, IS_WHOLE).to(tl.float32)
-        b_x = b_x / (1.0 + tl.exp(-b_x)) * b_up
+        b_x = silu(b_x) * b_up
     return b_x
 
 

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from penstock.ops.triton.launch import (
     CompileCase,
+    cdiv,
     has_dependent_launch,
     launch_options,
     let_next_start,
+    next_power_of_2,
     wait_for_previous,
 )
 from penstock.ops.triton.tuning import Tile, bucket, choose
@@ -62,7 +64,7 @@ def norm_route(
         "H": width,
         "NORMALIZE": normalize,
         "HAS_SHARED": has_shared,
-        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "BLOCK_E": next_power_of_2(num_experts),
         **launch_options(hidden.device),
     }
     given = (hidden, norm_weight, router, router if shared_gate is None else shared_gate)
@@ -76,15 +78,15 @@ def norm_route(
     tensors = (*given, x, logits, _arrivals(hidden.device), *chosen)
     if num_tokens <= VECTOR_TOKENS and not deterministic:
         tile = choose("route_vector", shape, num_tokens, _vector_rule(width), hidden.device)
-        grid = (triton.cdiv(num_experts, tile["ROWS"]) + has_shared, num_tokens)
-        block_h = triton.next_power_of_2(width)
+        grid = (cdiv(num_experts, tile["ROWS"]) + has_shared, num_tokens)
+        block_h = next_power_of_2(width)
         _route_vector_kernel[grid](*tensors, eps, **constants, BLOCK_H=block_h, **tile)
     else:
         # Another tile sums in another order: it may not depend on what else is in the step.
         tile = TILE if deterministic else choose("route_tile", shape, num_tokens, TILE, hidden.device)
         grid = (
-            triton.cdiv(num_experts, tile["BLOCK_N"]) + has_shared,
-            triton.cdiv(num_tokens, tile["BLOCK_M"]),
+            cdiv(num_experts, tile["BLOCK_N"]) + has_shared,
+            cdiv(num_tokens, tile["BLOCK_M"]),
         )
         _route_tile_kernel[grid](*tensors, num_tokens, eps, **constants, **tile)
     return x, weights, ids, shared_weight
@@ -97,8 +99,8 @@ def _route_whole(
     shape = (num_experts, width)
     rule = _whole_rule(num_tokens, shape, x.element_size(), has_dependent_launch(x.device))
     tile = choose("route_whole", shape, num_tokens, rule, x.device)
-    _route_whole_kernel[triton.cdiv(num_tokens, tile["BLOCK_M"]),](
-        *given, x, *chosen, num_tokens, eps, **constants, BLOCK_H=triton.next_power_of_2(width), **tile
+    _route_whole_kernel[cdiv(num_tokens, tile["BLOCK_M"]),](
+        *given, x, *chosen, num_tokens, eps, **constants, BLOCK_H=next_power_of_2(width), **tile
     )
 
 
@@ -114,12 +116,12 @@ def _arrivals(device: torch.device) -> Tensor:
 
 def _vector_rule(width: int) -> Tile:
     """A warp and 8 KB of bf16 router rows a program: warps of one program would wait for each other."""
-    return {"ROWS": max(1, 4096 // triton.next_power_of_2(width)), "num_warps": 1, "num_stages": 1}
+    return {"ROWS": max(1, 4096 // next_power_of_2(width)), "num_warps": 1, "num_stages": 1}
 
 
 def _whole_rule(num_tokens: int, shape: tuple[int, int], element_size: int, is_hopper: bool) -> Tile:
     """Some 128 programs, one for a multiprocessor of a large card, as long as their logits fit registers."""
-    num_experts, width = (triton.next_power_of_2(size) for size in shape)
+    num_experts, width = (next_power_of_2(size) for size in shape)
     height = max(16, min(bucket(num_tokens) // 128, 16384 // num_experts, 64))
     block_k = (128 if num_experts <= 256 else 64) // element_size
     stage_bytes = (height + num_experts) * block_k * element_size

@@ -14,7 +14,6 @@ its first kernel with an early start.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -26,10 +25,14 @@ from torch import Tensor
 from penstock.ops.reference import rows
 from penstock.ops.reference.rows import Chunks
 from penstock.ops.triton.launch import (
+    SMALL_MEMORY,
     CompileCase,
+    cdiv,
     launch_options,
     let_next_start,
+    next_power_of_2,
     num_processors,
+    shared_memory,
     wait_for_previous,
 )
 from penstock.ops.triton.tuning import Tile, choose
@@ -66,10 +69,10 @@ def prefill_attention(
     assert gate is None or gate.stride(1) == 1
     page_size, num_kv_heads = keys.shape[1:3]
     shape = (num_heads, num_kv_heads, head_dim, page_size)
-    tile = _prefill_rule(shape, keys.dtype, _shared_memory(q.device))
+    tile = _prefill_rule(shape, keys.dtype, shared_memory(q.device))
     if not deterministic:
         tile = choose("prefill_attention", shape, num_tokens, tile, q.device)
-    num_groups = num_kv_heads * triton.cdiv(num_heads // num_kv_heads, tile["BLOCK_HEADS"])
+    num_groups = num_kv_heads * cdiv(num_heads // num_kv_heads, tile["BLOCK_HEADS"])
     max_keys = page_table.shape[1] * page_size
     num_splits = 1 if deterministic else _plan_splits(num_pieces * num_groups, max_keys, q.device)
     partial = log_sums = None  # the splits' results, and the logarithms of their sums
@@ -79,7 +82,7 @@ def prefill_attention(
     pieces = (chunks.pieces, query_start, context_lens)
     gate_stride = 0 if gate is None else gate.stride(0)
     constants = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "WINDOW": window}
-    constants |= {"BLOCK_D": max(16, triton.next_power_of_2(head_dim)), **launch_options(q.device)}
+    constants |= {"BLOCK_D": max(16, next_power_of_2(head_dim)), **launch_options(q.device)}
     _prefill_kernel[num_groups, num_pieces, num_splits](
         q,
         keys,
@@ -114,11 +117,11 @@ def _plan_splits(num_programs: int, max_keys: int, device: torch.device) -> int:
 def _prefill_rule(shape: tuple[int, ...], dtype: torch.dtype, shared_memory: int) -> Tile:
     """The largest of a few tiles whose queries, and two blocks of keys and values, fit into shared memory."""
     num_heads, num_kv_heads, head_dim, page_size = shape
-    padded_dim = triton.next_power_of_2(head_dim)
+    padded_dim = next_power_of_2(head_dim)
     if dtype == torch.float32:  # no tensor cores: every product is an instruction, and registers are few
         block_keys = math.gcd(page_size, min(max(EXACT_BLOCK // padded_dim, 16), 64))
         return {"BLOCK_HEADS": 1, "BLOCK_KEYS": block_keys, "num_warps": 4, "num_stages": 1}
-    max_heads = triton.next_power_of_2(num_heads // num_kv_heads)
+    max_heads = next_power_of_2(num_heads // num_kv_heads)
     for num_stacked, num_keys in ((2, 64), (2, 32), (1, 64), (1, 32)):
         block_heads, block_keys = min(num_stacked, max_heads), math.gcd(num_keys, page_size)
         if (rows.CHUNK * block_heads + 4 * block_keys) * padded_dim * dtype.itemsize <= shared_memory:
@@ -126,15 +129,6 @@ def _prefill_rule(shape: tuple[int, ...], dtype: torch.dtype, shared_memory: int
     # 4 warps for 64 rows of the tile: that is whom the tensor cores of Hopper obey.
     tile = {"BLOCK_HEADS": block_heads, "BLOCK_KEYS": block_keys}
     return {**tile, "num_warps": 4 * block_heads, "num_stages": 2}
-
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """What one program may have, in bytes."""
-    if device.type != "cuda":
-        return 99 * 1024
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
@@ -168,7 +162,7 @@ def compile_cases() -> list[CompileCase]:
 
     merge_tile, merge_options = _options(MERGE_TILE)
     return [
-        prefill_case(99 * 1024, gate, splits),
+        prefill_case(SMALL_MEMORY, gate, splits),
         prefill_case(227 * 1024, gate, splits),
         prefill_case(227 * 1024, splits, gate),
         (_merge_kernel, merge_signature, {**constants, **merge_tile}, merge_options),
