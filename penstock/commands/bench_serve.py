@@ -123,7 +123,8 @@ def _server(settings: LoadSettings, arguments: argparse.Namespace) -> Iterator[S
         yield StartedServer(settings.base_url, 0.0)
         return
     max_rows = from_mapping(EngineConfig, read_settings(EngineConfig, arguments)).max_rows
-    if not settings.rate and not settings.trace and max(settings.concurrency) > max_rows:
+    is_closed = not settings.rate and not settings.trace
+    if is_closed and max_rows is not None and max(settings.concurrency) > max_rows:
         print_note(f"--max-rows is {max_rows}: of more requests at a time, the rest wait in the server.")
     with PhaseList() as phases, started_server(_server_words(arguments), phases) as server:
         phases.close()

@@ -132,7 +132,7 @@ def is_decode(plan: StepPlan) -> bool:
 
 def graph_sizes(max_rows: int) -> list[int]:
     """Powers of two while steps are cheap; then so that padding costs at most an eighth to a quarter."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 257, 16)]
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32)]
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 

@@ -40,7 +40,8 @@ VECTOR, TENSOR, LIBRARY = 0, 1, 2  # the "form" of a tile
 
 VECTOR_TOKENS = 4
 MANY_ROWS = 1 << 16  # of a head: from three tokens on, multiplying in registers takes longer than reading
-TENSOR_TOKENS = 256
+FEW_ROWS = 1 << 12  # the columns of so few are split
+TENSOR_TOKENS = 64  # of more the library's product is quicker: not yet for few rows, nor for a head's
 FUSED_TOKENS = {"linear": 0, "norm_linear": 32, "swiglu_linear": 16}  # prepared inside the tensor form
 SWIGLU_COLUMNS = 1024
 
@@ -101,7 +102,8 @@ def _multiply(kernel: str, product: Product, deterministic: bool) -> Tensor:
 def _rule(kernel: str, shape: tuple[int, int], num_tokens: int, device: torch.device) -> Tile:
     if num_tokens <= (2 if shape[0] >= MANY_ROWS else VECTOR_TOKENS):
         return {"form": VECTOR, **vector_rule(shape, num_tokens, device)}
-    if num_tokens > TENSOR_TOKENS:
+    is_usual = FEW_ROWS < shape[0] < MANY_ROWS
+    if num_tokens > (TENSOR_TOKENS if is_usual else 2 * TENSOR_TOKENS):
         return {"form": LIBRARY}
     tile = tensor_rule(shape, num_tokens, device)
     return {"form": TENSOR, "is_fused": int(_can_fuse(kernel, tile, num_tokens)), **tile}
