@@ -77,10 +77,10 @@ def _gate_up_rule(width: int) -> Tile:
 
 
 def _down_rule(k: int, inner_width: int) -> Tile:
-    """As many rows, of all k experts, as make 16 KB in bf16; one load of all threads is an expert's row."""
+    """As many rows, of all k experts, as make 16 KB in bf16: 128 bytes a thread."""
     block_i = next_power_of_2(inner_width)
     rows = max(1, 8192 // (next_power_of_2(k) * block_i))
-    return {"ROWS": rows, "num_warps": min(max(block_i // 256, 1), 8), "num_stages": 1}
+    return {"ROWS": rows, "num_warps": min(max(block_i // 128, 1), 8), "num_stages": 1}
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
