@@ -26,6 +26,7 @@ COMMANDS = {
     "bench": "time decode steps and prefills against the memory floor, or a server under load",
     "tune": "measure the tiles of the kernels on this GPU",
     "eval": "what the model behind a server can do, on problems it has never seen",
+    "forge": "write a specialised engine for one model on this machine",
 }
 
 HELP = """Penstock runs language models: hybrid Gated-DeltaNet ones (Qwen3.5) and Llamas.
@@ -41,6 +42,7 @@ Try it; without a model these use a tiny one that comes along:
   penstock serve ~/models/Qwen3.5-4B          the same with a checkpoint of yours
   penstock eval gates                         what the model behind that server can do
   penstock inspect Qwen3.5-35B-A3B            parameters, bytes, what fits here
+  penstock forge --budget 10m                 an engine.py for the model in target/
 
 penstock COMMAND --help shows every flag. Engine and server flags are environment variables too:
 --max-rows is PENSTOCK_MAX_ROWS. Numbers may be short: 4k is 4096. --debug shows tracebacks.

@@ -1,0 +1,81 @@
+"""`penstock forge`: writes an engine for one model on this machine, and shows how it got there."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from penstock.errors import PenstockError
+
+DESCRIPTION = "Writes an engine for one model on this machine: plan, write, check, measure, keep the best."
+USAGE = "penstock forge [flags]"
+EXAMPLES = [
+    "penstock forge                                            target/ → workspace/engine.py",
+    "penstock forge --config c.json --weights w --budget 10m   another model, ten minutes",
+    "penstock forge --llm-base-url http://127.0.0.1:8000       a model proposes edits too",
+]
+
+TARGETS = (Path("target"), Path("/target"))
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh]?)")
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def read_duration(text: str) -> float:
+    """90, 90s, 10m, 1.5h -> seconds"""
+    match = _DURATION.fullmatch(text.strip().lower())
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration; write 90s or 10m")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="model_config.json (default: target/)")
+    parser.add_argument(
+        "--weights", type=Path, metavar="FOLDER", help="the folder of model.pt (default: target/)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        default=Path("workspace/engine.py"),
+        help="where the engine goes; ledger, log and report beside it (default: workspace/engine.py)",
+    )
+    parser.add_argument(
+        "--budget", type=read_duration, metavar="TIME", default=600.0, help="90s, 10m (default: 10m)"
+    )
+    parser.add_argument("--device", metavar="NAME", default="", help="cuda or cpu (default: what is here)")
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="of the traces (default: 0)")
+    parser.add_argument("--max-trials", type=int, metavar="N", default=1000, help="stop after that many")
+    parser.add_argument(
+        "--llm-base-url", metavar="URL", default="", help="a server whose model proposes edits"
+    )
+    parser.add_argument("--llm-model", metavar="NAME", default="default", help="its name (default: default)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from penstock.forge.run import forge
+
+    default = next((folder for folder in TARGETS if (folder / "model_config.json").exists()), TARGETS[0])
+    best = forge(
+        config=arguments.config or default / "model_config.json",
+        weights=arguments.weights or default / "weights",
+        out=arguments.out,
+        device=_pick_device(arguments.device),
+        budget_s=arguments.budget,
+        seed=arguments.seed,
+        max_trials=arguments.max_trials,
+        llm_base_url=arguments.llm_base_url,
+        llm_model=arguments.llm_model,
+        say=lambda line: print(line, flush=True),
+    )
+    print(f"{arguments.out}: {best.idea}; see {arguments.out.parent / 'report.md'}")
+    return 0
+
+
+def _pick_device(name: str) -> str:
+    import torch
+
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise PenstockError("There is no CUDA device here", "", "Leave --device away, or write --device cpu.")
+    return name or ("cuda" if torch.cuda.is_available() else "cpu")

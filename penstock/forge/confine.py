@@ -1,0 +1,244 @@
+"""What a process gives up before a stranger's code runs in it. Imports no Penstock and no torch.
+
+Each restriction stands alone, because each may be missing (an old kernel, a container) or in the way (a GPU
+driver that needs what it takes): `probe` finds out which go together. `confine` applies the ones it is asked
+for, in an order in which none locks out the next, and tells in words which are in force.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import platform
+import resource
+import signal
+import socket
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+READ_ACCESS = 0b1101  # execute, read a file, list a folder
+FILE_ACCESS = 0b111 | 1 << 14 | 1 << 15  # what can be done to a file, or to a device, rather than to a folder
+MAX_CAPABILITIES = 64
+# By worth, the first first; of several forms of one thing the strongest first.
+FORMS = (
+    ("system calls",),
+    ("files", "files and devices"),
+    ("privileges",),
+    ("network",),
+    ("signals",),
+    ("connections",),
+    ("file sizes",),
+)
+CPU_FORMS = (*FORMS, ("addresses",))  # a CUDA driver reserves addresses without end
+
+
+def confine(restrictions: Iterable[str], limits: Mapping[str, Any]) -> dict[str, str]:
+    """Gives up what these take away, for good. Returns by name, in words, what is in force."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _let_memory_be_locked()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_CPU, int(limits["seconds"] * (os.cpu_count() or 1)) + 1)
+    wanted = set(restrictions)
+    in_force = {name: apply(libc, limits) for name, apply in _RESTRICTIONS.items() if name in wanted}
+    return {name: words for name, words in in_force.items() if words}
+
+
+def _let_memory_be_locked() -> None:
+    """Drivers pin memory, which root may without limit; without its privileges the limit would count."""
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def _own_network(libc: Any, limits: Mapping[str, Any]) -> str:
+    """Root needs no user namespace for it, and some drivers do not work in one."""
+    if os.geteuid() == 0 and libc.unshare(CLONE_NEWNET) == 0:
+        return "a network namespace of its own"
+    user, group = os.getuid(), os.getgid()
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET):
+        return ""
+    identity = (
+        ("setgroups", "deny"),
+        ("uid_map", f"{user} {user} 1"),
+        ("gid_map", f"{group} {group} 1"),
+    )
+    for name, line in identity:  # in a user namespace one is nobody until one says who one is outside
+        with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
+            file.write(line)
+    return "a user and a network namespace of its own"
+
+
+class _Ruleset(ctypes.Structure):
+    _fields_ = (("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
+
+
+class _PathRule(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = (("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32))
+
+
+def landlock_version(libc: Any) -> int:
+    return int(libc.syscall(LANDLOCK_CREATE, None, 0, 1))
+
+
+def _enter_landlock(libc: Any, rules: _Ruleset, allowed: Iterable[tuple[str, int]] = ()) -> bool:
+    """A domain that these rules are the walls of, with doors for the allowed paths."""
+    version = landlock_version(libc)
+    size = 8 if version < 4 else 16 if version < 6 else 24
+    ruleset = libc.syscall(LANDLOCK_CREATE, ctypes.byref(rules), size, 0)
+    if ruleset < 0:
+        return False
+    for path, access in allowed:
+        with contextlib.suppress(OSError):  # what is not there needs no door
+            opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            access &= rules.files & (~0 if os.path.isdir(path) else FILE_ACCESS)
+            libc.syscall(LANDLOCK_ADD, ruleset, 1, ctypes.byref(_PathRule(access, opened)), 0)
+            os.close(opened)
+    failed = libc.syscall(LANDLOCK_RESTRICT, ruleset, 0)
+    os.close(ruleset)
+    return not failed
+
+
+def _only_files(libc: Any, limits: Mapping[str, Any]) -> str:
+    return _restrict_files(libc, limits["readable"], limits["writable"])
+
+
+def _only_files_and_devices(libc: Any, limits: Mapping[str, Any]) -> str:
+    """For a driver that opens more than its own devices: every device but disks, and the kernel's own."""
+    devices = (f"/dev/{name}" for name in sorted(os.listdir("/dev")))
+    harmless = [path for path in devices if not _is_disk(path)]
+    return _restrict_files(libc, limits["readable"], [*limits["writable"], "/proc", "/run", *harmless])
+
+
+def _is_disk(path: str) -> bool:
+    try:
+        return stat.S_ISBLK(os.stat(path).st_mode)
+    except OSError:  # a link to nowhere
+        return True
+
+
+def _restrict_files(libc: Any, readable: list[str], writable: list[str]) -> str:
+    version = landlock_version(libc)
+    if version < 1:
+        return ""
+    num_rights = 13 if version == 1 else 14 if version == 2 else 15 if version < 5 else 16
+    everything = (1 << num_rights) - 1
+    doors = [(path, READ_ACCESS) for path in readable] + [(path, everything) for path in writable]
+    if not _enter_landlock(libc, _Ruleset(everything, 0, 0), doors):
+        return ""
+    return f"Landlock: reads below {_some(readable)}; writes below {_some(writable)}"
+
+
+def _some(paths: list[str]) -> str:
+    rest = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(paths[:3]) + rest
+
+
+def _no_connections(libc: Any, limits: Mapping[str, Any]) -> str:
+    is_possible = landlock_version(libc) >= 4
+    return "Landlock: no TCP" if is_possible and _enter_landlock(libc, _Ruleset(0, 0b11, 0)) else ""
+
+
+def _no_signals(libc: Any, limits: Mapping[str, Any]) -> str:
+    is_possible = landlock_version(libc) >= 6
+    words = "Landlock: signals and abstract sockets of its own only"
+    return words if is_possible and _enter_landlock(libc, _Ruleset(0, 0, 0b11)) else ""
+
+
+def _no_privileges(libc: Any, limits: Mapping[str, Any]) -> str:
+    """Root without capabilities owns its files and nothing else."""
+    for capability in range(MAX_CAPABILITIES):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    return "no capabilities" if libc.capset(header, (ctypes.c_uint32 * 6)()) == 0 else ""
+
+
+# The number of the architecture, of socket(2), and of what reaches into other processes, namespaces, file
+# systems or the kernel: ptrace, process_vm_readv and _writev, pidfd_getfd, setns, unshare, mount, umount2,
+# open_by_handle_at, bpf, keyctl, kexec_load, io_uring_setup (whose sockets no filter sees).
+_SYSTEM_CALLS = {
+    "x86_64": (0xC000003E, 41, (101, 310, 311, 438, 308, 272, 165, 166, 304, 321, 250, 246, 425)),
+    "aarch64": (0xC00000B7, 198, (117, 270, 271, 438, 268, 97, 40, 39, 265, 280, 219, 104, 425)),
+}
+_X32_CALLS = 0x40000000  # a second set of numbers for the calls of x86_64
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = (
+        ("code", ctypes.c_uint16),
+        ("if_true", ctypes.c_uint8),
+        ("if_false", ctypes.c_uint8),
+        ("value", ctypes.c_uint32),
+    )
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction)))
+
+
+def _few_system_calls(libc: Any, limits: Mapping[str, Any]) -> str:
+    """A filter of the kernel's: no sockets but Unix ones, and nothing that reaches into other processes."""
+    if platform.machine() not in _SYSTEM_CALLS:
+        return ""
+    architecture, open_socket, refused = _SYSTEM_CALLS[platform.machine()]
+    load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
+    allow, refuse = (answer, 0, 0, 0x7FFF0000), (answer, 0, 0, 0x00050000 | errno.EPERM)
+    program = [
+        (load, 0, 0, 4),  # the architecture
+        (equal, 1, 0, architecture),
+        refuse,
+        (load, 0, 0, 0),  # the number of the call
+        (at_least, len(refused) + 4, 0, _X32_CALLS),
+    ]
+    program += [(equal, len(refused) - index + 3, 0, number) for index, number in enumerate(refused)]
+    program += [
+        (equal, 1, 0, open_socket),
+        allow,
+        (load, 0, 0, 16),  # its first argument: the family
+        (equal, 1, 0, socket.AF_UNIX),
+        refuse,
+        allow,
+    ]
+    instructions = (_Instruction * len(program))(*(_Instruction(*one) for one in program))
+    filter_ = _Program(len(program), instructions)
+    if libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(filter_), 0, 0):
+        return ""
+    return "no sockets but Unix ones, no tracing, no mounting, no other namespaces"
+
+
+def _small_files(libc: Any, limits: Mapping[str, Any]) -> str:
+    _limit(resource.RLIMIT_FSIZE, limits["file_bytes"])
+    return f"{limits['file_bytes'] >> 20} MiB at most" if limits["file_bytes"] else "nothing is written"
+
+
+def _few_addresses(libc: Any, limits: Mapping[str, Any]) -> str:
+    with open("/proc/self/statm") as file:
+        already = int(file.read().split()[0]) * resource.getpagesize()
+    _limit(resource.RLIMIT_AS, already + limits["memory_bytes"])
+    return f"{limits['memory_bytes'] >> 20} MiB of addresses"
+
+
+def _limit(kind: int, most: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (most, most))
+
+
+_RESTRICTIONS: dict[str, Callable[[Any, Mapping[str, Any]], str]] = {
+    "addresses": _few_addresses,  # first: it reads what is in use
+    "network": _own_network,
+    "files": _only_files,
+    "files and devices": _only_files_and_devices,
+    "connections": _no_connections,
+    "signals": _no_signals,
+    "file sizes": _small_files,
+    "privileges": _no_privileges,
+    "system calls": _few_system_calls,  # last: it also refuses to unshare
+}

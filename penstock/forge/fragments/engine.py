@@ -1,0 +1,164 @@
+"""The three calls: what they accept, what they refuse, and which request is where."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.forge.fragments.cache_pages import Cache
+from penstock.forge.fragments.decode_split_kv import run_tokens
+from penstock.forge.fragments.forward_kernels import Model
+from penstock.forge.fragments.graphs_decode import DecodeGraphs
+from penstock.forge.fragments.graphs_prefill import PrefillGraphs
+from penstock.forge.fragments.kernel_rows import rope_table
+from penstock.forge.fragments.prefill_pass import run_prompts
+from penstock.forge.fragments.shape import pick_dtype, read_shape
+from penstock.forge.fragments.weights import load_weights
+
+NUM_THREADS = 1  # forge: value
+
+
+@dataclass
+class Request:
+    slot: int
+    length: int
+
+
+class Engine:
+    """Requests by id. Every call is checked before it changes anything."""
+
+    def __init__(self, model: Model, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+        self.requests: dict[Hashable, Request] = {}
+        self.prompt_passes = PrefillGraphs(model)  # forge: when graphs=all
+        self.decode_steps = DecodeGraphs(model)  # forge: when graphs=decode|all
+
+    @torch.inference_mode()
+    def prefill(self, request_ids: Sequence[Hashable], input_ids: Sequence[Tensor]) -> Tensor:
+        """Runs whole prompts and returns the logits after each, [R, V]. A known id is replaced."""
+        check_batch(request_ids, len(input_ids))
+        tokens, lengths = self._check_prompts(request_ids, input_ids)
+        cache = self.model.cache
+        new_ids = [id for id in request_ids if id not in self.requests]
+        new_slots = dict(zip(new_ids, cache.take_slots(len(new_ids))))
+        slots = [new_slots[id] if id in new_slots else self.requests[id].slot for id in request_ids]
+        # forge: when cache=pages
+        try:
+            cache.reserve(slots, lengths)
+        except MemoryError:
+            for slot in new_slots.values():
+                cache.give_back(slot)
+            raise
+        # forge: end
+        logits = run_prompts(self.model, tokens, lengths, slots)  # forge: when graphs=none|decode
+        logits = self.prompt_passes.launch(tokens, lengths, slots)  # forge: when graphs=all
+        for id, slot, length in zip(request_ids, slots, lengths):
+            self.requests[id] = Request(slot, length)
+        return logits
+
+    @torch.inference_mode()
+    def decode(self, request_ids: Sequence[Hashable], token_ids: Tensor) -> Tensor:
+        """Appends one token to each request and returns the logits after it, [R, V]."""
+        tokens = torch.as_tensor(token_ids).flatten()
+        check_batch(request_ids, len(tokens))
+        requests = [self._known(id) for id in request_ids]
+        for id, request in zip(request_ids, requests):
+            self._check_length(id, request.length + 1)
+        slots, positions = [request.slot for request in requests], [request.length for request in requests]
+        # forge: when graphs=none
+        check_range(tokens, self.model.shape.vocab_size)
+        self.model.cache.reserve(slots, [at + 1 for at in positions])  # forge: when cache=pages
+        logits = run_tokens(self.model, tokens.to(self.device, torch.int64), slots, positions)
+        # forge: end
+        # forge: when graphs!=none
+        copied = CopiedTokens(tokens)
+        if not tokens.is_cuda:
+            check_range(tokens, self.model.shape.vocab_size)
+        self.model.cache.reserve(slots, [at + 1 for at in positions])  # forge: when cache=pages
+        logits = self.decode_steps.launch(tokens, slots, positions)
+        if tokens.is_cuda:  # while the step runs; as long as lengths stay, it has changed nothing
+            check_range(copied.wait(), self.model.shape.vocab_size)
+        # forge: end
+        for request in requests:
+            request.length += 1
+        return logits
+
+    def remove(self, request_ids: Sequence[Hashable]) -> None:
+        check_batch(request_ids, len(request_ids))
+        requests = [self._known(id) for id in request_ids]
+        for id, request in zip(request_ids, requests):
+            self.model.cache.give_back(request.slot)
+            del self.requests[id]
+
+    def _known(self, id: Hashable) -> Request:
+        if id not in self.requests:
+            raise KeyError(f"request {id!r} is not here; prefill it first")
+        return self.requests[id]
+
+    def _check_prompts(
+        self, request_ids: Sequence[Hashable], input_ids: Sequence[Tensor]
+    ) -> tuple[Tensor, list[int]]:
+        """All tokens end to end on the device, and the length of each prompt."""
+        prompts = [torch.as_tensor(prompt) for prompt in input_ids]
+        for id, prompt in zip(request_ids, prompts):
+            if prompt.ndim != 1 or len(prompt) == 0:
+                raise ValueError(f"the prompt of {id!r} has shape {list(prompt.shape)}; one row is meant")
+            self._check_length(id, len(prompt))
+        tokens = torch.cat([prompt.to(prompts[0].device) for prompt in prompts])
+        check_range(tokens, self.model.shape.vocab_size)
+        return tokens.to(self.device, torch.int64), [len(prompt) for prompt in prompts]
+
+    def _check_length(self, id: Hashable, length: int) -> None:
+        if length > self.model.shape.max_len:
+            raise ValueError(
+                f"request {id!r} would have {length} tokens; the model holds {self.model.shape.max_len}"
+            )
+
+
+class CopiedTokens:
+    """Tokens on their way from the device: waiting for them is waiting for what came before the step."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+        if tokens.is_cuda:
+            self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self.tokens.copy_(tokens, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def wait(self) -> Tensor:
+        self.arrived.synchronize()
+        return self.tokens
+
+
+def check_batch(request_ids: Sequence[Hashable], num_inputs: int) -> None:
+    if len(request_ids) == 0:
+        raise ValueError("the batch is empty; give at least one request id")
+    if len(set(request_ids)) != len(request_ids):
+        raise ValueError(f"a request id stands twice in {list(request_ids)}")
+    if len(request_ids) != num_inputs:
+        raise ValueError(f"{len(request_ids)} request ids came with {num_inputs} inputs")
+
+
+def check_range(tokens: Tensor, vocab_size: int) -> None:
+    if tokens.is_floating_point():
+        raise TypeError(f"token ids are integers, not {tokens.dtype}")
+    smallest, largest = (int(bound) for bound in tokens.aminmax())
+    if smallest < 0 or largest >= vocab_size:
+        raise ValueError(f"token ids reach from {smallest} to {largest}; the vocabulary has {vocab_size}")
+
+
+def create_engine(model_config: dict[str, Any], weight_dir: str, device: str = "cuda") -> Engine:
+    """The engine of the model whose config and model.pt these are."""
+    torch.set_num_threads(NUM_THREADS)  # forge: when threads!=found
+    place = torch.device(device)
+    shape, dtype = read_shape(model_config), pick_dtype(model_config, place)
+    with torch.inference_mode():
+        weights = load_weights(shape, weight_dir, dtype, place)
+        model = Model(shape, weights, Cache(shape, dtype, place), rope_table(shape, place))
+        return Engine(model, place)

@@ -1,0 +1,43 @@
+"""The layers as a few kernels each. Every input is on the device, so that a step can be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from penstock.forge.fragments.cache_pages import Cache
+from penstock.forge.fragments.kernel_rows import embed, turn_and_store
+from penstock.forge.fragments.projection_kernels import project_gated, project_normed, project_onto
+from penstock.forge.fragments.shape import Shape
+from penstock.forge.fragments.weights import Weights
+
+
+class Model(NamedTuple):
+    shape: Shape
+    weights: Weights
+    cache: Cache
+    rope: Tensor  # [max_len, 2, D / 2]
+
+
+# (layer, rotated queries and keys, queries, keys and values) -> [T, Hq * D]
+Attend = Callable[[int, Tensor, Tensor], Tensor]
+
+
+def run_layers(model: Model, tokens: Tensor, slots: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    """tokens, slots, positions [T] -> [T, H]"""
+    shape, eps = model.shape, model.shape.eps
+    hidden = embed(tokens, model.weights.embedding)
+    for index, layer in enumerate(model.weights.layers):
+        qkv = project_normed(hidden, layer.input_norm, eps, layer.qkv)
+        turned = turn_and_store(qkv, model.rope, slots, positions, model.cache, index, shape)
+        hidden = project_onto(hidden, attend(index, turned, qkv), layer.output)
+        gate_up = project_normed(hidden, layer.post_norm, eps, layer.gate_up)
+        hidden = project_gated(hidden, gate_up, layer.down)
+    return hidden
+
+
+def compute_logits(model: Model, hidden: Tensor) -> Tensor:
+    """[R, H] -> [R, V]"""
+    return project_normed(hidden, model.weights.norm, model.shape.eps, model.weights.head)

@@ -1,0 +1,19 @@
+"""Steps captured once and replayed: what is launched and on which memory is fixed, the numbers are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def capture(run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
+    """What replays the step, and the memory that its result is in afterwards."""
+    run()  # compiles and loads what is not yet there, which a capture cannot
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = run()
+    return graph.replay, result

@@ -1,0 +1,52 @@
+"""Decode steps as graphs, by number of rows and by whether a row is long."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.forge.fragments.decode_split_kv import SPLIT_KEYS, run_step, run_tokens
+from penstock.forge.fragments.forward_kernels import Model
+from penstock.forge.fragments.graphs import capture
+
+STEP_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+
+
+class DecodeStep:
+    """One token for each of `size` rows, from inputs that lie still."""
+
+    def __init__(self, model: Model, size: int) -> None:
+        self.model = model
+        self.inputs = torch.zeros(3, size, dtype=torch.int64, device=model.rope.device)
+        self.inputs[1] = model.cache.spare
+        self.tokens, self.slots, self.positions = self.inputs.unbind()
+
+    def run_short(self) -> Tensor:
+        return run_step(self.model, self.tokens, self.slots, self.positions, is_long=False)
+
+    def run_long(self) -> Tensor:
+        return run_step(self.model, self.tokens, self.slots, self.positions, is_long=True)
+
+
+class DecodeGraphs:
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.steps = {size: DecodeStep(model, size) for size in STEP_SIZES}
+        pool = torch.cuda.graph_pool_handle() if model.rope.is_cuda else None
+        # The largest first: the others fit into its memory.
+        self.short = {size: capture(self.steps[size].run_short, pool) for size in reversed(STEP_SIZES)}
+        self.long = {size: capture(self.steps[size].run_long, pool) for size in reversed(STEP_SIZES)}
+
+    def launch(self, tokens: Tensor, slots: list[int], positions: list[int]) -> Tensor:
+        """tokens [R] -> logits [R, V]. Does not wait for the step."""
+        num_rows = len(slots)
+        if num_rows > STEP_SIZES[-1]:
+            return run_tokens(self.model, tokens, slots, positions)
+        size = next(size for size in STEP_SIZES if size >= num_rows)
+        step, padding = self.steps[size], size - num_rows
+        rows = torch.tensor([slots + [self.model.cache.spare] * padding, positions + [0] * padding])
+        step.inputs[1:].copy_(rows.pin_memory() if step.inputs.is_cuda else rows, non_blocking=True)
+        step.tokens[:num_rows].copy_(tokens, non_blocking=True)
+        replay, logits = (self.long if max(positions) >= SPLIT_KEYS else self.short)[size]
+        replay()
+        return logits[:num_rows].clone()

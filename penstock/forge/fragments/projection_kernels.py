@@ -1,0 +1,402 @@
+# mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
+"""The products of a decode step: every weight is read once, and what stands before a product is part of it.
+
+Very few rows are multiplied in registers, a batch on tensor cores, and many rows, where arithmetic and not
+the weight's bytes sets the pace, by the library.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.forge.fragments.kernel_rows import gate_rows, norm_rows
+from penstock.forge.fragments.launch import (
+    cdiv,
+    launch_options,
+    let_next_start,
+    next_power_of_2,
+    num_processors,
+    wait_for_previous,
+)
+
+VECTOR_ROWS = 4  # forge: value
+TENSOR_ROWS = 64
+WEIGHT_ROWS = 64  # forge: value
+NORMED_ROWS = 32  # with more, a norm of its own costs less than one in every program
+GATED_ROWS = 16
+WARP_COLUMNS = 256  # what a warp loads of a row at once: 32 threads, 16 bytes each, of a 16-bit type
+SHARED_BYTES = 96 * 1024
+PREFETCHED_BYTES = 1024  # of every row, towards the cache, while the kernel before still runs
+SUMMED_COLUMNS = 512
+# Weights a thread has in flight, by rows: two a register, beside the rows' sums.
+HELD_ELEMENTS = {1: 160, 2: 160, 4: 128, 8: 64}
+
+
+def project_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """norm(x) [T, H] by weight [N, H] -> [T, N]"""
+    if len(x) > TENSOR_ROWS:
+        return F.linear(norm_rows(x, norm, eps), weight)
+    if len(x) <= VECTOR_ROWS:
+        return multiply_vectors(x, weight, norm=norm, eps=eps)
+    tile = choose_tile(weight, len(x))
+    if len(x) <= NORMED_ROWS and tile.num_splits == 1:
+        return multiply_tensors(x, weight, tile, norm=norm, eps=eps)
+    return multiply_tensors(norm_rows(x, norm, eps), weight, tile)
+
+
+def project_onto(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """residual [T, N] + x [T, M] by weight [N, M]"""
+    if len(x) > TENSOR_ROWS:
+        return torch.addmm(residual, x, weight.t())
+    if len(x) <= VECTOR_ROWS:
+        return multiply_vectors(x, weight, residual=residual)
+    return multiply_tensors(x, weight, choose_tile(weight, len(x)), residual=residual)
+
+
+def project_gated(residual: Tensor, gate_up: Tensor, weight: Tensor) -> Tensor:
+    """residual [T, N] + silu(gate) * up by weight [N, F], from gate_up [T, 2F]"""
+    if len(gate_up) <= VECTOR_ROWS:
+        return multiply_vectors(gate_up, weight, residual=residual, is_gated=True)
+    if len(gate_up) <= GATED_ROWS:
+        tile = choose_tile(weight, len(gate_up))
+        return multiply_tensors(gate_up, weight, tile, residual=residual, is_gated=True)
+    return project_onto(residual, gate_rows(gate_up), weight)
+
+
+@triton.jit
+def load_inputs(p_x, inside, M: tl.constexpr, IS_GATED: tl.constexpr):
+    """x, or silu(gate) * up, in float32; zeros outside"""
+    b_x = tl.load(p_x, mask=inside, other=0.0).to(tl.float32)
+    if IS_GATED:
+        b_up = tl.load(p_x + M, mask=inside, other=0.0).to(tl.float32)
+        b_x = b_x / (1.0 + tl.exp(-b_x)) * b_up
+    return b_x
+
+
+@triton.jit
+def load_weights_once(p_rows, columns, M: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """They shall not push out of the cache what is read again."""
+    if IS_WHOLE:
+        return tl.load(p_rows + columns, eviction_policy="evict_first")
+    else:
+        return tl.load(p_rows + columns, mask=columns < M, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def stack(parts, COUNT: tl.constexpr):
+    """COUNT tensors [..], a power of two -> [.., 2, 2, ..]: in their order once the new dims are one."""
+    if COUNT == 1:
+        return parts[0]
+    else:
+        pairs = ()
+        for i in tl.static_range(COUNT // 2):
+            pairs += (tl.join(parts[i], parts[i + COUNT // 2]),)
+        return stack(pairs, COUNT // 2)
+
+
+def multiply_vectors(
+    x: Tensor,  # [T, M], or [T, 2M] when is_gated
+    weight: Tensor,  # [N, M]
+    *,
+    norm: Tensor | None = None,  # [M]
+    eps: float = 0.0,
+    residual: Tensor | None = None,  # [T, N]
+    is_gated: bool = False,
+) -> Tensor:  # [T, N]
+    (N, M), num_rows = weight.shape, len(x)
+    out = torch.empty(num_rows, N, dtype=x.dtype, device=x.device)
+    block_n, block_m, held, num_warps = choose_vector_tile(N, M, num_rows, weight)
+    vector_product_kernel[(cdiv(N, block_n),)](
+        x,
+        norm,
+        weight,
+        residual,
+        out,
+        num_rows,
+        N,
+        x.shape[1],
+        eps,
+        M=M,
+        IS_GATED=is_gated,
+        BLOCK_T=next_power_of_2(num_rows),
+        BLOCK_N=block_n,
+        BLOCK_M=block_m,
+        HELD=held,
+        num_warps=num_warps,
+        **launch_options(x.device),
+    )
+    return out
+
+
+def choose_vector_tile(N: int, M: int, num_rows: int, weight: Tensor) -> tuple[int, int, int, int]:
+    """Rows of the weight, columns at once, chunks in flight, warps. At least three programs a processor."""
+    width = 1024 if M % 1024 == 0 or M > 4096 else 512 if M % 512 == 0 else min(1024, next_power_of_2(M))
+    width = max(64, width)
+    choices = (8, 4, 2, 1) if num_rows == 1 else (4, 2, 1)
+    enough = 3 * num_processors(weight.device)
+    block_n = next((rows for rows in choices if cdiv(N, rows) >= enough), 1)
+    num_warps = min(4, max(1, width // WARP_COLUMNS))
+    num_chunks = cdiv(M, width)
+    elements = block_n * width // (32 * num_warps)  # of a chunk, in one thread
+    most = min(max(1, HELD_ELEMENTS[next_power_of_2(num_rows)] // elements), num_chunks)
+    held = min(range(most, most // 2, -1), key=lambda held: -num_chunks % held)  # few empty chunks at the end
+    return block_n, width, held, num_warps
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def vector_product_kernel(
+    p_x,
+    p_norm,
+    p_weight,
+    p_residual,
+    p_out,
+    num_rows,
+    N,
+    x_stride,
+    eps,
+    M: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HELD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A few rows of the weight in chunks of columns. The first HELD chunks are under way before the wait."""
+    let_next_start(PDL)
+    STRIDE: tl.constexpr = HELD * BLOCK_M
+    IS_WHOLE: tl.constexpr = M % STRIDE == 0
+    GROUP: tl.constexpr = 128 // p_weight.dtype.element_ty.primitive_bitwidth  # elements of a 16-byte load
+    NUM_GROUPS: tl.constexpr = BLOCK_M // GROUP
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.arange(0, BLOCK_T)
+    inside = (tokens[:, None] < num_rows) & (rows[None, :] < N)
+    p_rows = p_weight + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * M
+    weights = ()
+    norms = ()
+    for i in tl.static_range(HELD):
+        columns = i * BLOCK_M + tl.arange(0, BLOCK_M)
+        weights += (load_weights_once(p_rows, columns[None, :], M, IS_WHOLE),)
+        if p_norm is not None:
+            norms += (tl.load(p_norm + columns, mask=columns < M, other=0.0).to(tl.float32),)
+    wait_for_previous(PDL)
+
+    sums = ()
+    squares = ()
+    for _ in tl.static_range(BLOCK_T):
+        sums += (tl.zeros([BLOCK_N, NUM_GROUPS], tl.float32),)
+        squares += (tl.zeros([NUM_GROUPS], tl.float32),)
+    for start in tl.range(0, M, STRIDE):
+        next_weights = ()
+        next_norms = ()
+        for i in tl.static_range(HELD):
+            columns = start + i * BLOCK_M + tl.arange(0, BLOCK_M)
+            b_weight = weights[i].to(tl.float32)
+            new_sums = ()
+            new_squares = ()
+            for t in tl.static_range(BLOCK_T):
+                p_row = p_x + tl.minimum(t, num_rows - 1) * x_stride + columns
+                b_x = load_inputs(p_row, columns < M, M, IS_GATED)
+                if p_norm is not None:
+                    new_squares += (squares[t] + tl.sum(tl.reshape(b_x * b_x, [NUM_GROUPS, GROUP]), axis=1),)
+                    b_x = b_x * norms[i]
+                b_products = tl.reshape(b_weight * b_x[None, :], [BLOCK_N, NUM_GROUPS, GROUP])
+                new_sums += (sums[t] + tl.sum(b_products, axis=2),)
+            sums = new_sums
+            if p_norm is not None:
+                squares = new_squares
+            if STRIDE < M:
+                columns += STRIDE
+                next_weights += (load_weights_once(p_rows, columns[None, :], M, False),)
+                if p_norm is not None:
+                    next_norms += (tl.load(p_norm + columns, mask=columns < M, other=0.0).to(tl.float32),)
+        if STRIDE < M:
+            weights = next_weights
+            if p_norm is not None:
+                norms = next_norms
+
+    # All rows at once: a sum across the program's threads takes them to a barrier.
+    b_out = tl.trans(tl.sum(tl.reshape(stack(sums, BLOCK_T), [BLOCK_N, NUM_GROUPS, BLOCK_T]), axis=1))
+    if p_norm is not None:
+        b_squares = tl.sum(tl.reshape(stack(squares, BLOCK_T), [NUM_GROUPS, BLOCK_T]), axis=0)
+        b_out = b_out * tl.rsqrt(b_squares / M + eps)[:, None]
+    place = tokens[:, None] * N + rows[None, :]
+    if p_residual is not None:
+        b_out += tl.load(p_residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(p_out + place, b_out.to(p_out.dtype.element_ty), mask=inside)
+
+
+class Tile(NamedTuple):
+    block_t: int
+    block_n: int
+    block_m: int
+    num_splits: int
+    num_stages: int
+
+
+def choose_tile(weight: Tensor, num_rows: int) -> Tile:
+    """Where the rows of a weight make too few programs, its columns are split."""
+    N, M = weight.shape
+    block_t = max(16, next_power_of_2(num_rows))
+    block_m = 256 // weight.dtype.itemsize
+    num_programs = cdiv(N, WEIGHT_ROWS)
+    most_splits = max(1, M // (4 * block_m))  # fewer than four steps do not fill a pipeline
+    num_splits = min(max(1, round(num_processors(weight.device) / num_programs)), most_splits)
+    stage_bytes = (WEIGHT_ROWS + block_t) * 256
+    return Tile(block_t, WEIGHT_ROWS, block_m, num_splits, min(5, max(2, SHARED_BYTES // stage_bytes)))
+
+
+def multiply_tensors(
+    x: Tensor,  # [T, M], or [T, 2M] when is_gated
+    weight: Tensor,  # [N, M]
+    tile: Tile,
+    *,
+    norm: Tensor | None = None,  # [M]
+    eps: float = 0.0,
+    residual: Tensor | None = None,  # [T, N]
+    is_gated: bool = False,
+) -> Tensor:  # [T, N]
+    (N, M), num_rows = weight.shape, len(x)
+    out = torch.empty(num_rows, N, dtype=x.dtype, device=x.device)
+    parts = out
+    if tile.num_splits > 1:
+        parts = torch.empty(tile.num_splits, num_rows, N, dtype=torch.float32, device=x.device)
+    tensor_product_kernel[1, cdiv(N, tile.block_n), tile.num_splits](
+        x,
+        norm,
+        weight,
+        residual if parts is out else None,
+        parts,
+        num_rows,
+        N,
+        x.shape[1],
+        eps,
+        M=M,
+        IS_GATED=is_gated,
+        BLOCK_T=tile.block_t,
+        BLOCK_N=tile.block_n,
+        BLOCK_M=tile.block_m,
+        NUM_SPLITS=tile.num_splits,
+        PREFETCHED=PREFETCHED_BYTES,
+        num_warps=4,
+        num_stages=tile.num_stages,
+        **launch_options(x.device),
+    )
+    if parts is not out:
+        sum_parts_kernel[num_rows, cdiv(N, SUMMED_COLUMNS)](
+            parts,
+            residual,
+            out,
+            num_rows,
+            N,
+            NUM_SPLITS=tile.num_splits,
+            BLOCK_N=SUMMED_COLUMNS,
+            num_warps=4,
+            **launch_options(x.device),
+        )
+    return out
+
+
+@triton.jit
+def ask_for(pointers, PDL: tl.constexpr):
+    """Brings 128-byte lines towards the L2 cache; waits for nothing."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.uint64, bitcast=True)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def tensor_product_kernel(
+    p_x,
+    p_norm,
+    p_weight,
+    p_residual,
+    p_out,
+    num_rows,
+    N,
+    x_stride,
+    eps,
+    M: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The weight is the left operand: its rows fill an instruction, whose other side is narrow as the batch.
+
+    With several splits the output is one part each, [NUM_SPLITS, T, N].
+    """
+    let_next_start(PDL)
+    IS_WHOLE: tl.constexpr = M % BLOCK_M == 0
+    SPLIT: tl.constexpr = (M + NUM_SPLITS * BLOCK_M - 1) // (NUM_SPLITS * BLOCK_M) * BLOCK_M
+    tokens = tl.arange(0, BLOCK_T)
+    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(2) * SPLIT
+    p_rows = p_weight + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * M
+    LINE: tl.constexpr = 1024 // p_weight.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    ask_for(p_rows + tl.minimum(start + tl.arange(0, PREFETCHED // 128) * LINE, M - 1)[None, :], PDL)
+    wait_for_previous(PDL)
+
+    b_sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    b_squares = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+    for first in tl.range(start, tl.minimum(start + SPLIT, M), BLOCK_M):
+        columns = first + tl.arange(0, BLOCK_M)
+        if IS_WHOLE:
+            b_weight = tl.load(p_rows + columns[None, :])
+        else:
+            b_weight = tl.load(p_rows + columns[None, :], mask=columns[None, :] < M, other=0.0)
+        is_input = (tokens[:, None] < num_rows) & (columns[None, :] < M)
+        b_x = load_inputs(p_x + tokens[:, None] * x_stride + columns[None, :], is_input, M, IS_GATED)
+        if p_norm is not None:
+            b_squares += b_x * b_x
+            b_x = b_x * tl.load(p_norm + columns, mask=columns < M, other=0.0).to(tl.float32)[None, :]
+        b_sums = tl.dot(b_weight, tl.trans(b_x.to(b_weight.dtype)), b_sums, input_precision="ieee")
+
+    if p_norm is not None:
+        b_sums = b_sums * tl.rsqrt(tl.sum(b_squares, axis=1) / M + eps)[None, :]
+    inside = (rows[:, None] < N) & (tokens[None, :] < num_rows)
+    if p_residual is not None:
+        b_sums += tl.load(p_residual + tokens[None, :] * N + rows[:, None], mask=inside, other=0.0).to(
+            tl.float32
+        )
+    place = (tl.program_id(2) * num_rows + tokens)[None, :] * N + rows[:, None]
+    tl.store(p_out + place, b_sums.to(p_out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def sum_parts_kernel(
+    p_parts,
+    p_residual,
+    p_out,
+    num_rows,
+    N,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    i_row = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = columns < N
+    wait_for_previous(PDL)
+    b_sums = tl.zeros([BLOCK_N], tl.float32)
+    for i in tl.static_range(NUM_SPLITS):
+        b_sums += tl.load(p_parts + (i * num_rows + i_row) * N + columns, mask=inside, other=0.0)
+    if p_residual is not None:
+        b_sums += tl.load(p_residual + i_row * N + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(p_out + i_row * N + columns, b_sums.to(p_out.dtype.element_ty), mask=inside)

@@ -1,0 +1,61 @@
+"""The sizes of the model, the type its numbers have, and the angles of its rotation."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Shape(NamedTuple):
+    """The sizes of the model, by the names of its config."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_len: int
+    eps: float
+    rope_theta: float
+
+    @property
+    def num_query_rows(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_key_rows(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+def read_shape(config: dict[str, Any]) -> Shape:
+    num_heads = config["num_attention_heads"]
+    return Shape(
+        hidden_size=config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
+        intermediate_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_len=config["max_position_embeddings"],
+        eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=config.get("rope_theta", 10000.0),
+    )
+
+
+def pick_dtype(config: dict[str, Any], device: torch.device) -> torch.dtype:
+    """Single precision on a CPU; on a GPU half precision, of the kind the config asks for."""
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16 if "bfloat16" in str(config.get("torch_dtype")) else torch.float16
+
+
+def rope_angles(shape: Shape, device: torch.device) -> Tensor:
+    """How far each pair of dimensions turns by position, [max_len, D / 2] float32"""
+    dims = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32)
+    positions = torch.arange(shape.max_len, device=device, dtype=torch.float32)
+    return torch.outer(positions, shape.rope_theta ** (-dims / shape.head_dim))

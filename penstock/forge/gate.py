@@ -1,0 +1,72 @@
+"""Whether an engine is right: plays every case and compares every answer. Frozen while a search runs.
+
+`Player` is whoever can play calls: a candidate in its sandbox, or an engine in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.forge.oracle import Case, distance
+from penstock.forge.sandbox import Played
+from penstock.forge.traces import Call
+
+
+class Player(Protocol):
+    def play(
+        self,
+        calls: Sequence[Call],
+        *,
+        keep: Sequence[int],
+        timed: tuple[int, int] = (-1, -1),
+        on_device: bool = True,
+    ) -> Played: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    fault: str  # empty for an engine that is right
+    worst: float  # the largest distance from a right answer, in units of the tolerance
+    num_calls: int
+
+    @property
+    def is_passed(self) -> bool:
+        return not self.fault
+
+
+def check(player: Player, cases: Sequence[Case], allowed: float) -> Verdict:
+    """Stops at the first case with a fault. Tokens come from the CPU and from the device in turn."""
+    worst, num_calls = 0.0, 0
+    for number, case in enumerate(cases):
+        keep = [index for index, answer in enumerate(case.answers) if answer is not None]
+        played = player.play(case.calls, keep=keep, on_device=number % 2 == 0)
+        fault, distance_here = compare(case, played, allowed)
+        worst, num_calls = max(worst, distance_here), num_calls + len(case.calls)
+        if fault:
+            return Verdict(f"{case.name}: {fault}", worst, num_calls)
+    return Verdict("", worst, num_calls)
+
+
+def compare(case: Case, played: Played, allowed: float) -> tuple[str, float]:
+    """What is wrong with the answers to a case, if anything, and how far they are off at most."""
+    worst = 0.0
+    for number, (call, answer, error) in enumerate(zip(case.calls, case.answers, played.errors)):
+        what = f"call {number}, {call.kind} of {len(call.ids)}"
+        if call.is_refused:
+            if error is None:
+                return f"{what} should be refused and was answered", worst
+            continue
+        if error is not None:
+            return f"{what}: {error}", worst
+        if answer is None:
+            continue
+        logits = played.logits.get(number)
+        if logits is None or logits.shape != answer.shape:
+            seen = "nothing" if logits is None else list(logits.shape)
+            return f"{what}: answered {seen}, expected {list(answer.shape)}", worst
+        worst = max(worst, distance(logits, answer))
+        if worst > allowed:
+            return f"{what}: logits are off by {worst:.2f} of the tolerance; {allowed:.2f} is allowed", worst
+    return "", worst

@@ -1,0 +1,276 @@
+"""The process in which candidate engines run, and nothing else. Imports no Penstock but the file beside it.
+
+One process imports torch and then forks for every candidate, so that a trial does not wait for imports. The
+child gives up what it does not need (`confine`) before the candidate's first line runs, and then does what
+the judge in the other process says: build, play calls, hand out logits, profile. Clocks and right answers are
+with the judge. Messages are lines of JSON, logits raw float32 behind them: the judge
+never unpickles anything from here.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import importlib.abc
+import importlib.util
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+MAX_MESSAGE = 1 << 26
+Confine = Callable[[list[str], dict[str, Any]], dict[str, str]]
+
+
+class PenstockRefused(importlib.abc.MetaPathFinder):
+    """An engine stands alone."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        if fullname.partition(".")[0] == "penstock":
+            raise ImportError("an engine may not import penstock")
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the judge, who then ends this process
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    confine = load_file("confine", str(Path(__file__).with_name("confine.py"))).confine
+    import torch  # noqa: F401
+
+    if sys.argv[2] == "cuda":
+        know_kernels_that_moved()
+    sys.meta_path.insert(0, PenstockRefused())
+    while True:
+        message, ancillary, _, _ = control.recvmsg(1 << 16, socket.CMSG_SPACE(array.array("i").itemsize))
+        if not message:
+            return
+        descriptors = array.array("i")
+        descriptors.frombytes(ancillary[0][2][: descriptors.itemsize])
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _live(socket.socket(fileno=descriptors[0]), json.loads(message), confine)
+            os._exit(0)
+        os.close(descriptors[0])
+        control.sendall(json.dumps({"pid": pid}).encode() + b"\n")
+
+
+def load_file(name: str, path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where kernels and dataclasses look for their own source
+    spec.loader.exec_module(module)
+    return module
+
+
+def know_kernels_that_moved() -> None:
+    """Triton compiles a kernel anew when it stands on another line; from candidate to candidate most do."""
+    from triton.runtime.jit import JITCallable
+
+    build: Any = JITCallable.__init__
+
+    def build_without_line(self: Any, *words: Any) -> None:
+        build(self, *words)
+        self.starting_line_number = 1
+
+    JITCallable.__init__ = build_without_line
+
+
+def _live(connection: socket.socket, limits: dict[str, Any], confine: Confine) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # compilers are children too, and are waited for
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    os.setsid()
+    for descriptor in (0, 1, 2):
+        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+    session = Session(connection)
+    session.send({"enforced": confine(limits["restrictions"], limits)})
+    while (command := session.receive()) is not None:
+        try:
+            session.obey(command)
+        except BaseException as error:
+            session.send({"error": f"{type(error).__name__}: {error}"[:2000]})
+
+
+class Session:
+    """One candidate's life: its engine, and the conversation with the judge."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.lines = connection.makefile("rb")
+        self.engine: Any = None
+        self.device = "cpu"
+
+    def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
+        self.connection.sendall(json.dumps({**message, "bytes": len(payload)}).encode() + b"\n" + payload)
+
+    def receive(self) -> dict[str, Any] | None:
+        line = self.lines.readline(MAX_MESSAGE)
+        return json.loads(line) if line else None
+
+    def obey(self, command: dict[str, Any]) -> None:
+        if command["do"] == "build":
+            self._build(command)
+        elif command["do"] == "play":
+            self._play(command)
+        elif command["do"] == "profile":
+            self.send({"parts": self._profile(command["calls"], command["slice"])})
+        elif command["do"] == "reach":
+            self.send({"reached": load_file("reach", command["path"]).reach(**command["words"])})
+
+    def _build(self, command: dict[str, Any]) -> None:
+        import torch
+
+        self.device = command["device"]
+        module = load_file("engine", command["path"])
+        if self.device != "cpu":
+            torch.cuda.set_per_process_memory_fraction(command["memory_share"])
+            torch.cuda.reset_peak_memory_stats()
+        self.engine = module.create_engine(command["config"], command["weights"], self.device)
+        self._wait()
+        self.send({"built": True})
+
+    def _play(self, command: dict[str, Any]) -> None:
+        """Calls in their order; the timed ones between two words with the judge, who has the clock."""
+        calls, (start, stop) = [self._prepare(call) for call in command["calls"]], command["timed"]
+        keep, kept = set(command["keep"]), []
+        outcomes: list[Any] = []
+        for number, call in enumerate(calls):
+            if number == start:
+                self._wait()
+                self.send({"ready": True})
+                self.receive()
+            try:
+                logits = self._call(call)
+                outcomes.append(None if logits is None else list(logits.shape))
+                if number in keep and logits is not None:
+                    kept.append(logits)
+            except Exception as error:
+                outcomes.append(f"{type(error).__name__}: {error}"[:300])
+            if number == stop - 1:
+                self._wait()
+                self.send({"done": True})
+        payload = b"".join(logits.float().cpu().contiguous().numpy().tobytes() for logits in kept)
+        self.send({"outcomes": outcomes, "peak_bytes": self._peak_bytes()}, payload)
+
+    def _prepare(self, call: list[Any]) -> tuple[str, list[str], Any]:
+        import torch
+
+        kind, ids, tokens, is_on_device = call
+        place = self.device if is_on_device else "cpu"
+        if kind == "prefill":
+            return kind, ids, [torch.tensor(prompt, dtype=torch.int64, device=place) for prompt in tokens]
+        if kind == "decode":
+            return kind, ids, torch.tensor([one for (one,) in tokens], dtype=torch.int64, device=place)
+        return kind, ids, None
+
+    def _call(self, call: tuple[str, list[str], Any]) -> Any:
+        kind, ids, tokens = call
+        if kind == "remove":
+            return self.engine.remove(ids)
+        return self.engine.prefill(ids, tokens) if kind == "prefill" else self.engine.decode(ids, tokens)
+
+    def _wait(self) -> None:
+        import torch
+
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+    def _peak_bytes(self) -> int:
+        import torch
+
+        if self.device != "cpu":
+            return int(torch.cuda.max_memory_allocated())
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _profile(self, calls: list[Any], part: list[int]) -> dict[str, float]:
+        """Seconds by kind of work: the calls without a profiler, then with one for their proportions."""
+        from torch.autograd import DeviceType
+        from torch.autograd.profiler import profile  # torch.profiler would import a compiler first
+
+        prepared, (start, stop) = [self._prepare(call) for call in calls], part
+        on_gpu = self.device != "cpu"
+
+        def play(profiler: Any) -> float:
+            for call in prepared[:start]:
+                self._call(call)
+            self._wait()
+            with profiler or contextlib.nullcontext():
+                began = time.perf_counter()
+                for call in prepared[start:stop]:
+                    self._call(call)
+                self._wait()
+                seconds = time.perf_counter() - began
+            for call in prepared[stop:]:
+                self._call(call)
+            return seconds
+
+        wall = play(None)
+        profiler = profile(use_device="cuda" if on_gpu else None)
+        play(profiler)
+        results: Any = profiler.kineto_results  # averages by name would take far longer than the work
+        spans = [
+            (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
+            for event in results.events()
+            if (event.device_type() != DeviceType.CPU) == on_gpu
+        ]
+        totals: dict[str, float] = {}
+        for name, seconds in (time_in_turn(spans) if on_gpu else time_of_innermost(spans)).items():
+            kind = kind_of_work(name)
+            totals[kind] = totals.get(kind, 0.0) + seconds
+        busy = sum(totals.values())
+        # A profiler slows small operations down: what is busy is at most most of what passed.
+        scale = min(1.0, 0.95 * wall / busy) if busy else 1.0
+        parts = {kind: seconds * scale for kind, seconds in totals.items()}
+        return {**parts, "launch": max(0.0, wall - sum(parts.values()))}
+
+
+Span = tuple[int, int, str]  # start and end in nanoseconds, and whose
+
+
+def time_of_innermost(spans: list[Span]) -> dict[str, float]:
+    """Seconds by name; of operations that call each other, time is the innermost's."""
+    totals: dict[str, float] = {}
+    running: list[Span] = []
+    for start, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
+        while running and running[-1][1] <= start:
+            running.pop()
+        if running:
+            totals[running[-1][2]] -= (end - start) / 1e9
+        totals[name] = totals.get(name, 0.0) + (end - start) / 1e9
+        running.append((start, end, name))
+    return totals
+
+
+def time_in_turn(spans: list[Span]) -> dict[str, float]:
+    """Seconds by name; a kernel that starts early waits for the one before, so time is the earlier one's."""
+    totals: dict[str, float] = {}
+    until = 0
+    for start, end, name in sorted(spans):
+        totals[name] = totals.get(name, 0.0) + max(0, end - max(start, until)) / 1e9
+        until = max(until, end)
+    return totals
+
+
+_KINDS = {
+    "attention": ("attention", "flash", "fmha", "bmm", "softmax", "merge_splits", "sdpa"),
+    "projection": ("mm", "gemm", "linear", "mv", "cutlass", "nvjet", "product", "sum_parts", "splitk"),
+}
+
+
+def kind_of_work(name: str) -> str:
+    """From the name of an operation or of a kernel."""
+    lowered = name.lower()
+    return next((kind for kind, words in _KINDS.items() if any(word in lowered for word in words)), "small")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""What a run remembers: a row for every trial as it happens, a log for people, and the report at the end.
+
+Every write is whole: whoever interrupts a run finds the best engine so far and the story up to there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.forge.measure import Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One trial."""
+
+    trial: int
+    author: str  # "search", or the name of a writing model
+    idea: str
+    why: str  # what made it worth a try
+    lines_added: int
+    lines_removed: int
+    gate: str
+    fault: str
+    verdict: str  # "kept" or "discarded"
+    at_s: float
+    seconds: float
+    score: float = 0.0  # times as fast as the first version, over all families
+    gains: Mapping[str, float] = field(default_factory=dict)
+    call_ms: Mapping[str, float] = field(default_factory=dict)
+    worst: float = 0.0  # distance from right logits, in units of the tolerance
+    peak_bytes: int = 0
+    build_s: float = 0.0
+    held_to: tuple[str, ...] = ()  # the restrictions that the candidate ran under
+
+    def facts(self) -> dict[str, Any]:
+        return {name: _short(getattr(self, name)) for name in self.__slots__}
+
+    def line(self) -> str:
+        said = f"{self.score:.2f}x" if self.score else f"stopped at {self.gate}: {self.fault}"
+        return f"[{self.at_s:6.1f} s] trial {self.trial}: {self.idea}: {said}, {self.verdict}"
+
+
+class Ledger:
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.rows: list[Row] = []
+        self._started = time.monotonic()
+        for name in ("ledger.jsonl", "results.log"):
+            (folder / name).write_text("")
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        with (self.folder / "ledger.jsonl").open("a") as file:
+            file.write(json.dumps(row.facts(), ensure_ascii=False) + "\n")
+        self.log(row.line())
+
+    def log(self, line: str) -> None:
+        with (self.folder / "results.log").open("a") as file:
+            file.write(line + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """All of it or nothing, whenever one is interrupted."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text)
+    os.replace(draft, path)
+
+
+def count_changes(before: str, after: str) -> tuple[int, int]:
+    """Lines added and removed."""
+    changes = list(difflib.ndiff(before.splitlines(), after.splitlines()))
+    return sum(line.startswith("+ ") for line in changes), sum(line.startswith("- ") for line in changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """All that the report tells."""
+
+    model: str
+    machine: str
+    device: str
+    decisions: list[tuple[str, str, str]]  # question, choice, why
+    first: Mapping[str, Timing]
+    best: Mapping[str, Timing]
+    floors_ms: Mapping[str, float]  # by bench, where one is known
+    gains: Mapping[str, float]
+    enforced: Mapping[str, str]
+    given_up: Mapping[str, str]  # restrictions, and what did not work under them
+    profile: Mapping[str, float]
+    ending: str
+
+
+def write_report(path: Path, story: Story, rows: list[Row]) -> None:
+    lines = [
+        "# An engine, and how it came about",
+        "",
+        f"Model: {story.model}.  ",
+        f"Machine: {story.machine}.",
+    ]
+    lines += ["", story.ending, "", "![The best engine so far over the trials](progress.svg)"]
+    lines += ["", "## What was gained", ""]
+    lines += ["| bench | first version, ms a call | best, ms a call | tokens/s | gain | floor, ms |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for name, timing in story.best.items():
+        first = story.first[name]
+        floor = f"{story.floors_ms[name]:.3f}" if name in story.floors_ms else ""
+        numbers = f"{first.call_ms:.3f} | {timing.call_ms:.3f} | {timing.tokens_per_second:,.0f}"
+        lines.append(f"| {name} | {numbers} | {first.seconds / timing.seconds:.2f}x | {floor} |")
+    gains = ", ".join(f"{family} {gain:.2f}x" for family, gain in story.gains.items())
+    lines += ["", f"By family: {gains}.", "", "## What was decided", "", "| question | choice | why |"]
+    lines += ["|---|---|---|", *(f"| {a} | {b} | {c} |" for a, b, c in story.decisions)]
+    lines += ["", "## What was tried", "", "| trial | idea | why | lines | came to | score | verdict |"]
+    lines += ["|---|---|---|---|---|---|---|", *(_table_row(row) for row in rows)]
+    lines += ["", "## Where the best one spends its time", ""]
+    total = sum(story.profile.values()) or 1.0
+    ranked = sorted(story.profile.items(), key=lambda item: -item[1])
+    lines += [f"- {part}: {seconds / total:.0%}" for part, seconds in ranked[:9]]
+    lines += ["", "## What candidates were held to", ""]
+    lines += [f"- {what}: {how}" for what, how in story.enforced.items()]
+    lines += [f"- not {what}: {why}" for what, why in story.given_up.items()]
+    replace_file(path, "\n".join(lines) + "\n")
+
+
+def _table_row(row: Row) -> str:
+    came_to = "passed" if row.gate == "passed" else f"{row.gate}: {row.fault[:90]}".replace("|", "/")
+    size = f"+{row.lines_added} −{row.lines_removed}"
+    score = f"{row.score:.2f}x" if row.score else ""
+    return f"| {row.trial} | {row.idea} | {row.why} | {size} | {came_to} | {score} | {row.verdict} |"
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, Mapping):
+        return {key: _short(each) for key, each in value.items()}
+    return value

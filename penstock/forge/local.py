@@ -1,0 +1,100 @@
+"""An engine in this process, behind the same `play` as one in the sandbox: for people who trust theirs."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PenstockError
+from penstock.forge.sandbox import Played
+from penstock.forge.target import Target
+from penstock.forge.traces import Call
+
+
+def load_module(path: Path) -> ModuleType:
+    if not path.exists():
+        raise PenstockError(f"There is no {path}", "", "`bash run.sh` writes workspace/engine.py.")
+    name = f"engine_{path.stem}_{time.monotonic_ns()}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where kernels and dataclasses look for their own source
+    spec.loader.exec_module(module)
+    return module
+
+
+class LocalPlayer:
+    """A fresh engine of a module's."""
+
+    def __init__(self, module: ModuleType, target: Target) -> None:
+        self.device = target.device
+        self.is_cuda = target.is_cuda
+        gc.collect()
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        self.engine: Any = module.create_engine(dict(target.config), str(target.weight_dir), target.device)
+        self._wait()
+        self.build_s = time.perf_counter() - started
+
+    def play(
+        self,
+        calls: Sequence[Call],
+        *,
+        keep: Sequence[int],
+        timed: tuple[int, int] = (-1, -1),
+        on_device: bool = True,
+    ) -> Played:
+        prepared = [self._prepare(call, on_device) for call in calls]
+        errors: list[str | None] = []
+        kept: dict[int, Tensor] = {}
+        started = seconds = 0.0
+        for number, (call, tokens) in enumerate(zip(calls, prepared)):
+            if number == timed[0]:
+                self._wait()
+                started = time.perf_counter()
+            try:
+                logits = self._call(call, tokens)
+                errors.append(None)
+                if number in keep and logits is not None:
+                    kept[number] = logits
+            except Exception as error:  # a refusal, or a fault: the gate knows which was due
+                errors.append(f"{type(error).__name__}: {error}")
+            if number == timed[1] - 1:
+                self._wait()
+                seconds = time.perf_counter() - started
+        logits_here = {number: logits.float().cpu() for number, logits in kept.items()}
+        return Played(seconds, errors, logits_here, self._peak_bytes())
+
+    def _prepare(self, call: Call, on_device: bool) -> Any:
+        place = self.device if on_device else "cpu"
+        if call.kind == "prefill":
+            return [torch.tensor(prompt, dtype=torch.int64, device=place) for prompt in call.tokens]
+        return torch.tensor([one for (one,) in call.tokens], dtype=torch.int64, device=place)
+
+    def _call(self, call: Call, tokens: Any) -> Tensor | None:
+        ids = list(call.ids)
+        if call.kind == "remove":
+            self.engine.remove(ids)
+            return None
+        run = self.engine.prefill if call.kind == "prefill" else self.engine.decode
+        logits: Tensor = run(ids, tokens)
+        return logits
+
+    def _wait(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def _peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated() if self.is_cuda else 0

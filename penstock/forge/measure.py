@@ -1,0 +1,148 @@
+"""How fast an engine is: timed stretches of traces, with some of their answers checked. Frozen like the gate.
+
+An engine that is fast and wrong while it is timed gains nothing: each timed trace has a few calls whose
+logits must be right, and the engine does not know which.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.forge.gate import Player, compare
+from penstock.forge.oracle import Case, Oracle
+from penstock.forge.target import Target
+from penstock.forge.traces import Trace
+
+FAMILIES = ("prefill", "decode", "mixed")
+CHECKED_CALLS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is timed: enough to matter on the device, little enough to be repeated."""
+
+    prompt_len: int
+    context_len: int
+    steps: int
+    batches: tuple[int, ...]
+    mixed_calls: int
+    repeats: int
+
+    @classmethod
+    def of(cls, target: Target) -> Sizes:
+        longest = target.shape.max_len
+        if target.is_cuda:
+            return cls(min(1024, longest // 2), min(512, longest // 2), 24, (1, 8, 32), 64, 3)
+        return cls(min(64, longest // 2), min(48, longest // 2), 8, (1, 8), 24, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    name: str
+    family: str
+    case: Case
+    timed: tuple[int, int]
+    repeats: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(call.num_tokens for call in self.case.calls[slice(*self.timed)])
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Of one bench: its quickest repeat, the one that other processes disturbed least."""
+
+    family: str
+    seconds: float
+    num_tokens: int
+    num_calls: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def call_ms(self) -> float:
+        return 1e3 * self.seconds / self.num_calls
+
+
+def draw_benches(target: Target, oracle: Oracle, seed: int, sizes: Sizes | None = None) -> list[Bench]:
+    rng = random.Random(seed)
+    sizes = sizes or Sizes.of(target)
+
+    def bench(name: str, family: str, trace: Trace, timed: tuple[int, int]) -> Bench:
+        asked = [i for i in range(*timed) if trace.calls[i].kind != "remove"]
+        checked = frozenset(rng.sample(asked, min(CHECKED_CALLS, len(asked))))
+        return Bench(name, family, oracle.answer(trace, checked), timed, sizes.repeats)
+
+    def new(name: str) -> Trace:
+        return Trace(name, target.shape, rng)
+
+    trace = new("prefill")
+    trace.prefill({f"r{i}": rng.randint(sizes.prompt_len // 2, sizes.prompt_len) for i in range(8)})
+    benches = [bench("prefill 8", "prefill", trace.end(), (0, 1))]
+    trace = new("prefill 1")
+    trace.prefill({"r": sizes.prompt_len // 2})
+    benches.append(bench("prefill 1", "prefill", trace.end(), (0, 1)))
+    for batch in sizes.batches:
+        trace = new("decode")
+        ids = [f"r{i}" for i in range(batch)]
+        trace.prefill({id: rng.randint(sizes.context_len // 4, sizes.context_len) for id in ids})
+        trace.decode(ids, steps=sizes.steps)
+        benches.append(bench(f"decode {batch}", "decode", trace.end(), (1, 1 + sizes.steps)))
+    trace = _mixed(new("mixed"), sizes)
+    benches.append(bench("mixed", "mixed", trace, (0, len(trace.calls))))
+    return benches
+
+
+def _mixed(trace: Trace, sizes: Sizes) -> Trace:
+    """Requests come and go while others decode."""
+    rng, number = trace.rng, 0
+    while len(trace.calls) < sizes.mixed_calls:
+        growing = [id for id in trace.alive if len(trace.alive[id]) < trace.shape.max_len]
+        if not growing or (len(trace.alive) < 16 and rng.random() < 0.2):
+            longest = max(2, sizes.context_len // 2)
+            new_ids = [f"r{number + i}" for i in range(rng.randint(1, 4))]
+            trace.prefill({id: rng.randint(1, longest) for id in new_ids})
+            number += len(new_ids)
+        elif rng.random() < 0.1:
+            trace.remove([rng.choice(sorted(trace.alive))])
+        else:
+            trace.decode(growing)
+    return trace.end()
+
+
+def measure(player: Player, benches: Sequence[Bench], allowed: float) -> tuple[dict[str, Timing], str, int]:
+    """Timings by bench, what was wrong if anything, and the most memory."""
+    timings: dict[str, Timing] = {}
+    peak_bytes = 0
+    for bench in benches:
+        checked = [i for i, answer in enumerate(bench.case.answers) if answer is not None]
+        seconds = []
+        for repeat in range(bench.repeats + 1):  # the first one warms up
+            played = player.play(bench.case.calls, keep=checked, timed=bench.timed)
+            fault, _ = compare(bench.case, played, allowed)
+            if fault:
+                return timings, f"{bench.name}, while timed: {fault}", peak_bytes
+            seconds += [played.seconds] if repeat else []
+            peak_bytes = max(peak_bytes, played.peak_bytes)
+        num_calls = bench.timed[1] - bench.timed[0]
+        timings[bench.name] = Timing(bench.family, min(seconds), bench.num_tokens, num_calls)
+    return timings, "", peak_bytes
+
+
+def gains(timings: Mapping[str, Timing], before: Mapping[str, Timing]) -> dict[str, float]:
+    """How many times as fast, by family: the geometric mean of its benches."""
+    ratios: dict[str, list[float]] = {family: [] for family in FAMILIES}
+    for name, timing in timings.items():
+        ratios[timing.family].append(before[name].seconds / timing.seconds)
+    return {family: statistics.geometric_mean(values) for family, values in ratios.items()}
+
+
+def score(timings: Mapping[str, Timing], before: Mapping[str, Timing]) -> float:
+    """One number to compare by: every family counts the same."""
+    return statistics.geometric_mean(gains(timings, before).values())

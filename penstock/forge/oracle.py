@@ -1,0 +1,111 @@
+"""What the logits of a trace must be, and how far an engine's may be from them.
+
+A trace's tokens do not depend on answers, so every request's life is one pass of the reference over its
+whole text. Answers are compared in units of the tolerance, |a - b| / (atol + rtol |b|); an engine passes
+with a third of it. Where the reference itself, rounding as the engine does, strays further from float32
+than that allows, an engine may stray twice as far as the reference, but never past the tolerance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.forge.reference import Reference
+from penstock.forge.target import Target
+from penstock.forge.traces import Call, Trace
+
+TOLERANCE = 1e-2  # atol and rtol
+MARGIN = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A trace with the answers to its calls; None for a call that answers nothing."""
+
+    name: str
+    calls: list[Call]
+    answers: list[Tensor | None]  # [R, V] float32, on the CPU
+
+
+@dataclass(slots=True)
+class Life:
+    """A request from its prefill to its end, and which calls ask for logits at which of its positions."""
+
+    tokens: list[int]
+    asked: list[tuple[int, int, int]]  # call, row of the answer, position
+
+
+class Oracle:
+    def __init__(self, target: Target) -> None:
+        self.reference = Reference(target, target.dtype)
+
+    def answer(self, trace: Trace, calls: frozenset[int] | None = None) -> Case:
+        """With the answers to these calls, or to all."""
+        wanted = frozenset(range(len(trace.calls))) if calls is None else calls
+        answers = [
+            _room(call, self.reference.shape.vocab_size) if number in wanted else None
+            for number, call in enumerate(trace.calls)
+        ]
+        for life in _lives(trace.calls):
+            asked = [one for one in life.asked if one[0] in wanted]
+            if asked:
+                logits = self.reference.logits(life.tokens, [position for _, _, position in asked]).cpu()
+                for (call, row, _), row_logits in zip(asked, logits):
+                    answer = answers[call]
+                    assert answer is not None
+                    answer[row] = row_logits
+        return Case(trace.name, trace.calls, answers)
+
+
+def rounding(target: Target, case: Case) -> float:
+    """How far the reference strays from itself in float32, in units of the tolerance."""
+    if target.dtype == torch.float32:
+        return 0.0
+    exact = Reference(target, torch.float32)
+    worst = 0.0
+    for life in _lives(case.calls):
+        logits = exact.logits(life.tokens, [position for _, _, position in life.asked]).cpu()
+        for (call, row, _), right in zip(life.asked, logits):
+            answer = case.answers[call]
+            assert answer is not None
+            worst = max(worst, distance(answer[row], right))
+    return worst
+
+
+def distance(logits: Tensor, right: Tensor) -> float:
+    """The largest difference in units of the tolerance; infinite where there is a NaN."""
+    units = (logits - right).abs() / (TOLERANCE + TOLERANCE * right.abs())
+    worst = float(units.max())
+    return worst if worst == worst else float("inf")
+
+
+def allowed_distance(rounding_of_reference: float) -> float:
+    return min(1.0, max(1.0 / MARGIN, 2.0 * rounding_of_reference))
+
+
+def _room(call: Call, vocab_size: int) -> Tensor | None:
+    if call.kind == "remove" or call.is_refused:
+        return None
+    return torch.empty(len(call.ids), vocab_size)
+
+
+def _lives(calls: list[Call]) -> list[Life]:
+    ended: list[Life] = []
+    alive: dict[str, Life] = {}
+    for number, call in enumerate(calls):
+        if call.is_refused:
+            continue
+        for row, id in enumerate(call.ids):
+            if call.kind == "prefill":
+                ended += [alive.pop(id)] if id in alive else []
+                alive[id] = Life(list(call.tokens[row]), [])
+            elif call.kind == "decode":
+                alive[id].tokens += call.tokens[row]
+            else:
+                ended.append(alive.pop(id))
+                continue
+            alive[id].asked.append((number, row, len(alive[id].tokens) - 1))
+    return [*ended, *alive.values()]

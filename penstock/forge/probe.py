@@ -1,0 +1,81 @@
+"""Before the first trial: which restrictions hold on this machine and leave its device usable.
+
+All of them, where that works. Where it does not, one after the other in the order of what they are worth:
+each that still lets the device compute stays. Whatever the kernel was asked for, what counts is what a probe
+inside could then not do.
+"""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import PenstockError
+from penstock.forge.sandbox import CandidateError, Sandbox
+
+PROBE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a probe could do. Empty: it could; otherwise what was in its way."""
+
+    device: str
+    weights: str = ""
+    network: str = ""
+    outside: str = ""  # a file that is nobody's business
+
+    @property
+    def obstacle(self) -> str:
+        return self.device or self.weights
+
+
+def settle(sandbox: Sandbox) -> Reach:
+    """Leaves the sandbox with the strongest restrictions that its device works under."""
+    reached = probe(sandbox)
+    if not reached.obstacle:
+        return reached
+    sandbox.restrictions = []
+    if obstacle := probe(sandbox).obstacle:
+        raise PenstockError(
+            f"{sandbox.target.device} does not work in a process of its own, even without restrictions",
+            obstacle,
+            "Run `penstock inspect` to see whether it works at all.",
+        )
+    for strongest_first in sandbox.forms:
+        _add_strongest(sandbox, strongest_first)
+    return probe(sandbox)
+
+
+def _add_strongest(sandbox: Sandbox, forms: tuple[str, ...]) -> None:
+    kept = sandbox.restrictions
+    for form in forms:
+        sandbox.restrictions = [*kept, form]
+        obstacle = probe(sandbox).obstacle
+        if not obstacle:
+            return
+        sandbox.given_up[form] = obstacle
+    sandbox.restrictions = kept
+
+
+def probe(sandbox: Sandbox) -> Reach:
+    """What can be done under the sandbox's present restrictions. The judge listens, to see what gets out."""
+    with (
+        tempfile.TemporaryDirectory(prefix="forge-outside-") as folder,
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
+    ):
+        datagrams.bind(("127.0.0.1", 0))
+        words = {
+            "device": sandbox.target.device,
+            "weights": str(sandbox.target.weight_dir / "model.pt"),
+            "outside": str(Path(folder) / "reached"),
+            "tcp": listening.getsockname()[1],
+            "udp": datagrams.getsockname()[1],
+        }
+        try:
+            return Reach(**sandbox.reach(words, PROBE_S))
+        except CandidateError as error:
+            return Reach(device=str(error))

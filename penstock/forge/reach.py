@@ -1,0 +1,66 @@
+"""What a confined process can still do: tried, not assumed. Runs inside the sandbox; imports no Penstock.
+
+An answer is empty where the attempt succeeded, and says otherwise what was in its way; `probe` reads them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 2.0
+
+
+def reach(*, device: str, weights: str, outside: str, tcp: int, udp: int) -> dict[str, str]:
+    """Whether the device computes and the weights open, and whether network and other files are in reach."""
+    return {
+        "device": _obstacle(lambda: _compute(device)),
+        "weights": _obstacle(lambda: os.close(os.open(weights, os.O_RDONLY))),
+        "network": _obstacle(lambda: _connect(tcp)) and _obstacle(lambda: _send(udp)),
+        "outside": _obstacle(lambda: Path(outside).write_text("reached")),
+    }
+
+
+def _obstacle(attempt: Callable[[], object]) -> str:
+    try:
+        attempt()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:300]
+    return ""
+
+
+def _compute(device: str) -> None:
+    """On a GPU with a kernel of its own: for its first one Triton runs a C compiler and an assembler."""
+    import torch
+
+    numbers = torch.zeros(16, device=device)
+    if device == "cpu":
+        numbers += 1.0
+    else:
+        _load_kernel().add_one_kernel[(1,)](numbers, SIZE=16)
+    if float(numbers.sum()) != 16.0:
+        raise RuntimeError(f"sixteen ones summed up to {float(numbers.sum())}")
+
+
+def _load_kernel() -> Any:
+    path = Path(__file__).with_name("reach_kernel.py")
+    spec = importlib.util.spec_from_file_location("reach_kernel", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _connect(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S):
+        pass
+
+
+def _send(port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+        datagrams.sendto(b"reached", ("127.0.0.1", port))

@@ -1,0 +1,13 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The smallest kernel: for `reach`, which wants to know whether one can be compiled and launched."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_one_kernel(numbers, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    tl.store(numbers + places, tl.load(numbers + places) + 1.0)

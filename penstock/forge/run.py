@@ -1,0 +1,74 @@
+"""One run of forge from a config on disk to an engine on disk: opens what the search needs, and closes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.errors import PenstockError
+from penstock.forge.ledger import Ledger
+from penstock.forge.machine import Machine
+from penstock.forge.measure import Sizes
+from penstock.forge.probe import Reach, settle
+from penstock.forge.sandbox import Limits, Sandbox
+from penstock.forge.search import Engine, Search
+from penstock.forge.target import Target
+from penstock.forge.trial import Exam
+from penstock.forge.writer import TIMEOUT_S, Writer
+
+SPARE_BYTES = 6 << 30  # beside the weights: torch itself, a cache, activations
+TRIAL_S = 300.0
+
+
+def forge(
+    *,
+    config: Path,
+    weights: Path,
+    out: Path,
+    device: str,
+    budget_s: float,
+    seed: int = 0,
+    max_trials: int = 1000,
+    num_random: int = 4,
+    sizes: Sizes | None = None,
+    trial_s: float = TRIAL_S,
+    llm_base_url: str = "",
+    llm_model: str = "",
+    say: Callable[[str], None] = lambda line: None,
+) -> Engine:
+    target = Target.open(config, weights, device)
+    ledger = Ledger(out.parent)
+    limits = Limits(min(trial_s, budget_s), SPARE_BYTES + 4 * target.weight_bytes)
+    with Sandbox(target, limits) as sandbox:  # first: it imports torch while this process works
+        say(f"model: {target.describe()}")
+        machine = Machine.measure(target)
+        say(f"machine: {machine.describe()}")
+        reached = settle(sandbox)
+        say(f"sandbox: {', '.join(sandbox.restrictions)}")
+        exam = Exam.draw(target, seed, num_random=num_random, sizes=sizes)
+        say(f"exam: {len(exam.cases)} situations, {len(exam.benches)} benches, drawn from seed {seed}")
+        writer = open_writer(llm_base_url, llm_model, reached, budget_s) if llm_base_url else None
+        search = Search(
+            target,
+            machine,
+            exam,
+            sandbox,
+            ledger,
+            out,
+            budget_s=budget_s,
+            writer=writer,
+            max_trials=max_trials,
+            say=say,
+        )
+        return search.run()
+
+
+def open_writer(base_url: str, model: str, reached: Reach, budget_s: float) -> Writer:
+    """A model's code is a stranger's: it runs where the network is out of its reach, or not at all."""
+    if not reached.network:
+        raise PenstockError(
+            "A writing model's code cannot be kept off the network here",
+            "A probe in the sandbox could open a connection: this kernel has neither seccomp nor namespaces.",
+            "Leave --llm-base-url away; the built-in search runs without it.",
+        )
+    return Writer(base_url, model, min(TIMEOUT_S, budget_s / 3))  # a reply must leave time for its trial

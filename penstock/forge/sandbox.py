@@ -1,0 +1,298 @@
+"""Where candidates run: in a process of their own with limits, asked over a socket. Trusts nothing it hears.
+
+What is enforced depends on the machine (`confine` does it, `probe` finds out), and is told in the report.
+Time is always: a candidate that does not answer in time is killed with everything it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.forge.confine import CPU_FORMS, FORMS
+from penstock.forge.target import Target
+from penstock.forge.traces import Call
+
+MAX_LINE = 1 << 20
+MAX_PAYLOAD = 1 << 31
+START_S = 120.0
+WATCH_S = 0.05
+MEMORY_SHARE = 0.95  # of a GPU
+FILE_BYTES = 1 << 28  # compiled kernels; on a CPU nothing is written
+KEPT_VARIABLES = ("PATH", "LANG", "CC", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
+KEPT_CUDA_VARIABLES = ("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "TRITON_LIBCUDA_PATH", "TRITON_PTXAS_PATH")
+# What a CUDA driver writes to: its devices, memory shared between processes, the names of its threads.
+DRIVER_PLACES = ("/dev/null", "/dev/zero", "/dev/shm", "/proc/self")
+
+
+class CandidateError(Exception):
+    """The candidate raised, died, fell silent or took too much; the text is for the ledger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    seconds: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What came of a trace: seconds of its timed calls, and by call what was raised or answered."""
+
+    seconds: float
+    errors: list[str | None]
+    logits: dict[int, Tensor]  # of the kept calls, [R, V] float32
+    peak_bytes: int
+
+
+class Sandbox:
+    """The forking process, kept for a whole run. `host` gives one candidate a life in it."""
+
+    def __init__(self, target: Target, limits: Limits) -> None:
+        self.target = target
+        self.limits = limits
+        self.forms = FORMS if target.is_cuda else CPU_FORMS
+        self.restrictions = [strongest for strongest, *_ in self.forms]
+        self.enforced: dict[str, str] = {}  # by restriction, in words
+        self.given_up: dict[str, str] = {}  # and what did not work under those that are not
+        self._folder = tempfile.TemporaryDirectory(prefix="forge-")
+        self.scratch = Path(self._folder.name)
+        kind = "cuda" if target.is_cuda else "cpu"
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(START_S)
+        kept = KEPT_VARIABLES + KEPT_CUDA_VARIABLES
+        environment = {name: os.environ[name] for name in kept if name in os.environ}
+        environment |= {"HOME": str(self.scratch), "TMPDIR": str(self.scratch)}
+        environment |= {"TRITON_CACHE_DIR": str(self.scratch / "compiled")}
+        host = Path(__file__).with_name("host.py")
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(host), str(theirs.fileno()), kind],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            cwd=self.scratch,
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def host(self, source: str, seconds: float = math.inf) -> Iterator[Hosted]:
+        """A fresh process with the engine of this source built in it."""
+        path = self.scratch / f"engine_{time.monotonic_ns()}.py"
+        path.write_text(source)
+        try:
+            with self._life(seconds) as hosted:
+                hosted.build(path, self.target)
+                yield hosted
+        finally:
+            path.unlink()
+
+    def reach(self, words: Mapping[str, Any], seconds: float) -> dict[str, str]:
+        """What code under the present restrictions can do, see `reach.reach`."""
+        with self._life(seconds) as hosted:
+            return hosted.reach(Path(__file__).with_name("reach.py"), words)
+
+    @contextlib.contextmanager
+    def _life(self, seconds: float) -> Iterator[Hosted]:
+        hosted = self._fork(Limits(min(seconds, self.limits.seconds), self.limits.memory_bytes))
+        try:
+            time_limit = {"time": f"{self.limits.seconds:.0f} s at most, then killed"}
+            self.enforced = time_limit | hosted.read()["enforced"] | hosted.watched
+            yield hosted
+        finally:
+            hosted.end()
+
+    def _fork(self, limits: Limits) -> Hosted:
+        ours, theirs = socket.socketpair()
+        is_cuda = self.target.is_cuda
+        wishes = {
+            "restrictions": self.restrictions,
+            "seconds": limits.seconds,
+            "memory_bytes": limits.memory_bytes,
+            "file_bytes": FILE_BYTES if is_cuda else 0,
+            "readable": ["/"] if is_cuda else self._readable(),
+            "writable": self._writable() if is_cuda else ["/dev/null"],
+        }
+        socket.send_fds(self._control, [json.dumps(wishes).encode()], [theirs.fileno()])
+        theirs.close()
+        pid = json.loads(self._control.recv(1 << 10))["pid"]
+        return Hosted(ours, pid, limits)
+
+    def _writable(self) -> list[str]:
+        """On a GPU: what kernels are compiled into, and what the driver needs."""
+        devices = sorted(str(path) for path in Path("/dev").glob("nvidia*"))
+        return [str(self.scratch), *DRIVER_PLACES, *devices]
+
+    def _readable(self) -> list[str]:
+        """What Python and torch are made of, the weights, and the candidate itself."""
+        system = [
+            "/usr",
+            "/lib",
+            "/lib64",
+            "/etc/ld.so.cache",
+            "/dev/urandom",
+            "/proc/cpuinfo",
+            "/sys/devices",
+        ]
+        python = {sys.prefix, sys.base_prefix, str(Path(torch.__file__).parents[1])}
+        ours = [str(Path(__file__).with_name("reach.py")), str(self.target.weight_dir), str(self.scratch)]
+        return [*system, *sorted(python), *ours]
+
+
+class Hosted:
+    """A candidate, alive. Every method raises `CandidateError` when it does not do as asked."""
+
+    def __init__(self, connection: socket.socket, pid: int, limits: Limits) -> None:
+        self.pid = pid
+        self.limits = limits
+        self.watched = {"resident memory": f"{limits.memory_bytes >> 20} MiB, watched"}
+        self._connection = connection
+        self._lines = connection.makefile("rb")
+        self._deadline = time.monotonic() + limits.seconds
+        self._killed_for = ""
+        self._is_over = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def build(self, path: Path, target: Target) -> None:
+        self._write(
+            do="build",
+            path=str(path),
+            config=target.config,
+            weights=str(target.weight_dir),
+            device=target.device,
+            memory_share=MEMORY_SHARE,
+        )
+        self.read()
+
+    def reach(self, path: Path, words: Mapping[str, Any]) -> dict[str, str]:
+        self._write(do="reach", path=str(path), words=words)
+        return {str(what): str(obstacle) for what, obstacle in self.read()["reached"].items()}
+
+    def play(
+        self,
+        calls: Sequence[Call],
+        *,
+        keep: Sequence[int],
+        timed: tuple[int, int] = (-1, -1),
+        on_device: bool = True,
+    ) -> Played:
+        """Plays calls. Seconds lie between the judge's word and the candidate's, by the judge's clock."""
+        self._write(do="play", calls=encode_calls(calls, on_device), keep=list(keep), timed=timed)
+        seconds = 0.0
+        if timed[0] >= 0:
+            self.read()
+            started = time.perf_counter()
+            self._write(go=True)
+            self.read()
+            seconds = time.perf_counter() - started
+        answer = self.read()
+        outcomes = answer["outcomes"]
+        if len(outcomes) != len(calls):
+            raise CandidateError(f"{len(calls)} calls had {len(outcomes)} outcomes")
+        errors = [outcome if isinstance(outcome, str) else None for outcome in outcomes]
+        return Played(seconds, errors, _cut(answer["payload"], outcomes, keep), int(answer["peak_bytes"]))
+
+    def profile(self, calls: Sequence[Call], part: tuple[int, int]) -> dict[str, float]:
+        """Seconds by kind of work."""
+        self._write(do="profile", calls=encode_calls(calls, True), slice=part)
+        return {str(kind): float(seconds) for kind, seconds in self.read()["parts"].items()}
+
+    def read(self) -> dict[str, Any]:
+        """The next message, with the bytes behind it as `payload`."""
+        try:
+            self._connection.settimeout(max(0.01, self._deadline - time.monotonic()))
+            line = self._lines.readline(MAX_LINE)
+            message = json.loads(line) if line else {}
+            if isinstance(message, dict) and message:
+                message["payload"] = self._lines.read(min(int(message["bytes"]), MAX_PAYLOAD))
+        except TimeoutError:
+            raise CandidateError(f"out of time: more than {self.limits.seconds:.0f} s") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CandidateError(f"spoke nonsense: {error}") from None
+        if not message:
+            raise CandidateError(self._killed_for or "died without a word")
+        if not isinstance(message, dict) or "error" in message:
+            raise CandidateError(str(message["error"] if isinstance(message, dict) else message)[:2000])
+        return message
+
+    def end(self) -> None:
+        """Kills the candidate and what it started, and only these: its group has its own id."""
+        self._is_over.set()
+        self._kill()
+        self._connection.close()
+        self._watcher.join()
+
+    def _write(self, **message: Any) -> None:
+        try:
+            self._connection.settimeout(max(0.01, self._deadline - time.monotonic()))
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise CandidateError(self._killed_for or f"does not listen: {error}") from None
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _watch(self) -> None:
+        page = os.sysconf("SC_PAGE_SIZE")
+        while not self._is_over.wait(WATCH_S):
+            try:
+                resident = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * page
+            except (OSError, IndexError):
+                return
+            if resident > self.limits.memory_bytes:
+                self._killed_for = f"out of memory: {resident >> 20} MiB resident"
+                self._kill()
+                return
+
+
+def encode_calls(calls: Sequence[Call], on_device: bool) -> list[Any]:
+    return [(call.kind, call.ids, call.tokens, on_device) for call in calls]
+
+
+def _cut(payload: bytes, outcomes: list[Any], keep: Sequence[int]) -> dict[int, Tensor]:
+    """The kept calls' logits out of the bytes of all of them."""
+    logits: dict[int, Tensor] = {}
+    numbers = torch.frombuffer(bytearray(payload), dtype=torch.float32) if payload else torch.empty(0)
+    start = 0
+    for number in sorted(keep):
+        shape = outcomes[number]
+        if not isinstance(shape, list) or len(shape) != 2:
+            continue
+        size = int(shape[0]) * int(shape[1])
+        if start + size > len(numbers):
+            raise CandidateError("sent fewer logits than it said")
+        logits[number] = numbers[start : start + size].view(int(shape[0]), int(shape[1]))
+        start += size
+    return logits

@@ -1,0 +1,362 @@
+"""The loop: from a first correct version, change one decision, try, keep what is faster, until time is up.
+
+What to try next follows from the profile of the best engine so far: an alternative promises its share of the
+parts it relieves. Optionally a writing model proposes edits, judged by the same trial. At any moment the best
+engine is on disk.
+"""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.errors import PenstockError
+from penstock.forge import decisions
+from penstock.forge.decisions import Alternative, Design
+from penstock.forge.emit import WIDTH, emit
+from penstock.forge.ledger import Ledger, Row, Story, count_changes, replace_file, write_report
+from penstock.forge.machine import Machine
+from penstock.forge.measure import FAMILIES, Timing, gains, score
+from penstock.forge.plot import draw_progress
+from penstock.forge.sandbox import Sandbox
+from penstock.forge.target import Target
+from penstock.forge.trial import Exam, Outcome, run_trial
+from penstock.forge.writer import Proposal, Writer
+
+LEAST_PROMISE = 0.003  # of all time: below it an alternative is not worth a trial
+LEAST_GAIN = 1.02  # a smaller one is noise, or not worth the lines
+CLEAR_GAIN = 1.10  # on a GPU; a smaller one is confirmed by timing the reigning engine again
+HOPELESS_GAIN = 0.8  # on a CPU, which others use too; everything better is confirmed
+SEARCH_SHARE = 0.6  # of the time, where a writing model is to have the rest
+MEMORY_IS_SHORT = 0.7
+
+
+class ForgeError(PenstockError):
+    """No engine came about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A candidate that passed."""
+
+    source: str
+    design: Design
+    outcome: Outcome
+    idea: str
+    total: Mapping[str, float]  # times as fast as the first version, by family
+
+    @property
+    def timings(self) -> Mapping[str, Timing]:
+        return self.outcome.timings
+
+
+class Search:
+    def __init__(
+        self,
+        target: Target,
+        machine: Machine,
+        exam: Exam,
+        sandbox: Sandbox,
+        ledger: Ledger,
+        out: Path,
+        *,
+        budget_s: float,
+        writer: Writer | None = None,
+        max_trials: int = 1000,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.target = target
+        self.machine = machine
+        self.exam = exam
+        self.sandbox = sandbox
+        self.ledger = ledger
+        self.out = out
+        self.budget_s = budget_s
+        self.writer = writer
+        self.max_trials = max_trials
+        self.say = say
+        self.longest_s = 0.0  # of a judgement, second timings included
+        self.reasons: dict[str, str] = {}
+        self.tried: set[str] = set()
+        self.first: Engine | None = None
+        self.best: Engine | None = None
+
+    def run(self) -> Engine:
+        """Ends with the best engine on disk, also when it is interrupted."""
+        ending = "The time was used up."
+        try:
+            self.start()
+            if not self._improve_by_decisions():
+                ending = "No alternative promised anything any more."
+            if self.writer:
+                self.improve_by_writing(self.writer)
+        except KeyboardInterrupt:
+            ending = "It was interrupted; this is the best until then."
+            if self.best is None:
+                raise
+        self._hold_closing_match()
+        self._report(ending)
+        return self._best()
+
+    def start(self, source: str = "") -> None:
+        """From the plain design, or from an engine that somebody else wrote."""
+        design = decisions.plain_design()
+        source = source or self._write(design)
+        outcome = run_trial(self.sandbox, source, self.exam)
+        self.longest_s = outcome.seconds
+        if not outcome.is_passed:
+            raise ForgeError(
+                f"The first version stopped at {outcome.gate}",
+                outcome.fault,
+                "Check that model.pt belongs to the config, and that a trial has time enough.",
+            )
+        alike = dict.fromkeys(FAMILIES, 1.0)
+        self.first = self.best = Engine(source, design, outcome, "plain torch with a cache", alike)
+        self.tried.add(_key(design))
+        replace_file(self.out, source)
+        self._record("search", self.first.idea, "a correct start", "", source, outcome, "kept", alike)
+
+    def _improve_by_decisions(self) -> bool:
+        """False when nothing was left to try, True when time was up."""
+        share = SEARCH_SHARE if self.writer else 1.0
+        while self._has_time(share):
+            idea = self._most_promising()
+            if idea is None:
+                return False
+            alternative, design, promise = idea
+            best = self._best()
+            self.tried.add(_key(design))
+            changed = decisions.differences(best.design, design)
+            source = self._write(design)
+            part = max(alternative.relieves, key=lambda part: self._share(part) * alternative.relieves[part])
+            why = f"{part} is {self._share(part):.0%} of the time; promises {promise:.1%}"
+            self._judge("search", "; ".join(changed), why, source, design)
+        return True
+
+    def improve_by_writing(self, writer: Writer) -> None:
+        while self._has_time(1.0) and not writer.is_exhausted:
+            best = self._best()
+            proposal = writer.propose(best.source, self._brief(best))
+            if isinstance(proposal, Proposal):
+                self._judge(
+                    writer.name, proposal.idea, "the writing model's idea", proposal.source, best.design
+                )
+            else:
+                outcome = Outcome(proposal, "reply", 0.0)
+                self._record(writer.name, "no usable edit", "", "", "", outcome, "discarded", {})
+            writer.hear(self.ledger.rows[-1])
+
+    def _judge(self, author: str, idea: str, why: str, source: str, design: Design) -> None:
+        before, began = self._best(), self.ledger.age_s
+        outcome = run_trial(self.sandbox, source, self.exam, seconds=self._left_s)
+        is_kept = outcome.is_passed and self._is_better(outcome)
+        total: dict[str, float] = {}
+        if outcome.is_passed:
+            gained = gains(outcome.timings, self._best().timings)
+            total = {family: gain * before.total[family] for family, gain in gained.items()}
+        if is_kept:
+            said = ", ".join(f"{family} {gain:.2f}x" for family, gain in gained.items())
+            changed = [name for name in design if design[name] != before.design[name]]
+            self.reasons |= dict.fromkeys(changed, said)
+            text = self._write(design) if author == "search" else source  # with its reasons
+            replace_file(self.out, text)
+            self.best = Engine(text, design, outcome, idea, total)
+        verdict = "kept" if is_kept else "discarded"
+        self.longest_s = max(self.longest_s, self.ledger.age_s - began)
+        self._record(author, idea, why, before.source, source, outcome, verdict, total)
+
+    def _is_better(self, outcome: Outcome) -> bool:
+        """Where others may disturb the measurement the reigning engine is timed again, right after."""
+        best = self._best()
+        gain = score(outcome.timings, best.timings)
+        is_clear = not LEAST_GAIN <= gain < CLEAR_GAIN if self.target.is_cuda else gain < HOPELESS_GAIN
+        if is_clear:
+            return gain >= LEAST_GAIN
+        again = self._time_again(best)
+        if again is not None:
+            self.best = best = replace(best, outcome=replace(best.outcome, timings=again))
+        return score(outcome.timings, best.timings) >= LEAST_GAIN
+
+    def _time_again(self, engine: Engine) -> Mapping[str, Timing] | None:
+        brief = replace(self.exam, cases=self.exam.cases[:1])
+        outcome = run_trial(self.sandbox, engine.source, brief, seconds=self._left_s)
+        return outcome.timings if outcome.is_passed else None
+
+    def _hold_closing_match(self) -> None:
+        """The first version and the best, one after the other: what the report compares."""
+        first, best = self.first, self._best()
+        assert first is not None
+        is_worthwhile = first is not best and not self.target.is_cuda and self._has_time(1.0, num_trials=2)
+        timed = [self._time_again(engine) for engine in (first, best)] if is_worthwhile else []
+        if len(timed) == 2 and timed[0] and timed[1]:
+            self.first = replace(first, outcome=replace(first.outcome, timings=timed[0]))
+            self.best = replace(best, outcome=replace(best.outcome, timings=timed[1]))
+
+    def _most_promising(self) -> tuple[Alternative, dict[str, str], float] | None:
+        device = "cuda" if self.target.is_cuda else "cpu"
+        promises = [
+            (
+                alternative,
+                design,
+                sum(self._share(part) * save for part, save in alternative.relieves.items()),
+            )
+            for alternative, design in decisions.moves(self._best().design, device)
+            if _key(design) not in self.tried
+        ]
+        best = max(promises, key=lambda one: one[2], default=None)
+        return best if best and best[2] >= LEAST_PROMISE else None
+
+    def _share(self, part: str) -> float:
+        """Of all time, prefill and decode counting the same."""
+        outcome = self._best().outcome
+        if part == "memory":
+            total = self.machine.memory_bytes
+            return float(bool(total) and outcome.peak_bytes > MEMORY_IS_SHORT * total)
+        family = part.partition(".")[0]
+        whole = sum(seconds for name, seconds in outcome.profile.items() if name.startswith(family + "."))
+        return outcome.profile.get(part, 0.0) / whole / 2 if whole else 0.0
+
+    def _has_time(self, share: float, num_trials: int = 1) -> bool:
+        """Whether trials as long as the longest so far, and the report, would end in time."""
+        is_in_time = self.ledger.age_s + 1.2 * num_trials * self.longest_s < share * self.budget_s
+        return is_in_time and len(self.ledger.rows) < self.max_trials
+
+    @property
+    def _left_s(self) -> float:
+        """A candidate that never ends must not take more than there is."""
+        return max(1.0, self.budget_s - self.ledger.age_s)
+
+    def _record(
+        self,
+        author: str,
+        idea: str,
+        why: str,
+        before: str,
+        after: str,
+        outcome: Outcome,
+        verdict: str,
+        total: Mapping[str, float],
+    ) -> None:
+        added, removed = count_changes(before, after)
+        row = Row(
+            trial=len(self.ledger.rows),
+            author=author,
+            idea=idea,
+            why=why,
+            lines_added=added,
+            lines_removed=removed,
+            gate=outcome.gate,
+            fault=outcome.fault,
+            verdict=verdict,
+            at_s=self.ledger.age_s,
+            seconds=outcome.seconds,
+            held_to=() if outcome.gate in ("reply", "screen") else tuple(self.sandbox.enforced),
+        )
+        if outcome.is_passed:
+            row = replace(
+                row,
+                score=statistics.geometric_mean(total.values()),
+                gains=total,
+                call_ms={name: timing.call_ms for name, timing in outcome.timings.items()},
+                worst=outcome.worst,
+                peak_bytes=outcome.peak_bytes,
+                build_s=outcome.build_s,
+            )
+        self.ledger.add(row)
+        self.say(row.line())
+
+    def _best(self) -> Engine:
+        assert self.best is not None, "there is a best engine once there is a first"
+        return self.best
+
+    def _write(self, design: Design) -> str:
+        return emit(design, self._says(design))
+
+    def _says(self, design: Design) -> str:
+        """The engine's own docstring."""
+        lines = [
+            "An engine for one model, written by `penstock forge` for the machine it was measured on.",
+            "",
+        ]
+        lines += [
+            f"Model: {self.target.describe()}.",
+            f"Machine: {self.machine.describe()}.",
+            "",
+            "Decisions:",
+        ]
+        for question, choice, why in self._decided(design):
+            said = f"- {question} {choice}." + (f" ({why})" if why else "")
+            lines += textwrap.wrap(said, WIDTH, initial_indent="  ", subsequent_indent="    ")
+        return "\n".join(lines)
+
+    def _decided(self, design: Design) -> list[tuple[str, str, str]]:
+        return [
+            (
+                decision.question,
+                _sentence(decision[design[decision.name]].says),
+                self.reasons.get(decision.name, ""),
+            )
+            for decision in decisions.DECISIONS
+            if not decisions.is_idle(decision.name, design)
+        ]
+
+    def _brief(self, best: Engine) -> str:
+        """What a writing model is told beside the source."""
+        times = "\n".join(
+            f"  {name}: {timing.call_ms:.3f} ms a call" for name, timing in best.timings.items()
+        )
+        ranked = sorted(best.outcome.profile.items(), key=lambda item: -item[1])[:6]
+        parts = "\n".join(f"  {part}: {self._share(part):.0%}" for part, _ in ranked)
+        told = "\n".join(f"  {row.idea}: {row.verdict} {row.fault}".rstrip() for row in self.ledger.rows[-8:])
+        model = f"Model: {self.target.describe()}\nMachine: {self.machine.describe()}"
+        return f"{model}\nMeasured now:\n{times}\nWhere time goes:\n{parts}\nTried so far:\n{told}"
+
+    def _report(self, ending: str) -> None:
+        first, best = self.first, self._best()
+        assert first is not None
+        story = Story(
+            model=self.target.describe(),
+            machine=self.machine.describe(),
+            device=self.target.device,
+            decisions=self._decided(best.design),
+            first=first.timings,
+            best=best.timings,
+            floors_ms=self._floors_ms(),
+            gains=gains(best.timings, first.timings),
+            enforced=self.sandbox.enforced,
+            given_up=self.sandbox.given_up,
+            profile=best.outcome.profile,
+            ending=f"{len(self.ledger.rows)} trials in {self.ledger.age_s:.0f} s. {ending}",
+        )
+        write_report(self.ledger.folder / "report.md", story, self.ledger.rows)
+        replace_file(self.ledger.folder / "progress.svg", draw_progress(self.ledger.rows, story.model))
+        self.ledger.log(story.ending)
+        for name, timing in best.timings.items():
+            self.ledger.log(
+                f"{name}: {timing.call_ms:.3f} ms a call, {timing.tokens_per_second:.0f} tokens/s"
+            )
+
+    def _floors_ms(self) -> dict[str, float]:
+        floors = {}
+        for bench in self.exam.benches:
+            if bench.family == "decode":
+                batch = len(bench.case.calls[bench.timed[0]].ids)
+                prompts = bench.case.calls[0].num_tokens
+                context_len = (prompts + batch * (bench.timed[1] - bench.timed[0]) / 2) / batch
+                floors[bench.name] = 1e3 * self.machine.decode_floor_s(self.target, batch, context_len)
+            elif bench.family == "prefill":
+                floors[bench.name] = 1e3 * self.machine.prefill_floor_s(self.target, bench.num_tokens)
+        return floors
+
+
+def _key(design: Design) -> str:
+    """Two designs with the same key are the same engine."""
+    chosen = (f"{name}={choice}" for name, choice in design.items() if not decisions.is_idle(name, design))
+    return " ".join(chosen)
+
+
+def _sentence(words: str) -> str:
+    return words[0].upper() + words[1:]

@@ -1,0 +1,117 @@
+"""A writing model in the loop: shows it the best engine, and reads an edit out of what it answers.
+
+Any server of the OpenAI API. What it writes is text until the same trial as for every other candidate has
+judged it; nothing of it runs here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from penstock.errors import PenstockError
+from penstock.forge.ledger import Row
+from penstock.http_client import HttpClient
+
+MAX_FAILURES = 4  # in a row, of the server or of its replies
+TIMEOUT_S = 300.0
+MAX_TOKENS = 16384
+
+TASK = """You make an inference engine faster. Below is engine.py; its create_engine(model_config, weight_dir,
+device) returns an object with prefill, decode and remove. It must stay correct for every order of calls and
+every size, import only torch, triton and harmless parts of the standard library, and refuse what it refuses
+now. Answer with one sentence that names your idea, then either a unified diff in a ```diff block or the whole
+new file in a ```python block. One idea at a time; shorter code is better than longer code."""
+
+_BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+_HUNK = re.compile(r"^@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    idea: str
+    source: str
+
+
+class EditError(ValueError):
+    """A reply that is no edit of the file it was asked about."""
+
+
+class Writer:
+    def __init__(self, base_url: str, model: str, timeout_s: float = TIMEOUT_S) -> None:
+        self.name = model
+        self._client = HttpClient(base_url, timeout_s=timeout_s)
+        self._num_failures = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self._num_failures >= MAX_FAILURES
+
+    def propose(self, source: str, brief: str) -> Proposal | str:
+        """An edit of the source, or why there is none."""
+        body = {
+            "model": self.name,
+            "messages": [
+                {"role": "system", "content": TASK},
+                {"role": "user", "content": f"{brief}\n\n```python\n{source}```"},
+            ],
+            "max_tokens": MAX_TOKENS,
+            "temperature": 0.7,
+        }
+        try:
+            answer = self._client.json("POST", "/v1/chat/completions", body)
+            return read_reply(str(answer["choices"][0]["message"]["content"]), source)
+        except (PenstockError, EditError, KeyError, IndexError, TypeError) as error:
+            return str(error)[:300] or type(error).__name__
+
+    def hear(self, row: Row) -> None:
+        """How the last proposal fared: replies that are of no use are not asked for without end."""
+        self._num_failures = self._num_failures + 1 if row.verdict == "discarded" else 0
+
+
+def read_reply(reply: str, source: str) -> Proposal:
+    blocks = _BLOCK.findall(reply)
+    if not blocks:
+        raise EditError("the reply has no block of code")
+    language, text = blocks[-1]
+    idea = reply[: reply.index("```")].strip().splitlines()
+    said = idea[0][:120] if idea else "an edit without a word"
+    is_diff = language == "diff" or text.startswith(("--- ", "@@ "))
+    return Proposal(said, apply_diff(source, text) if is_diff else text)
+
+
+def apply_diff(source: str, diff: str) -> str:
+    """A unified diff, applied exactly: a hunk whose lines are not where it says, or nearby, is an error."""
+    lines = source.splitlines()
+    shift = 0
+    hunks = _read_hunks(diff)
+    if not hunks:
+        raise EditError("the diff has no hunk")
+    for start, before, after in hunks:
+        place = _find(lines, before, start - 1 + shift)
+        lines[place : place + len(before)] = after
+        shift += len(after) - len(before)
+    return "\n".join(lines) + "\n"
+
+
+def _read_hunks(diff: str) -> list[tuple[int, list[str], list[str]]]:
+    hunks: list[tuple[int, list[str], list[str]]] = []
+    for line in diff.splitlines():
+        if head := _HUNK.match(line):
+            hunks.append((int(head[1]), [], []))
+        elif hunks and not line.startswith("\\"):
+            _, before, after = hunks[-1]
+            if line.startswith((" ", "-")) or not line:
+                before.append(line[1:])
+            if line.startswith((" ", "+")) or not line:
+                after.append(line[1:])
+    return hunks
+
+
+def _find(lines: list[str], before: list[str], expected: int) -> int:
+    """Where the old lines stand: as near as possible to where the diff says."""
+    last = len(lines) - len(before)
+    places = [place for place in range(max(0, last + 1)) if lines[place : place + len(before)] == before]
+    if not places:
+        raise EditError(f"the diff does not fit: {before[0] if before else 'an empty hunk'!r} is not there")
+    return min(places, key=lambda place: abs(place - expected))

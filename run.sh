@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Writes workspace/engine.py for the model in target/ (or /target), with its log, ledger and report beside it.
+# Flags are those of `penstock forge`, e.g. `bash run.sh --budget 2m`.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+PYTHON=.venv/bin/python
+[ -x "$PYTHON" ] || PYTHON=python3
+
+TARGET=target
+if [ -f /target/model_config.json ]; then TARGET=/target; fi
+if [ ! -f "$TARGET/weights/model.pt" ]; then
+  "$PYTHON" scripts/generate_toy_weights.py --config "$TARGET/model_config.json" --output "$TARGET/weights"
+fi
+
+exec "$PYTHON" -m penstock forge --config "$TARGET/model_config.json" --weights "$TARGET/weights" \
+  --out workspace/engine.py --budget 10m "$@"

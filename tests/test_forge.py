@@ -1,0 +1,270 @@
+"""Forge: what it writes is right, readable, faster than its own first version; the ledger shows how."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from command_line import ROOT
+from penstock.commands.forge import read_duration
+from penstock.errors import CheckpointError, ConfigError
+from penstock.forge import decisions, gate, naive_engine
+from penstock.forge.decisions import Design
+from penstock.forge.emit import emit
+from penstock.forge.local import LocalPlayer, load_module
+from penstock.forge.measure import Sizes
+from penstock.forge.oracle import Case, Oracle
+from penstock.forge.run import forge
+from penstock.forge.screen import refusal
+from penstock.forge.target import Target
+from penstock.forge.toy_weights import save_toy_weights
+from penstock.forge.traces import correctness_traces
+
+SMALL: dict[str, Any] = {
+    "model_type": "tiny_llama",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "torch_dtype": "float32",
+}
+CONFIGS = {
+    "grouped heads": SMALL,
+    "every head its own keys": {**SMALL, "num_key_value_heads": 4, "head_dim": 64, "torch_dtype": "float16"},
+    "one key head, wide heads": {**SMALL, "num_key_value_heads": 1, "head_dim": 256, "num_hidden_layers": 1},
+}
+SIZES = Sizes(prompt_len=16, context_len=16, steps=3, batches=(1, 4), mixed_calls=8, repeats=2)
+
+
+def make_target(folder: Path, config: dict[str, Any]) -> Target:
+    (folder / "model_config.json").write_text(json.dumps(config))
+    target = Target.of(config, folder / "weights", "cpu")
+    save_toy_weights(target.shape, folder / "weights", torch.float16, seed=3)
+    return target
+
+
+def draw_cases(target: Target, seed: int, num_random: int = 2) -> list[Case]:
+    knowing = Oracle(target)
+    traces = correctness_traces(target.shape, seed, num_random=num_random, max_batch=12)
+    return [knowing.answer(trace) for trace in traces]
+
+
+def check_file(path: Path, target: Target, seed: int = 99) -> gate.Verdict:
+    return gate.check(LocalPlayer(load_module(path), target), draw_cases(target, seed), allowed=1 / 3)
+
+
+def run_forge(folder: Path, config: dict[str, Any], **more: Any) -> tuple[Target, Path]:
+    target = make_target(folder, config)
+    out = folder / "workspace" / "engine.py"
+    words: dict[str, Any] = {"budget_s": 60.0, "max_trials": 3, "num_random": 0, "sizes": SIZES, **more}
+    paths = {"config": folder / "model_config.json", "weights": folder / "weights", "out": out}
+    forge(**paths, device="cpu", **words)
+    return target, out
+
+
+def read_ledger(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out.parent / "ledger.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("name", "num_trials"), [("grouped heads", 3), ("every head its own keys", 2)])
+def test_forge_writes_an_engine_that_is_right_and_not_slower(
+    name: str, num_trials: int, tmp_path: Path
+) -> None:
+    target, out = run_forge(tmp_path, CONFIGS[name], max_trials=num_trials)
+    verdict = check_file(out, target)
+    assert verdict.is_passed, verdict.fault
+    rows = read_ledger(out)
+    assert len(rows) == num_trials
+    assert {row["gate"] for row in rows} == {"passed"}
+    assert rows[0]["verdict"] == "kept"
+    kept = [row["score"] for row in rows if row["verdict"] == "kept"]
+    assert kept[0] == 1.0
+    assert kept == sorted(kept)
+    assert all(row["why"] and row["idea"] and row["lines_added"] and "time" in row["held_to"] for row in rows)
+    report = (out.parent / "report.md").read_text()
+    assert all(row["idea"] in report for row in rows)
+    assert "trial 0" in (out.parent / "results.log").read_text()
+    picture = ElementTree.fromstring((out.parent / "progress.svg").read_text())
+    assert len(picture.findall("{*}circle")) == len(rows)
+    imported = set(re.findall(r"^(?:from|import) (\w+)", out.read_text(), re.MULTILINE))
+    assert imported <= {
+        "__future__",
+        "collections",
+        "dataclasses",
+        "itertools",
+        "math",
+        "os",
+        "torch",
+        "typing",
+    }
+
+
+def test_an_interrupt_loses_nothing(tmp_path: Path) -> None:
+    def interrupt(line: str) -> None:
+        if "trial 1" in line:
+            raise KeyboardInterrupt
+
+    target, out = run_forge(tmp_path, CONFIGS["one key head, wide heads"], max_trials=9, say=interrupt)
+    verdict = check_file(out, target)
+    assert verdict.is_passed, verdict.fault
+    assert "interrupted" in (out.parent / "report.md").read_text()
+    assert len(read_ledger(out)) == 2
+
+
+def gpu_designs() -> list[Design]:
+    """Every alternative of every decision: one step from the plain design, and from two made of kernels."""
+    plain = decisions.plain_design()
+    kernels = decisions.decide(plain, "layers", "kernels")
+    captured = decisions.decide(kernels, "graphs", "all")
+    starts = [plain, kernels, decisions.decide(captured, "cache", "pages")]
+    found = [*starts, *(design for start in starts for _, design in decisions.moves(start, "cuda"))]
+    return list({json.dumps(design): design for design in found}.values())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_design_of_the_cpu_is_right(name: str, tmp_path: Path) -> None:
+    target = make_target(tmp_path, CONFIGS[name])
+    cases = draw_cases(target, seed=5, num_random=1)
+    singles = [design for _, design in decisions.moves(decisions.plain_design(), "cpu")]
+    chosen = singles if name == "grouped heads" else singles[3::3]
+    assert len(singles) > 8
+    threads = torch.get_num_threads()
+    for design in chosen:
+        path = tmp_path / "engine.py"
+        path.write_text(emit(design, "An engine."))
+        verdict = gate.check(LocalPlayer(load_module(path), target), cases, allowed=1 / 3)
+        assert verdict.is_passed, (decisions.differences(decisions.plain_design(), design), verdict.fault)
+    torch.set_num_threads(threads)
+
+
+def test_what_is_written_is_tidy_and_stands_alone(tmp_path: Path) -> None:
+    """ruff has no complaint, no directive is left, nothing is defined twice or for nobody."""
+    sources = [emit(design, "An engine.\n\nWith a reason.") for design in gpu_designs()]
+    assert len(set(sources)) > 25
+    for number, source in enumerate(sources):
+        assert not refusal(source)
+        assert "forge:" not in source
+        names = re.findall(r"^(?:def|class) (\w+)", source, re.MULTILINE)
+        words = Counter(re.findall(r"\w+", source))
+        assert len(set(names)) == len(names)
+        assert all(words[name] > 1 for name in names if name != "create_engine")
+        (tmp_path / f"engine_{number}.py").write_text(source)
+    rules = ["--config", str(ROOT / "pyproject.toml")]
+    for words in (["check", *rules, "--ignore", "I001"], ["format", "--check", *rules]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *words, str(tmp_path)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_a_design_has_only_the_code_it_needs() -> None:
+    plain = emit(decisions.plain_design(), "Plain.")
+    assert not re.search(r"triton|graph|page", plain)
+    paged = emit(decisions.decide(decisions.plain_design(), "cache", "pages"), "Paged.")
+    assert "PAGE_SIZE = 64" in paged
+    assert "FIRST_SLOTS" not in paged
+
+
+def test_deciding_brings_what_a_choice_requires() -> None:
+    design = decisions.decide(decisions.plain_design(), "graphs", "all")
+    assert (design["layers"], design["prefill"], design["decode"]) == ("kernels", "kernel", "split_kv")
+    assert not decisions.is_idle("vector_rows", design)
+    assert decisions.is_idle("page_size", design)
+    flash = decisions.decide(design, "prefill", "flash")
+    assert flash["graphs"] == "decode"  # prompts are then not captured, decode steps still are
+    assert all(design["layers"] == "torch" for _, design in decisions.moves(decisions.plain_design(), "cpu"))
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> tuple[Target, Path]:
+    """An engine that forgets to let a shorter text replace a longer one."""
+    target = make_target(tmp_path, SMALL)
+    source = emit(decisions.plain_design(), "Broken.")
+    right = "self.requests[id] = Request(slot, length)"
+    assert right in source
+    old = "self.requests[id].length if id in self.requests else 0"
+    wrong = source.replace(right, right.replace("length", f"max(length, {old})"))
+    path = tmp_path / "broken.py"
+    path.write_text(wrong)
+    return target, path
+
+
+def test_gate_names_the_situation_in_which_an_engine_is_wrong(broken: tuple[Target, Path]) -> None:
+    verdict = check_file(broken[1], broken[0])
+    assert "replaced" in verdict.fault
+    assert "logits are off" in verdict.fault
+
+
+def test_evaluator_fails_a_broken_engine_and_times_a_right_one(
+    broken: tuple[Target, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, path = broken
+    words = ["--config", str(path.parent / "model_config.json"), "--weights", str(target.weight_dir)]
+
+    def evaluate(script: str, engine: Path, *more: str) -> tuple[int, str]:
+        command = [script, "--engine", str(engine), *words, *more, "--device", "cpu"]
+        monkeypatch.setattr(sys, "argv", command)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        module: Any = load_module(ROOT / "evaluator" / script)
+        return module.main(), capsys.readouterr().out
+
+    code, said = evaluate("test_correctness.py", path, "--max-batch", "8", "--traces", "1")
+    assert code == 1
+    assert "[FAIL] removed, re-added, replaced" in said
+    assert "[PASS] single" in said
+    right = path.with_name("engine.py")
+    right.write_text(emit(decisions.plain_design(), "Right."))
+    code, said = evaluate("benchmark_throughput.py", right, "--repeats", "1")
+    assert code == 0
+    report = json.loads(said.splitlines()[-1])
+    assert set(report["times_naive"]) == set(report["engine"]["benches"])
+    assert report["engine"]["faults"] == []
+
+
+def test_naive_engine_is_right(tmp_path: Path) -> None:
+    target = make_target(tmp_path, SMALL)
+    player = LocalPlayer(naive_engine, target)  # type: ignore[arg-type]
+    verdict = gate.check(player, draw_cases(target, seed=7, num_random=1), allowed=1 / 3)
+    assert verdict.is_passed, verdict.fault
+
+
+def test_toy_weights_fill_every_tensor_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "model_config.json"
+    config.write_text(json.dumps(SMALL))
+    script: Any = load_module(ROOT / "scripts" / "generate_toy_weights.py")
+    monkeypatch.setattr(sys, "argv", ["script", "--config", str(config), "--output", str(tmp_path / "w")])
+    script.main()
+    tensors = torch.load(tmp_path / "w" / "model.pt", weights_only=True)
+    assert tensors["lm_head.weight"].shape == (96, 48)
+    assert len(tensors) == 3 + 9 * SMALL["num_hidden_layers"]
+
+
+def test_faulty_targets_are_refused_with_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="There is no"):
+        Target.open(tmp_path / "model_config.json", tmp_path, "cpu")
+    with pytest.raises(ConfigError, match="mixtral"):
+        Target.of({**SMALL, "model_type": "mixtral"}, tmp_path, "cpu")
+    with pytest.raises(ConfigError, match="hidden_size"):
+        Target.of({key: SMALL[key] for key in SMALL if key != "hidden_size"}, tmp_path, "cpu")
+    with pytest.raises(ConfigError, match="do not go"):
+        Target.of({**SMALL, "num_key_value_heads": 3}, tmp_path, "cpu")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("10m", 600.0), ("1.5h", 5400.0)])
+def test_budgets_are_read_as_people_write_them(text: str, seconds: float) -> None:
+    assert read_duration(text) == seconds

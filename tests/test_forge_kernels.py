@@ -1,0 +1,95 @@
+"""Engines made of kernels: right in Triton's interpreter, captured steps and pages included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.forge import decisions
+from penstock.forge.decisions import Design
+from penstock.forge.emit import emit
+from penstock.forge.local import load_module
+from penstock.forge.oracle import distance
+from penstock.forge.reference import Reference
+from test_forge import SMALL, make_target
+
+TINY = {**SMALL, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 32}
+LENGTHS = (1, 18, 3, 2, 2)
+
+
+class Later:
+    """The memory of a captured step: filled by its replay."""
+
+    def __init__(self, run: Callable[[], Tensor]) -> None:
+        self.run = run
+        self.value = torch.empty(0)
+
+    def replay(self) -> None:
+        self.value = self.run()
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self.value[rows]
+
+
+def capture(run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Later]:
+    step = Later(run)
+    return step.replay, step
+
+
+def kernel_design(**choices: str) -> Design:
+    design = decisions.decide(decisions.plain_design(), "layers", "kernels")
+    for name, choice in choices.items():
+        design = decisions.decide(design, name, choice)
+    return design
+
+
+@pytest.mark.parametrize(
+    "design",
+    [
+        kernel_design(cache="pages", graphs="all"),
+        kernel_design(graphs="decode", prefill="looped", vector_rows="2"),
+        pytest.param(kernel_design(projection="library"), marks=pytest.mark.slow),
+    ],
+    ids=["pages and graphs", "slots and decode graphs", "library products"],
+)
+def test_engines_of_kernels_are_right(
+    design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts packed; a batch on tensor cores, a pair in registers; long rows in splits; padded steps."""
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU the gate of forge itself checks compiled kernels")
+    target = make_target(tmp_path, TINY)
+    path = tmp_path / "engine.py"
+    path.write_text(emit(design, "An engine of kernels."))
+    module: Any = load_module(path)
+    # Sizes that leave some padding, and little of it: an interpreter takes its time for every program.
+    small: dict[str, Any] = {"PASS_SIZES": (4, 28), "PASS_PROMPTS": 6, "STEP_SIZES": (2, 8)}
+    small |= {"SPLIT_KEYS": 16, "BLOCK_BYTES": 1024}  # 16 keys a block: the longest row has two splits
+    for name, value in {**small, "capture": capture}.items():
+        monkeypatch.setattr(module, name, value, raising=False)
+    engine = module.create_engine(TINY, str(target.weight_dir), "cpu")
+    reference = Reference(target, torch.float32)
+    generator = torch.Generator().manual_seed(4)
+    texts = [torch.randint(0, 32, (length,), generator=generator).tolist() for length in LENGTHS]
+
+    def check(ids: list[int], logits: Tensor) -> None:
+        right = torch.cat([reference.logits(texts[id], [len(texts[id]) - 1]) for id in ids])
+        assert distance(logits, right) < 0.01
+
+    check([0, 1, 2, 3, 4], engine.prefill([0, 1, 2, 3, 4], [torch.tensor(text) for text in texts]))
+    for ids in ([4, 2, 0, 1, 3], [1, 0]):  # the second one so few that the long row is split
+        tokens = torch.randint(0, 32, (len(ids),), generator=generator)
+        logits = engine.decode(ids, tokens)
+        for id, token in zip(ids, tokens.tolist()):
+            texts[id].append(token)
+        check(ids, logits)
+    with pytest.raises(ValueError, match="vocabulary"):
+        engine.decode([0], torch.tensor([32]))
+    engine.remove([1, 3])
+    texts[1] = [5, 6]
+    check([1], engine.prefill([1], [torch.tensor(texts[1])]))
