@@ -19,6 +19,7 @@ from penstock.errors import ConfigError
 from penstock.eval import check_server, gates, score
 from penstock.eval.correctness import run_correctness
 from penstock.eval.latency import run_latency, run_quality
+from penstock.eval.report import run_report
 from penstock.eval.results import Reporter
 from penstock.eval.throughput import run_throughput
 
@@ -31,9 +32,10 @@ DESCRIPTION = """Judge any server of the OpenAI API over HTTP.
   latency       the time of a whole reply at three lengths
   quality       MMLU-Pro and IFEval through lm-evaluation-harness, on a sample
   gates         problems no model was trained on: the share it gets right, and the share it must
+  report        a page, --output report.html, of what was measured before, beside others; asks no server
 
 A flag that several of them have is listed with the first."""
-USAGE = "penstock eval {check-server,correctness,throughput,score,latency,quality,gates} [flags]"
+USAGE = "penstock eval {check-server,correctness,throughput,score,latency,quality,gates,report} [flags]"
 EXAMPLES = [
     "penstock eval check-server --base-url http://host:9000 --tokenizer ~/models/Qwen3.5-4B",
     "penstock eval correctness --data gsm8k/test.jsonl --output correctness.json",
@@ -41,6 +43,7 @@ EXAMPLES = [
     "penstock eval throughput --concurrency 1,8,64 --tokenizer ~/models/Qwen3.5-4B --output speed.json",
     "penstock eval score --correctness correctness.json --throughput speed.json",
     "penstock eval gates --limit 20 --show 3               a quick look, with three wrong answers a gate",
+    "penstock eval report results/h200 --output report.html --png docs/plots",
 ]
 
 
@@ -58,6 +61,7 @@ MEASUREMENTS = {
     "latency": Measurement(run_latency.LatencySettings, run_latency.run),
     "quality": Measurement(run_quality.QualitySettings, run_quality.run),
     "gates": Measurement(gates.GateSettings, lambda settings, reporter: gates.run(settings)),
+    "report": Measurement(run_report.ReportSettings, lambda settings, reporter: run_report.run(settings)),
 }
 
 
@@ -72,7 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="requests at a time; for throughput several, one level each (default: 1 to 64; gates: 8)",
     )
-    added = {"concurrency"}
+    parser.add_argument(
+        "results",
+        nargs="*",
+        metavar="RESULTS",
+        default=argparse.SUPPRESS,
+        help="report: folders and files of results (default: results); the others take none",
+    )
+    added = {"concurrency", "results"}
     for name, measurement in MEASUREMENTS.items():
         add_flags(parser, measurement.settings, title=name, skip=added)
         added |= {flag.field.name for flag in flags_of(measurement.settings)}
