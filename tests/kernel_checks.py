@@ -11,7 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quick_interpreter import quicken
+
 HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    quicken()
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="there is no CUDA device")]
 INTERPRETED = pytest.mark.skipif(HAS_GPU, reason="kernels run compiled here")

@@ -47,7 +47,9 @@ def test_generate_draws_n_answers_with_logprobs(capsys: pytest.CaptureFixture[st
     assert [len(entry["top"]) for entry in first["logprobs"]] == [2, 2, 2]
 
 
-def test_chat_reads_lines_and_slash_commands(tmp_path: Path) -> None:
+def test_chat_reads_lines_and_slash_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved = tmp_path / "talk.json"
     lines = [
         "/system You are a river.",
@@ -62,15 +64,16 @@ def test_chat_reads_lines_and_slash_commands(tmp_path: Path) -> None:
         "/exit",
         "never read",
     ]
-    result = penstock("chat", "--max-tokens", "4", "--ignore-eos", *SMALL, stdin="\n".join(lines))
-    assert result.returncode == 0, result.stderr
-    assert "Loaded 4 messages" in result.stdout
-    assert re.search(r"first token after \d+ ms, then [\d.]+ tokens/s \(\d+ tokens in", result.stdout)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    assert main(["chat", "--max-tokens", "4", "--ignore-eos", *SMALL]) == 0
+    said = capsys.readouterr().out
+    assert "Loaded 4 messages" in said
+    assert re.search(r"first token after \d+ ms, then [\d.]+ tokens/s \(\d+ tokens in", said)
     conversation = json.loads(saved.read_text())
     assert conversation["system"] == "You are a river."
     assert [message["role"] for message in conversation["messages"]] == ["user", "assistant"] * 2
     assert conversation["messages"][2]["content"] == "two\nlines"
-    assert conversation["messages"][1]["content"] in result.stdout
+    assert conversation["messages"][1]["content"] in said
 
 
 def test_unknown_slash_command_gets_the_nearest(

@@ -72,7 +72,7 @@ def assert_person(deltas: list[TokenDelta]) -> None:
         (LLAMA, {}),
         (HYBRID_MOE, {}),
         (LLAMA, {"temperature": 0.0}),
-        (LLAMA, {"temperature": 3.0}),
+        pytest.param(LLAMA, {"temperature": 3.0}, marks=pytest.mark.slow),
         (LLAMA, {"top_k": 5, "top_p": 0.9}),
         (LLAMA, {"repetition_penalty": 1.3}),
     ],
@@ -81,7 +81,7 @@ def assert_person(deltas: list[TokenDelta]) -> None:
 def test_every_reply_under_a_schema_is_valid_against_it(
     config: dict[str, Any], knobs: dict[str, Any]
 ) -> None:
-    requests = [constrained(f"r{i}", token_ids=prompt(9, i), **{"seed": i, **knobs}) for i in range(5)]
+    requests = [constrained(f"r{i}", token_ids=prompt(9, i), **{"seed": i, **knobs}) for i in range(3)]
     for deltas in run(engine_of(config), *requests).values():
         assert_person(deltas)
 
@@ -111,7 +111,10 @@ def test_chunked_prefill_changes_nothing() -> None:
     assert tokens_of(chunked) == tokens_of(whole)
 
 
-@pytest.mark.parametrize(("overlap", "starts_after"), [(False, ()), (True, ()), (True, (THINK_END,))])
+@pytest.mark.parametrize(
+    ("overlap", "starts_after"),
+    [(False, ()), pytest.param(True, (), marks=pytest.mark.slow), (True, (THINK_END,))],
+)
 def test_preempted_equals_undisturbed(overlap: bool, starts_after: tuple[int, ...]) -> None:
     numbers = {"type": "array", "items": {"type": "integer", "minimum": 100}, "minItems": 12, "maxItems": 12}
     requests = [
@@ -135,7 +138,7 @@ def test_preempted_equals_undisturbed(overlap: bool, starts_after: tuple[int, ..
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_comes_before_the_start_token_is_free_but_cannot_end(overlap: bool, seed: int) -> None:
     """The start token and the end tokens are made likely: the first comes soon, the others would."""
     bias = {THINK_END: 5.0} | dict.fromkeys(ENDS, 9.0)

@@ -61,9 +61,13 @@ def _key(messages: Any, thinking: bool) -> str:
     return json.dumps([plain, thinking])
 
 
+class PatientServer(ThreadingHTTPServer):
+    request_queue_size = 128  # a gate asks all at once: a connection that finds no place waits a second
+
+
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    servers: list[ThreadingHTTPServer] = []
+    servers: list[PatientServer] = []
 
     def start(answer: Callable[[Conversation], Answer], metrics: str | None = None) -> Served:
         served = Served(answer, metrics)
@@ -85,9 +89,9 @@ def serve() -> Iterator[Callable[..., Served]]:
             def log_message(self, *arguments: object) -> None:
                 pass
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server = PatientServer(("127.0.0.1", 0), Handler)
         servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         served.url = f"http://127.0.0.1:{server.server_port}"
         return served
 

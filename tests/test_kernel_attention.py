@@ -188,7 +188,7 @@ def test_number_of_splits_follows_from_shapes(monkeypatch: pytest.MonkeyPatch) -
 def test_deterministic_decode_is_the_same_to_the_bit_alone_and_in_any_batch(
     device: str, dtype: torch.dtype
 ) -> None:
-    contexts = (1, 65, 129, 500, 1100)
+    contexts = (1, 65, 129, 1100)
     batch = make_decode(contexts, 2, 1, 32, dtype=dtype, device=device, num_pages=40)
     together = batch.attend(deterministic=True)
     assert_near(together, batch.rows(slice(None), 18).expected(), dtype)
@@ -326,11 +326,11 @@ def test_rope_and_store_is_its_reference(
 def test_rope_and_store_is_the_same_to_the_bit_alone_and_in_any_batch(
     device: str, dtype: torch.dtype
 ) -> None:
-    batch = make_projected(65, 4, 2, 64, 32, normed=True, dtype=dtype, device=device)
-    blank = torch.zeros(MAX_LEN // 64, 64, 2, 64, dtype=dtype, device=device)
+    batch = make_projected(33, 3, 1, 64, 32, normed=True, dtype=dtype, device=device)
+    blank = torch.zeros(MAX_LEN // 64, 64, 1, 64, dtype=dtype, device=device)
     caches, caches_alone = (blank.clone(), blank.clone()), (blank.clone(), blank.clone())
     together = batch.store(attention.rope_and_store, *caches)
-    for token in range(0, 65, 16):
+    for token in range(0, 33, 16):
         one = slice(token, token + 1)
         names = ("q", "k", "v", "positions", "kv_index")
         alone = replace(batch, **{name: getattr(batch, name)[one] for name in names})

@@ -101,17 +101,25 @@ STARTED = (1, 2, 5, 7, 11)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize(("heads", "ring"), [(SMALL, NUM_TAPS + 3), (GROUPED, NUM_TAPS)])
+@pytest.mark.parametrize(
+    ("heads", "ring", "rows"),
+    [
+        (SMALL, NUM_TAPS + 3, ROWS),
+        (GROUPED, NUM_TAPS, [ROWS[0], ROWS[1], ROWS[5]]),
+        pytest.param(GROUPED, NUM_TAPS, ROWS, marks=pytest.mark.slow),
+    ],
+    ids=["small", "grouped-few", "grouped"],
+)
 def test_ragged_rows_are_the_reference(
-    heads: tuple[int, int, int, int], ring: int, device: str, dtype: torch.dtype
+    heads: tuple[int, int, int, int], ring: int, rows: list[Row], device: str, dtype: torch.dtype
 ) -> None:
     """Rows that go on, that begin, and that come from another slot, with decodes and an empty row between."""
     seen, expected = (Mixer(heads, device, dtype, ring=ring).start(*STARTED) for _ in range(2))
-    assert_is_reference(seen, expected, ROWS, dtype)
+    assert_is_reference(seen, expected, rows, dtype)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("ring", [NUM_TAPS, NUM_TAPS + 3])
+@pytest.mark.parametrize("ring", [pytest.param(NUM_TAPS, marks=pytest.mark.slow), NUM_TAPS + 3])
 def test_checkpoints_hold_state_and_ring_as_they_stood(ring: int, device: str, dtype: torch.dtype) -> None:
     """Soon after the start, where the past still shows, inside a chunk, between two, and at the end."""
     rows = [
@@ -124,7 +132,7 @@ def test_checkpoints_hold_state_and_ring_as_they_stood(ring: int, device: str, d
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("num_taps", [2, 3])
+@pytest.mark.parametrize("num_taps", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_number_of_taps(num_taps: int, device: str, dtype: torch.dtype) -> None:
     seen, expected = (Mixer(ODD, device, dtype, ring=num_taps).start(1, 2) for _ in range(2))
     for mixer in (seen, expected):

@@ -16,6 +16,7 @@ from penstock.ops.triton.tuning import Question, Tile, trials
 
 E, K, H, I, SHARED_I = 16, 4, 96, 40, 56
 EPS = 1e-6
+SLOW = pytest.mark.slow
 
 
 def router_inputs(num_tokens: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, float, Tensor]:
@@ -46,7 +47,7 @@ def assert_chosen(
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 3, 16, 17, 33])
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, pytest.param(3, marks=SLOW), pytest.param(33, marks=SLOW)])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_the_most_likely_experts_are_chosen_with_their_weights(
     device: str, dtype: torch.dtype, num_tokens: int, deterministic: bool
@@ -163,7 +164,9 @@ class Experts:
             assert trial.answers.keys() <= trial.questions.keys(), "a tile was not used"
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9, 17, 33])
+@pytest.mark.parametrize(
+    "num_tokens", [1, 2, 8, 9, 33, pytest.param(7, marks=SLOW), pytest.param(17, marks=SLOW)]
+)
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_experts_are_the_weighted_sum_of_the_reference(
     device: str, dtype: torch.dtype, num_tokens: int

@@ -5,6 +5,8 @@ Logarithms may differ in their last bit, so a draw may differ where two tokens a
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -76,7 +78,7 @@ def assert_same_draws(logits: Tensor, row_knobs: Knobs, filtered: bool = True) -
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("spread", [0.02, 2.0, 12.0])
+@pytest.mark.parametrize("spread", [0.02, 2.0, pytest.param(12.0, marks=pytest.mark.slow)])
 def test_every_mix_of_filters_draws_the_references_token(device: str, spread: float) -> None:
     vocab = 3001
     logits = random_logits(len(SETTINGS), vocab, device, spread=spread)
@@ -100,6 +102,11 @@ ENDS = [
 ]
 
 
+@cache
+def noise_of_positions(seed: int, vocab: int) -> Tensor:  # [6000, V]
+    return reference.gumbel_noise(torch.tensor([seed]).expand(6000), torch.arange(6000), vocab)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("shape", "setting"), ENDS)
 def test_the_last_kept_token_can_be_drawn_and_the_first_cut_cannot(
@@ -113,7 +120,7 @@ def test_the_last_kept_token_can_be_drawn_and_the_first_cut_cannot(
     kept, ids = reference.keep_likely(logits / temperature[:, None], top_k, top_p, min_p)
     num_kept = int(kept.isfinite().sum())
     assert 1 < num_kept < vocab
-    noise = reference.gumbel_noise(seeds.expand(6000), torch.arange(6000), vocab)
+    noise = noise_of_positions(int(seeds), vocab)
     scores = (logits / temperature[:, None] + noise)[:, ids[0, : num_kept + 1]]
     last_wins = (scores[:, :-1].argmax(-1) == num_kept - 1).nonzero()[:1, 0]
     cut_would_win = (scores.argmax(-1) == num_kept).nonzero()[:1, 0]
@@ -149,7 +156,7 @@ def test_a_large_vocabulary_draws_the_references_tokens(device: str, rows: int, 
 @pytest.mark.parametrize("device", DEVICES)
 def test_draws_follow_the_softmax(device: str) -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, 3.0, -torch.inf], device=device)
-    num = 40_000 if device == "cuda" else 90
+    num = 40_000 if device == "cuda" else 45
     temperature = torch.full((num,), 1.5, device=device)
     unused = torch.ones(num, dtype=torch.int64, device=device)
     tokens = sample(

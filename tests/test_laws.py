@@ -27,6 +27,15 @@ LENGTHS = (1, 63, 64, 65, 200)
 
 
 @pytest.fixture(params=FAMILIES)
+def every_config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return FAMILIES[request.param]
+
+
+# A hybrid of dense layers keeps its state as one of experts does: all laws of it come with `pytest -m slow`.
+KINDS_OF_CACHE = ["hybrid_moe", pytest.param("hybrid_dense", marks=pytest.mark.slow), "llama"]
+
+
+@pytest.fixture(params=KINDS_OF_CACHE)
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
     return FAMILIES[request.param]
 
@@ -39,16 +48,16 @@ def alone(config: dict[str, Any], one: Request, **settings: Any) -> Any:
     return logprobs_of(run(make_engine(config, **settings), one)[one.id])
 
 
-def test_any_batch_equals_alone(config: dict[str, Any]) -> None:
-    together = run(make_engine(config), *mixed_requests())
+def test_any_batch_equals_alone(every_config: dict[str, Any]) -> None:
+    together = run(make_engine(every_config), *mixed_requests())
     for one in mixed_requests():
-        assert logprobs_of(together[one.id]) == alone(config, one)
+        assert logprobs_of(together[one.id]) == alone(every_config, one)
 
 
-def test_chunked_prefill_equals_one_prefill(config: dict[str, Any]) -> None:
-    whole = run(make_engine(config, max_step_tokens=4096), *mixed_requests())
+def test_chunked_prefill_equals_one_prefill(every_config: dict[str, Any]) -> None:
+    whole = run(make_engine(every_config, max_step_tokens=4096), *mixed_requests())
     for budget in (64, 100, 192):
-        chunked = run(make_engine(config, max_step_tokens=budget), *mixed_requests())
+        chunked = run(make_engine(every_config, max_step_tokens=budget), *mixed_requests())
         for id in whole:
             assert logprobs_of(chunked[id]) == logprobs_of(whole[id])
 
@@ -82,7 +91,7 @@ def test_overlapped_steps_change_nothing(config: dict[str, Any]) -> None:
         assert overlapped[id][-1].finish == plain[id][-1].finish
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_preempted_equals_undisturbed(config: dict[str, Any], overlap: bool) -> None:
     """Recomputing a prefix may round differently from decoding it, so tokens are compared, not bits."""
     requests = [

@@ -304,11 +304,18 @@ class Mixer:
 MIXERS = [(2, 6, 16, 24), (3, 3, 24, 16)]
 
 
-@pytest.mark.parametrize("heads", MIXERS)
+@pytest.mark.parametrize(
+    ("heads", "ring_width"),
+    [
+        (MIXERS[0], 4),
+        (MIXERS[1], 7),
+        pytest.param(MIXERS[0], 7, marks=pytest.mark.slow),
+        pytest.param(MIXERS[1], 4, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("start", [0, 2, 5, 64])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("form", ["chunks", "tokens", "tokens alone"])
-@pytest.mark.parametrize("ring_width", [4, 7])
 def test_delta_net_is_the_recurrence(
     heads: tuple[int, int, int, int],
     start: int,

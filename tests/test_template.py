@@ -137,7 +137,7 @@ TOOLS = st.one_of(st.none(), st.lists(st.dictionaries(TEXT, VALUES, max_size=3),
 THINKING = st.sampled_from([{"enable_thinking": True}, {"enable_thinking": False}])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(CONVERSATIONS, TOOLS, THINKING, st.booleans())
 def test_any_conversation_renders_as_the_reference_renders_it(
     templates, messages, tools, thinking, prompt
@@ -147,7 +147,7 @@ def test_any_conversation_renders_as_the_reference_renders_it(
     assert ours == templates["published, reference"].render(messages, **variables)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(CONVERSATIONS.filter(lambda m: not m or m[0]["role"] != "tool"), TOOLS, THINKING, st.booleans())
 def test_our_own_template_renders_what_the_published_one_does(
     templates, messages, tools, thinking, prompt

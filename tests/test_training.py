@@ -478,14 +478,14 @@ def test_a_run_can_start_from_an_exported_model(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_goes_on_from_its_own_weights_and_not_from_where_it_was_started(tmp_path: Path) -> None:
-    run_copy(tmp_path / "first", steps=10)
+    run_copy(tmp_path / "first", steps=4)
     init = tmp_path / "first" / "model"
-    whole = run_copy(tmp_path / "whole", steps=8, init=init)
-    paused = run_copy(tmp_path / "parts", steps=8, pause_after=3, init=init)
-    resumed = run_copy(tmp_path / "parts", steps=8, resume=True, init=init)
-    assert paused.progress.step == 3
+    whole = run_copy(tmp_path / "whole", steps=4, init=init)
+    paused = run_copy(tmp_path / "parts", steps=4, pause_after=2, init=init)
+    resumed = run_copy(tmp_path / "parts", steps=4, resume=True, init=init)
+    assert paused.progress.step == 2
     assert torch.equal(resumed.optimizer.weights, whole.optimizer.weights)
-    unlike = run_copy(tmp_path / "cold", steps=8)
+    unlike = run_copy(tmp_path / "cold", steps=4)
     assert not torch.equal(unlike.optimizer.weights, whole.optimizer.weights)
 
 
@@ -583,8 +583,8 @@ def test_replies_come_in_the_order_of_the_questions(embedded: tuple[Qwen35Moe, C
     asked = [
         sample(rng, True, False) for sample in (tool_calls.sample, spot_checks.sample, word_problems.sample)
     ]
-    together = ask(*embedded, asked, max_new=24, rows=2)
-    assert together == [ask(*embedded, [conversation], max_new=24)[0] for conversation in asked]
+    together = ask(*embedded, asked, max_new=12, rows=2)
+    assert together == [ask(*embedded, [conversation], max_new=12)[0] for conversation in asked]
     assert len({reply.content for reply in together} | {str(reply.calls) for reply in together}) >= 3
 
 

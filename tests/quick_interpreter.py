@@ -1,0 +1,74 @@
+"""Makes Triton's interpreter quick where it is slow without need; what it computes stays the same.
+
+A launch puts the interpreter's functions in the place of the language's, and every device function that a
+kernel calls would do so again. A reduction or scan with a function of our own is done element by element,
+each wrapped into a tensor: a hundred thousand Python calls for one state of a DeltaNet head, where whole
+slices can be combined in the same order. Where an interpreter is made otherwise inside, nothing is replaced
+and the tests only take longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def quicken() -> None:
+    if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "_LangPatchScope"):
+        interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
+    for name, slow, quick in (
+        ("ReduceOps", "generic_reduce", _reduce_slices),
+        ("ScanOps", "generic_scan", _scan_slices),
+    ):
+        owner = getattr(interpreter, name, None)
+        if hasattr(owner, slow):
+            setattr(owner, slow, quick)
+
+
+def _once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def patch_what_is_not(fn: Any) -> Any:
+        modules = [module for module in fn.__globals__.values() if module is tl or module is tl.core]
+        functions = [tl.tensor.__add__, *(module.load for module in modules)]
+        if any(tl.core.is_builtin(function) for function in functions):
+            return patch(fn)
+        return interpreter._LangPatchScope()  # of nothing: the launch restores what it has patched
+
+    return patch_what_is_not
+
+
+def _running(ops: Any, parts: tuple[Any, ...], axis: int) -> list[tuple[np.ndarray, ...]]:
+    """What is combined up to each place of the axis: one slice of every part, in the order of the axis."""
+    slices = [np.moveaxis(part.handle.data, axis, 0) for part in parts]
+    shape = slices[0].shape[1:]
+    seen: list[tuple[np.ndarray, ...]] = [tuple(part[0] for part in slices)]
+    for i in range(1, len(slices[0])):
+        before, new = (
+            tuple(ops.to_tensor(np.ascontiguousarray(one), part.dtype) for one, part in zip(group, parts))
+            for group in (seen[-1], tuple(part[i] for part in slices))
+        )
+        combined = ops.combine_fn.fn(*before, *new)
+        combined = combined if isinstance(combined, tuple) else (combined,)
+        seen.append(tuple(one.handle.data.reshape(shape) for one in combined))
+    return seen
+
+
+def _reduce_slices(ops: Any, parts: tuple[Any, ...]) -> list[Any]:
+    num_dims = parts[0].handle.data.ndim
+    parts, axis = ops.unravel(parts, ops.axis)
+    results = []
+    for data, part in zip(_running(ops, parts, axis)[-1], parts):
+        if ops.keep_dims:
+            data = data.reshape((1,) * num_dims) if ops.axis is None else np.expand_dims(data, axis)
+        results.append(ops.to_tensor(data, part.dtype))
+    return results
+
+
+def _scan_slices(ops: Any, parts: tuple[Any, ...]) -> list[Any]:
+    columns = zip(*_running(ops, parts, ops.axis))
+    return [
+        ops.to_tensor(np.stack(column, axis=ops.axis), part.dtype) for column, part in zip(columns, parts)
+    ]
