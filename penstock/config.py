@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, nearest
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOG_FORMATS = ("text", "json")
 
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
@@ -31,8 +33,12 @@ class EngineConfig:
     max_model_len: int | None = setting(
         None, "longest context in tokens (default: what the model and memory allow)"
     )
-    max_rows: int = setting(64, "sequences that may run at the same time")
-    max_step_tokens: int | None = setting(None, "tokens in one step (default: 512 on a CPU, 8192 on a GPU)")
+    max_rows: int | None = setting(
+        None, "sequences that may run at the same time (default: 64 on a CPU, 256 on a GPU)"
+    )
+    max_step_tokens: int | None = setting(
+        None, "tokens in one step (default: 512 on a CPU, 16384 on a GPU, 4096 on one of less than 40 GB)"
+    )
     mixed_step_tokens: int | None = setting(
         None, "of those, tokens of prompts while others decode and few wait (default: 1024 on a GPU)"
     )
@@ -45,6 +51,10 @@ class EngineConfig:
         None,
         "GB of state checkpoints for the prefix cache of hybrid models (default: half of the state slots)",
     )
+    session_gb: float | None = setting(
+        None, "GB of the cache that sessions may keep between their requests (default: half of it; 0: none)"
+    )
+    session_minutes: float = setting(30.0, "minutes that a session is kept which nobody uses")
     deterministic: bool = setting(False, "results that never depend on what else is being served; slower")
     graphs: bool | None = setting(None, "capture decode steps as CUDA graphs at start (default: on a GPU)")
     overlap: bool | None = setting(
@@ -59,10 +69,13 @@ class EngineConfig:
             "max_step_tokens": self.max_step_tokens,
             "mixed_step_tokens": self.mixed_step_tokens,
             "memory_gb": self.memory_gb,
+            "session_minutes": self.session_minutes,
         }
         for name, value in positive.items():
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}", "It must be more than 0.")
+        if self.session_gb is not None and not self.session_gb >= 0:
+            raise ConfigError(f"session_gb is {self.session_gb}", "It must be 0, for no sessions, or more.")
         if self.deterministic and self.page_size % 64:
             raise ConfigError(
                 f"page_size is {self.page_size} and deterministic is on",
@@ -82,18 +95,105 @@ class WorkerConfig(EngineConfig):
     """What the engine process of a server is told."""
 
     tokenizer: str | None = setting(None, "the server's, which says what the tokens of a grammar spell")
+    warm_prompt: tuple[int, ...] = setting((), "token ids to prefill before the first request")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Where the server listens and what it promises."""
+    """Where the server listens, whom it answers, and what it promises them."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = setting(8000, "port to listen on")
     served_model_name: str | None = setting(None, "name in /v1/models and in answers (default: the folder's)")
     tokenizer: str | None = setting(None, "folder or tokenizer.json to use (default: the model's own)")
-    max_queue: int = setting(1024, "requests that may wait or run; more are answered 503 with Retry-After")
+    replicas: int = setting(
+        1, "engine processes to serve with, each on a GPU of its own where there are GPUs"
+    )
+    gpus: tuple[int, ...] = setting((), "GPUs to use, one engine process on each")
+    hang_timeout: float = setting(1.5, "seconds of silence after which an engine process is replaced")
+    step_timeout: float = setting(60.0, "seconds in one step after which an engine process is replaced")
+    resume_timeout: float = setting(
+        30.0, "seconds that requests of a lost engine wait for another one before they fail"
+    )
+    drain_timeout: float = setting(
+        30.0, "seconds that running replies have when the server or an engine ends"
+    )
+    system_prompt_file: str | None = setting(
+        None, "text file with the system prompt of chats that have none, computed before the first request"
+    )
+    loop_guard: bool = setting(False, "end replies that only repeat themselves, if a request does not say")
     enable_thinking: bool | None = setting(None, "what the chat template is told when a request does not say")
+    api_key: tuple[str, ...] = dataclasses.field(
+        default=(),
+        repr=False,
+        metadata={"help": "a key that clients must send; may be repeated, and seen by others in `ps`"},
+    )
+    api_key_file: str | None = setting(None, "file with such keys, one a line")
+    cors_origin: tuple[str, ...] = setting(
+        (), "web origin whose pages may call this server, or *; may be repeated"
+    )
+    max_queue: int = setting(1024, "requests that may wait or run; more are answered 429 with Retry-After")
+    max_body_mb: float = setting(32.0, "MB of a request's body; more is answered 413")
+    read_timeout: float = setting(
+        30.0, "seconds a client may take to send its body, and for its headers at most 10; then it is cut off"
+    )
+    request_timeout: float | None = setting(
+        None, "seconds a request may wait and run; a request's own `timeout` may only be shorter"
+    )
+    log_format: str = setting("text", "of the log on stderr: a line for every request", choices=LOG_FORMATS)
+
+    def __post_init__(self) -> None:
+        positive: dict[str, float | None] = {
+            "replicas": self.replicas,
+            "hang_timeout": self.hang_timeout,
+            "step_timeout": self.step_timeout,
+            "resume_timeout": self.resume_timeout,
+            "drain_timeout": self.drain_timeout,
+            "max_queue": self.max_queue,
+            "max_body_mb": self.max_body_mb,
+            "read_timeout": self.read_timeout,
+            "request_timeout": self.request_timeout,
+        }
+        for name, value in positive.items():
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} is {value}", "It must be more than 0.")
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(
+                f"log_format is {self.log_format!r}",
+                f"It must be one of {', '.join(LOG_FORMATS)}.",
+                nearest(self.log_format, LOG_FORMATS),
+            )
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mb * 1024**2)
+
+    def load_api_keys(self) -> tuple[str, ...]:
+        """The keys of flags and file; empty: everybody is answered."""
+        keys = self.api_key
+        if self.api_key_file is not None:
+            keys += _keys_in(Path(self.api_key_file).expanduser())
+        for key in keys:
+            if not (key.isascii() and key.isprintable() and key.strip() == key and key):
+                raise ConfigError(
+                    "An API key cannot be used", "It is empty, or has blanks around it or odd characters."
+                )
+        return keys
+
+
+def _keys_in(path: Path) -> tuple[str, ...]:
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read API keys from {path}", f"{error}.") from error
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if not keys:
+        raise ConfigError(
+            f"{path} has no API keys",
+            "Without any, everybody would be answered.",
+            "Write one a line, or leave --api-key-file out.",
+        )
+    return keys
 
 
 def from_mapping(cls: type[Any], values: dict[str, Any]) -> Any:

@@ -58,6 +58,20 @@ class ContextLengthError(RequestError):
     code = "context_length_exceeded"
 
 
+class AuthenticationError(PenstockError):
+    """A request without a key where one is needed, or with one that is not known."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class DeadlineError(PenstockError):
+    """The request's own time limit, or the server's, passed before it was done."""
+
+    status = 408
+    code = "deadline_exceeded"
+
+
 class CapacityError(PenstockError):
     """Memory for weights, pages or slots is too small for what was asked."""
 
@@ -68,7 +82,7 @@ class CapacityError(PenstockError):
 class OverloadedError(PenstockError):
     """The queue is full; the same request may succeed later."""
 
-    status = 503
+    status = 429
     code = "overloaded"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ import msgspec
 from penstock import errors
 from penstock.errors import PenstockError, RequestError
 from penstock.progress import Phase
-from penstock.types import EngineInfo, EngineStats, Request, TokenDelta
+from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, TokenDelta
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
@@ -70,6 +71,19 @@ class StatsQuery(msgspec.Struct, tag=True, frozen=True):
     query_id: int
 
 
+class ListSessions(msgspec.Struct, tag=True, frozen=True):
+    query_id: int
+
+
+class DropSession(msgspec.Struct, tag=True, frozen=True):
+    query_id: int
+    session_id: str
+
+
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
     pass
 
@@ -98,14 +112,27 @@ class StatsAnswer(msgspec.Struct, tag=True, frozen=True):
     stats: EngineStats
 
 
+class SessionsAnswer(msgspec.Struct, tag=True, frozen=True):
+    """The sessions there are, or the one that was dropped."""
+
+    query_id: int
+    sessions: list[SessionInfo]
+
+
+class Pong(msgspec.Struct, tag=True, frozen=True):
+    """The engine's process runs; `step_s` is how long it has been in its present step, 0 between steps."""
+
+    step_s: float
+
+
 class Dying(msgspec.Struct, tag=True, frozen=True):
     """The engine's last words."""
 
     error: ErrorFields
 
 
-ToEngine = Submit | Abort | StatsQuery | Shutdown
-FromEngine = Progress | Ready | Deltas | Rejected | StatsAnswer | Dying
+ToEngine = Submit | Abort | StatsQuery | ListSessions | DropSession | Ping | Shutdown
+FromEngine = Progress | Ready | Deltas | Rejected | StatsAnswer | SessionsAnswer | Pong | Dying
 
 
 def encode_frame(message: ToEngine | FromEngine) -> bytes:
@@ -130,10 +157,11 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytearray | memoryvi
 
 
 class EngineChannel:
-    """The engine's end: blocking, one thread may receive while another sends."""
+    """The engine's end: blocking. One thread may receive while any others send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._sending = threading.Lock()  # a frame is never written into the middle of another
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
     @classmethod
@@ -144,8 +172,10 @@ class EngineChannel:
 
     def send(self, message: FromEngine) -> None:
         """Waits only for a server that is far behind: that is what keeps its memory bounded."""
+        frame = encode_frame(message)
         try:
-            self._connection.sendall(encode_frame(message))
+            with self._sending:
+                self._connection.sendall(frame)
         except ConnectionError as error:
             raise ServerGoneError("The server is gone", f"{error}.") from error
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock.cache import Cache
+from penstock.cache import Cache, SessionLimits
 from penstock.engine.scheduler import Scheduler
 from penstock.types import (
     Admission,
@@ -208,20 +208,31 @@ class Setup:
     max_model_len: int = 64
     max_checkpoints: int | None = None
     prefix_cache: bool = True
+    session_bytes: int = 0  # that sessions may hold; a page has one, a slot two
+    session_s: int = 1000  # that an unused session is kept
     depth: int = 0  # how many steps the host plans ahead of the outputs it has seen
 
 
 class World:
-    """Scheduler, cache and fake runner together, checked after every step."""
+    """Scheduler, cache and fake runner together, checked after every step, which takes a second."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
+        self.now_s = 0.0
         self.cache = Cache(
             page_size=setup.page_size,
             num_pages=setup.num_pages,
             num_slots=setup.num_slots,
             max_checkpoints=setup.max_checkpoints,
             prefix_cache=setup.prefix_cache,
+            session_limits=SessionLimits(
+                max_bytes=setup.session_bytes,
+                max_idle_s=setup.session_s,
+                page_bytes=1,
+                slot_bytes=2,
+                max_checkpoints=setup.num_slots,
+            ),
+            clock=lambda: self.now_s,
         )
         self.scheduler = Scheduler(
             self.cache,
@@ -229,6 +240,7 @@ class World:
             max_step_tokens=setup.max_step_tokens,
             mixed_step_tokens=setup.mixed_step_tokens,
             max_model_len=setup.max_model_len,
+            clock=lambda: self.now_s,
         )
         self.runner = FakeRunner(
             page_size=setup.page_size,
@@ -241,6 +253,7 @@ class World:
         self.finishes: dict[str, str] = {}
         self.deltas: list[TokenDelta] = []
         self.plans: list[StepPlan] = []
+        self.num_sessions = 0  # when everybody had been served
         self._pending: deque[StepOutput] = deque()
         self._sampled: list[Sequence] = []  # have sampled in the row they hold
 
@@ -257,6 +270,7 @@ class World:
 
     def step(self) -> StepPlan | None:
         """Plans, launches, and commits the output that is due."""
+        self.now_s += 1.0
         decoding = [sequence for sequence in self._sampled if self._must_run(sequence)]
         plan = self.scheduler.plan()
         if plan is not None:
@@ -279,7 +293,12 @@ class World:
         raise AssertionError(f"requests {set(self.sequences) - set(self.finishes)} starve")
 
     def require_nothing_owned(self) -> None:
-        """Nobody runs: everything is free, or idle in the prefix cache and free for the asking."""
+        """Nobody runs: everything is free, or idle in the prefix cache and free for the asking.
+
+        What sessions keep is given back when they end, and they do in time.
+        """
+        self.now_s += self.setup.session_s + 1
+        assert self.cache.sessions.describe() == []
         self.cache.check()
         assert self.cache.num_free_pages == max(self.setup.num_pages - 1, 0)
         assert self.cache.num_free_slots == max(self.setup.num_slots - 1, 0)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import httpx
 
@@ -62,11 +62,13 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        """The other child process of the server runs its chat templates."""
-        (engine,) = [
-            pid for pid in child_pids(self.process.pid) if b"penstock.engine.worker" in command_of(pid)
-        ]
+        (engine,) = self.engine_pids
         return engine
+
+    @property
+    def engine_pids(self) -> list[int]:
+        """The other child process of the server runs its chat templates."""
+        return engine_pids_of(self.process.pid)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -107,12 +109,17 @@ class Server:
 
 @contextlib.contextmanager
 def start_server(
-    engine: dict[str, Any] | None = None, serve: dict[str, Any] | None = None, wait_for: str = "ready"
+    engine: dict[str, Any] | None = None,
+    serve: dict[str, Any] | None = None,
+    wait_for: str = "ready",
+    log: IO[str] | None = None,  # where its stderr goes, if not to ours
 ) -> Iterator[Server]:
     settings = {"engine": {**TINY_ENGINE, **(engine or {})}, "serve": {"port": 0, **(serve or {})}}
     process = subprocess.Popen(
         [sys.executable, __file__, json.dumps(settings)],
+        stdin=subprocess.DEVNULL,  # no terminal, whoever runs the tests
         stdout=subprocess.PIPE,
+        stderr=log,
         text=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
     )
@@ -143,8 +150,15 @@ def assert_refused(answer: httpx.Response, status: int, param: str | None) -> No
     assert answer.headers["x-request-id"]
 
 
+def engine_pids_of(server_pid: int) -> list[int]:
+    return [pid for pid in child_pids(server_pid) if b"penstock.engine.worker" in command_of(pid)]
+
+
 def command_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:  # it ended since it was listed
+        return b""
 
 
 def child_pids(pid: int) -> list[int]:
@@ -170,9 +184,10 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
 
 
 def main() -> int:
-    from penstock.config import EngineConfig, ServeConfig
+    from penstock.config import EngineConfig, ServeConfig, from_mapping
     from penstock.errors import PenstockError
     from penstock.progress import Phase
+    from penstock.serve.request_log import configure_log
     from penstock.serve.server import run
 
     def say(phase: Phase) -> None:
@@ -181,7 +196,10 @@ def main() -> int:
 
     settings = json.loads(sys.argv[1])
     try:
-        run(EngineConfig(**settings["engine"]), ServeConfig(**settings["serve"]), say)
+        given = {name: tuple(v) if isinstance(v, list) else v for name, v in settings["serve"].items()}
+        serve_config: ServeConfig = from_mapping(ServeConfig, given)
+        configure_log(serve_config.log_format)
+        run(EngineConfig(**settings["engine"]), serve_config, say)
     except PenstockError as error:
         say(Phase("failed", f"{type(error).__name__}: {error.what}"))
         return 1

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cache import Cache
+from penstock.cache import Cache, SessionLimits
 from penstock.cache.pages import PagePool
 from penstock.cache.prefix import Node, PrefixIndex
 from penstock.cache.slots import SlotPool
@@ -393,39 +393,67 @@ def test_a_resumed_sequence_keeps_its_first_cached_count() -> None:
     seed=st.integers(0, 2**32), num_pages=st.sampled_from([0, 4, 9, 17]), num_slots=st.sampled_from([0, 3, 6])
 )
 def test_nothing_leaks_and_nothing_is_owned_twice(seed: int, num_pages: int, num_slots: int) -> None:
-    """Random admissions, growth, checkpoints and releases of prompts over a tiny alphabet."""
+    """Random admissions, growth, checkpoints and releases of prompts over a tiny alphabet, and sessions that
+    are kept, dropped, and end for others or in time."""
     if num_pages == num_slots == 0:
         return
     rng = random.Random(seed)
-    cache = Cache(page_size=PAGE, num_pages=num_pages, num_slots=num_slots)
+    limits = SessionLimits(
+        rng.choice([0, 4, 99]), max_idle_s=20, page_bytes=1, slot_bytes=2, max_checkpoints=2
+    )
+    now_s = 0
+    cache = Cache(
+        page_size=PAGE,
+        num_pages=num_pages,
+        num_slots=num_slots,
+        session_limits=limits,
+        clock=lambda: now_s,
+    )
     running: list[Sequence] = []
     for _ in range(40):
+        now_s += 1
         action = rng.random()
         if action < 0.4:
-            sequence = sequence_of([rng.randrange(2) for _ in range(rng.randrange(1, 24))])
+            tokens = tuple(rng.randrange(2) for _ in range(rng.randrange(1, 24)))
+            request = Request(id="a", token_ids=tokens, session_id=rng.choice([None, "s", "t"]))
+            sequence = Sequence.start(request, arrival=0)
             hit = cache.match(sequence)
             free = cache.num_free_pages
-            if cache.admit(sequence, hit):
+            if cache.admit(sequence, hit, ends_sessions=rng.random() < 0.3):
                 assert sequence.num_computed == hit.num_tokens < len(sequence.tokens)
                 running.append(sequence)
             else:
-                assert cache.num_free_pages == free
+                assert cache.num_free_pages >= free  # more, if sessions ended in vain
         elif running and action < 0.7:
             sequence = rng.choice(running)
             num_tokens = rng.randrange(1, 9)
             num_tokens = min(num_tokens, len(sequence.tokens) - sequence.num_computed)
+            is_at_boundary = num_slots and sequence.num_computed and sequence.num_computed % PAGE == 0
+            if is_at_boundary and sequence.initial_slot is None and rng.random() < 0.5:
+                cache.keep_reply_state(sequence)
             if cache.reserve(sequence, num_tokens) is not None:
+                sequence.initial_slot = None
                 start, sequence.num_computed = sequence.num_computed, sequence.num_computed + num_tokens
                 for boundary in range(start // PAGE * PAGE + PAGE, sequence.num_computed + 1, PAGE):
                     cache.plan_checkpoint(sequence, boundary)
-        elif running and action < 0.85:
+        elif running and action < 0.8:
             cache.commit(rng.choice(running))
-        elif running:
+        elif running and action < 0.85:
             cache.release(running.pop(rng.randrange(len(running))))
+        elif running and action < 0.97:
+            sequence = running.pop(rng.randrange(len(running)))
+            cache.commit(sequence)
+            cache.keep_session(sequence)
+            cache.release(sequence)
+        else:
+            cache.sessions.drop(rng.choice("st"))
         if rng.random() < 0.5:
             cache.end_plan()
         cache.check()
     for sequence in running:
         finish(cache, sequence)
+    now_s += 21
+    assert cache.sessions.describe() == []
+    cache.check()
     assert cache.num_free_pages == max(num_pages - 1, 0)
     assert cache.num_free_slots == max(num_slots - 1, 0)

@@ -71,14 +71,14 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             "error: penstock has no command 'srve'\n"
             "  Did you mean 'serve'?\n"
-            "  The commands are serve, chat, generate, inspect, bench, tune, eval.\n",
+            "  The commands are serve, chat, generate, inspect, bench, tune, eval, forge.\n",
         ),
         (
             ["--versoin"],
             2,
             "error: penstock has no flag '--versoin'\n"
             "  Did you mean '--version'?\n"
-            "  The commands are serve, chat, generate, inspect, bench, tune, eval.\n",
+            "  The commands are serve, chat, generate, inspect, bench, tune, eval, forge.\n",
         ),
         (
             ["serve", "--max-row", "4"],
@@ -261,14 +261,15 @@ def parse(settings: type[Any], *words: str) -> argparse.Namespace:
     return parser.parse_strictly(words)
 
 
-SAMPLES = {"int": "7", "float": "0.5", "bool": "1", "str": "float16"}
+SAMPLES = {"int": "7", "float": "0.5", "bool": "1", "str": "x"}
+SAMPLES |= {"tuple[int, ...]": "7", "tuple[str, ...]": "x"}
 
 
 @pytest.mark.parametrize("settings", [EngineConfig, ServeConfig])
 def test_every_setting_has_a_flag_and_a_variable(settings: type[Any]) -> None:
     for flag in flags_of(settings):
         kind = str(flag.field.type).removesuffix(" | None")
-        text = SAMPLES[kind]
+        text = flag.field.metadata.get("choices", (SAMPLES[kind],))[0]
         words = [flag.name] if flag.is_switch else [flag.name, text]
         by_flag = read_settings(settings, parse(settings, *words), {})
         by_variable = read_settings(settings, parse(settings), {f"PENSTOCK_{flag.field.name.upper()}": text})

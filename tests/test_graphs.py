@@ -129,3 +129,27 @@ def test_graphs_on_and_off_give_the_same_tokens(config: dict[str, Any], dtype: s
     for id in expected:
         assert tokens_of(seen[id]) == tokens_of(expected[id])
     assert tokens_of(alone) == tokens_of(expected["r65"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_prompt_goes_on_from_the_state_that_a_captured_reply_left(config: dict[str, Any]) -> None:
+    """While another reply is decoded beside it: at a page's end a row begins to write to another slot."""
+    settings: dict[str, Any] = {
+        "device": "cuda",
+        "dtype": "float32",
+        "memory_gb": 0.2,
+        "deterministic": False,
+        "graphs": True,
+    }
+    engine = make_engine(config, **settings)
+    first = request("first", prompt(70, 1), max_tokens=150, logprobs=None)
+    beside = request("beside", prompt(40, 2), max_tokens=170, logprobs=None)
+    replies = run(engine, first, beside)
+    tokens = (*first.token_ids, *tokens_of(replies["first"]))
+    second = request("second", (*tokens, *prompt(9, 3)), max_tokens=30, logprobs=None)
+    warm = run(engine, second)["second"]
+    cold = run(make_engine(config, prefix_cache=False, **settings), second)["second"]
+    assert warm[0].num_cached_tokens is not None
+    assert warm[0].num_cached_tokens >= 192, "the reply's own pages are not computed again"
+    assert tokens_of(warm) == tokens_of(cold)

@@ -74,6 +74,17 @@ def test_every_import_follows_the_arrows() -> None:
     assert not broken, "\n".join(broken)
 
 
+def test_what_stands_alone_imports_only_its_like() -> None:
+    """Fragments end up in files of their own; what surrounds a candidate may not bring Penstock along."""
+    alone = ("confine.py", "host.py", "reach.py", "reach_kernel.py")
+    fragments = sorted((PACKAGE / "forge" / "fragments").glob("*.py"))
+    assert fragments
+    for path in [*(PACKAGE / "forge" / name for name in alone), *fragments]:
+        ours = [module for _, module in imports_of(path) if module.partition(".")[0] == "penstock"]
+        allowed = "penstock.forge.fragments." if path in fragments else "nothing"
+        assert all(module.startswith(allowed) for module in ours), (path.name, ours)
+
+
 def test_policy_and_serving_never_import_torch() -> None:
     """Imports each torch-free module in one fresh interpreter and looks whether torch came along."""
     torch_free = [
@@ -85,6 +96,7 @@ def test_policy_and_serving_never_import_torch() -> None:
         "cli",
         "engine.pools",
         "engine.scheduler",
+        "engine.terms",
     ]
     for folder in ("cache", "text", "serve"):
         torch_free += [f"{folder}.{path.stem}" for path in sorted((PACKAGE / folder).glob("*.py"))]

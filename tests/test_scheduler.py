@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_runner import VOCAB_SIZE, Setup, World, reply_alone
-from penstock.engine.scheduler import checkpoint_targets
+from penstock.engine.terms import checkpoint_targets
 from penstock.errors import ContextLengthError, RequestError
 from penstock.types import LogitEdit, Request, SamplingParams, StepPlan
 
@@ -155,7 +155,7 @@ def test_a_prompt_that_ends_with_its_first_token_is_reused_too(setup: Setup, dep
 
 @pytest.mark.parametrize("num_pages", [33, 0])
 def test_divergent_prompt_restores_nearest_checkpoint(num_pages: int) -> None:
-    world = World(Setup(num_pages=num_pages, num_slots=13))
+    world = World(Setup(num_pages=num_pages, num_slots=25))
     conversation = prompt(33)
     run_all(world, [ask("first", conversation, boundaries=(0, 9, 17, 26))])
     for name, num_shared, num_reused in (("a", 31, 24), ("b", 23, 16), ("c", 15, 8), ("d", 7, 0)):
@@ -484,7 +484,9 @@ def random_setup(rng: random.Random) -> Setup:
         max_model_len=rng.choice([14, 24, 40]),
         max_checkpoints=rng.choice([None, None, 0, 1, 3]),
         prefix_cache=rng.random() < 0.9,
-        depth=rng.choice([0, 1, 1, 2]),
+        session_bytes=rng.choice([0, 3, 8, 40]),
+        session_s=rng.choice([6, 1000]),
+        depth=rng.choice([0, 1, 1, 2, 3]),
     )
 
 
@@ -507,11 +509,14 @@ def random_request(rng: random.Random, name: str, setup: Setup, stems: list[tupl
         end_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 1, 2]))),
         boundaries=tuple(sorted(rng.sample(range(num_tokens), min(num_tokens, rng.randrange(4))))),
         priority=rng.choice([0, 0, 0, -1, 1]),
+        session_id=rng.choice([None, "s", "t", "u"]),
     )
 
 
 def run_history(seed: int) -> World:
-    """Random arrivals (often of several alike), aborts and sizes; everything is checked on the way."""
+    """Random arrivals (often of several alike, or of further turns), aborts and sizes, and sessions that end
+    in every way; everything is checked on the way.
+    """
     rng = random.Random(seed)
     setup = random_setup(rng)
     world = World(setup)
@@ -530,6 +535,13 @@ def run_history(seed: int) -> World:
             world.step()
             if requests and rng.random() < 0.1:
                 world.abort(rng.choice(requests).id)
+            if rng.random() < 0.05:
+                world.cache.sessions.drop(rng.choice("stu"))
+        ended = [
+            name for name in world.finishes if len(world.sequences[name].tokens) < setup.max_model_len - 6
+        ]
+        if ended:
+            stems[rng.randrange(2)] = tuple(world.sequences[rng.choice(ended)].tokens)
     num_steps_alone = sum(len(r.token_ids) + (r.sampling.max_tokens or 0) for r in requests)
     # Alone, one after the other, they take fewer steps than tokens; preemption repeats work, but not often.
     world.run(max_steps=20 + 4 * num_steps_alone)
@@ -539,6 +551,7 @@ def run_history(seed: int) -> World:
             assert world.replies[request.id] == tokens[: len(world.replies[request.id])]
         else:
             world.require_reply_alone(request)
+    world.num_sessions = len(world.cache.sessions)
     world.require_nothing_owned()
     return world
 
@@ -557,4 +570,5 @@ def test_two_thousand_random_histories_keep_every_law() -> None:
     assert sum(world.cache.counters["evicted_checkpoints"] > 0 for world in worlds) > 200
     assert sum(world.cache.counters["evicted_pages"] > 0 for world in worlds) > 200
     assert sum("abort" in world.finishes.values() for world in worlds) > 200
+    assert sum(world.num_sessions > 0 for world in worlds) > 300
     assert sum("stop" in world.finishes.values() for world in worlds) > 500

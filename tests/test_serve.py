@@ -413,9 +413,9 @@ def test_the_openai_client_raises_its_own_error_for_a_refusal(api: openai.OpenAI
     assert caught.value.param == "top_p"
 
 
-def test_more_requests_than_the_queue_holds_are_a_503_with_retry_after(server: Server) -> None:
+def test_more_requests_than_the_queue_holds_are_a_429_with_retry_after(server: Server) -> None:
     answer = server.post({"messages": MESSAGES, "n": MAX_QUEUE + 1, "max_tokens": 1})
-    assert_refused(answer, 503, None)
+    assert_refused(answer, 429, None)
     assert answer.json()["error"]["code"] == "overloaded"
     assert int(answer.headers["retry-after"]) >= 1
     assert server.post({"messages": MESSAGES, "n": MAX_QUEUE, "max_tokens": 1}).status_code == 200

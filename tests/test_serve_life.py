@@ -6,13 +6,12 @@ import asyncio
 import json
 import os
 import signal
-import socket
 
 import openai
 import pytest
 
 from penstock.config import EngineConfig
-from penstock.errors import ConfigError, ContextLengthError, ModelNotFoundError, OverloadedError
+from penstock.errors import ConfigError, ContextLengthError, EngineDeadError, ModelNotFoundError
 from penstock.serve.client import EngineClient
 from penstock.serve.server import open_port
 from penstock.types import Request, SamplingParams, TokenDelta
@@ -20,7 +19,6 @@ from serving import (
     FREE,
     MESSAGES,
     TINY_ENGINE,
-    Server,
     ask,
     assert_refused,
     eventually,
@@ -41,22 +39,17 @@ def test_health_and_requests_are_503_until_the_engine_is_warm_and_sigterm_lets_r
         server.wait_phase("ready")
         assert server.health().json()["status"] == "ok"
 
+        assert server.http.get(f"{server.url}/ready").status_code == 200
+
         engine_pid = server.engine_pid
-        body = {"messages": MESSAGES, "stream": True, "max_tokens": 100, **FREE}
+        body = {"messages": MESSAGES, "stream": True, "max_tokens": 150, **FREE}
         with server.stream(body) as lines:
             server.process.send_signal(signal.SIGTERM)
-            assert eventually(lambda: not accepts_connections(server), 2.0)
+            assert eventually(lambda: server.http.get(f"{server.url}/ready").status_code == 503, 2.0)
+            assert_refused(server.post({"messages": MESSAGES}), 503, None)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.process.wait(timeout=10.0) == 0
         assert not is_alive(engine_pid)
-
-
-def accepts_connections(server: Server) -> bool:
-    try:
-        socket.create_connection(server.address).close()
-    except ConnectionRefusedError:
-        return False
-    return True
 
 
 def test_a_second_signal_ends_server_and_engine_at_once() -> None:
@@ -65,31 +58,32 @@ def test_a_second_signal_ends_server_and_engine_at_once() -> None:
         body = {"messages": MESSAGES, "stream": True, **FREE}
         with server.stream(body):
             server.process.send_signal(signal.SIGINT)
-            assert eventually(lambda: not accepts_connections(server), 2.0)
+            assert eventually(lambda: server.http.get(f"{server.url}/ready").status_code == 503, 2.0)
             server.process.send_signal(signal.SIGINT)
             server.process.wait(timeout=3.0)
         assert not is_alive(engine_pid)
 
 
-def test_a_killed_engine_ends_streams_with_an_error_and_turns_health_to_503() -> None:
-    with start_server() as server:
+def test_without_an_engine_health_is_503_and_a_stream_that_waits_too_long_ends_with_an_error() -> None:
+    with start_server(serve={"resume_timeout": 0.3}) as server:
         body = {"messages": MESSAGES, "stream": True, **FREE}
         with server.stream(body) as lines:
             os.kill(server.engine_pid, signal.SIGKILL)
-            assert eventually(lambda: server.health().status_code == 503, 2.0)
             rest = [line for line in lines if line]
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_unavailable"
         assert "data: [DONE]" not in rest
-        assert server.health().json() == {
-            "status": "dead",
-            "reason": "The engine process ended (killed by SIGKILL)",
-        }
+        health = server.health()
+        assert (health.status_code, health.json()["status"]) == (503, "starting")
+        (replica,) = health.json()["replicas"]
+        assert replica["problem"] == "The engine process ended (killed by SIGKILL)"
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         with pytest.raises(openai.InternalServerError) as caught:
             ask(client)
         assert caught.value.status_code == 503
+        assert eventually(lambda: server.health().status_code == 200, 60.0)
+        ask(client)
         server.stop()
-        assert server.process.returncode == 1
+        assert server.process.returncode == 0
 
 
 def test_a_killed_server_leaves_no_engine_behind_even_one_that_is_loading() -> None:
@@ -143,7 +137,7 @@ def test_a_request_that_is_refused_or_a_receiver_that_breaks_ends_alone(
 
     async def scenario() -> None:
         config = EngineConfig(**TINY_ENGINE)
-        client = await EngineClient.launch(config, max_queue=3, on_phase=lambda _: None)
+        client = await EngineClient.launch(config, on_phase=lambda _: None)
         try:
             info = await client.wait_ready()
             good, refused, broken = Listener(), Listener(), Listener(max_deltas=2)
@@ -153,8 +147,6 @@ def test_a_request_that_is_refused_or_a_receiver_that_breaks_ends_alone(
                 (Request(id="good", token_ids=(5, 6), sampling=SamplingParams(max_tokens=9)), good),
             ]
             client.submit(requests)
-            with pytest.raises(OverloadedError):
-                client.submit([(Request(id="one too many", token_ids=(5,)), good)])
             for listener in (good, refused, broken):
                 await asyncio.wait_for(listener.ended.wait(), 30)
             assert sum(len(delta.token_ids) for delta in good.deltas) == 9
@@ -167,16 +159,35 @@ def test_a_request_that_is_refused_or_a_receiver_that_breaks_ends_alone(
             stats = await client.stats()
             assert stats.num_running == 0
             assert stats.num_free_pages == stats.num_pages - 1
+            await assert_a_killed_engine_is_not_heard(client)
         finally:
             await client.close()
 
     asyncio.run(scenario())
 
 
+async def assert_a_killed_engine_is_not_heard(client: EngineClient) -> None:
+    """Whatever it said before it died and nobody has read yet."""
+    client.ping()
+    last = Listener()
+    client.submit([(Request(id="last", token_ids=(5,), sampling=SamplingParams(max_tokens=500)), last)])
+    while not last.deltas:
+        await asyncio.sleep(0.01)
+    assert client.num_unanswered_pings == 0
+    os.kill(client.pid, signal.SIGSTOP)
+    client.kill(EngineDeadError("it hung"))
+    num_deltas = len(last.deltas)
+    await asyncio.wait_for(client.wait_dead(1.0), 2.0)
+    await asyncio.sleep(0.2)
+    assert not is_alive(client.pid)
+    assert len(last.deltas) == num_deltas
+    assert isinstance(last.error, EngineDeadError)
+
+
 def test_an_engine_that_cannot_start_tells_its_client_why() -> None:
     async def scenario() -> None:
         config = EngineConfig(model="no-such-model")
-        client = await EngineClient.launch(config, max_queue=1, on_phase=lambda _: None)
+        client = await EngineClient.launch(config, on_phase=lambda _: None)
         with pytest.raises(ModelNotFoundError, match="no-such-model"):
             await client.wait_ready()
         await client.close()

@@ -8,20 +8,23 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.serve.metrics import Histogram, Metrics, TokenTimer, render
+from penstock.serve.replica import ReplicaReport
 from penstock.types import EngineStats
 from serving import FREE, MESSAGES, Server, eventually, start_server
 
-SAMPLE = re.compile(r'^(penstock_[a-z_]+)(\{(le|outcome)="[^"]+"\})? (\S+)$')
+LABEL = r'(?:replica|le|outcome|status)="[^"]+"'
+SAMPLE = re.compile(rf"^(penstock_[a-z_]+)(\{{{LABEL}(?:,{LABEL})?\}})? (\S+)$")
 
 
 def samples(text: str) -> dict[str, float]:
-    """Every line that is not a comment, by its name and label."""
+    """Every line that is not a comment, by its name and its labels but for the only replica."""
     found = {}
     for line in text.splitlines():
         if not line.startswith("# "):
             match = SAMPLE.match(line)
             assert match is not None, line
-            found[match[1] + (match[2] or "")] = float(match[4])
+            labels = re.sub(r'replica="0",?', "", match[2] or "").replace("{}", "")
+            found[match[1] + labels] = float(match[3])
     return found
 
 
@@ -95,7 +98,8 @@ def test_tokens_that_come_together_share_the_time_since_the_ones_before(
 
 def test_every_family_is_described_once_before_its_samples() -> None:
     stats = EngineStats(1, 2, 3, 4, 5, 6, 7, {"hit": 8, "miss_empty": 1, "tokens_reused": 64})
-    lines = render(Metrics(), stats).splitlines()
+    reports = [ReplicaReport(0, "ready", 0, 3, None, stats), ReplicaReport(1, "dead", 2, 0, "why", None)]
+    lines = render(Metrics(), reports, num_moves=5).splitlines()
     families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(families) == len(set(families))
     current = ""
@@ -108,3 +112,6 @@ def test_every_family_is_described_once_before_its_samples() -> None:
     assert found['penstock_prefix_lookups_total{outcome="hit"}'] == 8
     assert found["penstock_prefix_tokens_reused_total"] == 64
     assert found["penstock_requests_waiting"] == 1
+    assert found["penstock_moved_requests_total"] == 5
+    assert (found["penstock_replica_up"], found['penstock_replica_up{replica="1"}']) == (1, 0)
+    assert found['penstock_replica_restarts_total{replica="1"}'] == 2

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.errors import RequestError
 from penstock.serve.metrics import Metrics, TokenTimer
-from penstock.serve.replies import ChatReplyFormat
+from penstock.serve.openai.replies import ChatReplyFormat
 from penstock.serve.text_stream import Reply, ReplyDelta, TextStream, Thought, Usage
 from penstock.text.dialects import DIALECTS, ParsedReply, StreamParser
 from penstock.text.tokenizer import Tokenizer

@@ -115,6 +115,11 @@ def ask(api: openai.OpenAI, **fields: Any) -> Answer:
     return whole
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def thinking(value: Any) -> dict[str, Any]:
     return {"extra_body": {"thinking": value}}
 
@@ -184,6 +189,13 @@ def test_a_named_tool_is_the_one_called_with_arguments_of_its_types(
     assert list(arguments) == list(properties)
     for argument, schema in properties.items():
         assert type(arguments[argument]) is {"string": str, "integer": int}[schema["type"]]
+
+
+def test_of_all_tools_only_the_allowed_are_called(api: openai.OpenAI) -> None:
+    free = ask_whole(api, messages=ONE_CALL, tools=TOOLS, tool_choice=allowed("auto", "feed_pet"))
+    assert free.calls == [FEED_LENA]
+    forced = ask_whole(api, messages=ONE_CALL, tools=TOOLS, tool_choice=allowed("required", "check_stock"))
+    assert {name for name, _ in forced.calls} == {"check_stock"}
 
 
 def test_a_call_cut_off_comes_back_as_text(api: openai.OpenAI) -> None:
@@ -280,6 +292,12 @@ def test_without_thinking_there_is_no_thought(api: openai.OpenAI, body: dict[str
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0
 
 
+@pytest.mark.parametrize(("effort", "is_thinking"), [("none", False), ("minimal", False), ("high", True)])
+def test_an_effort_is_whether_to_think(api: openai.OpenAI, effort: str, is_thinking: bool) -> None:
+    answer = ask_whole(api, messages=QUESTION, extra_body={"reasoning_effort": effort})
+    assert bool(answer.reasoning) == is_thinking
+
+
 @pytest.mark.parametrize("budget", [1, 3])
 def test_a_thought_over_budget_is_closed_and_answered(
     server: Server, api: openai.OpenAI, budget: int
@@ -326,6 +344,14 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function"),
     ({"tools": TOOLS, "tool_choice": 5}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    ({"tools": TOOLS, "tool_choice": allowed("sometimes", "feed_pet")}, "tool_choice.allowed_tools.mode"),
+    ({"tools": TOOLS, "tool_choice": allowed("auto", "unknown")}, "tool_choice"),
+    ({"tools": [{"type": "function", "function": {"name": "<tool_call>"}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "x" * 129}}]}, "tools"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"function_call": "auto"}, "function_call"),
+    ({"reasoning_effort": "heroic"}, "reasoning_effort"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"tools": [{"type": "function", "function": {"name": "a\nb"}}], "tool_choice": "required"}, "tools"),

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import lzma
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from penstock.assets import default_model
 from penstock.errors import CheckpointError, RequestError
+from penstock.text.segments import MIN_SEGMENT_CHARS, SegmentEncoder
 from penstock.text.tokenizer import Tokenizer
 
 
@@ -239,3 +242,130 @@ def test_the_real_fast_encoder_gives_golden_ids(qwen: Tokenizer, shared_data: Pa
     assert qwen.encoder_name == "fastokens"
     for case in golden(shared_data, "golden_tokenization.jsonl"):
         assert qwen.encode(case["text"]) == case["ids"], case["name"]
+
+
+# Control tokens, whole and in parts, whose matches could overlap; white space and marks that bind to what
+# stands before them; and words long enough, repeated, to be remembered.
+PIECES = (
+    *("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tts_text_bos>", "<tts_text_bos_single>"),
+    *(
+        "<|im_",
+        "end|>",
+        "<",
+        "<think",
+        "|>",
+        " ",
+        "\n",
+        "\n\n",
+        "  \t",
+        "\u0301",
+        "e\u0301",
+        "\u1161",
+        "\u00e9",
+    ),
+    *("system", "a", "A", "'s", "123", "\u4f60\u597d", "\U0001f680", "\x00", "\u00a0"),
+)
+TEXTS = st.lists(
+    st.tuples(st.sampled_from(PIECES) | st.text(max_size=6), st.sampled_from([1, 1, 1, 2, 130, 300])),
+    max_size=12,
+).map(lambda parts: "".join(piece * times for piece, times in parts))
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXTS)
+def test_remembered_segments_never_change_an_id(qwen: Tokenizer, library, text: str) -> None:
+    expected = library.encode(text, add_special_tokens=False).ids
+    assert [qwen.encode(text), qwen.encode(text), qwen.encode(text, True)] == [expected] * 3
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXTS)
+def test_the_embedded_tokenizer_remembers_segments_without_changing_an_id(
+    tiny_folder: Path, text: str
+) -> None:
+    embedded, model = _embedded(tiny_folder)
+    expected = model.encode(text, add_special_tokens=False).ids
+    assert [embedded.encode(text), embedded.encode(text)] == [expected] * 2
+
+
+@functools.cache
+def _embedded(folder: Path) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    return Tokenizer.load(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def counting_encoder(library, max_bytes: int = 1 << 20) -> tuple[SegmentEncoder, list[str]]:
+    """An encoder and the pieces that it had to have encoded."""
+    asked: list[str] = []
+
+    def encode_pieces(pieces: list[str]) -> list[list[int]]:
+        asked.extend(pieces)
+        return [library.encode(piece, add_special_tokens=False).ids for piece in pieces]
+
+    controls = [token.content for token in library.get_added_tokens_decoder().values()]
+    return SegmentEncoder(encode_pieces, controls, max_bytes), asked
+
+
+def test_a_conversation_that_grows_is_encoded_only_where_it_is_new(library) -> None:
+    encoder, asked = counting_encoder(library)
+    text = "<|im_start|>system\n" + "You are terse. " * 400
+    for turn in range(8):
+        text += f"<|im_end|>\n<|im_start|>user\nQuestion {turn}: why?<|im_end|>\n<|im_start|>assistant\n"
+        assert encoder.encode(text) == library.encode(text, add_special_tokens=False).ids
+        assert turn == 0 or sum(map(len, asked)) < 2 * MIN_SEGMENT_CHARS
+        asked.clear()
+        text += f"Answer {turn}. " * 3 * turn
+
+
+def test_of_control_tokens_that_begin_alike_the_longest_is_taken() -> None:
+    model = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "<": 2, ">": 3}, []))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.add_tokens([AddedToken(token, normalized=False) for token in ("<a>", "<a>b", "b<a>")])
+    encoder = SegmentEncoder.of(model, lambda pieces: [model.encode(piece).ids for piece in pieces])
+    assert encoder is not None
+    for text in ("a" * 300 + "<a>b" + "a" * 300, "a" * 300 + "b<a>b<a>" + "b" * 300):
+        assert encoder.encode(text) == model.encode(text).ids
+
+
+def test_the_memory_for_segments_is_bounded_and_keeps_what_is_used(library) -> None:
+    encoder, asked = counting_encoder(library, max_bytes=20_000)
+    often = "often used " * 100
+    for number in range(50):
+        encoder.encode(often)
+        encoder.encode(f"seldom {number} " * 100)
+        assert encoder.num_bytes <= 20_000
+    assert asked.count(often) == 1
+    encoder.encode("far too long " * 10_000)
+    assert encoder.num_bytes <= 20_000
+    encoder.encode(often)
+    assert asked.count(often) == 1
+
+
+def test_threads_share_one_memory_and_get_the_same_ids(library) -> None:
+    encoder, _ = counting_encoder(library, max_bytes=10_000)
+    texts = [f"{name} <|im_end|>" * 40 for name in ("river", "delta", "bank", "weir")]
+    expected = [library.encode(text, add_special_tokens=False).ids for text in texts]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(encoder.encode, texts * 25))
+    assert found == expected * 25
+    assert encoder.num_bytes <= 10_000
+
+
+@pytest.mark.parametrize(
+    "unsafe", ["strips", "single word", "normalised", "prefix space", "metaspace", "plain"]
+)
+def test_segments_are_remembered_only_where_pieces_are_independent(unsafe: str) -> None:
+    model = tokenizers.Tokenizer(models.BPE({"a": 0, "\u0120": 1}, []))
+    model.pre_tokenizer = {
+        "prefix space": pre_tokenizers.ByteLevel(add_prefix_space=True),
+        "metaspace": pre_tokenizers.Metaspace(),
+        "plain": pre_tokenizers.Whitespace(),
+    }.get(unsafe, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    flags = {
+        "strips": {"rstrip": True},
+        "single word": {"single_word": True},
+        "normalised": {"normalized": True},
+    }
+    model.add_tokens([AddedToken("<end>", **({"normalized": False} | flags.get(unsafe, {})))])
+    assert SegmentEncoder.of(model, lambda pieces: []) is None
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert (SegmentEncoder.of(model, lambda pieces: []) is None) == (unsafe in flags)

@@ -26,6 +26,8 @@ from penstock.wire import (
     EngineChannel,
     ErrorFields,
     FromEngine,
+    Ping,
+    Pong,
     Progress,
     Ready,
     Rejected,
@@ -55,6 +57,7 @@ TO_ENGINE = [
     ),
     Abort("r"),
     StatsQuery(2**40),
+    Ping(),
     Shutdown(),
 ]
 FROM_ENGINE = [
@@ -64,6 +67,7 @@ FROM_ENGINE = [
     Deltas([TokenDelta(f"r{i}", (i,)) for i in range(64)]),
     Rejected("r", ErrorFields("RequestError", "what", "why", "todo", "prompt")),
     StatsAnswer(2**40, STATS),
+    Pong(0.25),
     Dying(ErrorFields("CapacityError", "no room")),
 ]
 
@@ -189,6 +193,32 @@ def test_a_frame_longer_than_the_limit_is_refused_before_it_is_read() -> None:
         asyncio.run(receive_all(header))
     with pytest.raises(WireError):
         encode_frame(Abort("x" * (MAX_FRAME_BYTES + 1)))
+
+
+def test_frames_of_two_threads_never_mix() -> None:
+    """The reader thread answers pings while the other one sends what a step has to say."""
+    channel, server = engine_pair()
+    deltas = Deltas([TokenDelta(f"r{i}", tuple(range(1000))) for i in range(64)])
+    pong = Pong(0.5)
+
+    async def listen() -> list[FromEngine]:
+        messages: list[FromEngine] = []
+        loop = asyncio.get_running_loop()
+        _, ours = await loop.create_connection(lambda: ServerChannel(lambda _: None), sock=server)
+        listening = asyncio.create_task(ours.listen(messages.append))
+        senders = [loop.run_in_executor(None, send, message) for message in (deltas, pong)]
+        await asyncio.gather(*senders)
+        channel.close()
+        await listening
+        ours.close()
+        return messages
+
+    def send(message: FromEngine) -> None:
+        for _ in range(30):
+            channel.send(message)
+
+    messages = asyncio.run(listen())
+    assert (messages.count(deltas), messages.count(pong)) == (30, 30)
 
 
 def test_sending_to_a_server_that_left_says_so() -> None:

@@ -1,19 +1,21 @@
 """The cache as the scheduler sees it: pages and a slot for every running sequence, prefixes for the next.
 
-Owns both pools and the prefix index, and is the only writer of a sequence's pages, slot and checkpoints.
-Works for plain models (pages only), hybrids (both) and purely recurrent ones (slots only). It decides
-nothing about time: which sequence runs, waits or is preempted is the scheduler's business. Everything
-here takes effect on the host at once; the device executes plans in order, so memory that is given back
-now may be handed to the next plan while the step in flight still uses it.
+Owns both pools, the prefix index and the sessions in it, and is the only writer of a sequence's pages, slot
+and checkpoints. Works for plain models (pages only), hybrids (both) and purely recurrent ones (slots only).
+It decides nothing about order: which sequence runs, waits or is preempted is the scheduler's business.
+Everything here takes effect on the host at once; the device executes plans in order, so memory that is given
+back now may be handed to the next plan while the step in flight still uses it.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 
 from penstock.cache.pages import PagePool
 from penstock.cache.prefix import Node, PrefixIndex
+from penstock.cache.sessions import NO_SESSIONS, Clock, SessionLimits, Sessions
 from penstock.cache.slots import SlotPool
 from penstock.errors import CapacityError
 from penstock.types import PrefixHit, Sequence
@@ -40,7 +42,10 @@ class Cache:
         num_slots: int = 0,  # with the reserved one; 0: the model has no recurrent layers
         max_checkpoints: int | None = None,  # None: half of the slots
         prefix_cache: bool = True,  # False: nothing is ever reused
+        reply_states: bool = True,  # False: only states of prompts are, which rounded as another prefill does
+        session_limits: SessionLimits = NO_SESSIONS,
         salt: bytes = b"",
+        clock: Clock = time.monotonic,
     ) -> None:
         for name, size in (("pages", num_pages), ("slots", num_slots)):
             if size == 1:
@@ -54,10 +59,12 @@ class Cache:
         self.has_slots = num_slots > 0
         self.is_enabled = prefix_cache
         self.max_checkpoints = max(num_slots - 1, 0) // 2 if max_checkpoints is None else max_checkpoints
+        self._reply_states = reply_states
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._pages = PagePool(num_pages)
         self._slots = SlotPool(num_slots)
         self._index = PrefixIndex(page_size, salt)
+        self.sessions = Sessions(self._index, session_limits, clock)
         self._owners: set[Sequence] = set()
         self._pinned: set[int] = set()  # checkpoints that rows of the plan being made read from
         self._num_planned_checkpoints = 0
@@ -72,11 +79,12 @@ class Cache:
 
     @property
     def num_free_pages(self) -> int:
+        """Those that sessions keep are not free, though they give way to who runs already."""
         return self._pages.num_free + self._index.num_idle
 
     @property
     def num_free_slots(self) -> int:
-        return self._slots.num_free + self._index.num_checkpoints
+        return self._slots.num_free + self._index.num_checkpoints - self._index.num_pinned_checkpoints
 
     @property
     def max_sequence_tokens(self) -> int | None:
@@ -91,10 +99,11 @@ class Cache:
         return -(-num_tokens // self.page_size) if self.has_pages else 0
 
     def num_free_tokens(self, sequence: Sequence) -> int:
-        """How many more tokens of this sequence could be computed with what is free now."""
+        """How many more tokens of this sequence, which runs, could be computed with what it may have now."""
         if not self.has_pages:
             return sys.maxsize
-        return (len(sequence.pages) + self.num_free_pages) * self.page_size - sequence.num_computed
+        num_pages = len(sequence.pages) + self.num_free_pages + self._index.num_kept
+        return num_pages * self.page_size - sequence.num_computed
 
     def max_hit(self, sequence: Sequence) -> int:
         """The longest prefix that may be reused: one token at least must run to give logits."""
@@ -126,22 +135,23 @@ class Cache:
         hit: PrefixHit | None = None,  # what `match` has just found; None: it is looked up
         *,
         spare_pages: int = 0,
+        ends_sessions: bool = False,  # when nobody runs: then waiting for memory would be in vain
     ) -> bool:
-        """Gives the sequence the pages of its hit and a slot, or changes nothing and answers False.
+        """Gives the sequence the pages of its hit and a slot, or answers False and no sequence has changed.
 
         All known tokens and `spare_pages` must find room, so that a prefill that starts can be completed.
         The checkpoint it continues from is pinned until `end_plan`: its first row must be in this plan.
         """
+        self.sessions.expire()
         hit = self.match(sequence) if hit is None else hit
-        num_idle_hits = sum(self._index.is_idle(page) for page in hit.pages)
-        num_new_pages = self.pages_for(len(sequence.tokens)) - len(hit.pages)
-        if self.has_pages and num_new_pages + spare_pages > self.num_free_pages - num_idle_hits:
-            return False
         reason = self._outcome(sequence, hit)
-        if self.has_slots:
-            slot = self._take_slot(sequence, hit)
-            if slot is None:
+        while not self._has_room(sequence, hit, spare_pages):
+            if not (ends_sessions and self.sessions.give_way()):
                 return False
+        if self.has_slots:
+            while (slot := self._take_slot(sequence, hit)) is None:
+                if not (ends_sessions and self.sessions.give_way()):
+                    return False
             sequence.slot = slot
             sequence.initial_slot = hit.checkpoint_slot
             if hit.checkpoint_slot is not None:
@@ -154,16 +164,31 @@ class Cache:
         sequence.num_computed = hit.num_tokens
         self._owners.add(sequence)
         if not sequence.num_preemptions:  # on coming back, its own pages are not a hit
-            sequence.num_cached_tokens = hit.num_tokens
-            self.counters[reason] += 1
-            self.counters["tokens_reused"] += hit.num_tokens
+            self._count(sequence, hit, reason)
         return True
 
+    def _has_room(self, sequence: Sequence, hit: PrefixHit, spare_pages: int) -> bool:
+        num_idle_hits = sum(self._index.is_idle(page) for page in hit.pages)
+        num_new_pages = self.pages_for(len(sequence.tokens)) - len(hit.pages)
+        return not self.has_pages or num_new_pages + spare_pages <= self.num_free_pages - num_idle_hits
+
+    def _count(self, sequence: Sequence, hit: PrefixHit, outcome: str) -> None:
+        sequence.num_cached_tokens = hit.num_tokens
+        self.counters[outcome] += 1
+        self.counters["tokens_reused"] += hit.num_tokens
+        if sequence.request.session_id is not None:
+            self.sessions.use(sequence.request.session_id, is_hit=hit.num_tokens > 0)
+
     def reserve(self, sequence: Sequence, num_tokens: int) -> list[int] | None:
-        """Pages for the next `num_tokens` tokens. None, and no change, when there are not enough."""
+        """Pages for the next `num_tokens` tokens. None, and no change, when there are not enough.
+
+        Sessions end for it, the least recently used first: nobody is preempted for one.
+        """
         num_new = self.pages_for(sequence.num_computed + num_tokens) - len(sequence.pages)
-        if num_new > self.num_free_pages:
+        if num_new > self.num_free_pages + self._index.num_kept:
             return None
+        while num_new > self.num_free_pages:
+            self.sessions.give_way()
         pages = [self._take_page() for _ in range(num_new)]
         sequence.pages.extend(pages)
         return pages
@@ -177,14 +202,31 @@ class Cache:
             return None
         if self._index.checkpoint(sequence.digests[num_tokens // self.page_size - 1]) is not None:
             return None
-        has_budget = self._index.num_checkpoints + self._num_planned_checkpoints < self.max_checkpoints
-        if not (has_budget and self._slots.num_free) and not self._evict_checkpoint():
-            return None
-        slot = self._slots.take()
-        assert slot is not None
-        sequence.checkpoints[num_tokens] = slot
-        self._num_planned_checkpoints += 1
+        slot = self._take_checkpoint_slot()
+        if slot is not None:
+            sequence.checkpoints[num_tokens] = slot
+            self._num_planned_checkpoints += 1
         return slot
+
+    def keep_reply_state(self, sequence: Sequence) -> None:
+        """The sequence decodes on from a page boundary: the state there becomes a checkpoint.
+
+        Nothing is copied: its slot is the checkpoint's from now on, the next step reads it and writes to
+        another. The checkpoint at the boundary before, of the same reply, is given up for that.
+        """
+        if (
+            not (self.keeps_checkpoints and self._reply_states)
+            or sequence.num_computed in sequence.checkpoints
+        ):
+            return
+        slot = self._next_reply_slot(sequence)
+        if slot is None:
+            return
+        assert sequence.slot is not None
+        sequence.checkpoints[sequence.num_computed] = sequence.slot
+        self._num_planned_checkpoints += 1
+        sequence.reply_checkpoint = sequence.num_computed
+        sequence.initial_slot, sequence.slot = sequence.slot, slot
 
     def end_plan(self) -> None:
         """The plan is made: later plans run after it, so what its rows read may be overwritten by them."""
@@ -199,10 +241,40 @@ class Cache:
         """
         if not self.is_enabled or sequence not in self._owners:
             return []
-        replaced = self._register_pages(sequence) if self.has_pages else []
-        for num_tokens in [n for n in sequence.checkpoints if n <= sequence.num_computed]:
+        self._index.extend_digests(sequence.digests, sequence.tokens)
+        num_known = min(len(sequence.tokens), sequence.num_computed)
+        replaced = self._register_pages(sequence, num_known // self.page_size) if self.has_pages else []
+        for num_tokens in [n for n in sequence.checkpoints if n <= num_known]:
             self._attach_checkpoint(sequence, num_tokens)
         return replaced
+
+    def keep_session(self, sequence: Sequence) -> None:
+        """The sequence has ended and is committed: pins what its session's next request can go on from."""
+        session_id = sequence.request.session_id
+        if session_id is None or not self.is_enabled:
+            return
+        digests = sequence.digests
+        num_pages = sequence.num_registered_pages if self.has_pages else len(digests)
+        states: list[int] = []
+        if self.has_slots:
+            states = self._session_states(sequence, num_pages)
+            num_pages = max(states, default=0)
+        self.sessions.keep(
+            session_id,
+            num_tokens=len(sequence.tokens),
+            page_digests=digests[:num_pages] if self.has_pages else (),
+            checkpoints=[digests[n - 1] for n in states],
+        )
+
+    def _session_states(self, sequence: Sequence, num_pages: int) -> list[int]:
+        """After how many pages the states lie that a next request may go on from.
+
+        It has the reply in it, or it has not: the same is asked again, or its thoughts are left out. Then the
+        last message, which was begun for the model to go on, is not the same either.
+        """
+        prompt_end = max(sequence.request.boundaries, default=sequence.num_prompt_tokens - 1)
+        limits = {min(num_pages, prompt_end // self.page_size), num_pages}
+        return sorted({self._index.nearest_checkpoint(sequence.digests, limit) for limit in limits} - {0})
 
     def release(self, sequence: Sequence) -> None:
         """Takes everything from the sequence. Registered pages stay, idle, until memory is short."""
@@ -215,14 +287,15 @@ class Cache:
         self._num_planned_checkpoints -= len(sequence.checkpoints)
         self._owners.discard(sequence)
         sequence.pages, sequence.checkpoints = [], {}
-        sequence.slot = sequence.initial_slot = None
+        sequence.slot = sequence.initial_slot = sequence.reply_checkpoint = None
         sequence.num_registered_pages = sequence.num_computed = 0
 
     def check(self) -> None:
         """Asserts that every page and every slot is accounted for exactly once."""
         self._index.check(self.has_pages)
+        self.sessions.check()
         used = Counter(page for sequence in self._owners for page in sequence.pages)
-        free, idle = self._pages.free_pages(), self._index.idle_pages()
+        free, idle = self._pages.free_pages(), self._index.idle_pages() | self._index.kept_pages()
         for page in range(1, self.num_pages):
             assert self._pages.num_users(page) == used[page], f"page {page} has a wrong number of users"
             assert (page in free) + (page in idle) + (used[page] > 0) == 1, f"page {page} leaked"
@@ -263,6 +336,29 @@ class Cache:
             return None
         return self._slots.take()
 
+    def _take_checkpoint_slot(self) -> int | None:
+        has_budget = self._index.num_checkpoints + self._num_planned_checkpoints < self.max_checkpoints
+        if not (has_budget and self._slots.num_free) and not self._evict_checkpoint():
+            return None
+        return self._slots.take()
+
+    def _next_reply_slot(self, sequence: Sequence) -> int | None:
+        """That of the reply's checkpoint before, else another, but not more than half for such replies."""
+        previous = sequence.reply_checkpoint
+        if previous in sequence.checkpoints:
+            self._num_planned_checkpoints -= 1
+            return sequence.checkpoints.pop(previous)
+        if previous is not None:
+            digest = sequence.digests[previous // self.page_size - 1]
+            slot = self._index.forget_checkpoint(digest, keep=self._pinned)
+            if slot is not None:
+                return slot
+        elif sequence.request.session_id is None:
+            num_replies = sum(owner.reply_checkpoint is not None for owner in self._owners)
+            if num_replies >= self.max_checkpoints // 2:
+                return None
+        return self._take_checkpoint_slot()
+
     def _take_page(self) -> int:
         if not self._pages.num_free:
             page, slot = self._index.evict_page()
@@ -288,9 +384,7 @@ class Cache:
         self.counters["evicted_checkpoints"] += 1
         return True
 
-    def _register_pages(self, sequence: Sequence) -> list[int]:
-        num_full = min(len(sequence.tokens), sequence.num_computed) // self.page_size
-        self._index.extend_digests(sequence.digests, sequence.tokens)
+    def _register_pages(self, sequence: Sequence, num_full: int) -> list[int]:
         replaced = []
         for index in range(sequence.num_registered_pages, num_full):
             digest, page = sequence.digests[index], sequence.pages[index]

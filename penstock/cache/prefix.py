@@ -8,13 +8,15 @@ after it, and the order of becoming idle is both least recently used first and l
 
     idle:  [oldest leaf, its parent, ..., | next leaf, ...]  evicted from the left, no search, no tree
 
-Checkpoints have an order of their own, because slots run out independently of pages.
+A page may be pinned, together with all pages before it; then it is kept apart from the idle ones while nobody
+uses it, and is never evicted. Checkpoints have an order of their own, because slots run out independently of
+pages, and pins of their own.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -37,6 +39,9 @@ class PrefixIndex:
         self._nodes: dict[bytes, Node] = {}
         self._digests: dict[int, bytes] = {}  # page -> digest
         self._idle: OrderedDict[int, None] = OrderedDict()  # pages without users, next to be evicted first
+        self._kept: set[int] = set()  # pages without users that are pinned
+        self._page_pins: Counter[bytes] = Counter()
+        self._checkpoint_pins: Counter[bytes] = Counter()
         self._checkpoints: OrderedDict[bytes, int] = (
             OrderedDict()
         )  # digest -> slot, least recently used first
@@ -46,8 +51,21 @@ class PrefixIndex:
         return len(self._idle)
 
     @property
+    def num_kept(self) -> int:
+        """Pages that would be idle if nothing were pinned."""
+        return len(self._kept)
+
+    @property
+    def num_pinned_pages(self) -> int:
+        return len(self._page_pins)
+
+    @property
     def num_checkpoints(self) -> int:
         return len(self._checkpoints)
+
+    @property
+    def num_pinned_checkpoints(self) -> int:
+        return len(self._checkpoint_pins)
 
     @property
     def is_empty(self) -> bool:
@@ -95,10 +113,41 @@ class PrefixIndex:
         return page in self._idle
 
     def set_idle(self, page: int) -> None:
-        self._idle[page] = None
+        if self._digests[page] in self._page_pins:
+            self._kept.add(page)
+        else:
+            self._idle[page] = None
 
     def set_used(self, page: int) -> None:
         self._idle.pop(page, None)
+        self._kept.discard(page)
+
+    def pin_page(self, digest: bytes) -> None:
+        self._page_pins[digest] += 1
+        page = self._nodes[digest].page
+        if page in self._idle:
+            del self._idle[page]
+            self._kept.add(page)
+
+    def unpin_page(self, digest: bytes) -> None:
+        """Once for each time it was pinned; of a prefix, the last page first."""
+        self._page_pins[digest] -= 1
+        if self._page_pins[digest]:
+            return
+        del self._page_pins[digest]
+        page = self._nodes[digest].page
+        if page in self._kept:
+            self._kept.discard(page)
+            self._idle[page] = None
+
+    def pin_checkpoint(self, digest: bytes) -> None:
+        assert digest in self._checkpoints
+        self._checkpoint_pins[digest] += 1
+
+    def unpin_checkpoint(self, digest: bytes) -> None:
+        self._checkpoint_pins[digest] -= 1
+        if not self._checkpoint_pins[digest]:
+            del self._checkpoint_pins[digest]
 
     def evict_page(self) -> tuple[int, int | None]:
         """Forgets the least recently used idle page. Returns it and the slot of its checkpoint, if any."""
@@ -124,14 +173,23 @@ class PrefixIndex:
         self._checkpoints.move_to_end(digest)
 
     def evict_checkpoint(self, keep: Collection[int]) -> int | None:
-        """Forgets the least recently used checkpoint whose slot is not in `keep`. Returns the slot."""
+        """Forgets the least recently used one that is neither pinned nor in `keep`. Returns its slot."""
         for digest, slot in self._checkpoints.items():
-            if slot not in keep:
+            if slot not in keep and digest not in self._checkpoint_pins:
                 return self._checkpoints.pop(digest)
         return None
 
+    def forget_checkpoint(self, digest: bytes, keep: Collection[int]) -> int | None:
+        """Forgets this one, if it is there and neither pinned nor in `keep`. Returns its slot."""
+        if digest in self._checkpoint_pins or self._checkpoints.get(digest) in keep:
+            return None
+        return self._checkpoints.pop(digest, None)
+
     def idle_pages(self) -> frozenset[int]:
         return frozenset(self._idle)
+
+    def kept_pages(self) -> frozenset[int]:
+        return frozenset(self._kept)
 
     def checkpoint_slots(self) -> Iterator[int]:
         return iter(self._checkpoints.values())
@@ -145,6 +203,12 @@ class PrefixIndex:
                 continue
             assert node.parent in self._nodes, f"the page before page {node.page} was evicted first"
             parent_page = self._nodes[node.parent].page
+            if self._digests[node.page] in self._page_pins:
+                assert node.parent in self._page_pins, f"page {node.page} is pinned, the one before it is not"
+            if parent_page in self._kept:
+                assert node.page in idle_order or node.page in self._kept, (
+                    f"page {node.page} has lost its user"
+                )
             if parent_page in idle_order:
                 assert node.page in idle_order, (
                     f"page {parent_page} is idle, page {node.page} after it is not"
@@ -152,3 +216,12 @@ class PrefixIndex:
                 assert idle_order[node.page] < idle_order[parent_page]
         if has_pages:
             assert self._checkpoints.keys() <= self._nodes.keys(), "a checkpoint outlived its page"
+
+    def check_pins(self, pages: list[bytes], checkpoints: list[bytes]) -> None:
+        """Asserts that these are all the pins, and that what is pinned is there and is not idle."""
+        assert self._page_pins == Counter(pages)
+        assert self._checkpoint_pins == Counter(checkpoints)
+        assert self._page_pins.keys() <= self._nodes.keys(), "a pinned page was evicted"
+        assert self._checkpoint_pins.keys() <= self._checkpoints.keys(), "a pinned checkpoint was evicted"
+        assert all(self._digests[page] in self._page_pins for page in self._kept)
+        assert not any(self._digests[page] in self._page_pins for page in self._idle)

@@ -98,6 +98,11 @@ def read_counts(text: str) -> tuple[int, ...]:
     return tuple(read_count(part) for part in text.split(","))
 
 
+def read_texts(text: str) -> tuple[str, ...]:
+    """As a variable has them, `a,b`; a flag is repeated instead."""
+    return tuple(part.strip() for part in text.split(","))
+
+
 def read_biases(text: str) -> dict[int, float]:
     """`12=-100,7=2.5`: token ids and what is added to their logits."""
     pairs = [part.partition("=") for part in text.split(",")]
@@ -111,7 +116,7 @@ _READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
     float: (read_number, "X"),
     bool: (read_boolean, ""),
     tuple[int, ...]: (read_counts, "N,N"),
-    tuple[str, ...]: (str, "TEXT"),
+    tuple[str, ...]: (read_texts, "TEXT"),
     Mapping[int, float]: (read_biases, "ID=X,ID=X"),
 }
 
@@ -157,7 +162,7 @@ def add_flags(
         common["help"] = help + _default_note(flag, help)
         if flag.is_switch:
             group.add_argument(*options, action=argparse.BooleanOptionalAction, **common)
-        elif isinstance(flag.field.default, tuple) and flag.read is str:
+        elif flag.read is read_texts:
             group.add_argument(*options, action="append", metavar=flag.metavar, **common)
         else:
             group.add_argument(*options, type=flag.read, metavar=flag.metavar, **common)

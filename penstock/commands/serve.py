@@ -16,6 +16,7 @@ DESCRIPTION = "Answer the OpenAI API over HTTP. Ctrl-C ends it when the running 
 EXAMPLES = [
     "penstock serve                               the tiny model that comes along, port 8000",
     "penstock serve ~/models/Qwen3.5-4B --port 9000",
+    "penstock serve ~/models/Qwen3.5-35B-A3B --gpus 0,1,2,3   an engine on each GPU, one address",
     "penstock serve Qwen3.5-4B --random-weights   a preset without weights, to try its speed",
 ]
 
@@ -30,10 +31,12 @@ def run(arguments: argparse.Namespace) -> int:
     engine_config: EngineConfig = from_mapping(EngineConfig, read_settings(EngineConfig, arguments))
     serve_config: ServeConfig = from_mapping(ServeConfig, read_settings(ServeConfig, arguments))
 
-    source = find_model(engine_config.model)  # a wrong name is answered before anything is imported
+    serve_config.load_api_keys()
+    source = find_model(engine_config.model)  # what is wrong is answered before anything is imported
     name = serve_config.served_model_name or source.name
-    from penstock.serve import server
+    from penstock.serve import request_log, server
 
+    request_log.configure_log(serve_config.log_format)
     with PhaseList() as phases:
 
         def on_phase(phase: Phase) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from penstock import ops
-from penstock.cache.manager import Cache
+from penstock.cache import Cache, SessionLimits
 from penstock.config import EngineConfig
 from penstock.engine.constraints import Constraints, GrammarCompiler
 from penstock.engine.pools import GB, PoolSizes, size_pools
@@ -27,7 +27,7 @@ from penstock.engine.storage import allocate_caches
 from penstock.errors import ConfigError, PenstockError, RequestError
 from penstock.models.source import ModelSource, find_model
 from penstock.progress import OnPhase, Phase, timed
-from penstock.types import EngineInfo, EngineStats, Request, StepPlan, TokenDelta
+from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, StepPlan, TokenDelta
 from penstock.weights.load import load_model
 
 log = logging.getLogger("penstock.engine")
@@ -70,9 +70,11 @@ class Engine:
             num_slots=pools.num_slots,
             max_checkpoints=pools.max_checkpoints,
             prefix_cache=config.prefix_cache,
+            reply_states=not config.deterministic,  # steps of one token round otherwise than a prefill does
+            session_limits=_session_limits(config, pools),
         )
         self.runner = Runner(model, caches, rows, config.deterministic)
-        max_step_tokens = config.max_step_tokens or (8192 if device.type == "cuda" else 512)
+        max_step_tokens = config.max_step_tokens or _default_step_tokens(device)
         if device.type == "cuda" and config.graphs is not False:
             with timed("graphs", on_phase) as report:
                 self.runner.capture(max_step_tokens, report)
@@ -221,6 +223,7 @@ class Engine:
         ops.mask_logits(logits, rows.upload([0]), words)  # compiles it
 
     def stats(self) -> EngineStats:
+        self.cache.sessions.expire()
         return EngineStats(
             num_waiting=self.scheduler.num_waiting + self.constraints.num_preparing,
             num_running=self.scheduler.num_running,
@@ -230,7 +233,16 @@ class Engine:
             num_slots=self.info.num_slots,
             num_preemptions=self.scheduler.num_preemptions,
             prefix=dict(self.cache.counters),
+            num_sessions=len(self.cache.sessions),
+            session_bytes=self.cache.sessions.num_bytes,
         )
+
+    def sessions(self) -> list[SessionInfo]:
+        return self.cache.sessions.describe()
+
+    def drop_session(self, session_id: str) -> SessionInfo | None:
+        """A request of it that runs goes on, and keeps its work for the session again when it ends."""
+        return self.cache.sessions.drop(session_id)
 
 
 def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
@@ -277,6 +289,25 @@ def pick_device(name: str) -> str:
     return name
 
 
+def _default_step_tokens(device: torch.device) -> int:
+    """Long prompts are computed best in large steps, as far as there is memory for what lies between ops."""
+    if device.type != "cuda":
+        return 512
+    return 16384 if torch.cuda.get_device_properties(device).total_memory >= 40 * GB else 4096
+
+
+def _session_limits(config: EngineConfig, pools: PoolSizes) -> SessionLimits:
+    """Other prompts keep a quarter of the checkpoints: a state is large, and few are many sessions."""
+    num_bytes = pools.num_bytes // 2 if config.session_gb is None else int(config.session_gb * GB)
+    return SessionLimits(
+        max_bytes=num_bytes,
+        max_idle_s=60 * config.session_minutes,
+        page_bytes=pools.page_bytes,
+        slot_bytes=pools.slot_bytes,
+        max_checkpoints=-(-3 * pools.max_checkpoints // 4),
+    )
+
+
 def _size_pools(model: Any, config: EngineConfig, device: torch.device) -> PoolSizes:
     if config.memory_gb is not None:
         budget = int(config.memory_gb * GB)
@@ -290,7 +321,7 @@ def _size_pools(model: Any, config: EngineConfig, device: torch.device) -> PoolS
         budget_bytes=budget,
         element_bytes=model.dtype.itemsize,
         page_size=config.page_size,
-        max_rows=config.max_rows,
+        max_rows=config.max_rows or (256 if device.type == "cuda" else 64),
         max_model_len=config.max_model_len,
         max_position=model.max_position,
         prefix_cache=config.prefix_cache,

@@ -10,12 +10,15 @@ reaches a sequence that took over the row later.
 from __future__ import annotations
 
 import heapq
+import time
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from penstock.cache import Cache
-from penstock.errors import ContextLengthError, RequestError
+from penstock.engine.terms import Terms
+from penstock.errors import RequestError
 from penstock.types import (
     Admission,
     FinishReason,
@@ -33,16 +36,12 @@ from penstock.types import (
 # Admissions leave one page for every running sequence, but at most this share of the pool.
 WATERMARK_SHARE = 8
 
+# How many seconds earlier or later one step of priority makes a request due. So it is overtaken only by those
+# who come soon after it, and nobody waits for ever.
+PRIORITY_STEP_S = 10.0
+
 # Of the prompt tokens that are still to be computed, a step that also decodes takes this share.
 BACKLOG_SHARE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Terms:
-    """What a request's own numbers say about its whole life."""
-
-    max_num_tokens: int  # of prompt and reply together
-    targets: tuple[int, ...]  # where the state of its prompt is worth saving
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +66,7 @@ class Scheduler:
         max_model_len: int,
         mixed_step_tokens: int | None = None,  # what a step takes of prompts while others decode
         seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
         self.max_rows = max_rows
@@ -75,12 +75,13 @@ class Scheduler:
         self.page_size = cache.page_size
         self.max_model_len = max_model_len
         self.seed = seed
+        self._clock = clock
         self.num_preemptions = 0
         self._num_arrivals = 0
         self._num_steps = 0
         self._sequences: dict[str, Sequence] = {}
-        self._terms: dict[Sequence, _Terms] = {}
-        self._waiting: list[Sequence] = []  # both by (priority, arrival)
+        self._terms: dict[Sequence, Terms] = {}
+        self._waiting: list[Sequence] = []  # both by when they are due
         self._running: list[Sequence] = []
         self._decoding: set[Sequence] = set()  # of the running: those that continue from their last sample
         self._free_rows = list(range(max_rows))
@@ -116,12 +117,12 @@ class Scheduler:
                 "It waits or runs, and answers are told apart by their id.",
                 "Use another id.",
             )
-        self._require_room(request)
-        sequence = Sequence.start(request, self._num_arrivals)
+        terms = Terms.of(request, self.cache, self.max_model_len)
+        due_s = self._clock() + request.priority * PRIORITY_STEP_S
+        sequence = Sequence.start(request, self._num_arrivals, due_s)
         self._num_arrivals += 1
         self._sequences[request.id] = sequence
-        targets = checkpoint_targets(request, self.page_size) if self.cache.keeps_checkpoints else ()
-        self._terms[sequence] = _Terms(self._max_num_tokens(request), targets)
+        self._terms[sequence] = terms
         insort(self._waiting, sequence, key=_order)
         return sequence
 
@@ -158,38 +159,6 @@ class Scheduler:
             elif sequence.row is not None:
                 self._register(sequence)
         return deltas
-
-    def _require_room(self, request: Request) -> None:
-        num_prompt = len(request.token_ids)
-        if num_prompt == 0:
-            raise RequestError(
-                "The prompt has no tokens", "There is nothing to continue from.", param="prompt"
-            )
-        if num_prompt >= self.max_model_len:
-            raise ContextLengthError(
-                f"The prompt has {num_prompt} tokens",
-                f"The context holds {self.max_model_len}, one of them at least for the reply.",
-                "Shorten the prompt, or raise --max-model-len.",
-                param="prompt",
-            )
-        capacity = self.cache.max_sequence_tokens
-        max_tokens = 1 if request.sampling.max_tokens is None else request.sampling.max_tokens
-        num_needed = min(num_prompt + max_tokens, self.max_model_len)
-        if capacity is not None and num_needed > capacity:
-            raise ContextLengthError(
-                f"The request needs room for {num_needed} tokens ({num_prompt} of prompt)",
-                f"The cache holds {capacity} in {self.cache.num_pages - 1} pages of {self.page_size}.",
-                "Lower max_tokens, shorten the prompt, or give the cache more memory with --memory-gb.",
-                param="max_tokens",
-            )
-
-    def _max_num_tokens(self, request: Request) -> int:
-        limits = [self.max_model_len]
-        if request.sampling.max_tokens is not None:
-            limits.append(len(request.token_ids) + request.sampling.max_tokens)
-        if self.cache.max_sequence_tokens is not None:
-            limits.append(self.cache.max_sequence_tokens)
-        return min(limits)
 
     def _plan_decodes(self) -> list[_Chunk]:
         chunks = []
@@ -249,7 +218,10 @@ class Scheduler:
                 continue
             num_tokens = self._chunk_len(sequence, hit.num_tokens, budget)
             spare_pages = self._num_spoken_for()
-            if num_tokens == 0 or not self.cache.admit(sequence, hit, spare_pages=spare_pages):
+            is_alone = not (self._running or self._in_flight)
+            if num_tokens == 0 or not self.cache.admit(
+                sequence, hit, spare_pages=spare_pages, ends_sessions=is_alone
+            ):
                 break
             del self._waiting[num_passed]
             insort(self._running, sequence, key=_order)
@@ -341,6 +313,8 @@ class Scheduler:
     def _row_plan(self, chunk: _Chunk) -> RowPlan:
         # Made after all admissions of the step, because running comes before remembering.
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+        if chunk.is_decode and chunk.start % self.page_size == 0:
+            self.cache.keep_reply_state(sequence)
         checkpoints = []
         for target in self._terms[sequence].targets:
             if chunk.start < target <= end:
@@ -415,6 +389,8 @@ class Scheduler:
         """Everything it has computed stays for others, and for itself if it comes back."""
         assert sequence.row is not None
         self.cache.commit(sequence)
+        if sequence.finish is not None:
+            self.cache.keep_session(sequence)
         self.cache.release(sequence)
         self._replaced_pages = [entry for entry in self._replaced_pages if entry[0] != sequence.row]
         heapq.heappush(self._free_rows, sequence.row)
@@ -423,20 +399,8 @@ class Scheduler:
         self._decoding.discard(sequence)
 
 
-def checkpoint_targets(request: Request, page_size: int) -> tuple[int, ...]:
-    """The page boundaries of a prompt where another prompt is likely to part from it.
-
-    They are its end, the end of the system prompt (where the second message starts) and the starts of the
-    last two messages, all rounded down.
-    """
-    last = len(request.token_ids) - 1
-    starts = [start for start in request.boundaries if 0 < start <= last]
-    wanted = {last, *starts[:1], *starts[-2:]}
-    return tuple(sorted({n // page_size * page_size for n in wanted} - {0}))
-
-
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.request.priority, sequence.arrival
+def _order(sequence: Sequence) -> tuple[float, int]:
+    return sequence.due_s, sequence.arrival
 
 
 def _logit_edits(sequence: Sequence, row: int) -> list[LogitEdit]:

@@ -1,14 +1,16 @@
 """The engine as a process of its own: `python -m penstock.engine.worker --socket PATH`, config on stdin.
 
 Connects to the server that started it, reports how loading goes, proves itself with one small request and
-then steps while there is work. Sleeps on its inbox when there is none. Knows token ids and messages; what
-HTTP or text is, it never hears. When the server goes away the process ends: there are no orphans.
+then steps while there is work. Sleeps on its inbox when there is none. A second thread reads the server's
+messages and answers its pings, however long a step takes. Knows token ids and messages; what HTTP or text is,
+it never hears. When the server goes away the process ends: there are no orphans.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -16,6 +18,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,13 +30,18 @@ from penstock.types import Request, SamplingParams
 from penstock.wire import (
     Abort,
     Deltas,
+    DropSession,
     Dying,
     EngineChannel,
     ErrorFields,
+    ListSessions,
+    Ping,
+    Pong,
     Progress,
     Ready,
     Rejected,
     ServerGoneError,
+    SessionsAnswer,
     Shutdown,
     StatsAnswer,
     StatsQuery,
@@ -48,6 +56,25 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.engine")
 
 WARM_UP_TOKENS = 3
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
+
+
+class StepClock:
+    """How long the present step has taken, for whoever watches from another thread."""
+
+    def __init__(self) -> None:
+        self._started: float | None = None
+
+    def start(self) -> None:
+        self._started = time.monotonic()
+
+    def stop(self) -> None:
+        self._started = None
+
+    @property
+    def seconds(self) -> float:
+        started = self._started
+        return 0.0 if started is None else time.monotonic() - started
 
 
 def main() -> int:
@@ -56,16 +83,18 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s engine %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the server's to answer
+    die_with_the_server()
 
     channel = EngineChannel.connect(arguments.socket)
     inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
-    threading.Thread(target=_read_messages, args=(channel, inbox), daemon=True).start()
+    clock = StepClock()
+    threading.Thread(target=_read_messages, args=(channel, inbox, clock), daemon=True).start()
     try:
         engine = start_engine(sys.stdin.buffer.read(), channel)
         channel.send(Ready(engine.info))
         gc.collect()
         gc.freeze()  # a collection that looks at all of torch again holds up a step by a tenth of a second
-        serve(engine, channel, inbox)
+        serve(engine, channel, inbox, clock)
     except ServerGoneError:
         return 0
     except PenstockError as error:
@@ -79,14 +108,25 @@ def main() -> int:
     return 0
 
 
-def _read_messages(channel: EngineChannel, inbox: queue.SimpleQueue[ToEngine]) -> None:
+def die_with_the_server() -> None:
+    """A process that was stopped cannot see that its server has gone; the kernel can, and kills it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _read_messages(channel: EngineChannel, inbox: queue.SimpleQueue[ToEngine], clock: StepClock) -> None:
     """The reader thread. When the server is gone the main thread may be deep in loading or in a device
     call, and nothing is left to save: leaving at once gives the device's memory back soonest."""
     try:
         while (message := channel.receive()) is not None:
+            if isinstance(message, Ping):
+                channel.send(Pong(clock.seconds))
+                continue
             inbox.put(message)
             if isinstance(message, Shutdown):
                 return
+    except ServerGoneError:
+        pass
     except WireError:
         log.exception("the server cannot be understood")
         os._exit(1)
@@ -122,20 +162,26 @@ def start_engine(config_json: bytes, channel: EngineChannel) -> Engine:
     engine = Engine.from_config(config, report, config.tokenizer)
     with timed("warm-up", report):
         warm_up(engine)
+    if config.warm_prompt:
+        with timed("system prompt", report):
+            warm_up(engine, config.warm_prompt)
     with timed("grammars", report):  # later, it would hold up everybody's replies
         engine.warm_up_grammars()
     return engine
 
 
-def warm_up(engine: Engine) -> None:
-    """One request, before the first client's: kernels, allocations and graphs exist afterwards."""
+def warm_up(engine: Engine, prompt: tuple[int, ...] = (0,)) -> None:
+    """One request, before the first client's: kernels, allocations and graphs exist afterwards, and the
+    prompt is in the prefix cache."""
     sampling = SamplingParams(max_tokens=WARM_UP_TOKENS)
-    engine.submit(Request(id="warm-up", token_ids=(0,), sampling=sampling))
+    engine.submit(Request(id="warm-up", token_ids=prompt, sampling=sampling))
     while engine.has_work:
         engine.step()
 
 
-def serve(engine: Engine, channel: EngineChannel, inbox: queue.SimpleQueue[ToEngine]) -> None:
+def serve(
+    engine: Engine, channel: EngineChannel, inbox: queue.SimpleQueue[ToEngine], clock: StepClock
+) -> None:
     """Steps and answers until the server says Shutdown."""
     while True:
         while not (engine.has_work and inbox.empty()):
@@ -143,7 +189,9 @@ def serve(engine: Engine, channel: EngineChannel, inbox: queue.SimpleQueue[ToEng
             if isinstance(message, Shutdown):
                 return
             handle(message, engine, channel)
+        clock.start()
         deltas = engine.step()
+        clock.stop()
         if deltas:
             channel.send(Deltas(deltas))
 
@@ -159,6 +207,11 @@ def handle(message: ToEngine, engine: Engine, channel: EngineChannel) -> None:
             engine.abort(request_id)
         case StatsQuery(query_id):
             channel.send(StatsAnswer(query_id, engine.stats()))
+        case ListSessions(query_id):
+            channel.send(SessionsAnswer(query_id, engine.sessions()))
+        case DropSession(query_id, session_id):
+            dropped = engine.drop_session(session_id)
+            channel.send(SessionsAnswer(query_id, [] if dropped is None else [dropped]))
 
 
 if __name__ == "__main__":

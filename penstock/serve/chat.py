@@ -1,7 +1,7 @@
 """From a parsed request to a stream of news: template, form, tokens, engine.
 
 Owns the tokenizer and the chat template, and knows from the template which dialect the model speaks. Knows no
-HTTP and no schema: openai.py stands in front of it, text_stream.py behind, where the replies grow.
+HTTP and no schema: the APIs stand in front of it, text_stream.py behind, where the replies grow.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.errors import RequestError
-from penstock.serve.client import EngineClient
+from penstock.errors import ContextLengthError, RequestError
+from penstock.serve.fleet import Fleet
 from penstock.serve.metrics import Metrics, TokenTimer
-from penstock.serve.openai import ChatRequest, CompletionRequest, TokenizeRequest
+from penstock.serve.openai.requests import ChatRequest, CompletionRequest, TokenizeRequest
 from penstock.serve.reply_form import form_param, grammar_of
+from penstock.serve.system_prompt import with_system_prompt
 from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
 from penstock.text.dialects import StreamParser, dialect_of
+from penstock.text.loop_guard import LoopGuard
 from penstock.text.prompt import build_requests
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import EngineInfo, Request, SamplingParams
+
+LONG_TOKEN = 16  # characters; few tokens of a text have as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +44,22 @@ class TextEngine:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: Fleet,
         tokenizer: Tokenizer,
         template: ChatTemplate,
         metrics: Metrics,
         enable_thinking: bool | None = None,
+        *,
+        loop_guard: bool = False,
+        system_prompt: str | None = None,  # of chats that have none
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
         self._template = template
         self._metrics = metrics
         self._template_defaults = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self._loop_guard = loop_guard
+        self._system_prompt = system_prompt
         self._dialect = dialect_of(template.source)
         self._thought = Thought(None)
         if self._dialect.thinking is not None:
@@ -62,9 +71,12 @@ class TextEngine:
         info = self._client.require_ready()
         # In a thread: the template waits for its own process, a long text takes the tokenizer a while, and
         # so does a grammar.
-        prompt = await asyncio.to_thread(self._prepare_chat, chat)
         try:
-            requests = self._build_requests(request_id, [prompt.token_ids], prompt.sampling, info)
+            prompt = await asyncio.to_thread(self._prepare_chat, chat)
+            sampling = prompt.sampling
+            if chat.is_cut_to_context:
+                sampling = _cut_to_context(sampling, info.max_model_len - len(prompt.token_ids))
+            requests = self._build_requests(request_id, [prompt.token_ids], sampling, info, chat)
         except RequestError as error:
             if error.param == "prompt":  # a chat has messages
                 error.param = "messages"
@@ -85,6 +97,7 @@ class TextEngine:
                 thought=thought,
                 ends_after_call=not chat.is_parallel,
                 form_param=form_param(chat),
+                loop_guard=self._guard(chat),
             )
 
         return _submit(stream, requests, reply_to)
@@ -95,20 +108,21 @@ class TextEngine:
         asked_at = time.monotonic()
         info = self._client.require_ready()
         prompts = await asyncio.to_thread(self._encode_prompts, completion.prompts)
-        requests = self._build_requests(request_id, prompts, completion.sampling, info)
+        requests = self._build_requests(request_id, prompts, completion.sampling, info, completion)
         echoes = [self._as_text(prompt) if completion.echo else "" for prompt in completion.prompts]
         stream = TextStream(self._client, deliver)
 
         def reply_to(request: Request, index: int) -> Reply:
             echo = echoes[index // completion.sampling.n]
-            return self._reply(stream, request, index, PlainText(), asked_at, echo=echo)
+            guard = self._guard(completion)
+            return self._reply(stream, request, index, PlainText(), asked_at, echo=echo, loop_guard=guard)
 
         return _submit(stream, requests, reply_to)
 
     async def tokenize(self, asked: TokenizeRequest) -> list[int]:
         if asked.chat is not None:
             text = await asyncio.to_thread(self._render, asked.chat, asked.add_generation_prompt)
-            return await asyncio.to_thread(self._tokenizer.encode, text, False)
+            return await asyncio.to_thread(self._tokenizer.encode, text + asked.chat.reply_start, False)
         return await asyncio.to_thread(self._tokenizer.encode, asked.text, asked.add_special_tokens)
 
     def token_text(self, token_id: int) -> str:
@@ -121,12 +135,19 @@ class TextEngine:
         text = self._render(chat)
         thinking = self._dialect.thinking
         is_thinking = thinking is not None and thinking.is_open_after(text)
+        if is_thinking and chat.reply_start:
+            raise RequestError(
+                "The last message is the assistant's, and cannot be continued",
+                "The reply begins with a thought, which comes before those words.",
+                "Turn thinking off, or end the messages with a user's.",
+                param="messages",
+            )
         grammar = grammar_of(chat, self._dialect, self._tokenizer, is_thinking)
         sampling = chat.sampling
         if grammar is not None:
             starts_after = (self._require_thought_end(chat),) if is_thinking else ()
             sampling = replace(sampling, grammar=grammar, grammar_starts_after=starts_after)
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        token_ids = self._encode(text + chat.reply_start, add_special_tokens=False)
         return _ChatPrompt(token_ids, sampling, is_thinking)
 
     def _require_thought_end(self, chat: ChatRequest) -> int:
@@ -141,24 +162,56 @@ class TextEngine:
 
     def _render(self, chat: ChatRequest, add_generation_prompt: bool = True) -> str:
         arguments: dict[str, Any] = {**self._template_defaults, **chat.template_arguments}
-        return self._template.render(chat.messages, chat.tools, add_generation_prompt, **arguments)
+        messages = with_system_prompt(chat.messages, self._system_prompt)
+        return self._template.render(messages, chat.tools, add_generation_prompt, **arguments)
 
     def _encode_prompts(self, prompts: list[str | list[int]]) -> list[list[int]]:
-        encode = self._tokenizer.encode
-        return [encode(prompt, True) if isinstance(prompt, str) else prompt for prompt in prompts]
+        return [self._encode(prompt, True) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Judges a text that is far too long by its beginning: to count all of it could take a minute."""
+        max_model_len = self._client.require_ready().max_model_len
+        beginning = text[: LONG_TOKEN * max_model_len]
+        if len(beginning) < len(text):
+            num_tokens = len(self._tokenizer.encode(beginning, add_special_tokens))
+            if num_tokens > max_model_len:
+                raise ContextLengthError(
+                    f"the prompt is too long: more than {num_tokens} tokens > {max_model_len - 1} maximum",
+                    f"The context holds {max_model_len} tokens; the text has {len(text)} characters.",
+                    "Shorten the prompt or serve with a larger --max-model-len.",
+                    param="prompt",
+                )
+        return self._tokenizer.encode(text, add_special_tokens)
 
     def _as_text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def _build_requests(
-        self, request_id: str, prompts: list[list[int]], sampling: SamplingParams, info: EngineInfo
+        self,
+        request_id: str,
+        prompts: list[list[int]],
+        sampling: SamplingParams,
+        info: EngineInfo,
+        asked: ChatRequest | CompletionRequest,
     ) -> list[list[Request]]:
         """The requests of each prompt, with ids that tell them apart."""
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
         return [
-            build_requests(id, token_ids, sampling, self._tokenizer, info.max_model_len)
+            build_requests(
+                id,
+                token_ids,
+                sampling,
+                self._tokenizer,
+                info.max_model_len,
+                priority=asked.priority,
+                session_id=asked.session_id,
+            )
             for id, token_ids in zip(ids, prompts)
         ]
+
+    def _guard(self, asked: ChatRequest | CompletionRequest) -> LoopGuard | None:
+        is_wanted = self._loop_guard if asked.loop_guard is None else asked.loop_guard
+        return LoopGuard() if is_wanted else None
 
     def _reply(
         self,
@@ -171,6 +224,13 @@ class TextEngine:
     ) -> Reply:
         timer = TokenTimer(self._metrics, len(request.token_ids), asked_at)
         return Reply(stream, request, index, self._tokenizer, timer, parser, **options)
+
+
+def _cut_to_context(sampling: SamplingParams, room: int) -> SamplingParams:
+    """As many tokens as were asked for or as fit. Where none does, the prompt is refused for its length."""
+    if sampling.max_tokens is None:
+        return sampling
+    return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
 
 
 def _submit(

@@ -1,19 +1,21 @@
 """The server's view of one engine process: start it, ask it, and notice when it dies.
 
-Owns the process and its socket, and knows who waits for which request. Knows tokens, never text or HTTP. A
-step's deltas go from the wire to their receivers in plain calls: no task is woken for a token.
+Owns the process and its socket, and knows who waits for which request. Knows tokens, never text or HTTP, and
+no other engine: what becomes of the requests of a dead one is the fleet's business. A step's deltas go from
+the wire to their receivers in plain calls: no task is woken for a token.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,22 +23,28 @@ import msgspec
 
 import penstock
 from penstock.config import EngineConfig
-from penstock.errors import EngineDeadError, OverloadedError, PenstockError
+from penstock.errors import EngineDeadError, PenstockError
 from penstock.progress import OnPhase, Phase
-from penstock.types import EngineInfo, EngineStats, Request, TokenDelta
+from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, TokenDelta
 from penstock.wire import (
     Abort,
     Deltas,
+    DropSession,
     Dying,
     FromEngine,
+    ListSessions,
+    Ping,
+    Pong,
     Progress,
     Ready,
     Rejected,
     ServerChannel,
+    SessionsAnswer,
     Shutdown,
     StatsAnswer,
     StatsQuery,
     Submit,
+    ToEngine,
     WireError,
 )
 
@@ -63,38 +71,43 @@ class EngineClient:
         self,
         process: asyncio.subprocess.Process,
         channel: ServerChannel,
-        *,
-        max_queue: int,
         on_phase: OnPhase,
     ) -> None:
         self.phase = Phase("starting")
         self.info: EngineInfo | None = None
         self.failure: PenstockError | None = None  # why the engine is dead
+        self.num_unanswered_pings = 0
+        self.step_s = 0.0  # how long it had been in its step when it last answered one
         self._process = process
-        self._max_queue = max_queue
         self._on_phase = on_phase
         self._channel = channel
         self._settled = asyncio.Event()  # ready or dead
+        self._dead = asyncio.Event()
         self._receivers: dict[str, Receiver] = {}
-        self._queries: dict[int, asyncio.Future[EngineStats]] = {}
+        self._queries: dict[int, asyncio.Future[Any]] = {}
         self._query_ids = itertools.count()
         self._closing = False
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
-    async def launch(cls, config: EngineConfig, *, max_queue: int, on_phase: OnPhase) -> EngineClient:
+    async def launch(
+        cls, config: EngineConfig, on_phase: OnPhase, environment: Mapping[str, str] | None = None
+    ) -> EngineClient:
+        """Starts a process; `environment`: variables that it has beside our own."""
         loop = asyncio.get_running_loop()
         connected: asyncio.Future[ServerChannel] = loop.create_future()
 
         with tempfile.TemporaryDirectory(prefix="penstock-") as folder:  # mode 0700: only we can connect
             path = os.path.join(folder, "engine.sock")
             listener = await loop.create_unix_server(lambda: ServerChannel(connected.set_result), path)
-            process = await _start_worker(path, config)
             try:
+                process = await _start_worker(path, config, environment or {})
                 channel = await _wait_connected(process, connected)
+            except OSError as error:
+                raise EngineDeadError("The engine process could not be started", f"{error}.") from error
             finally:
                 listener.close()
-        return cls(process, channel, max_queue=max_queue, on_phase=on_phase)
+        return cls(process, channel, on_phase)
 
     @property
     def is_ready(self) -> bool:
@@ -104,6 +117,10 @@ class EngineClient:
     def num_outstanding(self) -> int:
         return len(self._receivers)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     async def wait_ready(self) -> EngineInfo:
         """Raises what the engine died of when it does not come up."""
         await self._settled.wait()
@@ -112,15 +129,15 @@ class EngineClient:
         assert self.info is not None
         return self.info
 
+    async def wait_dead(self, timeout_s: float) -> bool:
+        """Waits for its death, and says whether it came."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._dead.wait(), timeout_s)
+        return self._dead.is_set()
+
     def submit(self, receivers: Sequence[tuple[Request, Receiver]]) -> None:
         """Hands all the requests over, or none of them."""
         self.require_ready()
-        if len(self._receivers) + len(receivers) > self._max_queue:
-            raise OverloadedError(
-                "The server is full",
-                f"{len(self._receivers)} requests are waiting or running, at most {self._max_queue} may.",
-                "Try again later.",
-            )
         for request, receiver in receivers:
             assert request.id not in self._receivers, f"request id {request.id} is in use"
             self._channel.send(Submit(request))
@@ -132,15 +149,39 @@ class EngineClient:
             self._channel.send(Abort(request_id))
 
     async def stats(self) -> EngineStats:
+        stats: EngineStats = await self._ask(StatsQuery)
+        return stats
+
+    async def sessions(self) -> list[SessionInfo]:
+        sessions: list[SessionInfo] = await self._ask(ListSessions)
+        return sessions
+
+    async def drop_session(self, session_id: str) -> list[SessionInfo]:
+        """What was dropped, if there was such a session."""
+        dropped: list[SessionInfo] = await self._ask(lambda query_id: DropSession(query_id, session_id))
+        return dropped
+
+    async def _ask(self, make_query: Callable[[int], ToEngine]) -> Any:
         self.require_ready()
         query_id = next(self._query_ids)
-        answer: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._queries[query_id] = answer
         try:
-            self._channel.send(StatsQuery(query_id))
+            self._channel.send(make_query(query_id))
             return await answer
         finally:
             del self._queries[query_id]
+
+    def ping(self) -> None:
+        """The answer sets `num_unanswered_pings` back to 0."""
+        self.num_unanswered_pings += 1
+        self._channel.send(Ping())
+
+    def kill(self, reason: PenstockError) -> None:
+        """Ends a process that cannot be trusted to end itself. Whatever it had still to say is not heard."""
+        self._die(reason)
+        if self._process.returncode is None:
+            self._process.kill()
 
     async def close(self, grace_s: float = EXIT_GRACE_S) -> None:
         """Asks the process to end and, after the grace period, ends it."""
@@ -191,10 +232,13 @@ class EngineClient:
                 receiver = self._receivers.pop(request_id, None)
                 if receiver is not None:
                     receiver.fail(error.to_error())
-            case StatsAnswer(query_id, stats):
+            case StatsAnswer(query_id, found) | SessionsAnswer(query_id, found):
                 answer = self._queries.get(query_id)
                 if answer is not None and not answer.done():
-                    answer.set_result(stats)
+                    answer.set_result(found)
+            case Pong(step_s):
+                self.num_unanswered_pings = 0
+                self.step_s = step_s
             case Progress(phase):
                 self.phase = phase
                 self._on_phase(phase)
@@ -222,6 +266,7 @@ class EngineClient:
             if self.info is not None and not self._closing:  # before that, wait_ready tells
                 log.error("%s", error)
         self._settled.set()
+        self._dead.set()
         receivers = list(self._receivers.values())
         self._receivers.clear()  # so that nobody sends an abort
         for receiver in receivers:
@@ -258,7 +303,9 @@ async def _wait_connected(
             process.kill()
 
 
-async def _start_worker(socket_path: str, config: EngineConfig) -> asyncio.subprocess.Process:
+async def _start_worker(
+    socket_path: str, config: EngineConfig, environment: Mapping[str, str]
+) -> asyncio.subprocess.Process:
     package_parent = str(Path(penstock.__file__).resolve().parents[1])
     search_path = os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH"))))
     process = await asyncio.create_subprocess_exec(
@@ -268,7 +315,7 @@ async def _start_worker(socket_path: str, config: EngineConfig) -> asyncio.subpr
         "--socket",
         socket_path,
         stdin=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": search_path},
+        env={**os.environ, **environment, "PYTHONPATH": search_path},
         start_new_session=True,  # the terminal's Ctrl-C reaches the server only
     )
     assert process.stdin is not None

@@ -1,28 +1,130 @@
-"""Connections that an answer may write to itself.
+"""Connections: what a client may cost before it has asked anything, and a way to answer that costs little.
+
+uvicorn's HTTP, with limits on how long and how large a request's head and framing may be, and on how long its
+body may take. Half-sent requests are cut off, so that a thousand of them hold nothing for long.
 
 Through ASGI every event of a stream is a message passed down a chain of coroutines, and a task to wake first:
 three times the work of sending it. So a streamed answer opens and ends through ASGI, and writes its events to
-the transport in between. Knows HTTP's chunks; what an event says is written in replies.py.
+the transport in between. Knows HTTP's chunks; what an event says is each API's.
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from penstock.config import ServeConfig
 from penstock.errors import OverloadedError
 
 # A client that reads slower than tokens come is cut off here: some thousands of events that nobody has read.
 MAX_BACKLOG_BYTES = 1024 * 1024
+MAX_HEAD_BYTES = 64 * 1024
+MAX_HEAD_S = 10.0  # or the read timeout, where that is shorter
+# A chunk of one byte takes six; more framing than this for each byte of body is an attack.
+MAX_FRAMING_PER_BYTE = 8
+# Longer than clients keep idle connections: or we would close one while its next request is on its way.
+KEEP_ALIVE_S = 75
+# After the time for a body is over: for the route, which answers that in its API's own words.
+ANSWER_GRACE_S = 1.0
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's, lending its transport to whoever answers."""
+    """uvicorn's, limited, and lending its transport to whoever answers."""
+
+    read_timeout_s = ServeConfig().read_timeout
+
+    @classmethod
+    def limited_by(cls, config: ServeConfig) -> type[HttpConnection]:
+        return type(cls.__name__, (cls,), {"read_timeout_s": config.read_timeout})
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.timeout_keep_alive = KEEP_ALIVE_S
+        self._reading: asyncio.TimerHandle | None = None
+        self._num_messages = 0  # that have begun
+        self._is_in_message = False
+        self._num_framing_bytes = 0  # of the message: all that is not its body
+        self._num_body_bytes = 0
+        self._is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._give_time(min(self.read_timeout_s, MAX_HEAD_S))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_clock()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        message, num_body_bytes = self._num_messages, self._num_body_bytes
+        super().data_received(data)
+        # The bytes in which a message began are not counted, since another's may be among them.
+        if self._is_in_message and message == self._num_messages:
+            self._num_framing_bytes += len(data) - (self._num_body_bytes - num_body_bytes)
+            if self._num_framing_bytes > MAX_HEAD_BYTES + MAX_FRAMING_PER_BYTE * self._num_body_bytes:
+                self._refuse()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["transport"] = self.transport  # type: ignore[typeddict-unknown-key]
+        self._num_messages += 1
+        self._is_in_message = True
+        self._num_framing_bytes = self._num_body_bytes = 0
+        self._give_time(min(self.read_timeout_s, MAX_HEAD_S))
+
+    def on_headers_complete(self) -> None:
+        num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if num_bytes > MAX_HEAD_BYTES:
+            self._refuse()
+            return
+        self._give_time(self.read_timeout_s + ANSWER_GRACE_S)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_in_message = False
+        self._stop_clock()
+        if not self._is_refused:
+            super().on_message_complete()
+
+    def _give_time(self, seconds: float) -> None:
+        self._stop_clock()
+        self._reading = self.loop.call_later(seconds, self._cut_off)
+
+    def _stop_clock(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def _cut_off(self) -> None:
+        self._end(b"408 Request Timeout", b"The request took too long to arrive.")
+
+    def _refuse(self) -> None:
+        """The request's head, or what surrounds its body, is larger than any client's."""
+        self._is_refused = True
+        message = b"The headers have more than %d bytes." % MAX_HEAD_BYTES
+        self._end(b"431 Request Header Fields Too Large", message)
+
+    def _end(self, status: bytes, message: bytes) -> None:
+        """Closes; before that, if nothing has been answered, says why in the plain words of no API."""
+        self._stop_clock()
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+            return
+        if self.cycle is None or self.cycle.scope is not self.scope:
+            head = b"content-type: text/plain\r\ncontent-length: %d\r\nconnection: close" % len(message)
+            self.transport.write(b"HTTP/1.1 %b\r\n%b\r\n\r\n%b" % (status, head, message))
+        self.transport.close()
 
 
 class EventWriter:

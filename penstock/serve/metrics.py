@@ -1,16 +1,18 @@
 """What the server counts, and the text in which Prometheus reads it.
 
 `Metrics` is what this process has seen of requests and tokens; queues, memory and the prefix cache are the
-engine's and come as its `EngineStats`. Counting must cost a token next to nothing. Knows no HTTP.
+engines' and come with each replica's report. Counting must cost a token next to nothing. Knows no HTTP.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
+from penstock.serve.replica import ReplicaReport
 from penstock.types import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -42,6 +44,8 @@ class Metrics:
     def __init__(self) -> None:
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
+        self.num_answers: Counter[int] = Counter()  # by status
+        self.num_loops = 0
         self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS)
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS)
 
@@ -70,18 +74,25 @@ class TokenTimer:
             metrics.num_prompt_tokens += self._num_prompt_tokens
             metrics.first_token_s.observe(seconds)
 
+    def count_loop(self) -> None:
+        self._metrics.num_loops += 1
 
-def render(metrics: Metrics, stats: EngineStats | None) -> str:
-    """Prometheus' text format. Without stats the engine is starting, dead, or in a long step."""
-    lines = [*_lines_of_server(metrics)]
-    if stats is not None:
-        lines += _lines_of_engine(stats)
+
+def render(metrics: Metrics, replicas: Sequence[ReplicaReport], num_moves: int) -> str:
+    """Prometheus' text format. A replica without stats is starting, dead, or in a long step."""
+    lines = [*_lines_of_server(metrics), *_lines_of_replicas(replicas, num_moves)]
+    lines += _lines_of_engines({report.replica: report.stats for report in replicas if report.stats})
     return "\n".join(lines) + "\n"
 
 
 def _lines_of_server(metrics: Metrics) -> Iterator[str]:
+    answers = [
+        f'penstock_answers_total{{status="{status}"}} {n}' for status, n in metrics.num_answers.items()
+    ]
+    yield from _family("answers_total", "counter", "requests that were answered", answers)
     yield from _counter("prompt_tokens", "tokens of prompts that were read", metrics.num_prompt_tokens)
     yield from _counter("generated_tokens", "tokens that were generated", metrics.num_generated_tokens)
+    yield from _counter("loops", "replies that the loop guard ended", metrics.num_loops)
     yield from _histogram(
         "time_to_first_token_seconds", "from a request's arrival to its first token", metrics.first_token_s
     )
@@ -90,24 +101,52 @@ def _lines_of_server(metrics: Metrics) -> Iterator[str]:
     )
 
 
-def _lines_of_engine(stats: EngineStats) -> Iterator[str]:
-    yield from _gauge("requests_waiting", "requests that have no row yet", stats.num_waiting)
-    yield from _gauge("requests_running", "requests that have a row", stats.num_running)
-    yield from _gauge("pages", "pages of keys and values", stats.num_pages)
-    yield from _gauge("free_pages", "pages that are free or would be given back", stats.num_free_pages)
-    yield from _gauge("slots", "slots of recurrent state", stats.num_slots)
-    yield from _gauge("free_slots", "slots that are free or would be given back", stats.num_free_slots)
-    yield from _counter("preemptions", "sequences that had to give up their row", stats.num_preemptions)
-    outcomes = {name: n for name, n in stats.prefix.items() if name == "hit" or name.startswith("miss_")}
-    samples = [f'penstock_prefix_lookups_total{{outcome="{name}"}} {n}' for name, n in outcomes.items()]
-    yield from _family("prefix_lookups_total", "counter", "prompts looked up in the prefix cache", samples)
-    for name, n in stats.prefix.items():
-        if name not in outcomes:
-            yield from _counter(f"prefix_{name}", f"{name.replace('_', ' ')} of the prefix cache", n)
+def _lines_of_replicas(replicas: Sequence[ReplicaReport], num_moves: int) -> Iterator[str]:
+    up = {report.replica: int(report.state in ("ready", "leaving")) for report in replicas}
+    restarts = {report.replica: report.restarts for report in replicas}
+    yield from _per_replica("replica_up", "gauge", "whether the engine can serve", up)
+    yield from _per_replica("replica_restarts_total", "counter", "engines that were started again", restarts)
+    yield from _counter("moved_requests", "requests that went on with another engine", num_moves)
 
 
-def _gauge(name: str, meaning: str, value: int) -> Iterator[str]:
-    return _family(name, "gauge", meaning, [f"penstock_{name} {value}"])
+def _lines_of_engines(stats: Mapping[int, EngineStats]) -> Iterator[str]:
+    for name, kind, meaning, attribute in _ENGINE_NUMBERS:
+        numbers = {replica: getattr(one, attribute) for replica, one in stats.items()}
+        yield from _per_replica(name, kind, meaning, numbers)
+    lookups = [
+        f'penstock_prefix_lookups_total{{replica="{replica}",outcome="{outcome}"}} {n}'
+        for replica, one in stats.items()
+        for outcome, n in one.prefix.items()
+        if _is_outcome(outcome)
+    ]
+    yield from _family("prefix_lookups_total", "counter", "prompts looked up in the prefix cache", lookups)
+    others = dict.fromkeys(name for one in stats.values() for name in one.prefix if not _is_outcome(name))
+    for name in others:
+        meaning = f"{name.replace('_', ' ')} of the prefix cache"
+        numbers = {replica: one.prefix[name] for replica, one in stats.items()}
+        yield from _per_replica(f"prefix_{name}_total", "counter", meaning, numbers)
+
+
+_ENGINE_NUMBERS = (
+    ("requests_waiting", "gauge", "requests that have no row yet", "num_waiting"),
+    ("requests_running", "gauge", "requests that have a row", "num_running"),
+    ("pages", "gauge", "pages of keys and values", "num_pages"),
+    ("free_pages", "gauge", "pages that are free or would be given back", "num_free_pages"),
+    ("slots", "gauge", "slots of recurrent state", "num_slots"),
+    ("free_slots", "gauge", "slots that are free or would be given back", "num_free_slots"),
+    ("sessions", "gauge", "conversations that the prefix cache keeps", "num_sessions"),
+    ("session_bytes", "gauge", "bytes of the cache that they keep", "session_bytes"),
+    ("preemptions_total", "counter", "sequences that had to give up their row", "num_preemptions"),
+)
+
+
+def _is_outcome(name: str) -> bool:
+    return name == "hit" or name.startswith("miss_")
+
+
+def _per_replica(name: str, kind: str, meaning: str, numbers: Mapping[int, int]) -> Iterator[str]:
+    samples = [f'penstock_{name}{{replica="{replica}"}} {number}' for replica, number in numbers.items()]
+    return _family(name, kind, meaning, samples)
 
 
 def _counter(name: str, meaning: str, value: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from penstock.errors import RequestError
-from penstock.serve.openai import ChatRequest, JsonForm
+from penstock.serve.openai.requests import ChatRequest, JsonForm
 from penstock.text.call_grammar import tool_calls_grammar
 from penstock.text.dialects import Dialect
 from penstock.text.grammar import json_object_grammar, json_schema_grammar, with_blank_start

@@ -1,7 +1,7 @@
-"""The life of a server: a port, an engine process, signals, and an orderly end.
+"""The life of a server: a port, engine processes, signals, and an orderly end.
 
 `run` opens the port before anything slow, serves /health while the model loads, and returns after a signal
-when running replies have ended. The engine process never survives it. Prints nothing: news go to `on_phase`.
+when running replies have ended. The engine processes never survive it. Prints nothing: news go to `on_phase`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import functools
 import gc
+import math
+import os
 import signal
 import socket
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -29,16 +34,19 @@ from penstock.serve.app import create_app
 from penstock.serve.chat import TextEngine
 from penstock.serve.client import EXIT_GRACE_S, EngineClient
 from penstock.serve.connection import HttpConnection
+from penstock.serve.devices import count_gpus, place_engines
+from penstock.serve.fleet import Fleet
 from penstock.serve.metrics import Metrics
+from penstock.serve.serving import Serving
+from penstock.serve.system_prompt import read_system_prompt, shared_prompt
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 
-DRAIN_TIMEOUT_S = 30
 BACKLOG = 2048
 
 
 def run(engine_config: EngineConfig, serve_config: ServeConfig, on_phase: OnPhase = lambda _: None) -> None:
-    """Serves until SIGINT or SIGTERM; raises what kept the server from starting or killed its engine."""
+    """Serves until SIGINT or SIGTERM; raises what kept the server or its engines from starting."""
     listener = open_port(serve_config.host, serve_config.port)
     with listener:
         uvloop.run(_serve(listener, engine_config, serve_config, on_phase))
@@ -65,15 +73,54 @@ def open_port(host: str, port: int) -> socket.socket:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling: the second signal, of either kind, ends it at once."""
+    """uvicorn without its signal handling."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+
+class _Signals:
+    """What signals do to a server.
+
+    SIGINT, SIGTERM: no new requests, and the end when the running ones are done; a second ends it at once.
+    SIGHUP: new engines for old, one after the other; or, in a terminal, that the terminal was closed.
+    """
+
+    def __init__(self, server: _HttpServer, serving: Serving) -> None:
+        self._server = server
+        self._serving = serving
+        self._tasks: set[asyncio.Task[None]] = set()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self.stop)
+        loop.add_signal_handler(signal.SIGTERM, self.stop)
+        has_terminal = sys.stdin is not None and sys.stdin.isatty()
+        loop.add_signal_handler(signal.SIGHUP, self.stop if has_terminal else self._restart)
+
     def stop(self) -> None:
-        self.force_exit = self.should_exit
-        self.should_exit = True
+        if self._serving.draining.is_set():
+            self._server.force_exit = True
+            self._server.should_exit = True
+        else:
+            self._serving.draining.set()
+            self._run(self._drain())
+
+    async def _drain(self) -> None:
+        """The port stays open meanwhile: whoever asks /ready or sends a request is told."""
+        timeout_s = self._serving.config.drain_timeout
+        started = time.monotonic()
+        await self._serving.client.drain()
+        left_s = timeout_s - (time.monotonic() - started)
+        self._server.config.timeout_graceful_shutdown = max(1, math.ceil(left_s))
+        self._server.should_exit = True
+
+    def _restart(self) -> None:
+        self._run(self._serving.client.restart())
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)  # or it might be collected while it runs
+        task.add_done_callback(self._tasks.discard)
 
 
 async def _serve(
@@ -88,46 +135,67 @@ async def _serve(
         text_path = Path(serve_config.tokenizer).expanduser()
     tokenizer, template = Tokenizer.load(text_path), ChatTemplate.load(text_path)
 
-    worker_config = WorkerConfig(**dataclasses.asdict(engine_config), tokenizer=str(text_path))
-    client = await EngineClient.launch(worker_config, max_queue=serve_config.max_queue, on_phase=on_phase)
+    system_prompt = read_system_prompt(serve_config.system_prompt_file)
+    warm_prompt = shared_prompt(system_prompt, template, tokenizer, serve_config.enable_thinking)
+    fleet = _start_fleet(engine_config, serve_config, str(text_path), warm_prompt, on_phase)
     metrics = Metrics()
-    text = TextEngine(client, tokenizer, template, metrics, serve_config.enable_thinking)
-    app = create_app(client, text, metrics, serve_config.served_model_name or source.name)
+    text = TextEngine(
+        fleet,
+        tokenizer,
+        template,
+        metrics,
+        serve_config.enable_thinking,
+        loop_guard=serve_config.loop_guard,
+        system_prompt=system_prompt,
+    )
+    name = serve_config.served_model_name or source.name
+    serving = Serving(fleet, text, metrics, name, serve_config, started_at=int(time.time()))
     server = _HttpServer(
         uvicorn.Config(
-            app,
-            http=HttpConnection,
+            create_app(serving),
+            http=HttpConnection.limited_by(serve_config),
             ws="none",
             lifespan="off",
             access_log=False,
             log_config=None,
             server_header=False,
-            timeout_graceful_shutdown=DRAIN_TIMEOUT_S,
         )
     )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, server.stop)
+    signals = _Signals(server, serving)
 
     async def announce() -> None:
-        """Says when the engine can serve; if it never will, there is nothing to serve."""
+        """Says when the engines can serve; if they never will, there is nothing to serve."""
         try:
-            await client.wait_ready()
+            await fleet.wait_ready()
             gc.collect()
             gc.freeze()  # what has been loaded stays: collections need not look at it again
             on_phase(Phase("ready", url, 1.0, time.perf_counter() - started))
         except PenstockError:
-            server.stop()
+            signals.stop()
 
     announcing = asyncio.create_task(announce())
     try:
         await server.serve(sockets=[listener])
-        if client.failure is not None:
-            raise client.failure
+        if fleet.failure is not None:
+            raise fleet.failure
     finally:
         announcing.cancel()
         # An engine that still loads has nothing to finish.
-        patient = client.is_ready and not server.force_exit
-        await client.close(EXIT_GRACE_S if patient else 0.0)
+        patient = fleet.is_ready and not server.force_exit
+        await fleet.close(EXIT_GRACE_S if patient else 0.0)
+
+
+def _start_fleet(
+    engine_config: EngineConfig,
+    serve_config: ServeConfig,
+    tokenizer: str,
+    warm_prompt: tuple[int, ...],
+    on_phase: OnPhase,
+) -> Fleet:
+    engine_config, places = place_engines(engine_config, serve_config, os.environ, count_gpus())
+    config = WorkerConfig(**dataclasses.asdict(engine_config), tokenizer=tokenizer, warm_prompt=warm_prompt)
+    launches = [functools.partial(EngineClient.launch, config, environment=place) for place in places]
+    return Fleet(launches, serve_config, on_phase)
 
 
 def _url_of(listener: socket.socket, host: str) -> str:

@@ -20,9 +20,10 @@ from typing import Protocol
 import msgspec
 
 from penstock.errors import EngineDeadError, PenstockError, RequestError
-from penstock.serve.client import EngineClient
+from penstock.serve.fleet import Fleet
 from penstock.serve.metrics import TokenTimer
 from penstock.text.dialects import ContentDelta, Delta, ReplyEnd, ToolCallEnd
+from penstock.text.loop_guard import LoopGuard
 from penstock.text.stream import StreamDecoder
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, Request, TokenDelta, TokenLogprob
@@ -96,7 +97,7 @@ class TextStream:
     the first of them and by the end.
     """
 
-    def __init__(self, client: EngineClient, deliver: Deliver) -> None:
+    def __init__(self, client: Fleet, deliver: Deliver) -> None:
         self._client = client
         self._deliver = deliver
         self._prompts: list[list[Reply]] = []
@@ -188,6 +189,7 @@ class Reply:
         thought: Thought | None = None,
         ends_after_call: bool = False,
         form_param: str = "",  # the field that asked for the request's grammar
+        loop_guard: LoopGuard | None = None,
     ) -> None:
         self.request = request  # the one that runs
         self._asked = request
@@ -203,6 +205,8 @@ class Reply:
         self._said_ids: list[int] = []  # since the request began; kept only where a thought may be closed
         self._ends_after_call = ends_after_call
         self._form_param = form_param
+        self._loop_guard = loop_guard
+        self._is_loop = False
         self._decoder = StreamDecoder(tokenizer, request.sampling.stop, request.sampling.min_tokens)
 
     @property
@@ -239,6 +243,9 @@ class Reply:
             finish = "stop"
         elif is_over_budget:
             finish = self._go_on()
+        elif finish is None and self._loop_guard is not None and self._loop_guard.push(token_ids):
+            finish, self._is_loop = "length", True  # as it would have ended, had it been left alone
+            self._timer.count_loop()
         if finish is not None:
             text += self._decoder.finish()
         news, has_ended = self._parse(text, finish)
@@ -263,7 +270,9 @@ class Reply:
                 if isinstance(piece, ToolCallEnd) and not piece.is_broken:
                     return [*news[: place + 1], ReplyEnd("tool_calls")], True
         if finish is not None:
-            news += self._parser.close(finish)
+            *rest, end = self._parser.close(finish)
+            assert isinstance(end, ReplyEnd)
+            news += [*rest, ReplyEnd(end.reason, self._decoder.stop_string, self._is_loop)]
         return news, finish is not None
 
     def _think(self, token_ids: tuple[int, ...], is_last: bool) -> tuple[tuple[int, ...], bool]:

@@ -6,7 +6,7 @@ here. Knows nothing of HTTP or of the engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from penstock.errors import ContextLengthError, RequestError
@@ -21,6 +21,7 @@ def build_requests(
     tokenizer: Tokenizer,
     max_model_len: int,
     priority: int = 0,
+    session_id: str | None = None,
 ) -> list[Request]:
     """`sampling.n` requests for one prompt, each with its own id and, when a seed is given, its own seed."""
     prompt = tuple(token_ids)
@@ -28,7 +29,7 @@ def build_requests(
     max_tokens = _resolve_max_tokens(len(prompt), sampling, max_model_len)
     eos = () if sampling.ignore_eos else tokenizer.eos_token_ids
     end_token_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos)))
-    boundaries = tuple(i for i, token in enumerate(prompt) if i and token in tokenizer.turn_start_ids)
+    boundaries = _places_of(tokenizer.turn_start_ids, prompt)
     return [
         Request(
             id=id if sampling.n == 1 else f"{id}-{i}",
@@ -37,6 +38,7 @@ def build_requests(
             end_token_ids=end_token_ids,
             boundaries=boundaries,
             priority=priority,
+            session_id=session_id,
         )
         for i in range(sampling.n)
     ]
@@ -51,7 +53,7 @@ def _check_ids(prompt: tuple[int, ...], sampling: SamplingParams, vocab_size: in
             param="prompt",
         )
     for name, ids in (("prompt", prompt), ("logit_bias", sampling.logit_bias)):
-        for token_id in ids:
+        for token_id in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
                     f"{name} has token id {token_id}",
@@ -61,12 +63,23 @@ def _check_ids(prompt: tuple[int, ...], sampling: SamplingParams, vocab_size: in
                 )
 
 
+def _places_of(token_ids: Collection[int], prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """Where these stand, but not at the start. Searched for, not looked at one by one: prompts are long."""
+    places = []
+    for token_id in token_ids:
+        place = 0
+        for _ in range(prompt[1:].count(token_id)):
+            place = prompt.index(token_id, place + 1)
+            places.append(place)
+    return tuple(sorted(places))
+
+
 def _resolve_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, max_model_len: int) -> int:
     room = max_model_len - num_prompt_tokens
     todo = "Shorten the prompt or serve with a larger --max-model-len."
     if room < 1:
         raise ContextLengthError(
-            f"the prompt has {num_prompt_tokens} tokens",
+            f"the prompt is too long: {num_prompt_tokens} tokens > {max_model_len - 1} maximum",
             f"The context holds {max_model_len} tokens, and the reply needs at least 1 of them.",
             todo,
             param="prompt",

@@ -33,6 +33,7 @@ class StreamDecoder:
         self._min_tokens = min_tokens
         self.num_tokens = 0
         self.stopped = False
+        self.stop_string: str | None = None  # that ended the reply
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Takes tokens; gives the text that is now certain. Tokens after a stop are not looked at."""
@@ -77,6 +78,7 @@ class StreamDecoder:
             num_matched = self._matcher.step(character)
             if num_matched and self.num_tokens >= self._min_tokens:
                 self.stopped = True
+                self.stop_string = window[end - num_matched : end]
                 self._held = ""
                 return window[: end - num_matched]
         num_safe = len(window) - self._matcher.depth

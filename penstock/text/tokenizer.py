@@ -1,8 +1,9 @@
 """Text to token ids and back, with the checkpoint's own tokenizer.json.
 
-Encoding is the `tokenizers` library's, or fastokens' where that is installed and gives the same ids. Decoding
-goes through bytes, so that one rule serves whole replies, streams and logprobs. Also knows which ids end a
-reply and which start a turn. Knows nothing of requests.
+Encoding is the `tokenizers` library's, with a memory for long pieces where it changes nothing (segments.py),
+or fastokens' where that is installed and gives the same ids. Decoding goes through bytes, so that one rule
+serves whole replies, streams and logprobs. Also knows which ids end a reply and which start a turn. Knows
+nothing of requests.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from penstock.errors import CheckpointError, RequestError
+from penstock.text.segments import SegmentEncoder
 from penstock.text.template import find_template, read_json
 
 logger = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ class Tokenizer:
         self._model = model
         self._bytes_of, self.strips_first_space = _byte_rule(model)
         self._bytes: dict[int, bytes] = {}
-        self._encode = fast_encode or (lambda text, special: _encode(model, text, special))
+        self._encode = fast_encode or _remembering_encoder(model)
         self.encoder_name = "fastokens" if fast_encode else "tokenizers"
         self.eos_token_ids = eos_token_ids
         added = model.get_added_tokens_decoder()
@@ -141,6 +143,23 @@ class Tokenizer:
 def _encode(model: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     # As a batch of one: unlike `encode` it lets other threads run, and it computes no offsets.
     return model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _remembering_encoder(model: tokenizers.Tokenizer) -> Encode:
+    """The library's, with a memory for long pieces where that cannot change an id."""
+
+    def encode_pieces(pieces: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in model.encode_batch_fast(pieces, add_special_tokens=False)]
+
+    segments = SegmentEncoder.of(model, encode_pieces)
+    adds_tokens = model.num_special_tokens_to_add(is_pair=False) > 0
+
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        if segments is None or (add_special_tokens and adds_tokens):
+            return _encode(model, text, add_special_tokens)
+        return segments.encode(text)
+
+    return encode
 
 
 def _byte_rule(model: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:

@@ -69,6 +69,8 @@ class ReplyEnd(msgspec.Struct, frozen=True, gc=False):
     """The last delta: why the reply ended, where "tool_calls" is a stop after at least one whole call."""
 
     reason: FinishReason | Literal["tool_calls"]
+    stop_string: str | None = None  # that the client gave and the reply came to
+    is_loop: bool = False  # it only repeated itself, and was ended for that
 
 
 Delta = ContentDelta | ReasoningDelta | ToolCallStart | ToolArguments | ToolCallEnd | ReplyEnd
@@ -89,6 +91,7 @@ class ParsedReply:
     reasoning: str = ""
     calls: list[ParsedCall] = field(default_factory=list)
     reason: str | None = None
+    is_loop: bool = False
 
     @classmethod
     def of(cls, deltas: Iterable[Delta]) -> ParsedReply:
@@ -113,6 +116,6 @@ class ParsedReply:
                 case ToolCallEnd():
                     reply.calls[-1].arguments = "".join(fragments)
                 case ReplyEnd(reason):
-                    reply.reason = reason
+                    reply.reason, reply.is_loop = reason, delta.is_loop
         reply.content, reply.reasoning = "".join(contents), "".join(thoughts)
         return reply

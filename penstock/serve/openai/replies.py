@@ -7,12 +7,12 @@ Knows how answers are spelled, not where they come from or how they travel.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from penstock.errors import PenstockError, RequestError
+from penstock.serve.answer import Choice
 from penstock.serve.text_stream import ReplyDelta, ScoredToken, Usage
 from penstock.text.dialects import (
     ContentDelta,
@@ -26,37 +26,19 @@ from penstock.text.dialects import (
 
 DONE = b"data: [DONE]\n\n"
 Frame = tuple[bytes, bytes]
+LOOP_REASON = {"stop_reason": "loop_guard"}  # beside finish_reason, as vLLM tells what stopped a reply
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; this is what OpenAI writes for it
-
-
-@dataclass(slots=True)
-class Choice:
-    """One reply put together, for answers that are not streamed."""
-
-    news: list[Delta] = field(default_factory=list)
-    logprobs: list[ScoredToken] = field(default_factory=list)
-
-    def take(self, delta: ReplyDelta) -> None:
-        self.news += delta.news
-        self.logprobs += delta.logprobs
-
-
-class ReplyFormat(Protocol):
-    """How one endpoint spells its answers."""
-
-    def encode_chunk(self, delta: ReplyDelta) -> bytes: ...
-
-    def encode_usage_chunk(self, usage: Usage) -> bytes: ...
-
-    def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes: ...
 
 
 class ChatReplyFormat:
     """chat.completion, and chat.completion.chunk: a role first, then what comes, then why it ended."""
 
-    def __init__(self, request_id: str, model: str, has_logprobs: bool) -> None:
+    def __init__(
+        self, request_id: str, model: str, *, has_logprobs: bool = False, include_usage: bool = False
+    ) -> None:
         self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
         self._has_logprobs = has_logprobs
+        self._include_usage = include_usage
         self._chunk_head = _chunk_head("chat.completion.chunk", self._head)
         self._frames: dict[int, dict[type[Delta], Frame]] = {}  # of each choice that has begun
 
@@ -80,7 +62,7 @@ class ChatReplyFormat:
             logprobs = msgspec.json.encode(self._logprobs(delta.logprobs)) if place == 0 else b"null"
             chunks.append(self._chunk(delta.index, msgspec.json.encode(fields), logprobs))
         if delta.news and isinstance(end := delta.news[-1], ReplyEnd):
-            chunks.append(self._chunk(delta.index, b"{}", finish=msgspec.json.encode(end.reason)))
+            chunks.append(self._chunk(delta.index, b"{}", finish=_finish(end.reason, end.is_loop)))
         return b"".join(chunks)
 
     def _frame(self, index: int, field: bytes) -> Frame:
@@ -97,8 +79,11 @@ class ChatReplyFormat:
             finish,
         )
 
-    def encode_usage_chunk(self, usage: Usage) -> bytes:
-        return _usage_chunk(self._chunk_head, usage)
+    def encode_end(self, usage: Usage) -> bytes:
+        return (_usage_chunk(self._chunk_head, usage) if self._include_usage else b"") + DONE
+
+    def encode_failure(self, error: PenstockError) -> bytes:
+        return encode_event(encode_error(error))
 
     def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
         body = {
@@ -110,6 +95,7 @@ class ChatReplyFormat:
                     "message": _message(reply),
                     "logprobs": self._logprobs(choice.logprobs),
                     "finish_reason": reply.reason,
+                    **(LOOP_REASON if reply.is_loop else {}),
                 }
                 for index, choice in sorted(choices.items())
                 for reply in [ParsedReply.of(choice.news)]
@@ -134,30 +120,36 @@ class ChatReplyFormat:
 class CompletionReplyFormat:
     """text_completion, streamed or not: the older shape, with parallel lists of log-probabilities."""
 
-    def __init__(self, request_id: str, model: str, has_logprobs: bool) -> None:
+    def __init__(
+        self, request_id: str, model: str, *, has_logprobs: bool = False, include_usage: bool = False
+    ) -> None:
         self._head = {"id": f"cmpl-{request_id}", "created": int(time.time()), "model": model}
         self._has_logprobs = has_logprobs
+        self._include_usage = include_usage
         self._chunk_head = _chunk_head("text_completion", self._head)
         self._offsets: dict[int, int] = {}  # characters of tokens so far, by choice
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
-        text, reason = "", None
+        text, finish = "", b"null"
         for piece in delta.news:
             if isinstance(piece, ContentDelta):
                 text += piece.text
             elif isinstance(piece, ReplyEnd):
-                reason = piece.reason
+                finish = _finish(piece.reason, piece.is_loop)
         logprobs = msgspec.json.encode(self._logprobs(delta.index, delta.logprobs))
         return b'%s"choices":[{"index":%d,"text":%s,"logprobs":%s,"finish_reason":%s}]}\n\n' % (
             self._chunk_head,
             delta.index,
             msgspec.json.encode(text),
             logprobs,
-            msgspec.json.encode(reason),
+            finish,
         )
 
-    def encode_usage_chunk(self, usage: Usage) -> bytes:
-        return _usage_chunk(self._chunk_head, usage)
+    def encode_end(self, usage: Usage) -> bytes:
+        return (_usage_chunk(self._chunk_head, usage) if self._include_usage else b"") + DONE
+
+    def encode_failure(self, error: PenstockError) -> bytes:
+        return encode_event(encode_error(error))
 
     def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
         body = {
@@ -169,6 +161,7 @@ class CompletionReplyFormat:
                     "text": reply.content,
                     "logprobs": self._logprobs(index, choice.logprobs),
                     "finish_reason": reply.reason,
+                    **(LOOP_REASON if reply.is_loop else {}),
                 }
                 for index, choice in sorted(choices.items())
                 for reply in [ParsedReply.of(choice.news)]
@@ -198,6 +191,12 @@ class CompletionReplyFormat:
             lists["top_logprobs"].append({**top, text: _finite(token.logprob)})
             lists["text_offset"].append(offset)
         return lists
+
+
+def _finish(reason: str, is_loop: bool) -> bytes:
+    """The value of a chunk's finish_reason, and what stands after it."""
+    value = msgspec.json.encode(reason)
+    return value + b"," + msgspec.json.encode(LOOP_REASON)[1:-1] if is_loop else value
 
 
 def _delta_fields(piece: Delta) -> dict[str, Any] | None:
@@ -230,18 +229,19 @@ def _message(reply: ParsedReply) -> dict[str, Any]:
 
 
 def encode_error(error: PenstockError) -> bytes:
-    return encode_error_fields(
-        str(error),
-        "invalid_request_error" if error.status < 500 else "server_error",
-        param=error.param if isinstance(error, RequestError) else None,
-        code=error.code,
-    )
+    param = error.param if isinstance(error, RequestError) else None
+    return encode_error_fields(str(error), error.status, param=param, code=error.code)
 
 
 def encode_error_fields(
-    message: str, kind: str, *, param: str | None = None, code: str | None = None
+    message: str, status: int, *, param: str | None = None, code: str | None = None
 ) -> bytes:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    code = code or _CODES.get(status)
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 500: "internal_error"}
 
 
 def encode_event(data: bytes) -> bytes:

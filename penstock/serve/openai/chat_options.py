@@ -6,26 +6,30 @@ that names it. How a form is enforced is reply_form.py's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from penstock.errors import RequestError
 
 PlainTool = dict[str, Any]  # as OpenAI has it, and as chat templates expect it
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True}
 
 
 class ToolFunction(msgspec.Struct):
-    name: str
+    name: Annotated[str, Meta(extra_json_schema={"pattern": f"^{_TOOL_NAME.pattern}$"})]
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
 class Tool(msgspec.Struct):
     function: ToolFunction
-    type: str = "function"
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})] = "function"
 
 
 class NamedFunction(msgspec.Struct):
@@ -37,6 +41,19 @@ class NamedTool(msgspec.Struct):
 
     function: NamedFunction
     type: str = "function"
+
+
+class AllowedTools(msgspec.Struct):
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=1024)]
+    mode: str = "auto"
+
+
+class ToolChoice(msgspec.Struct):
+    """A `tool_choice` that is no word: one tool, or some of them and whether one must be called."""
+
+    type: str = "function"
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class JsonSchema(msgspec.Struct):
@@ -71,6 +88,12 @@ def plain_tools(tools: Sequence[Tool]) -> list[PlainTool]:
             raise RequestError(
                 f"tools[{index}].type is {tool.type[:32]!r}", "Only functions are supported.", param="tools"
             )
+        if not _TOOL_NAME.fullmatch(tool.function.name):
+            raise RequestError(
+                f"tools[{index}].function.name is {tool.function.name[:64]!r}",
+                "Names have up to 128 letters, digits and the characters _ . : -",
+                param="tools",
+            )
     return [_plain_tool(tool) for tool in tools]
 
 
@@ -80,6 +103,33 @@ def _plain_tool(tool: Tool) -> PlainTool:
         if (value := getattr(tool.function, name)) is not None:
             function[name] = value
     return {"type": "function", "function": function}
+
+
+def chosen_tools(
+    choice: str | ToolChoice | None, tools: list[PlainTool] | None
+) -> tuple[list[PlainTool] | None, list[PlainTool] | None]:
+    """The tools that may be called, and those of which one must be."""
+    if isinstance(choice, ToolChoice) and choice.type == "allowed_tools":
+        if choice.allowed_tools is None:
+            raise RequestError("tool_choice has no allowed_tools", param="tool_choice.allowed_tools")
+        if choice.allowed_tools.mode not in ("auto", "required"):
+            raise RequestError(
+                f"tool_choice.allowed_tools.mode is {choice.allowed_tools.mode[:32]!r}",
+                "It must be auto or required.",
+                param="tool_choice.allowed_tools.mode",
+            )
+        named = [demanded_tools(tool, tools) or () for tool in choice.allowed_tools.tools]
+        tools = [tool for group in named for tool in group]
+        return tools, demanded_tools(choice.allowed_tools.mode, tools)
+    if isinstance(choice, ToolChoice):
+        if choice.type != "function" or choice.function is None:
+            raise RequestError(
+                "tool_choice names no function",
+                "It must be none, auto, required, name a function, or have allowed_tools.",
+                param="tool_choice.function",
+            )
+        return tools, demanded_tools(NamedTool(choice.function), tools)
+    return None if choice == "none" else tools, demanded_tools(choice, tools)
 
 
 def demanded_tools(choice: str | NamedTool | None, tools: list[PlainTool] | None) -> list[PlainTool] | None:
@@ -134,6 +184,19 @@ def thinking_switch(thinking: bool | Thinking | None) -> bool | None:
             param="thinking.type",
         )
     return switches[thinking.type]
+
+
+def effort_switch(effort: str | None) -> bool | None:
+    """OpenAI's way to ask for thinking: how much of it is the model's own affair here."""
+    if effort is None:
+        return None
+    if effort not in _EFFORTS:
+        raise RequestError(
+            f"reasoning_effort is {effort[:32]!r}",
+            f"It must be one of {', '.join(_EFFORTS)}.",
+            param="reasoning_effort",
+        )
+    return _EFFORTS[effort]
 
 
 def thinking_budget(thinking: bool | Thinking | None) -> int | None:

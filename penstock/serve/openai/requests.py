@@ -15,27 +15,33 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
-from penstock.serve.chat_options import (
+from penstock.serve.openai.chat_options import (
     JsonForm,
-    NamedTool,
     PlainTool,
     ResponseFormat,
     Thinking,
     Tool,
-    demanded_tools,
+    ToolChoice,
+    chosen_tools,
+    effort_switch,
     json_form,
     plain_tools,
     thinking_budget,
     thinking_switch,
 )
+from penstock.serve.openai.messages import Message, plain_message
 from penstock.text.template import RESERVED_NAMES
 from penstock.types import SamplingParams
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MAX_REPLIES = 128  # prompts x n of one call
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+MAX_TOKENS_ASKED = 4 * 1024**2  # of /tokenize, in characters, and of /detokenize
+MAX_TIMEOUT_S = 7 * 24 * 3600
+MAX_PRIORITY = 1000
+MAX_SESSION_ID_CHARS = 256
 
 Scalar = bool | int | float | str | None
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -59,36 +65,15 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
     seed: int | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[int], Meta(max_length=128)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     ignore_eos: bool | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
-
-class ContentPart(msgspec.Struct):
-    type: str
-    text: str | None = None
-
-
-class CalledFunction(msgspec.Struct):
-    name: str
-    arguments: str | dict[str, Any] = ""
-
-
-class ToolCall(msgspec.Struct):
-    function: CalledFunction
-    id: str | None = None
-    type: str | None = None
-
-
-class Message(msgspec.Struct):
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower runs earlier
+    session_id: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_ID_CHARS)] | None = None
+    loop_guard: bool | None = None
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -97,12 +82,15 @@ class ChatBody(SamplingFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
-    tool_choice: str | NamedTool | None = None
+    tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     thinking: bool | Thinking | None = None
     enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    functions: Any = None
+    function_call: Any = None
 
 
 class CompletionBody(SamplingFields, kw_only=True):
@@ -116,7 +104,7 @@ class CompletionBody(SamplingFields, kw_only=True):
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """A text, or a chat as its template renders it."""
 
-    prompt: str | None = None
+    prompt: Annotated[str, Meta(max_length=MAX_TOKENS_ASKED)] | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -126,7 +114,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
-    tokens: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=4 * 1024**2)]
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS_ASKED)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +129,12 @@ class ChatRequest:
     is_parallel: bool = True  # more than one call
     json_form: JsonForm | None = None
     thinking_budget: int | None = None  # tokens
+    reply_start: str = ""  # what the reply goes on from
+    is_cut_to_context: bool = False  # where max_tokens is more than fits behind the prompt
+    timeout_s: float | None = None
+    priority: int = 0  # lower runs earlier
+    session_id: str | None = None
+    loop_guard: bool | None = None  # None: as the server was told
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +144,10 @@ class CompletionRequest:
     echo: bool
     is_stream: bool
     include_usage: bool
+    timeout_s: float | None = None
+    priority: int = 0  # lower runs earlier
+    session_id: str | None = None
+    loop_guard: bool | None = None  # None: as the server was told
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,22 +160,29 @@ class TokenizeRequest:
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    return _chat_request(_decode(body, ChatBody))
+    return chat_request(decode_body(body, ChatBody))
 
 
-def _chat_request(fields: ChatBody) -> ChatRequest:
+def chat_request(fields: ChatBody) -> ChatRequest:
     if fields.max_completion_tokens is not None:  # the newer name of the same field
         fields.max_tokens = fields.max_completion_tokens
+    if fields.functions or fields.function_call:
+        raise RequestError(
+            "functions and function_call are not supported",
+            "Tools have taken their place.",
+            "Use tools and tool_choice.",
+            param="functions" if fields.functions else "function_call",
+        )
     logprobs = None
     if fields.logprobs:
         logprobs = fields.top_logprobs or 0
     elif fields.top_logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     tools = plain_tools(fields.tools or ()) or None
-    must_call = demanded_tools(fields.tool_choice, tools)
+    tools, must_call = chosen_tools(fields.tool_choice, tools)
     return ChatRequest(
-        messages=[_plain_message(message, index) for index, message in enumerate(fields.messages)],
-        tools=None if fields.tool_choice == "none" else tools,
+        messages=[plain_message(message, index) for index, message in enumerate(fields.messages)],
+        tools=tools,
         template_arguments=_template_arguments(fields),
         sampling=_sampling(fields, logprobs, {"logprobs": "top_logprobs"}),
         is_stream=bool(fields.stream),
@@ -186,11 +191,18 @@ def _chat_request(fields: ChatBody) -> ChatRequest:
         is_parallel=fields.parallel_tool_calls is not False,
         json_form=json_form(fields.response_format),
         thinking_budget=thinking_budget(fields.thinking),
+        timeout_s=fields.timeout,
+        priority=fields.priority or 0,
+        session_id=fields.session_id,
+        loop_guard=fields.loop_guard,
     )
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    fields = _decode(body, CompletionBody)
+    return completion_request(decode_body(body, CompletionBody))
+
+
+def completion_request(fields: CompletionBody) -> CompletionRequest:
     if fields.suffix:
         raise RequestError("suffix is not supported", "The model only continues text.", param="suffix")
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
@@ -217,17 +229,21 @@ def parse_completion(body: bytes) -> CompletionRequest:
         echo=bool(fields.echo),
         is_stream=bool(fields.stream),
         include_usage=_includes_usage(fields),
+        timeout_s=fields.timeout,
+        priority=fields.priority or 0,
+        session_id=fields.session_id,
+        loop_guard=fields.loop_guard,
     )
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
-    fields = _decode(body, TokenizeBody)
+    fields = decode_body(body, TokenizeBody)
     if (fields.prompt is None) == (fields.messages is None):
         raise RequestError("A prompt or messages are needed, and not both", param="prompt")
     chat = None
     if fields.messages is not None:
         kwargs = fields.chat_template_kwargs
-        chat = _chat_request(
+        chat = chat_request(
             ChatBody(messages=fields.messages, tools=fields.tools, chat_template_kwargs=kwargs)
         )
     return TokenizeRequest(
@@ -240,26 +256,30 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
 
 
 def parse_detokenize(body: bytes) -> list[int]:
-    return _decode(body, DetokenizeBody).tokens
+    return decode_body(body, DetokenizeBody).tokens
 
 
-Body = TypeVar("Body", ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+Body = TypeVar("Body", bound=msgspec.Struct)
 _FIELD_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
 
 
-def _decode(body: bytes, kind: type[Body]) -> Body:
+def decode_body(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        message = str(error)
-        path = _FIELD_PATH.search(message)
-        missing = _MISSING_FIELD.search(message)
-        names = [match.group(1) for match in (path, missing) if match is not None and match.group(1)]
-        param = ".".join(names).removesuffix("[...]") or None
-        raise RequestError(f"{param or 'body'}: {_FIELD_PATH.sub('', message)}", param=param) from error
+        raise wrong_field(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError("The body is not JSON", f"{error}.", "Send a JSON object in UTF-8.") from error
+
+
+def wrong_field(error: msgspec.ValidationError, where: str = "") -> RequestError:
+    """Names the field that is missing or of a wrong type; `where`: the part of the body that was read."""
+    message = str(error)
+    matches = (_FIELD_PATH.search(message), _MISSING_FIELD.search(message))
+    names = [where, *(match.group(1) for match in matches if match is not None)]
+    param = ".".join(name for name in names if name).removesuffix("[...]") or None
+    return RequestError(f"{param or 'body'}: {_FIELD_PATH.sub('', message)}", param=param)
 
 
 def _includes_usage(fields: SamplingFields) -> bool:
@@ -314,49 +334,14 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
     return {int(key): bias for key, bias in biases.items()}
 
 
-def _plain_message(message: Message, index: int) -> dict[str, Any]:
-    """The message as chat templates expect it: plain values, and content that is text."""
-    where = f"messages[{index}]"
-    if message.role not in ROLES:
-        raise RequestError(
-            f"{where}.role is {message.role[:32]!r}",
-            f"It must be one of {', '.join(ROLES)}.",
-            param=f"{where}.role",
-        )
-    if message.content is None and message.role != "assistant":
-        raise RequestError(f"{where} has no content", param=f"{where}.content")
-    plain: dict[str, Any] = {"role": ROLES[message.role], "content": _plain_content(message, where)}
-    for name in ("name", "reasoning_content", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
-            plain[name] = value
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": call.function.arguments},
-            }
-            for call in message.tool_calls
-        ]
-    return plain
-
-
-def _plain_content(message: Message, where: str) -> str:
-    if message.content is None or isinstance(message.content, str):
-        return message.content or ""
-    for index, part in enumerate(message.content):
-        if part.type != "text" or part.text is None:
-            raise RequestError(
-                f"{where}.content[{index}] is of type {part.type[:32]!r}",
-                "Only text parts are supported.",
-                param=f"{where}.content",
-            )
-    return "".join(part.text or "" for part in message.content)
-
-
 def _template_arguments(fields: ChatBody) -> dict[str, Scalar]:
     arguments: dict[str, Scalar] = {}
-    for flag in (thinking_switch(fields.thinking), fields.enable_thinking):
+    switches = (
+        effort_switch(fields.reasoning_effort),
+        thinking_switch(fields.thinking),
+        fields.enable_thinking,
+    )
+    for flag in switches:
         if flag is not None:
             arguments["enable_thinking"] = flag
     for name, value in (fields.chat_template_kwargs or {}).items():

@@ -1,0 +1,75 @@
+"""Who is answered: requests with a known key, from pages of known origins.
+
+Both stand in front of every route, so that a route cannot forget them. Keys are compared by digest and all of
+them each time, so the time an answer takes says nothing about them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.config import ServeConfig
+from penstock.errors import AuthenticationError
+from penstock.serve.error_answers import answer_error
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})  # what asks these has no key: load balancers, probes
+EXPOSED_HEADERS = ("x-request-id", "retry-after")
+
+
+def access_middleware(config: ServeConfig) -> list[Middleware]:
+    """Origins first: a browser asks for permission without a key, and wants to read a refusal."""
+    middleware = []
+    if config.cors_origin:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.cors_origin,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=EXPOSED_HEADERS,
+            )
+        )
+    if keys := config.load_api_keys():
+        middleware.append(Middleware(ApiKeys, keys=keys))
+    return middleware
+
+
+class ApiKeys:
+    """Answers 401 to requests that bring none of the keys."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(_key_of(scope)):
+            await self._app(scope, receive, send)
+            return
+        error = AuthenticationError(
+            "The API key is missing or not known",
+            "This server answers requests with a key of its own only.",
+            "Send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`.",
+        )
+        await answer_error(scope, error)(scope, receive, send)
+
+    def _is_known(self, key: str) -> bool:
+        digest = _digest(key)
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(matches)
+
+
+def _key_of(scope: Scope) -> str:
+    headers = Headers(scope=scope)
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,208 @@
+"""One reply on its way to the client: streamed or whole, and ended when the client leaves.
+
+An error before the first token has a status of its own; after it, the stream ends with the error as its API
+spells it. Knows how answers travel; what they look like is the `ReplyFormat` of their endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.errors import DeadlineError, EngineDeadError, PenstockError
+from penstock.serve.connection import EventWriter
+from penstock.serve.serving import Serving
+from penstock.serve.text_stream import Deliver, ReplyDelta, ScoredToken, TextStream, Usage
+from penstock.text.dialects import Delta
+
+log = logging.getLogger("penstock.serve")
+
+MAX_BYTES_IN_BODIES = (
+    512 * 1024**2
+)  # of requests that are being read: a thousand half-sent ones must not fill us
+JSON_TYPE = "application/json"
+EVENT_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # or nginx collects tokens before it passes them on
+]
+UNREAD_HEADERS = {"connection": "close"}  # a body that is not read to its end leaves nothing to go on with
+
+Start = Callable[[Deliver], Awaitable[TextStream]]
+
+
+@dataclass(slots=True)
+class Choice:
+    """One reply put together, for answers that are not streamed."""
+
+    news: list[Delta] = field(default_factory=list)
+    logprobs: list[ScoredToken] = field(default_factory=list)
+
+    def take(self, delta: ReplyDelta) -> None:
+        self.news += delta.news
+        self.logprobs += delta.logprobs
+
+
+class ReplyFormat(Protocol):
+    """How one endpoint spells its answers; made for each answer, so it may remember what it has said."""
+
+    def encode_chunk(self, delta: ReplyDelta) -> bytes:
+        """The events of one delta of a stream; may be empty."""
+
+    def encode_end(self, usage: Usage) -> bytes:
+        """The tail of a stream that ended well."""
+
+    def encode_failure(self, error: PenstockError) -> bytes:
+        """The tail of a stream that failed after its headers were out."""
+
+    def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
+        """All of a reply that is not streamed."""
+
+
+class Answer:
+    """Generates and sends a reply for as long as the client is there. `start` begins the generation."""
+
+    def __init__(
+        self, start: Start, style: ReplyFormat, is_stream: bool, timeout_s: float | None = None
+    ) -> None:
+        self._start = start
+        self._style = style
+        self._is_stream = is_stream
+        self._timeout_s = timeout_s  # as the request says; the server's own is never exceeded
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if _serving(scope).draining.is_set():
+            raise EngineDeadError("The server is shutting down", "It finishes what runs.", "Ask another one.")
+        answer = self._send_events if self._is_stream else self._send_json
+        await run_while_connected(receive, answer(scope, receive, send))
+
+    async def _send_json(self, scope: Scope, receive: Receive, send: Send) -> None:
+        choices: dict[int, Choice] = {}
+
+        def deliver(delta: ReplyDelta) -> None:
+            choices.setdefault(delta.index, Choice()).take(delta)
+
+        with await self._start(deliver) as stream, self._accounted(scope, stream):
+            await stream.wait_ended()
+            body = self._style.encode_body(choices, stream.usage)
+        await Response(body, media_type=JSON_TYPE)(scope, receive, send)
+
+    async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = EventWriter(scope["transport"])
+
+        def deliver(delta: ReplyDelta) -> None:
+            if chunk := self._style.encode_chunk(delta):  # an empty one would end the answer
+                events.write(chunk)
+
+        with await self._start(deliver) as stream, self._accounted(scope, stream):
+            # Headers wait for the first token, so that whatever fails before it has a status code.
+            await stream.wait_started()
+            await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+            try:
+                events.open()
+                await stream.wait_ended()
+                tail = self._style.encode_end(stream.usage)
+            except PenstockError as error:
+                tail = self._fail(scope, error)
+            except Exception:
+                log.exception("a reply failed while it was streamed")
+                tail = self._fail(scope, unexpected_error())
+            await send({"type": "http.response.body", "body": tail})
+
+    def _fail(self, scope: Scope, error: PenstockError) -> bytes:
+        scope["record"].error = error.code
+        return self._style.encode_failure(error)
+
+    @contextlib.contextmanager
+    def _accounted(self, scope: Scope, stream: TextStream) -> Iterator[None]:
+        """Ends the stream when its time is over; however it ends, what it took is written down."""
+        limits = [self._timeout_s, _serving(scope).config.request_timeout]
+        timeout_s = min((limit for limit in limits if limit is not None), default=None)
+        ending = None
+        if timeout_s is not None:
+            error = DeadlineError(
+                "The reply was not complete in time",
+                f"It had {timeout_s:g} seconds, waiting included.",
+                "Ask for fewer tokens, or allow more time.",
+            )
+            ending = asyncio.get_running_loop().call_later(timeout_s, stream.fail, error)
+        try:
+            yield
+        finally:
+            if ending is not None:
+                ending.cancel()
+            scope["record"].usage = stream.usage
+
+
+def _serving(scope: Scope) -> Serving:
+    serving: Serving = scope["app"].state.serving
+    return serving
+
+
+def unexpected_error() -> PenstockError:
+    """What a client hears of a defect of ours."""
+    return PenstockError("The server failed on this request", "It has been logged.")
+
+
+def json_response(content: dict[str, Any], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type=JSON_TYPE)
+
+
+async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs the work; cancels it when the client leaves."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_wait_disconnect(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.wait({working, leaving})
+    if not working.cancelled():
+        working.result()
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_body(request: Request) -> bytes:
+    """All of it, unless it is too large, takes too long, or others have sent too much at the same time."""
+    config, bodies = _serving(request.scope).config, _serving(request.scope).bodies
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > config.max_body_bytes:
+        raise _body_too_large(config.max_body_bytes)
+    chunks: list[bytes] = []
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(config.read_timeout):
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                bodies.num_bytes += len(chunk)
+                if num_bytes > config.max_body_bytes:
+                    raise _body_too_large(config.max_body_bytes)
+                if bodies.num_bytes > MAX_BYTES_IN_BODIES:
+                    message = "Too much is being sent to this server at the same time. Try again later."
+                    raise HTTPException(429, message, UNREAD_HEADERS | {"retry-after": "1"})
+                chunks.append(chunk)
+    except TimeoutError:
+        message = f"The body did not arrive within {config.read_timeout:g} seconds."
+        raise HTTPException(408, message, UNREAD_HEADERS) from None
+    finally:
+        bodies.num_bytes -= num_bytes
+    return b"".join(chunks)
+
+
+def _body_too_large(max_bytes: int) -> HTTPException:
+    return HTTPException(413, f"The body has more than {max_bytes} bytes.", UNREAD_HEADERS)

@@ -1,0 +1,380 @@
+"""Anthropic's request bodies: from the bytes of a POST to the `ChatRequest` that every API asks.
+
+Messages made of blocks become messages as chat templates know them: results of tools before the text that
+came with them, calls and thoughts beside an assistant's text, and neighbours of one role as one turn. Fields
+that mean nothing here (metadata, cache_control, betas) are tolerated, since clients send many; a block that
+cannot be read is a `RequestError` that names it. Nothing here renders or generates; replies are written in
+replies.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from penstock.errors import RequestError
+from penstock.serve.openai.chat_options import (
+    JsonForm,
+    NamedFunction,
+    NamedTool,
+    PlainTool,
+    Thinking,
+    demanded_tools,
+    thinking_budget,
+    thinking_switch,
+)
+from penstock.serve.openai.requests import ChatRequest, StopString, decode_body, wrong_field
+from penstock.types import SamplingParams
+
+# Claude Code's first system block. It differs in every request, and nothing behind it could be found cached.
+BILLING_LINE = "x-anthropic-billing-header:"
+PARAGRAPH = "\n\n"
+MAX_BLOCKS = 16_384  # of one request, those inside results too: while they are read, nobody else is served
+
+PlainMessage = dict[str, Any]  # as chat templates expect it
+Content = str | list[dict[str, Any]]  # blocks are checked one by one, by their type
+
+
+class TextBlock(msgspec.Struct):
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct):
+    """A thought that comes back. Its signature is of no use here: nobody has to prove whose thought it is."""
+
+    thinking: str
+
+
+class RedactedThinkingBlock(msgspec.Struct):
+    """A thought that only Anthropic can read."""
+
+
+class ToolUseBlock(msgspec.Struct):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(msgspec.Struct):
+    tool_use_id: str
+    content: Content | None = None
+    is_error: bool | None = None
+
+
+Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+BlockTypes = dict[str, type[Block]]
+
+TEXT_ONLY: BlockTypes = {"text": TextBlock}
+BLOCKS_OF_ROLE: dict[str, BlockTypes] = {
+    "user": {**TEXT_ONLY, "tool_result": ToolResultBlock},
+    "assistant": {
+        **TEXT_ONLY,
+        "thinking": ThinkingBlock,
+        "redacted_thinking": RedactedThinkingBlock,
+        "tool_use": ToolUseBlock,
+    },
+    "system": TEXT_ONLY,
+}
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: Content
+
+
+class OfferedTool(msgspec.Struct):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(msgspec.Struct):
+    type: str
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct):
+    format: OutputFormat | None = None
+
+
+class PromptBody(msgspec.Struct, kw_only=True):
+    """What a prompt is made of: all that counting tokens needs."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
+    model: str | None = None
+    system: Content | None = None
+    tools: Annotated[list[OfferedTool], Meta(max_length=1024)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(PromptBody, kw_only=True):
+    max_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
+    stream: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Neighbouring messages of one role."""
+
+    role: str
+    blocks: list[Block]
+
+
+def parse_messages(body: bytes, thinks: bool | None) -> ChatRequest:
+    """`thinks`: what the operator wants where a request leaves it open."""
+    fields = decode_body(body, MessagesBody)
+    given = {
+        name: value
+        for name in ("temperature", "top_p", "top_k")
+        if (value := getattr(fields, name)) is not None
+    }
+    sampling = SamplingParams(max_tokens=fields.max_tokens, stop=tuple(fields.stop_sequences or ()), **given)
+    return _chat_request(fields, thinks, sampling, is_stream=bool(fields.stream))
+
+
+def parse_count(body: bytes, thinks: bool | None) -> ChatRequest:
+    return _chat_request(decode_body(body, PromptBody), thinks, SamplingParams())
+
+
+def _chat_request(
+    fields: PromptBody, thinks: bool | None, sampling: SamplingParams, is_stream: bool = False
+) -> ChatRequest:
+    _check_num_blocks(fields)
+    instructions, turns = _split_turns(fields)
+    reply_start = ""
+    if turns and turns[-1].role == "assistant":
+        reply_start = _reply_start(turns.pop(), f"messages[{len(fields.messages) - 1}]")
+    tools = [_plain_tool(tool, index) for index, tool in enumerate(fields.tools or ())] or None
+    choice = _openai_choice(fields.tool_choice)
+    return ChatRequest(
+        messages=[*_system_message(instructions), *_plain_messages(turns)],
+        tools=None if choice == "none" else tools,
+        template_arguments={"enable_thinking": _is_thinking(fields.thinking, thinks)},
+        sampling=sampling,
+        is_stream=is_stream,
+        include_usage=True,
+        must_call=demanded_tools(choice, tools),
+        is_parallel=not (fields.tool_choice is not None and fields.tool_choice.disable_parallel_tool_use),
+        json_form=_json_form(fields.output_config),
+        thinking_budget=thinking_budget(fields.thinking),
+        reply_start=reply_start,
+        is_cut_to_context=True,
+    )
+
+
+def _is_thinking(thinking: Thinking | None, thinks: bool | None) -> bool:
+    """Where the operator has not said: only if the request speaks of it, as clients of this API expect."""
+    switch = thinking_switch(thinking)
+    if switch is None:
+        switch = thinks
+    return thinking is not None if switch is None else switch
+
+
+def _json_form(config: OutputConfig | None) -> JsonForm | None:
+    if config is None or config.format is None:
+        return None
+    if config.format.type != "json_schema":
+        raise RequestError(
+            f"output_config.format.type is {config.format.type[:32]!r}",
+            "It must be json_schema.",
+            param="output_config.format.type",
+        )
+    return JsonForm(config.format.schema, is_strict=True)
+
+
+def _plain_tool(tool: OfferedTool, index: int) -> PlainTool:
+    where = f"tools[{index}]"
+    if tool.type not in (None, "custom"):
+        raise RequestError(
+            f"{where} is of type {str(tool.type)[:64]!r}",
+            "Tools that an API defines or runs itself do not exist here.",
+            "Describe the tool with a name, a description and an input_schema, and run it yourself.",
+            param=f"{where}.type",
+        )
+    if tool.input_schema is None:
+        raise RequestError(f"{where} has no input_schema", param=f"{where}.input_schema")
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": {**function, "parameters": tool.input_schema}}
+
+
+def _openai_choice(choice: ToolChoice | None) -> str | NamedTool | None:
+    if choice is None:
+        return None
+    if choice.type == "tool" and choice.name is not None:
+        return NamedTool(NamedFunction(choice.name))
+    names = {"auto": "auto", "any": "required", "none": "none"}
+    if choice.type not in names:
+        raise RequestError(
+            f"tool_choice.type is {choice.type[:32]!r}",
+            "It must be auto, any, none, or tool with the name of one.",
+            param="tool_choice",
+        )
+    return names[choice.type]
+
+
+def _check_num_blocks(fields: PromptBody) -> None:
+    contents = [fields.system or "", *(message.content for message in fields.messages)]
+    blocks = [block for content in contents if not isinstance(content, str) for block in content]
+    inner = [block["content"] for block in blocks if isinstance(block.get("content"), list)]
+    num_blocks = len(blocks) + sum(map(len, inner))
+    if num_blocks > MAX_BLOCKS:
+        raise RequestError(
+            f"The messages consist of {num_blocks} blocks",
+            f"They may have {MAX_BLOCKS}.",
+            "Join blocks of text.",
+            param="messages",
+        )
+
+
+def _split_turns(fields: PromptBody) -> tuple[list[str], list[_Turn]]:
+    """The instructions, and all that was said after them. Templates want instructions at the start only."""
+    instructions = _texts(_checked_blocks(fields.system or [], "system", TEXT_ONLY))
+    turns: list[_Turn] = []
+    for index, message in enumerate(fields.messages):
+        where = f"messages[{index}]"
+        role = message.role
+        if role not in BLOCKS_OF_ROLE:
+            raise RequestError(
+                f"{where}.role is {role[:32]!r}",
+                f"It must be one of {', '.join(BLOCKS_OF_ROLE)}.",
+                param=f"{where}.role",
+            )
+        blocks = _checked_blocks(message.content, f"{where}.content", BLOCKS_OF_ROLE[role])
+        if role == "system":
+            if not turns:
+                instructions += _texts(blocks)
+                continue
+            role, blocks = "user", [_reminder(text) for text in _texts(blocks)]
+        elif role == "user" and not blocks:
+            raise RequestError(f"{where} has no content", param=f"{where}.content")
+        if turns and turns[-1].role == role:
+            turns[-1].blocks.extend(blocks)
+        else:
+            turns.append(_Turn(role, blocks))
+    return instructions, turns
+
+
+def _reminder(text: str) -> TextBlock:
+    """An instruction amid a conversation, marked as Claude Code marks those it puts into user messages."""
+    return TextBlock(f"<system-reminder>\n{text}\n</system-reminder>")
+
+
+def _checked_blocks(content: Content, where: str, types: BlockTypes) -> list[Block]:
+    if isinstance(content, str):
+        return [TextBlock(content)]
+    return [_checked_block(block, f"{where}[{index}]", types) for index, block in enumerate(content)]
+
+
+def _checked_block(block: dict[str, Any], where: str, types: BlockTypes) -> Block:
+    kind = block.get("type")
+    if not isinstance(kind, str):
+        raise RequestError(f"{where} has no type", "A block says what it is.", param=where)
+    if kind not in types:
+        raise RequestError(
+            f"{where} is of type {kind[:64]!r}",
+            "Images cannot be read here, only text."
+            if kind == "image"
+            else f"Read here are blocks of type {', '.join(types)}.",
+            "Leave the block out, or say in a text block what it holds.",
+            param=where,
+        )
+    try:
+        checked = msgspec.convert(block, types[kind])
+    except msgspec.ValidationError as error:
+        raise wrong_field(error, where) from error
+    if isinstance(checked, ToolResultBlock) and isinstance(checked.content, list):
+        texts = _texts(_checked_blocks(checked.content, f"{where}.content", TEXT_ONLY))
+        checked.content = PARAGRAPH.join(texts)
+    return checked
+
+
+def _system_message(instructions: list[str]) -> list[PlainMessage]:
+    texts = [_without_billing(text) for text in instructions]
+    text = PARAGRAPH.join(text for text in texts if text)
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _without_billing(text: str) -> str:
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(BILLING_LINE) else text
+
+
+def _plain_messages(turns: list[_Turn]) -> list[PlainMessage]:
+    messages: list[PlainMessage] = []
+    tool_names: dict[str, str] = {}
+    for turn in turns:
+        if turn.role == "assistant":
+            tool_names |= {block.id: block.name for block in turn.blocks if isinstance(block, ToolUseBlock)}
+            messages.append(_assistant_message(turn.blocks))
+            continue
+        results = [block for block in turn.blocks if isinstance(block, ToolResultBlock)]
+        messages += [_result_message(result, tool_names) for result in results]
+        texts = _texts(turn.blocks)
+        if texts:
+            messages.append({"role": "user", "content": PARAGRAPH.join(texts)})
+    return messages
+
+
+def _assistant_message(blocks: list[Block]) -> PlainMessage:
+    """Its texts are joined as they are: replies.py cut them where a call or a thought stood."""
+    message: PlainMessage = {"role": "assistant", "content": "".join(_texts(blocks))}
+    if thought := "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)):
+        message["reasoning_content"] = thought
+    calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
+            for call in calls
+        ]
+    return message
+
+
+def _result_message(result: ToolResultBlock, tool_names: dict[str, str]) -> PlainMessage:
+    text = result.content or ""
+    if result.is_error:  # templates have no other place for it
+        text = f"Error: {text}"
+    message: PlainMessage = {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
+    if result.tool_use_id in tool_names:
+        message["name"] = tool_names[result.tool_use_id]
+    return message
+
+
+def _reply_start(turn: _Turn, where: str) -> str:
+    """What the reply already begins with, when the conversation ends with the assistant's own words."""
+    if any(isinstance(block, ToolUseBlock) for block in turn.blocks):
+        raise RequestError(
+            f"{where}, the last one, calls a tool",
+            "A call cannot be continued.",
+            "Send its tool_result after it.",
+            param=where,
+        )
+    text = "".join(_texts(turn.blocks))
+    if text != text.rstrip():
+        raise RequestError(
+            f"{where}, the last one, ends with white space",
+            "A reply that goes on after it goes wrong: words begin with their space.",
+            "Cut the white space off.",
+            param=where,
+        )
+    return text
+
+
+def _texts(blocks: list[Block]) -> list[str]:
+    return [block.text for block in blocks if isinstance(block, TextBlock)]

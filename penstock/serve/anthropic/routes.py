@@ -1,0 +1,49 @@
+"""Anthropic's endpoints: messages, and how many tokens a prompt has."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.serve.answer import Answer, json_response, read_body
+from penstock.serve.anthropic.replies import MessageFormat
+from penstock.serve.anthropic.requests import parse_count, parse_messages
+from penstock.serve.openai.requests import TokenizeRequest
+from penstock.serve.serving import Serving
+from penstock.serve.sessions import in_session
+from penstock.serve.text_stream import Deliver, TextStream
+
+
+def routes(serving: Serving) -> list[Route]:
+    api = AnthropicRoutes(serving)
+    return [
+        Route("/v1/messages", api.create_message, methods=["POST"]),
+        Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
+    ]
+
+
+class AnthropicRoutes:
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._text = serving.text
+        self._thinks = serving.config.enable_thinking
+
+    async def create_message(self, request: Request) -> Answer:
+        chat = in_session(parse_messages(await read_body(request), self._thinks), request)
+        request_id = request.scope["request_id"]
+        style = MessageFormat(request_id, self._serving.model_name, chat.sampling.max_tokens)
+
+        async def start(deliver: Deliver) -> TextStream:
+            stream = await self._text.stream_chat(request_id, chat, deliver)
+            style.usage_so_far = lambda: stream.usage
+            return stream
+
+        return Answer(start, style, chat.is_stream)
+
+    async def count_tokens(self, request: Request) -> Response:
+        chat = parse_count(await read_body(request), self._thinks)
+        asked = TokenizeRequest(
+            text="", chat=chat, add_special_tokens=False, add_generation_prompt=True, shows_texts=False
+        )
+        return json_response({"input_tokens": len(await self._text.tokenize(asked))})

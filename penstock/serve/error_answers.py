@@ -1,0 +1,87 @@
+"""Errors as answers: status, headers, and a body in the shape of the API that owns the path.
+
+The path is the one that routes are chosen by: what a client writes into `Host` must not decide anything. A
+client never sees a stack trace.
+"""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from penstock.errors import AuthenticationError, DeadlineError, OverloadedError, PenstockError
+from penstock.serve.answer import JSON_TYPE, unexpected_error
+from penstock.serve.anthropic import replies as anthropic_replies
+from penstock.serve.openai import replies as openai_replies
+
+RETRY_AFTER_S = 1
+ANTHROPIC_PATH = "/v1/messages"
+
+
+def answer_error(scope: Scope, error: PenstockError) -> Response:
+    return Response(error_body(scope, error), _status(scope, error.status), _headers(error), JSON_TYPE)
+
+
+def error_body(scope: Scope, error: PenstockError | str, status: int = 500) -> bytes:
+    """An error as the API that owns the path spells it; `status`: of an error that is only a message."""
+    if _is_anthropic(scope):
+        request_id = scope["record"].id
+        if isinstance(error, str):
+            return anthropic_replies.encode_error_fields(error, status, request_id)
+        return anthropic_replies.encode_error(error, request_id)
+    if isinstance(error, str):
+        return openai_replies.encode_error_fields(error, status)
+    return openai_replies.encode_error(error)
+
+
+def _status(scope: Scope, status: int) -> int:
+    return anthropic_replies.error_status(status) if _is_anthropic(scope) else status
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
+
+
+def _headers(error: PenstockError) -> dict[str, str]:
+    """What clients' own retries go by."""
+    if isinstance(error, OverloadedError) or error.status == 503:
+        return {"retry-after": str(RETRY_AFTER_S)}
+    if isinstance(error, DeadlineError):  # again would take as long again
+        return {"x-should-retry": "false"}
+    if isinstance(error, AuthenticationError):
+        return {"www-authenticate": "Bearer"}
+    return {}
+
+
+async def answer_penstock_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PenstockError)
+    return answer_error(request.scope, error)
+
+
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    scope, status = request.scope, error.status_code
+    headers = {"allow": ", ".join(_methods_of(request))} if status == 405 else error.headers
+    message = error.detail
+    if message in ("Not Found", "Method Not Allowed"):
+        message = f"{request.method} {scope['path'][:200]} does not exist here."
+    return Response(error_body(scope, message, status), _status(scope, status), headers, JSON_TYPE)
+
+
+def _methods_of(request: Request) -> list[str]:
+    """All that the path has; the framework tells of its first route only."""
+    matching = [route for route in request.app.routes if route.path_regex.match(request.scope["path"])]
+    return sorted({method for route in matching for method in route.methods})
+
+
+async def answer_disconnect(request: Request, error: Exception) -> Response:
+    """Nobody reads this; the framework wants an answer nevertheless."""
+    return Response(status_code=400)
+
+
+async def answer_unexpected_error(request: Request, error: Exception) -> Response:
+    """The traceback goes to the log: the framework raises the error again after this answer."""
+    return answer_error(request.scope, unexpected_error())

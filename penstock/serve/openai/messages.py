@@ -1,0 +1,77 @@
+"""A chat's messages as OpenAI's clients send them, checked one by one and made plain for chat templates."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from penstock.errors import RequestError
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+class ContentPart(msgspec.Struct):
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text"]})]
+    text: str | None = None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(msgspec.Struct):
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
+class Message(msgspec.Struct):
+    role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+def plain_message(message: Message, index: int) -> dict[str, Any]:
+    """The message as chat templates expect it: plain values, and content that is text."""
+    where = f"messages[{index}]"
+    if message.role not in ROLES:
+        raise RequestError(
+            f"{where}.role is {message.role[:32]!r}",
+            f"It must be one of {', '.join(ROLES)}.",
+            param=f"{where}.role",
+        )
+    if message.content is None and message.role != "assistant":
+        raise RequestError(f"{where} has no content", param=f"{where}.content")
+    plain: dict[str, Any] = {"role": ROLES[message.role], "content": _plain_content(message, where)}
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _plain_content(message: Message, where: str) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    for index, part in enumerate(message.content):
+        if part.type != "text" or part.text is None:
+            raise RequestError(
+                f"{where}.content[{index}] is of type {part.type[:32]!r}",
+                "Only text parts are supported.",
+                param=f"{where}.content",
+            )
+    return "".join(part.text or "" for part in message.content)

@@ -1,0 +1,239 @@
+"""The API described for programs: an OpenAPI document of every route.
+
+What a request may hold is generated from the structs that requests are decoded into, so it cannot be wrong
+for long; what comes back is written down here, as much as clients rely on. Ranges of numbers are not in it: a
+value out of range is answered with a 400 that names it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import penstock
+from penstock.serve.answer import JSON_TYPE
+from penstock.serve.anthropic.requests import MessagesBody, PromptBody
+from penstock.serve.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from penstock.serve.responses.requests import ResponseBody
+
+Schema = dict[str, Any]
+REF = "#/components/schemas/{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path: what it is for, what it takes, and what a good answer looks like."""
+
+    method: str
+    path: str
+    summary: str
+    answer: Schema | None = None  # of JSON; None: no body, or no JSON
+    bodies: tuple[type[msgspec.Struct], ...] = ()  # one of these
+    streams: bool = False  # server-sent events where `stream` is true
+    is_probe: bool = False  # needs no key, and is 503 while the server cannot serve
+    errors: str = "OpenAIError"
+
+
+def _object(*required: str, **properties: Schema) -> Schema:
+    """Has these properties, the required ones of any kind where nothing is said, and perhaps more."""
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+def _list_of(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+STRING: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+USAGE = _object(
+    "prompt_tokens",
+    "completion_tokens",
+    "total_tokens",
+    prompt_tokens=COUNT,
+    completion_tokens=COUNT,
+    total_tokens=COUNT,
+)
+CHAT = _object(
+    "id",
+    "object",
+    "created",
+    "model",
+    "choices",
+    "usage",
+    object={"const": "chat.completion"},
+    choices=_list_of(_object("index", "message", "finish_reason", index=COUNT)),
+    usage=USAGE,
+)
+COMPLETION = _object(
+    "id",
+    "object",
+    "created",
+    "model",
+    "choices",
+    "usage",
+    object={"const": "text_completion"},
+    choices=_list_of(_object("index", "text", "finish_reason", index=COUNT, text=STRING)),
+    usage=USAGE,
+)
+MODEL = _object("id", "object", "created", "owned_by", id=STRING, object={"const": "model"}, created=COUNT)
+MESSAGE = _object(
+    "id",
+    "type",
+    "role",
+    "model",
+    "content",
+    "stop_reason",
+    "usage",
+    type={"const": "message"},
+    role={"const": "assistant"},
+    content=_list_of(_object("type")),
+    usage=_object("input_tokens", "output_tokens", input_tokens=COUNT, output_tokens=COUNT),
+)
+RESPONSE = _object(
+    "id",
+    "object",
+    "status",
+    "model",
+    "output",
+    object={"const": "response"},
+    output=_list_of(_object("type")),
+)
+EVENT = _object("data", data=STRING, event=STRING)
+SESSION = _object("id", "object", "tokens", "bytes", object={"const": "session"}, tokens=COUNT, bytes=COUNT)
+ERRORS = {
+    "OpenAIError": _object(
+        "error", error=_object("message", "type", "param", "code", message=STRING, type=STRING)
+    ),
+    "AnthropicError": _object(
+        "type",
+        "error",
+        type={"const": "error"},
+        error=_object("type", "message", type=STRING, message=STRING),
+    ),
+}
+
+OPERATIONS = (
+    Operation("get", "/health", "How the engine is", _object("status"), is_probe=True),
+    Operation("get", "/ready", "Whether requests should be sent here", _object("status"), is_probe=True),
+    Operation("get", "/ping", "The same for SageMaker", is_probe=True),
+    Operation("get", "/version", "Which Penstock this is", _object("version", version=STRING)),
+    Operation("get", "/metrics", "Counters and histograms in Prometheus' text format"),
+    Operation("get", "/openapi.json", "This document", _object("openapi", "info", "paths")),
+    Operation("get", "/v1/models", "The model", _object("object", "data", data=_list_of(MODEL))),
+    Operation("get", "/v1/models/{name}", "The model, by its name", MODEL),
+    Operation("post", "/v1/chat/completions", "Reply to a chat", CHAT, (ChatBody,), streams=True),
+    Operation("post", "/v1/completions", "Continue a text", COMPLETION, (CompletionBody,), streams=True),
+    Operation(
+        "post",
+        "/invocations",
+        "Either of them, by the shape of the body",
+        {"anyOf": [CHAT, COMPLETION]},
+        (ChatBody, CompletionBody),
+        streams=True,
+    ),
+    Operation(
+        "post",
+        "/tokenize",
+        "The tokens of a text or a chat",
+        _object("tokens", "count", tokens=_list_of(COUNT), count=COUNT),
+        (TokenizeBody,),
+    ),
+    Operation(
+        "post", "/detokenize", "The text of tokens", _object("prompt", prompt=STRING), (DetokenizeBody,)
+    ),
+    Operation("post", "/v1/responses", "Respond to a conversation", RESPONSE, (ResponseBody,), streams=True),
+    Operation("get", "/v1/responses/{id}", "A response that was kept", RESPONSE),
+    Operation(
+        "delete", "/v1/responses/{id}", "Forget a response", _object("id", "deleted", deleted={"const": True})
+    ),
+    Operation("get", "/v1/sessions", "Conversations that are kept", _object("data", data=_list_of(SESSION))),
+    Operation("get", "/v1/sessions/{id}", "One of them", SESSION),
+    Operation("delete", "/v1/sessions/{id}", "Forget one", _object("id", "deleted", deleted={"const": True})),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Reply to a chat, in Anthropic's words",
+        MESSAGE,
+        (MessagesBody,),
+        streams=True,
+        errors="AnthropicError",
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "The tokens of such a chat",
+        _object("input_tokens", input_tokens=COUNT),
+        (PromptBody,),
+        errors="AnthropicError",
+    ),
+)
+
+
+def routes() -> list[Route]:
+    document = msgspec.json.encode(openapi_document())
+
+    async def show(request: Request) -> Response:
+        return Response(document, media_type=JSON_TYPE)
+
+    return [Route("/openapi.json", show)]
+
+
+def openapi_document() -> Schema:
+    kinds = list(dict.fromkeys(body for operation in OPERATIONS for body in operation.bodies))
+    references, schemas = msgspec.json.schema_components(kinds, ref_template=REF)
+    by_kind = dict(zip(kinds, references))
+    paths: dict[str, Schema] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _describe(operation, by_kind)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock", "version": penstock.__version__},
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas, **ERRORS},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+        "security": [{}, {"bearer": []}, {"header": []}],  # keys are asked for where the operator has set any
+    }
+
+
+def _describe(operation: Operation, by_kind: dict[type[msgspec.Struct], Schema]) -> Schema:
+    described: Schema = {"summary": operation.summary, "responses": _responses(operation)}
+    if operation.bodies:
+        choices = [by_kind[body] for body in operation.bodies]
+        schema = choices[0] if len(choices) == 1 else {"anyOf": choices}
+        described["requestBody"] = {"required": True, "content": {JSON_TYPE: {"schema": schema}}}
+    if operation.is_probe:
+        described["security"] = []
+    names = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
+    if names:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": STRING} for name in names
+        ]
+    return described
+
+
+def _responses(operation: Operation) -> Schema:
+    good: Schema = {"description": operation.summary}
+    if operation.answer is not None:
+        good["content"] = {JSON_TYPE: {"schema": operation.answer}}
+    elif operation.path == "/metrics":
+        good["content"] = {"text/plain": {"schema": STRING}}
+    if operation.streams:
+        good["content"]["text/event-stream"] = {"schema": EVENT}
+    if operation.is_probe:
+        return {"200": good, "503": {**good, "description": "Not now"}}
+    error = {"content": {JSON_TYPE: {"schema": {"$ref": REF.format(name=operation.errors)}}}}
+    return {
+        "200": good,
+        "4XX": {"description": "What was wrong with the request", **error},
+        "5XX": {"description": "What keeps the server from answering", **error},
+    }

@@ -1,0 +1,67 @@
+"""What operators and their tools ask: is it alive, is it ready, what does it do, which version is it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import penstock
+from penstock.serve.answer import json_response
+from penstock.serve.metrics import CONTENT_TYPE as METRICS_TYPE
+from penstock.serve.metrics import render as render_metrics
+from penstock.serve.replica import sum_stats
+from penstock.serve.serving import Serving
+
+
+def routes(serving: Serving) -> list[Route]:
+    operations = Operations(serving)
+    return [
+        Route("/health", operations.health),
+        Route("/ready", operations.ready),
+        Route("/version", operations.version),
+        Route("/metrics", operations.metrics),
+    ]
+
+
+class Operations:
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._client = serving.client
+
+    async def health(self, request: Request) -> Response:
+        """Of all engines together and of each; `stats` is null where one is in a long step."""
+        client = self._client
+        replicas = await client.report()
+        answer: dict[str, Any]
+        if client.failure is not None:
+            answer = {"status": "dead", "reason": client.failure.what, "replicas": replicas}
+        elif client.info is None:
+            answer = {"status": "starting", "phase": dataclasses.asdict(client.phase), "replicas": replicas}
+        else:
+            answer = {
+                "status": "ok",
+                "model": self._serving.model_name,
+                "stats": sum_stats(replicas),
+                "replicas": replicas,
+            }
+        return json_response(answer, 200 if answer["status"] == "ok" else 503)
+
+    async def ready(self, request: Request) -> Response:
+        """For load balancers: whether requests should be sent here."""
+        if self._serving.is_ready:
+            return json_response({"status": "ready"})
+        is_draining = self._serving.draining.is_set()
+        return json_response({"status": "draining" if is_draining else "not ready"}, 503)
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": penstock.__version__})
+
+    async def metrics(self, request: Request) -> Response:
+        """Answers always: what the server counted is of interest when the engine is dead, too."""
+        client = self._client
+        text = render_metrics(self._serving.metrics, await client.report(), client.num_moves)
+        return Response(text, media_type=METRICS_TYPE)

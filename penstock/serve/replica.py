@@ -1,0 +1,162 @@
+"""One place in a fleet, and the engine processes that live there, one after the other.
+
+Starts a process, watches it while it lives, and knows how soon to start the next. A process that died is
+noticed when its socket closes, one that hangs by the pings it leaves unanswered. Knows no requests: what
+becomes of those of a dead engine, the fleet decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from penstock.config import ServeConfig
+from penstock.errors import EngineDeadError
+from penstock.progress import OnPhase, Phase
+from penstock.serve.client import EngineClient
+from penstock.types import EngineInfo, EngineStats, SessionInfo
+
+log = logging.getLogger("penstock.serve")
+
+PING_INTERVAL_S = 0.25
+STATS_TIMEOUT_S = 0.5  # an operator is answered without an engine's numbers rather than late
+FIRST_DELAY_S = 0.1
+MAX_DELAY_S = 30.0
+SHORT_LIFE_S = 10.0  # an engine that served for less than this makes the next one wait longer
+
+Launch = Callable[[OnPhase], Awaitable[EngineClient]]
+ReplicaState = Literal["starting", "ready", "leaving", "dead"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """What an operator is told of a replica."""
+
+    replica: int
+    state: ReplicaState
+    restarts: int
+    requests: int
+    problem: str | None  # what the engine before this one died of
+    stats: EngineStats | None  # None: it is not ready, or in a long step
+
+
+class Replica:
+    def __init__(self, index: int, launch: Launch, config: ServeConfig) -> None:
+        self.index = index
+        self.client: EngineClient | None = None
+        self.is_leaving = False  # it finishes what it has and gets nothing new
+        self.num_restarts = 0
+        self.problem: str | None = None
+        self.phase = Phase("starting")
+        self._launch = launch
+        self._max_unanswered_pings = max(1, round(config.hang_timeout / PING_INTERVAL_S))
+        self._hang_timeout = config.hang_timeout
+        self._step_timeout = config.step_timeout
+        self._num_short_lives = 0
+        self._ready_at: float | None = None
+
+    @property
+    def state(self) -> ReplicaState:
+        if self.client is None or self.client.failure is not None:
+            return "dead"
+        if self.client.info is None:
+            return "starting"
+        return "leaving" if self.is_leaving else "ready"
+
+    async def start(self, on_phase: OnPhase) -> EngineInfo:
+        """Returns when the engine can serve; raises why it never will."""
+
+        def note(phase: Phase) -> None:
+            self.phase = phase
+            on_phase(phase)
+
+        self.client = None
+        self.client = await self._launch(note)
+        info = await self.client.wait_ready()
+        self._ready_at = time.monotonic()
+        return info
+
+    async def watch(self) -> None:
+        """Returns when the engine is dead, of itself or because it hung.
+
+        Silence is counted in pings, not in seconds: while our own process is held up none are sent, and an
+        engine is not blamed for that.
+        """
+        client = self.client
+        assert client is not None
+        while not await client.wait_dead(PING_INTERVAL_S):
+            if client.num_unanswered_pings >= self._max_unanswered_pings:
+                client.kill(_hung(f"It has not answered for {self._hang_timeout:g} s."))
+            elif client.step_s > self._step_timeout:
+                client.kill(_hung(f"It has been in one step for {client.step_s:.0f} s."))
+            else:
+                client.ping()
+
+    async def bury(self) -> None:
+        """Ends what may be left of the process and remembers why it died."""
+        if self.client is not None:
+            await self.client.close(grace_s=0.0)
+            assert self.client.failure is not None
+            self.problem = None if self.is_leaving else self.client.failure.what
+
+    async def wait_before_restart(self) -> None:
+        """Longer and longer while engines do not live; who was asked to leave is followed at once."""
+        lived_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
+        was_asked, self.is_leaving, self._ready_at = self.is_leaving, False, None
+        self.num_restarts += 1
+        if was_asked:
+            return
+        self._num_short_lives = self._num_short_lives + 1 if lived_s < SHORT_LIFE_S else 0
+        delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** min(self._num_short_lives, 30))
+        log.warning("engine %d is started again in %.1f s", self.index, delay_s)
+        await asyncio.sleep(delay_s)
+
+    async def report(self, num_requests: int) -> ReplicaReport:
+        return ReplicaReport(
+            self.index, self.state, self.num_restarts, num_requests, self.problem, await self._stats()
+        )
+
+    async def sessions(self) -> list[SessionInfo]:
+        """None of an engine that is gone: with it they are, too."""
+        if self.client is None or not self.client.is_ready:
+            return []
+        with contextlib.suppress(EngineDeadError):
+            return await self.client.sessions()
+        return []
+
+    async def drop_session(self, session_id: str) -> list[SessionInfo]:
+        if self.client is None or not self.client.is_ready:
+            return []
+        with contextlib.suppress(EngineDeadError):
+            return await self.client.drop_session(session_id)
+        return []
+
+    async def _stats(self) -> EngineStats | None:
+        if self.client is None or not self.client.is_ready:
+            return None
+        try:
+            return await asyncio.wait_for(self.client.stats(), STATS_TIMEOUT_S)
+        except (TimeoutError, EngineDeadError):
+            return None
+
+
+def _hung(why: str) -> EngineDeadError:
+    return EngineDeadError("The engine process hung and was killed", why)
+
+
+def sum_stats(reports: Sequence[ReplicaReport]) -> EngineStats | None:
+    """Of all engines together; None when none of them could say."""
+    parts = [report.stats for report in reports if report.stats is not None]
+    if not parts:
+        return None
+    prefix: Counter[str] = Counter()
+    for part in parts:
+        prefix.update(part.prefix)
+    counts = [field.name for field in fields(EngineStats) if field.name != "prefix"]
+    return EngineStats(prefix=prefix, **{name: sum(getattr(part, name) for part in parts) for name in counts})

@@ -1,0 +1,182 @@
+"""Items, the units of a conversation in the Responses API, and the chat messages they are to a model.
+
+Messages, calls, results of calls and thoughts are items of their own here, while a chat template knows turns:
+what the model said between two other voices, its thought, text and calls, is one turn. Items that came out of
+a reply go in again as they are, so a conversation that is kept needs no other form. Knows no endpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from penstock.errors import RequestError
+
+ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
+TEXT_PARTS = ("input_text", "output_text", "text")
+PlainMessage = dict[str, Any]
+
+
+class Part(msgspec.Struct, omit_defaults=True):
+    """A piece of content, of which only text can be read."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(msgspec.Struct, omit_defaults=True):
+    """Any item; which of the fields it has depends on its type. One without a type is a message."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+
+Items = Annotated[list[Item], Meta(min_length=1, max_length=8192)]
+
+
+def plain_messages(history: list[Item], items: list[Item], instructions: str | None) -> list[PlainMessage]:
+    """The conversation as chat templates expect it: instructions, what was kept, what was sent."""
+    conversation = _Conversation(instructions)
+    for index, item in enumerate([*history, *items], -len(history)):
+        conversation.add(item, f"input[{index}]")
+    return conversation.messages
+
+
+class _Conversation:
+    """Messages so far, of which the last may be the model's and still grow."""
+
+    def __init__(self, instructions: str | None) -> None:
+        self.messages: list[PlainMessage] = []
+        self._called: dict[str, str] = {}  # names by call id
+        if instructions:
+            self.messages.append({"role": "system", "content": instructions})
+
+    def add(self, item: Item, where: str) -> None:
+        kind = item.type or "message"
+        if kind == "message" and item.role is not None:
+            self._add_message(item, where)
+        elif kind == "reasoning":
+            self._add_thought(item, where)
+        elif kind == "function_call":
+            self._add_call(item, where)
+        elif kind == "function_call_output":
+            self._add_result(item, where)
+        elif kind == "message":
+            raise RequestError(f"{where} has neither a type nor a role", param=where)
+        else:
+            raise RequestError(
+                f"{where}.type is {kind[:32]!r}",
+                "Items are message, reasoning, function_call and function_call_output.",
+                param=f"{where}.type",
+            )
+
+    def _add_message(self, item: Item, where: str) -> None:
+        assert item.role is not None
+        if item.role not in ROLES:
+            raise RequestError(
+                f"{where}.role is {item.role[:32]!r}",
+                f"It must be one of {', '.join(ROLES)}.",
+                param=f"{where}.role",
+            )
+        if item.content is None:
+            raise RequestError(f"{where} has no content", param=f"{where}.content")
+        role, text = ROLES[item.role], _text(item.content, f"{where}.content")
+        if role == "assistant":
+            self._say(text)
+        elif role == "system" and all(message["role"] == "system" for message in self.messages):
+            self._instruct(text)
+        else:
+            self.messages.append({"role": role, "content": text})
+
+    def _instruct(self, text: str) -> None:
+        """Instructions at the start are one message: most templates know only one."""
+        if self.messages:
+            self.messages[0]["content"] += f"\n\n{text}"
+        else:
+            self.messages.append({"role": "system", "content": text})
+
+    def _say(self, text: str) -> None:
+        turn = self._turn()
+        if turn["content"] and "tool_calls" not in turn:
+            turn = self._begin_turn()
+        turn["content"] += f"\n\n{text}" if turn["content"] else text
+
+    def _add_thought(self, item: Item, where: str) -> None:
+        """A thought that was not sent back, as when only its summary is known, is none."""
+        text = _text(item.content or "", f"{where}.content", ("reasoning_text",))
+        if not text:
+            return
+        turn = self._turn()
+        if turn["content"] or "tool_calls" in turn:
+            turn = self._begin_turn()
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+
+    def _add_call(self, item: Item, where: str) -> None:
+        if item.call_id is None or item.name is None or item.arguments is None:
+            raise RequestError(
+                f"{where} is not whole", "A function_call has call_id, name and arguments.", param=where
+            )
+        function = {"name": item.name, "arguments": _arguments(item.arguments or "{}", f"{where}.arguments")}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        self._turn().setdefault("tool_calls", []).append(call)
+        self._called[item.call_id] = item.name
+
+    def _add_result(self, item: Item, where: str) -> None:
+        if item.call_id is None or item.call_id not in self._called:
+            raise RequestError(
+                f"{where} is the output of no call",
+                f"No function_call before it has the call_id {(item.call_id or '')[:64]!r}.",
+                "Send the call's item first, or the previous_response_id of the reply that had it.",
+                param=f"{where}.call_id",
+            )
+        if item.output is None:
+            raise RequestError(f"{where} has no output", param=f"{where}.output")
+        self.messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": item.call_id,
+                "name": self._called[item.call_id],
+                "content": _text(item.output, f"{where}.output"),
+            }
+        )
+
+    def _turn(self) -> PlainMessage:
+        """The model's turn that is open; a new one after another voice."""
+        if self.messages and self.messages[-1]["role"] == "assistant":
+            return self.messages[-1]
+        return self._begin_turn()
+
+    def _begin_turn(self) -> PlainMessage:
+        self.messages.append({"role": "assistant", "content": ""})
+        return self.messages[-1]
+
+
+def _text(content: str | list[Part], where: str, types: tuple[str, ...] = TEXT_PARTS) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None or part.type not in (*types, "refusal"):
+            raise RequestError(
+                f"{where}[{index}] is of type {part.type[:32]!r}", "Only text can be read.", param=where
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _arguments(text: str, where: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RequestError(
+            f"{where} is {text[:80]!r}", f"{error}.", "Send a string that holds a JSON object.", param=where
+        ) from error

@@ -1,0 +1,78 @@
+"""The Responses API's endpoints: replies, and those that were kept, to read and to delete."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from penstock.errors import RequestError
+from penstock.serve.answer import JSON_TYPE, Answer, json_response, read_body
+from penstock.serve.responses.items import Item
+from penstock.serve.responses.replies import Fields, ResponseReplyFormat
+from penstock.serve.responses.requests import own_names, parse_response, response_request
+from penstock.serve.responses.store import ResponseStore, new_id
+from penstock.serve.serving import Serving
+from penstock.serve.sessions import in_session
+
+
+def routes(serving: Serving) -> list[Route]:
+    api = ResponsesRoutes(serving)
+    return [
+        Route("/v1/responses", api.respond, methods=["POST"]),
+        Route("/v1/responses/{id}", api.show, methods=["GET"]),
+        Route("/v1/responses/{id}", api.delete, methods=["DELETE"]),
+    ]
+
+
+class ResponsesRoutes:
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._store = ResponseStore()
+
+    async def respond(self, request: Request) -> OwnNames:
+        fields = parse_response(await read_body(request))
+        history: list[Item] = []
+        if (previous := fields.previous_response_id) is not None:
+            history = self._store.items_of(previous, "previous_response_id")
+        asked = response_request(fields, history)
+        id = new_id()
+
+        def keep(body: bytes, output: list[Fields]) -> None:
+            self._store.keep(id, body, [*asked.items, *msgspec.convert(output, list[Item])])
+
+        style = ResponseReplyFormat(
+            id, self._serving.model_name, asked.echo, keep if asked.is_stored else None
+        )
+        request_id = request.scope["request_id"]
+        chat = in_session(asked.chat, request)
+        answer = Answer(
+            lambda deliver: self._serving.text.stream_chat(request_id, chat, deliver),
+            style,
+            asked.chat.is_stream,
+            asked.chat.timeout_s,
+        )
+        return OwnNames(answer)
+
+    async def show(self, request: Request) -> Response:
+        if request.query_params.get("stream", "false") != "false":
+            raise RequestError("A response that is kept cannot be streamed again", param="stream")
+        return Response(self._store.body_of(request.path_params["id"]), media_type=JSON_TYPE)
+
+    async def delete(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        self._store.delete(id)
+        return json_response({"id": id, "object": "response", "deleted": True})
+
+
+class OwnNames:
+    """An answer whose refusals name fields as this API does, not as chats do."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with own_names():
+            await self._answer(scope, receive, send)

@@ -1,0 +1,105 @@
+"""Responses that are kept, so that they can be read again and conversations can go on from them.
+
+In memory only: up to a number of responses, of bytes and of hours, whichever is reached first; then the
+oldest go. Each is kept with its whole conversation, as JSON: none depends on another, and what it takes
+is known exactly. Ids are drawn at random: only whoever was answered knows one. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.errors import RequestError
+from penstock.serve.responses.items import Item
+
+MAX_RESPONSES = 4096
+MAX_BYTES = 256 * 1024 * 1024
+MAX_AGE_S = 24 * 3600.0
+
+
+class UnknownResponseError(RequestError):
+    """A response that was never kept here, or no longer is."""
+
+    status = 404
+    code = "response_not_found"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    body: bytes  # the response as it was sent
+    items: bytes  # its conversation, with the reply
+    at: float
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.body) + len(self.items)
+
+
+def new_id() -> str:
+    return f"resp_{secrets.token_hex(16)}"
+
+
+class ResponseStore:
+    def __init__(
+        self,
+        max_responses: int = MAX_RESPONSES,
+        max_bytes: int = MAX_BYTES,
+        max_age_s: float = MAX_AGE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # the oldest first
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, id: str, body: bytes, items: list[Item]) -> None:
+        kept = _Kept(body, msgspec.json.encode(items), self._clock())
+        self._kept[id] = kept
+        self.num_bytes += kept.num_bytes
+        self._forget_old()
+
+    def body_of(self, id: str) -> bytes:
+        return self._find(id, None).body
+
+    def items_of(self, id: str, param: str) -> list[Item]:
+        """`param`: the field that named the response."""
+        return msgspec.json.decode(self._find(id, param).items, type=list[Item])
+
+    def delete(self, id: str) -> None:
+        self._find(id, None)
+        self._forget(id)
+
+    def _find(self, id: str, param: str | None) -> _Kept:
+        self._forget_old()
+        if id not in self._kept:
+            raise UnknownResponseError(
+                f"There is no response {id[:64]!r} here",
+                f"The last {self._max_responses} are kept for {self._max_age_s / 3600:.0f} hours, in up to "
+                f"{self._max_bytes} bytes of memory; those asked for with store: false are not.",
+                "Send the conversation as input.",
+                param=param,
+            )
+        return self._kept[id]
+
+    def _forget_old(self) -> None:
+        oldest_at = self._clock() - self._max_age_s
+        while self._kept:
+            id, kept = next(iter(self._kept.items()))
+            is_full = len(self._kept) > self._max_responses or self.num_bytes > self._max_bytes
+            if not is_full and kept.at >= oldest_at:
+                return
+            self._forget(id)
+
+    def _forget(self, id: str) -> None:
+        self.num_bytes -= self._kept.pop(id).num_bytes

@@ -1,0 +1,82 @@
+"""What SageMaker's containers answer: /ping when it can serve, and /invocations for whatever there is to do.
+
+An invocation is a chat when it has messages, and a completion when it has a prompt, as OpenAI's endpoints
+take them; only that thinking is off here unless `thinking: true` asks for it. A prompt that shall be thought
+about becomes a chat of one message, since it is the chat template that knows how a model thinks.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.errors import RequestError
+from penstock.serve.answer import Answer, read_body
+from penstock.serve.openai.messages import Message
+from penstock.serve.openai.requests import (
+    ChatBody,
+    CompletionBody,
+    chat_request,
+    completion_request,
+    decode_body,
+)
+from penstock.serve.openai.routes import OpenAIRoutes
+from penstock.serve.serving import Serving
+from penstock.serve.sessions import in_session
+
+
+class Invocation(msgspec.Struct):
+    """As much of a body as tells what it is."""
+
+    messages: msgspec.Raw = msgspec.Raw(b"null")
+    prompt: msgspec.Raw = msgspec.Raw(b"null")
+    thinking: msgspec.Raw = msgspec.Raw(b"null")
+
+    def has(self, name: str) -> bool:
+        return bytes(getattr(self, name)) not in (b"null", b"false")
+
+
+class PromptToThinkAbout(ChatBody, kw_only=True):
+    """A chat of one message."""
+
+    prompt: str
+    messages: list[Message] = msgspec.field(default_factory=list)
+
+
+def routes(serving: Serving) -> list[Route]:
+    invocations = Invocations(serving)
+    return [
+        Route("/ping", invocations.ping),
+        Route("/invocations", invocations.invoke, methods=["POST"]),
+    ]
+
+
+class Invocations:
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._openai = OpenAIRoutes(serving)
+
+    async def ping(self, request: Request) -> Response:
+        return Response(status_code=200 if self._serving.is_ready else 503)
+
+    async def invoke(self, request: Request) -> Answer:
+        body = await read_body(request)
+        shape = decode_body(body, Invocation)
+        if shape.has("messages") == shape.has("prompt"):
+            raise RequestError("A prompt or messages are needed, and not both", param="prompt")
+        request_id = request.scope["request_id"]
+        is_thinking = shape.has("thinking")
+        if shape.has("messages"):
+            fields = decode_body(body, ChatBody)
+        elif is_thinking:
+            asked = decode_body(body, PromptToThinkAbout)
+            asked.messages = [Message("user", asked.prompt)]
+            fields = asked
+        else:
+            completion = completion_request(decode_body(body, CompletionBody))
+            return self._openai.answer_completion(request_id, in_session(completion, request))
+        if not (is_thinking or fields.enable_thinking is not None or fields.reasoning_effort):
+            fields.enable_thinking = False
+        return self._openai.answer_chat(request_id, in_session(chat_request(fields), request))

@@ -1,0 +1,35 @@
+"""What every route may use: the engine, the text in front of it, what is counted, and how it was set up."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from penstock.config import ServeConfig
+from penstock.serve.chat import TextEngine
+from penstock.serve.fleet import Fleet
+from penstock.serve.metrics import Metrics
+
+
+@dataclass(slots=True)
+class Bodies:
+    """How much of requests is being read just now."""
+
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    client: Fleet
+    text: TextEngine
+    metrics: Metrics
+    model_name: str  # in answers
+    config: ServeConfig
+    started_at: int  # seconds since 1970
+    bodies: Bodies = field(default_factory=Bodies)
+    draining: asyncio.Event = field(default_factory=asyncio.Event)  # set: what runs may end, no more begins
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request that came now would be served."""
+        return self.client.is_ready and not self.draining.is_set()

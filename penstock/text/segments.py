@@ -1,0 +1,142 @@
+"""Encodes long texts once: the pieces between control tokens are remembered with their ids.
+
+A tokenizer cuts control tokens out of a text before it does anything else, and what lies between two of them
+is normalised, split and merged on its own. So a conversation that comes again with one message more needs the
+encoder for that message only. `SegmentEncoder.of` answers None for a tokenizer of which this is not certain.
+Knows nothing of templates or of what a message is.
+
+    <|im_start|>system\nYou are ...<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n
+                [long: remembered  ]          [short: together with its neighbours                      ]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tokenizers
+
+MIN_SEGMENT_CHARS = 256  # encoding fewer takes about as long as finding them
+MAX_CACHE_BYTES = 64 * 1024 * 1024
+
+# What works on each piece alone. Not among them: Metaspace, which asks whether a piece begins the text.
+PIECEWISE_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
+PIECEWISE_PRE_TOKENIZERS = {"Split", "Digits", "ByteLevel"}
+
+EncodePieces = Callable[[list[str]], list[list[int]]]
+
+
+class SegmentEncoder:
+    """Gives the ids that the tokenizer gives; safe to use from several threads."""
+
+    def __init__(
+        self, encode_pieces: EncodePieces, control_tokens: list[str], max_bytes: int = MAX_CACHE_BYTES
+    ) -> None:
+        self._encode_pieces = encode_pieces
+        self._max_bytes = max_bytes
+        # The longest first: where several begin at one place, tokenizers takes that one too.
+        longest_first = sorted(control_tokens, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)))
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, array[int]] = OrderedDict()  # least recently used first
+        self.num_bytes = 0
+
+    @classmethod
+    def of(cls, model: tokenizers.Tokenizer, encode_pieces: EncodePieces) -> SegmentEncoder | None:
+        """None where pieces of a text might not have the ids that they have in it."""
+        control_tokens = [token.content for token in model.get_added_tokens_decoder().values()]
+        if not control_tokens or not _is_piecewise(model):
+            return None
+        return cls(encode_pieces, control_tokens)
+
+    def encode(self, text: str) -> list[int]:
+        pieces = list(self._cut(text))
+        found = [self._look_up(piece) for piece in pieces]
+        missing = [piece for piece, ids in zip(pieces, found) if ids is None]
+        encoded = iter(self._encode_pieces(missing) if missing else ())
+        token_ids: list[int] = []
+        for piece, ids in zip(pieces, found):
+            if ids is None:
+                ids = array("i", next(encoded))
+                self._remember(piece, ids)
+            token_ids.extend(ids)
+        return token_ids
+
+    def _cut(self, text: str) -> Iterator[str]:
+        """Long segments alone; short ones together, from the left, so that a growing text keeps its cuts."""
+        piece_start = segment_start = 0
+        for control in self._control.finditer(text):
+            end = control.start()
+            is_long = end - segment_start >= MIN_SEGMENT_CHARS
+            if is_long and piece_start < segment_start:
+                yield text[piece_start:segment_start]
+                piece_start = segment_start
+            if is_long or end - piece_start >= MIN_SEGMENT_CHARS:
+                yield text[piece_start:end]
+                piece_start = end
+            segment_start = control.end()
+        if len(text) - segment_start >= MIN_SEGMENT_CHARS and piece_start < segment_start:
+            yield text[piece_start:segment_start]
+            piece_start = segment_start
+        if piece_start < len(text):
+            yield text[piece_start:]
+
+    def _look_up(self, piece: str) -> array[int] | None:
+        if len(piece) < MIN_SEGMENT_CHARS:
+            return None
+        with self._lock:
+            ids = self._known.get(piece)
+            if ids is not None:
+                self._known.move_to_end(piece)
+            return ids
+
+    def _remember(self, piece: str, ids: array[int]) -> None:
+        size = _num_bytes(piece, ids)
+        if len(piece) < MIN_SEGMENT_CHARS or size > self._max_bytes:
+            return
+        with self._lock:
+            if piece in self._known:  # two threads have encoded it
+                return
+            self._known[piece] = ids
+            self.num_bytes += size
+            while self.num_bytes > self._max_bytes:
+                self.num_bytes -= _num_bytes(*self._known.popitem(last=False))
+
+
+def _num_bytes(piece: str, ids: array[int]) -> int:
+    """At least what both take: Python stores up to four bytes a character."""
+    return 4 * len(piece) + ids.itemsize * len(ids)
+
+
+def _is_piecewise(model: tokenizers.Tokenizer) -> bool:
+    added = model.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip or token.single_word or token.normalized for token in added):
+        return False
+    if model.encode_special_tokens or model.truncation is not None or model.padding is not None:
+        return False
+    normalizers = _steps(model.normalizer, "normalizers")
+    pre_tokenizers = _steps(model.pre_tokenizer, "pretokenizers")
+    return (
+        all(step["type"] in PIECEWISE_NORMALIZERS for step in normalizers)
+        and all(step["type"] in PIECEWISE_PRE_TOKENIZERS for step in pre_tokenizers)
+        and any(step["type"] == "ByteLevel" for step in pre_tokenizers)
+        and not any(step.get("add_prefix_space") for step in pre_tokenizers)
+        and isinstance(model.model, tokenizers.models.BPE)
+        and not model.model.dropout
+    )
+
+
+def _steps(component: Any, name: str) -> list[dict[str, Any]]:
+    """The settings of a normaliser or pre-tokeniser, or of those it consists of."""
+
+    def flatten(part: dict[str, Any]) -> list[dict[str, Any]]:
+        if part["type"] != "Sequence":
+            return [part]
+        return [step for inner in part[name] for step in flatten(inner)]
+
+    return [] if component is None else flatten(json.loads(component.__getstate__()))

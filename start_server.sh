@@ -1,0 +1,113 @@
+#!/usr/bin/env bash
+# Starts a Penstock server in the background, waits until it is ready, and leaves it running.
+#
+#   ./start_server.sh [--model M] [--port P] [--gpus 0,1,...] [any other flag of `penstock serve`]
+#
+# On a machine with GPUs every GPU gets an engine unless --gpus or --replicas says otherwise. A server that is
+# killed is started again; ./stop_server.sh [--port P] ends it. Its log and its pid are in run/, by port.
+# Exit code: 0 when the server is ready; 1 when it did not come up, with the end of its log, or already runs.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+RUN_DIR=${RUN_DIR:-run}
+RESTART_DELAY_S=0.2
+SHORT_LIFE_S=10 # a server that ends sooner of itself would only do so again
+
+fail() {
+  printf 'error: %s\n' "$1" >&2
+  shift
+  printf '  %s\n' "$@" >&2
+  exit 1
+}
+
+is_running() { # PIDFILE
+  local pid
+  pid=$(cat "$1" 2>/dev/null) && [ -n "$pid" ] && kill -0 -- "-$pid" 2>/dev/null
+}
+
+# Runs the server until it ends of itself or is told to; starts it again when it was killed.
+supervise() { # PIDFILE COMMAND...
+  local pidfile=$1 server='' stopping='' code started
+  shift
+  trap 'stopping=1; [ -z "$server" ] || kill -TERM "$server" 2>/dev/null' TERM
+  trap '[ -z "$server" ] || kill -HUP "$server" 2>/dev/null' HUP
+  while [ -z "$stopping" ]; do
+    started=$SECONDS
+    "$@" &
+    server=$!
+    while true; do # a signal ends `wait` before the server has ended
+      code=0
+      wait "$server" || code=$?
+      kill -0 "$server" 2>/dev/null || break
+    done
+    server=''
+    if [ "$code" -eq 0 ] || { [ "$code" -le 128 ] && [ $((SECONDS - started)) -lt $SHORT_LIFE_S ]; }; then
+      break
+    fi
+    [ -n "$stopping" ] || printf 'The server ended with code %s and is started again.\n' "$code"
+    sleep $RESTART_DELAY_S
+  done
+  rm -f "$pidfile"
+  exit "$code"
+}
+
+wait_until_ready() { # PIDFILE LOG
+  local pidfile=$1 log=$2 shown='' line
+  until grep -q '^ready ' "$log" 2>/dev/null; do
+    if ! is_running "$pidfile"; then
+      printf 'error: The server did not come up. The end of %s:\n' "$log" >&2
+      tail -n 20 "$log" | sed 's/^/  /' >&2
+      exit 1
+    fi
+    line=$(tail -n 1 "$log" 2>/dev/null || true)
+    if [ -n "$line" ] && [ "$line" != "$shown" ]; then
+      printf '%s\n' "$line"
+      shown=$line
+    fi
+    sleep 0.2
+  done
+}
+
+main() {
+  local port=8000 has_place='' penstock=.venv/bin/penstock previous='' word
+  for word in "$@"; do
+    case "$previous" in --port) port=$word ;; esac
+    case "$word" in
+      -h | --help)
+        sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+      --port=*) port=${word#--port=} ;;
+      --gpus | --gpus=* | --replicas | --replicas=* | --device | --device=*) has_place=1 ;;
+    esac
+    previous=$word
+  done
+  case "$port" in *[!0-9]* | '') fail "--port is '$port'" 'It must be a number.' ;; esac
+
+  local pidfile=$RUN_DIR/server-$port.pid log=$RUN_DIR/server-$port.log
+  if is_running "$pidfile"; then
+    fail "A server already runs on port $port" "Its process is $(cat "$pidfile"), its log $log." \
+      "Stop it with ./stop_server.sh --port $port, or start this one with another --port."
+  fi
+  [ -x "$penstock" ] || make --no-print-directory install
+
+  if [ -z "$has_place" ] && command -v nvidia-smi >/dev/null; then
+    local gpus
+    gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, -) || gpus=''
+    [ -z "$gpus" ] || set -- "$@" --gpus "$gpus"
+  fi
+  mkdir -p "$RUN_DIR"
+  # A session of its own: no terminal, and one process group by which all of it can be found.
+  setsid bash start_server.sh --supervise "$pidfile" "$penstock" serve "$@" --port "$port" \
+    >"$log" 2>&1 </dev/null &
+  printf '%s\n' "$!" >"$pidfile"
+  wait_until_ready "$pidfile" "$log"
+  printf 'Ready at %s  (log: %s, stop: ./stop_server.sh --port %s)\n' \
+    "$(sed -n 's/^ready .* //p' "$log" | tail -n 1)" "$log" "$port"
+}
+
+if [ "${1:-}" = --supervise ]; then
+  shift
+  supervise "$@"
+fi
+main "$@"

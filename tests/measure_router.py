@@ -1,0 +1,204 @@
+"""What the fleet costs: the time from an engine's send to a token's receiver, with a fleet and without one.
+
+    python tests/measure_router.py [--streams 64] [--step-ms 10] [--rounds 5] [--seconds 4]
+
+Engines without a model send one token to every request at a fixed pace, and each token is the microsecond in
+which it was sent; the clock is the same for all processes. The three paths (one engine's client alone, a
+fleet of one, a fleet of two) take turns, so that whatever else the machine does meets them alike. Prints a
+table and, as its last line, one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import queue
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from penstock.config import ServeConfig
+from penstock.progress import OnPhase
+from penstock.serve.client import EngineClient
+from penstock.serve.fleet import Fleet
+from penstock.types import EngineInfo, Request, SamplingParams, TokenDelta
+from penstock.wire import (
+    Abort,
+    Deltas,
+    EngineChannel,
+    Ping,
+    Pong,
+    Ready,
+    ServerChannel,
+    Shutdown,
+    Submit,
+    ToEngine,
+)
+
+INFO = EngineInfo("stub", "none", "none", 2**20, 2**31, 512, 64, 1, 1, 1, 1)
+PATHS = {"direct": 0, "fleet of 1": 1, "fleet of 2": 2}
+PROMPT_TOKENS = 1024
+
+
+def now_us() -> int:
+    return time.monotonic_ns() // 1000 % 2**31
+
+
+def run_stub(socket_path: str, step_s: float) -> None:
+    """An engine process that computes nothing."""
+    channel = EngineChannel.connect(socket_path)
+    inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        while (message := channel.receive()) is not None:
+            if isinstance(message, Ping):
+                channel.send(Pong(0.0))
+            else:
+                inbox.put(message)
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    channel.send(Ready(INFO))
+    rows: dict[str, int] = {}  # tokens that are left
+    while True:
+        while not (rows and inbox.empty()):
+            match inbox.get():
+                case Submit(request):
+                    rows[request.id] = request.sampling.max_tokens or 1
+                case Abort(request_id):
+                    rows.pop(request_id, None)
+                case Shutdown():
+                    return
+        time.sleep(step_s)
+        deltas = []
+        for id in list(rows):
+            rows[id] -= 1
+            is_last = rows[id] == 0
+            if is_last:
+                del rows[id]
+            deltas.append(TokenDelta(id, (now_us(),), finish="length" if is_last else None))
+        channel.send(Deltas(deltas))
+
+
+async def launch_stub(on_phase: OnPhase, step_s: float) -> EngineClient:
+    loop = asyncio.get_running_loop()
+    connected: asyncio.Future[ServerChannel] = loop.create_future()
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "engine.sock")
+        listener = await loop.create_unix_server(lambda: ServerChannel(connected.set_result), path)
+        process = await asyncio.create_subprocess_exec(sys.executable, __file__, "--stub", path, str(step_s))
+        channel = await connected
+        listener.close()
+    return EngineClient(process, channel, on_phase)
+
+
+class Recorder:
+    """Receives a reply and notes how old each of its tokens is."""
+
+    def __init__(self, ages_us: list[int], on_end: Any) -> None:
+        self._ages_us = ages_us
+        self._on_end = on_end
+
+    def take(self, delta: TokenDelta) -> None:
+        self._ages_us.append((now_us() - delta.token_ids[0]) % 2**31)
+        if delta.finish is not None:
+            self._on_end()
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+
+async def measure(num_engines: int, num_streams: int, step_s: float, seconds: float) -> dict[str, Any]:
+    """One round of one path."""
+
+    def launch(on_phase: OnPhase) -> Any:
+        return launch_stub(on_phase, step_s)
+
+    if num_engines:
+        settings = ServeConfig(max_queue=10**6)
+        path: Any = Fleet([launch] * num_engines, settings, lambda _: None)
+    else:
+        path = await launch(lambda _: None)
+    await path.wait_ready()
+    ages_us: list[int] = []
+    ended = asyncio.Event()
+    num_left = num_streams
+
+    def end() -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left == 0:
+            ended.set()
+
+    sampling = SamplingParams(max_tokens=max(2, int(seconds / max(step_s, 0.001))))
+    submits_s = []
+    cpu = time.process_time()
+    for number in range(num_streams):
+        tokens = tuple(range(number, number + PROMPT_TOKENS))
+        started = time.perf_counter()
+        path.submit([(Request(id=str(number), token_ids=tokens, sampling=sampling), Recorder(ages_us, end))])
+        submits_s.append(time.perf_counter() - started)
+    await ended.wait()
+    cpu = time.process_time() - cpu
+    await path.close()
+    return {"ages_us": ages_us, "submits_s": submits_s, "cpu_us_per_token": cpu / len(ages_us) * 1e6}
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+def summarize(rounds: list[dict[str, Any]]) -> dict[str, float]:
+    """Each number from the round that the rest of the machine disturbed least."""
+    return {
+        "p50_ms": round(min(percentile(one["ages_us"], 0.5) for one in rounds) / 1000, 3),
+        "p99_ms": round(min(percentile(one["ages_us"], 0.99) for one in rounds) / 1000, 3),
+        "submit_us": round(min(percentile(one["submits_s"], 0.5) for one in rounds) * 1e6, 1),
+        "cpu_us_per_token": round(min(one["cpu_us_per_token"] for one in rounds), 2),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    arguments = parser.parse_args()
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in PATHS}
+    step_s = arguments.step_ms / 1000
+    for _ in range(arguments.rounds):
+        for name, num_engines in PATHS.items():
+            rounds[name].append(
+                uvloop.run(measure(num_engines, arguments.streams, step_s, arguments.seconds))
+            )
+    results = {name: summarize(found) for name, found in rounds.items()}
+    print(f"{'path':<12} {'p50 ms':>8} {'p99 ms':>8} {'submit us':>10} {'cpu us/token':>13}")
+    for name, found in results.items():
+        print(
+            f"{name:<12} "
+            + " ".join(f"{value:>{width}}" for value, width in zip(found.values(), (8, 8, 10, 13)))
+        )
+    machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()}
+    print(json.dumps({"measured": "router", **vars(arguments), "machine": machine, "paths": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--stub"]:
+        run_stub(sys.argv[2], float(sys.argv[3]))
+    else:
+        sys.exit(main())

@@ -1,0 +1,628 @@
+"""Laws of the fleet, on engines without processes: who gets a request, and who gets it when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from penstock.config import EngineConfig, ServeConfig
+from penstock.errors import CapacityError, ConfigError, EngineDeadError, OverloadedError, PenstockError
+from penstock.progress import OnPhase, Phase
+from penstock.serve import replica as replica_module
+from penstock.serve.client import Receiver
+from penstock.serve.devices import place_engines
+from penstock.serve.fleet import MAX_ENGINES_LOST, Fleet
+from penstock.serve.replica import sum_stats
+from penstock.serve.routing import AFFINITY, BLOCK_TOKENS, ROW_TOKENS, PrefixMap, Router, block_keys
+from penstock.types import EngineInfo, EngineStats, Request, SamplingParams, TokenDelta
+
+INFO = EngineInfo("m", "cpu", "float32", 4096, 1024, 64, 16, 33, 9, 10**11, 10**12)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """A model whose tokens depend on all tokens before them."""
+    return (sum(tokens) * 31 + len(tokens)) % 997
+
+
+def whole_reply(request: Request) -> list[int]:
+    tokens = list(request.token_ids)
+    assert request.sampling.max_tokens is not None
+    for _ in range(request.sampling.max_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(request.token_ids) :]
+
+
+class FakeEngine:
+    """What a fleet knows as an EngineClient. It moves when a test says `step`."""
+
+    def __init__(self, failure: PenstockError | None = None, max_model_len: int = 4096) -> None:
+        self.info: EngineInfo | None = None
+        self.failure = failure
+        self.phase = Phase("starting")
+        self.num_unanswered_pings = 0
+        self.step_s = 0.0
+        self.is_hung = False
+        self.rows: dict[str, tuple[Request, Receiver, list[int]]] = {}
+        self.asked: list[Request] = []
+        self.max_model_len = max_model_len
+        self._dead = asyncio.Event()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.info is not None and self.failure is None
+
+    async def wait_ready(self) -> EngineInfo:
+        await asyncio.sleep(0)
+        if self.failure is not None:
+            raise self.failure
+        self.info = EngineInfo("m", "cpu", "float32", self.max_model_len, 1024, 64, 16, 33, 9, 1, 1)
+        return self.info
+
+    async def wait_dead(self, timeout_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._dead.wait(), timeout_s)
+        return self._dead.is_set()
+
+    def submit(self, receivers: Sequence[tuple[Request, Receiver]]) -> None:
+        assert self.is_ready
+        for request, receiver in receivers:
+            assert request.id not in self.rows
+            self.asked.append(request)
+            self.rows[request.id] = (request, receiver, list(request.token_ids))
+
+    def abort(self, request_id: str) -> None:
+        self.rows.pop(request_id, None)
+
+    def ping(self) -> None:
+        """Answered a little later, if the server is there to hear it."""
+        self.num_unanswered_pings += 1
+        if not self.is_hung:
+            asyncio.get_running_loop().call_later(0.05, self._answer)
+
+    def _answer(self) -> None:
+        self.num_unanswered_pings = 0
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(0, len(self.rows), 3, 4, 5, 6, 7, {"hit": 1})
+
+    def step(self, num_cached_tokens: int = 0) -> None:
+        """One token for everybody."""
+        for id, (request, receiver, tokens) in list(self.rows.items()):
+            if id not in self.rows:  # aborted by the one before
+                continue
+            tokens.append(next_token(tokens))
+            assert request.sampling.max_tokens is not None
+            is_last = len(tokens) - request.num_prompt_tokens == request.sampling.max_tokens
+            if is_last:
+                del self.rows[id]
+            finish: Any = "length" if is_last else None
+            receiver.take(TokenDelta(id, (tokens[-1],), (), finish, num_cached_tokens))
+
+    def kill(self, reason: PenstockError) -> None:
+        self.failure = self.failure or reason
+        self._dead.set()
+        rows, self.rows = self.rows, {}
+        for _, receiver, _ in rows.values():
+            receiver.fail(EngineDeadError("The engine is not running"))
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        self.kill(EngineDeadError("The server is shutting down"))
+
+
+class Reader:
+    """Receives one reply; `raises`: it breaks at its third token."""
+
+    def __init__(self, raises: bool = False) -> None:
+        self.token_ids: list[int] = []
+        self.num_cached: set[int] = set()
+        self.finish: str | None = None
+        self.error: Exception | None = None
+        self._raises = raises
+
+    def take(self, delta: TokenDelta) -> None:
+        assert self.finish is None
+        assert self.error is None
+        self.token_ids += delta.token_ids
+        self.num_cached.add(delta.num_cached_tokens)
+        self.finish = delta.finish
+        if self._raises and len(self.token_ids) == 3:
+            raise ZeroDivisionError
+
+    def fail(self, error: Exception) -> None:
+        assert self.finish is None
+        assert self.error is None
+        self.error = error
+
+
+class World:
+    """A fleet, and every engine that was ever started, by place."""
+
+    def __init__(self, num_engines: int, **settings: Any) -> None:
+        self.engines: list[list[FakeEngine]] = [[] for _ in range(num_engines)]
+        self.next_failure: PenstockError | None = None
+        launches = [self._launch_at(index) for index in range(num_engines)]
+        self.fleet = Fleet(launches, ServeConfig(**settings), lambda _: None)  # type: ignore[arg-type]
+
+    def _launch_at(self, index: int) -> Callable[[OnPhase], Awaitable[FakeEngine]]:
+        async def launch(on_phase: OnPhase) -> FakeEngine:
+            failure, self.next_failure = self.next_failure, None
+            self.engines[index].append(FakeEngine(failure, max_model_len=4096 - index))
+            return self.engines[index][-1]
+
+        return launch
+
+    @property
+    def current(self) -> list[FakeEngine]:
+        return [lives[-1] for lives in self.engines]
+
+    @property
+    def alive(self) -> list[FakeEngine]:
+        return [engine for engine in self.current if engine.is_ready]
+
+    def submit(self, request: Request, raises: bool = False) -> Reader:
+        reader = Reader(raises)
+        self.fleet.submit([(request, reader)])
+        return reader
+
+    def finish(self) -> None:
+        """Everybody's last token."""
+        for _ in range(1000):
+            for engine in self.alive:
+                engine.step()
+
+    def assert_nothing_left(self) -> None:
+        assert self.fleet.num_outstanding == 0
+        assert all(not engine.rows for engine in self.alive)
+        for load in self.fleet._router.loads:
+            assert (load.num_requests, load.num_prompt_tokens) == (0, 0)
+
+
+@contextlib.asynccontextmanager
+async def world_of(num_engines: int, **settings: Any) -> AsyncIterator[World]:
+    world = World(num_engines, **settings)
+    await world.fleet.wait_ready()
+    try:
+        yield world
+    finally:
+        await world.fleet.close()
+
+
+@pytest.fixture(autouse=True)
+def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "FIRST_DELAY_S", 0.0)
+
+
+def ask(id: str, token_ids: Sequence[int] = (1, 2, 3), max_tokens: int = 10, **sampling: Any) -> Request:
+    return Request(
+        id=id, token_ids=tuple(token_ids), sampling=SamplingParams(max_tokens=max_tokens, **sampling)
+    )
+
+
+async def settle() -> None:
+    """Lets every task run that can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+DEATH = EngineDeadError("killed")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_dies_whenever_every_reply_is_what_it_would_have_been(seed: int) -> None:
+    """Steps, deaths, aborts, restarts and new requests in any order; at times all engines are dead."""
+    chance = random.Random(seed)
+
+    async def scenario() -> None:
+        async with world_of(chance.choice((1, 2, 4))) as world:
+            readers: dict[str, tuple[Request, Reader]] = {}
+            aborted: set[str] = set()
+            for number in range(300):
+                action = chance.random()
+                if action < 0.2:
+                    request = ask(f"r{number}", range(chance.randrange(1, 200)), chance.randrange(1, 40))
+                    readers[request.id] = request, world.submit(request)
+                elif action < 0.24 and world.alive:
+                    chance.choice(world.alive).kill(DEATH)
+                elif action < 0.28 and readers:
+                    id = chance.choice(list(readers))
+                    world.fleet.abort(id)
+                    if readers[id][1].finish is None:
+                        aborted.add(id)
+                elif action < 0.3:
+                    await settle()
+                elif world.alive:
+                    chance.choice(world.alive).step(num_cached_tokens=number)
+            await settle()
+            world.finish()
+            for id, (request, reader) in readers.items():
+                reply = whole_reply(request)
+                if id in aborted:
+                    assert reader.token_ids == reply[: len(reader.token_ids)]
+                elif reader.error is None:
+                    assert (reader.token_ids, reader.finish) == (reply, "length")
+                    assert len(reader.num_cached) == 1
+            failed = [reader for _, reader in readers.values() if reader.error is not None]
+            assert len(failed) <= len(readers) // 20  # those that four engines in a row did not survive
+            world.assert_nothing_left()
+
+    asyncio.run(scenario())
+
+
+def test_a_request_goes_to_whoever_has_least_to_do_and_equals_take_turns() -> None:
+    async def scenario() -> None:
+        async with world_of(3) as world:
+            for number in range(9):
+                world.submit(ask(f"r{number}"))
+            assert [len(engine.rows) for engine in world.current] == [3, 3, 3]
+            for id in ("r0", "r3"):
+                world.fleet.abort(id)
+            for number in range(9, 11):
+                world.submit(ask(f"r{number}"))
+            assert [len(engine.rows) for engine in world.current] == [3, 3, 3]
+            world.finish()
+            world.assert_nothing_left()
+            before = [len(engine.asked) for engine in world.current]
+            for number in range(6):
+                world.submit(ask(f"one after the other {number}"))
+                world.finish()
+            assert [len(engine.asked) - n for engine, n in zip(world.current, before)] == [2, 2, 2]
+
+    asyncio.run(scenario())
+
+
+def test_a_long_prompt_keeps_others_away_until_its_first_token() -> None:
+    router = Router(2)
+    busy, _ = router.pick(tuple(range(10 * ROW_TOKENS)), (0, 1))
+    router.loads[busy].num_requests += 1
+    router.loads[busy].num_prompt_tokens += 10 * ROW_TOKENS
+    for _ in range(5):
+        other, _ = router.pick((1,), (0, 1))
+        assert other != busy
+        router.loads[other].num_requests += 1
+    router.loads[busy].num_prompt_tokens = 0
+    assert router.pick((1,), (0, 1))[0] == busy
+
+
+def test_a_conversation_returns_to_the_engine_that_knows_it_unless_others_have_much_less_to_do() -> None:
+    router = Router(3)
+    history = tuple(range(4 * ROW_TOKENS))
+    home, num_due = router.pick(history, (0, 1, 2))
+    assert num_due == len(history)
+    others = [engine for engine in range(3) if engine != home]
+    most_busy = AFFINITY * len(history) // ROW_TOKENS
+    router.loads[home].num_requests = most_busy - 1
+    engine, num_due = router.pick((*history, 7, 8, 9), (0, 1, 2))
+    assert (engine, num_due) == (home, 3)
+    router.loads[home].num_requests = most_busy + 1
+    assert router.pick((*history, 5), (0, 1, 2))[0] in others
+    assert router.pick((9, *history), others)[1] == len(history) + 1  # the same tokens, but from elsewhere on
+
+
+def test_an_engine_that_comes_back_is_not_believed_to_know_anything() -> None:
+    async def scenario() -> None:
+        async with world_of(2) as world:
+            history = range(1000)
+            world.submit(ask("first", history))
+            home = next(place for place, engine in enumerate(world.current) if engine.rows)
+            world.current[home].kill(DEATH)
+            await settle()
+            world.finish()
+            world.submit(ask("second", history))
+            assert [len(engine.rows) for engine in (world.current[home], world.current[1 - home])] == [0, 1]
+
+    asyncio.run(scenario())
+
+
+def test_draining_lasts_until_the_last_reply_has_ended_or_its_time_is_over() -> None:
+    async def scenario() -> None:
+        async with world_of(2, drain_timeout=0.3) as world:
+            await asyncio.wait_for(world.fleet.drain(), 0.1)
+            world.submit(ask("r"))
+            draining = asyncio.create_task(world.fleet.drain())
+            await asyncio.sleep(0.05)
+            assert not draining.done()
+            world.finish()
+            await asyncio.wait_for(draining, 0.1)
+            world.submit(ask("endless", max_tokens=10**6))
+            await asyncio.wait_for(world.fleet.drain(), 1.0)
+            assert world.fleet.num_outstanding == 1
+
+    asyncio.run(scenario())
+
+
+def test_what_is_known_of_caches_is_bounded_and_the_latest() -> None:
+    prefixes = PrefixMap(max_blocks=100)
+    for number in range(50):
+        prefixes.add(block_keys(tuple(range(number, number + 4 * BLOCK_TOKENS))), engine=number % 3)
+    assert len(prefixes) == 100
+    latest = block_keys(tuple(range(49, 49 + 4 * BLOCK_TOKENS + 10)))
+    assert prefixes.num_known_tokens(latest, 49 % 3) == 4 * BLOCK_TOKENS
+    assert prefixes.num_known_tokens(latest, 48 % 3) == 0
+    assert prefixes.num_known_tokens(block_keys(tuple(range(4 * BLOCK_TOKENS))), 0) == 0
+
+
+def test_a_request_that_no_engine_survives_is_given_up_before_it_has_killed_them_all() -> None:
+    async def scenario() -> None:
+        async with world_of(8) as world:
+            poison, victim = world.submit(ask("poison")), world.submit(ask("victim"))
+            num_deaths = 0
+            while poison.error is None:
+                next(engine for engine in world.alive if "poison" in engine.rows).kill(DEATH)
+                num_deaths += 1
+            assert num_deaths == MAX_ENGINES_LOST + 1
+            assert isinstance(poison.error, EngineDeadError)
+            world.finish()
+            assert (victim.finish, victim.error) == ("length", None)
+            await settle()
+            world.assert_nothing_left()
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_makes_progress_may_lose_any_number_of_engines() -> None:
+    async def scenario() -> None:
+        async with world_of(2) as world:
+            request = ask("r", max_tokens=40)
+            reader = world.submit(request)
+            for _ in range(3 * MAX_ENGINES_LOST):
+                engine = next(engine for engine in world.alive if engine.rows)
+                engine.step()
+                engine.kill(DEATH)
+                await settle()
+            world.finish()
+            assert reader.token_ids == whole_reply(request)
+            assert world.fleet.num_moves == 3 * MAX_ENGINES_LOST
+
+    asyncio.run(scenario())
+
+
+def test_streams_are_resumed_before_requests_that_have_not_begun() -> None:
+    async def scenario() -> None:
+        async with world_of(1) as world:
+            world.submit(ask("begun"))
+            world.current[0].step()
+            world.submit(ask("new"))
+            world.current[0].kill(DEATH)
+            await settle()
+            first, second = world.current[0].asked
+            assert (first.id, second.id) == ("begun", "new")
+            assert first.priority < second.priority
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_waits_for_an_engine_waits_only_so_long_and_leaves_nothing() -> None:
+    async def scenario() -> None:
+        async with world_of(1, resume_timeout=0.1) as world:
+            patient, leaving = world.submit(ask("patient")), world.submit(ask("leaving"))
+            world.next_failure = CapacityError("no memory")
+            world.current[0].kill(DEATH)
+            for replica in world.fleet._replicas:
+                replica._num_short_lives = 20  # the next start is far away
+            world.fleet.abort("leaving")
+            with pytest.raises(EngineDeadError):
+                world.fleet.require_ready()
+            started = time.monotonic()
+            while patient.error is None:
+                await asyncio.sleep(0.01)
+                assert time.monotonic() - started < 2.0
+            assert isinstance(patient.error, EngineDeadError)
+            assert leaving.error is None
+            assert world.fleet.num_outstanding == 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replica_module, "FIRST_DELAY_S", 0.1)
+        asyncio.run(scenario())
+
+
+def test_a_hung_engine_is_killed_in_time_and_its_replies_go_on_elsewhere() -> None:
+    async def scenario() -> None:
+        async with world_of(2, hang_timeout=0.5) as world:
+            request = ask("r")
+            reader = world.submit(request)
+            hung = next(engine for engine in world.current if engine.rows)
+            hung.step()
+            hung.is_hung = True
+            started = time.monotonic()
+            while hung.failure is None:
+                await asyncio.sleep(0.01)
+            assert time.monotonic() - started < 1.2
+            assert hung.rows == {}
+            world.finish()
+            assert reader.token_ids == whole_reply(request)
+            assert "not answered" in hung.failure.why
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_is_not_blamed_for_silence_while_the_server_itself_was_held_up() -> None:
+    async def scenario() -> None:
+        async with world_of(1, hang_timeout=0.5) as world:
+            engine = world.current[0]
+            await asyncio.sleep(0.3)
+            time.sleep(1.5)
+            await asyncio.sleep(0.6)
+            assert engine.failure is None
+            engine.step_s = 61.0
+            await asyncio.sleep(0.3)
+            assert engine.failure is not None
+
+    asyncio.run(scenario())
+
+
+def test_a_rolling_restart_replaces_every_engine_while_others_serve_and_loses_nothing() -> None:
+    async def scenario() -> None:
+        async with world_of(3, drain_timeout=0.1) as world:
+            before = world.current
+            requests = [ask(f"r{n}", max_tokens=60) for n in range(9)]
+            readers = [world.submit(request) for request in requests]
+            restarting = asyncio.create_task(world.fleet.restart())
+            again = asyncio.create_task(world.fleet.restart())
+            while not restarting.done():
+                assert len([r for r in world.fleet._replicas if r.state == "ready"]) >= 2
+                for engine in world.alive:
+                    engine.step()
+                await asyncio.sleep(0.01)
+            await again
+            assert not set(before) & set(world.current)
+            assert [len(lives) for lives in world.engines] == [2, 2, 2]
+            world.finish()
+            for request, reader in zip(requests, readers):
+                assert (reader.token_ids, reader.error) == (whole_reply(request), None)
+            world.assert_nothing_left()
+
+    asyncio.run(scenario())
+
+
+def test_a_rolling_restart_never_gives_a_request_up_however_often_it_moves() -> None:
+    async def scenario() -> None:
+        async with world_of(2 * MAX_ENGINES_LOST, drain_timeout=0.01) as world:
+            reader = world.submit(ask("r"))
+            for _ in range(3):  # without a single token
+                await world.fleet.restart()
+            assert world.fleet.num_moves > MAX_ENGINES_LOST
+            world.finish()
+            assert (reader.finish, reader.error) == ("length", None)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_asked_to_leave_finishes_what_it_has() -> None:
+    async def scenario() -> None:
+        async with world_of(2) as world:
+            reader = world.submit(ask("r", max_tokens=3))
+            home = next(engine for engine in world.current if engine.rows)
+            restarting = asyncio.create_task(world.fleet.restart())
+            await settle()
+            for _ in range(3):
+                assert home.failure is None
+                home.step()
+            await restarting
+            assert reader.finish == "length"
+            assert world.fleet.num_moves == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_cannot_start_ends_the_fleet_at_first_and_is_tried_again_later() -> None:
+    async def scenario() -> None:
+        world = World(2)
+        world.next_failure = CapacityError("no memory")
+        with pytest.raises(CapacityError):
+            await world.fleet.wait_ready()
+        await world.fleet.close()
+
+        async with world_of(2) as world:
+            world.next_failure = CapacityError("no memory")
+            world.current[0].kill(DEATH)
+            await settle()
+            assert len(world.engines[0]) == 3
+            assert world.current[0].is_ready
+            first, second = await world.fleet.report()
+            assert (first.restarts, first.problem, first.state) == (2, "no memory", "ready")
+            assert (second.restarts, second.problem) == (0, None)
+            total = sum_stats([first, second])
+            assert total is not None
+            assert (total.num_pages, total.prefix) == (8, {"hit": 2})
+
+    asyncio.run(scenario())
+
+
+def test_the_queue_is_bounded_for_all_engines_together_and_the_tightest_context_holds() -> None:
+    async def scenario() -> None:
+        async with world_of(2, max_queue=4) as world:
+            assert world.fleet.require_ready().max_model_len == 4095
+            for number in range(4):
+                world.submit(ask(f"r{number}"))
+            for refuse in (world.fleet.require_ready, lambda: world.submit(ask("one too many"))):
+                with pytest.raises(OverloadedError):
+                    refuse()
+            world.fleet.abort("r0")
+            world.fleet.require_ready()
+            with pytest.raises(OverloadedError):
+                world.fleet.submit([(ask("a"), Reader()), (ask("b"), Reader())])
+            assert world.fleet.num_outstanding == 3
+
+    asyncio.run(scenario())
+
+
+def test_engines_never_draw_alike_and_a_given_seed_is_kept() -> None:
+    async def scenario() -> None:
+        async with world_of(2) as world:
+            for number in range(2):
+                world.submit(ask(f"free{number}", temperature=1.0))
+            world.submit(ask("given", temperature=1.0, seed=7))
+            world.submit(ask("greedy"))
+            asked = {r.id: r.sampling.seed for engine in world.current for r in engine.asked}
+            assert asked["free0"] != asked["free1"]
+            assert None not in (asked["free0"], asked["free1"])
+            assert (asked["given"], asked["greedy"]) == (7, None)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("engine", "serve", "environ", "num_gpus", "expected"),
+    [
+        ({}, {}, {}, 4, [{}]),
+        ({}, {"gpus": (2, 0)}, {}, 4, [{"CUDA_VISIBLE_DEVICES": "2"}, {"CUDA_VISIBLE_DEVICES": "0"}]),
+        ({}, {"gpus": (1,)}, {"CUDA_VISIBLE_DEVICES": "4,6"}, 8, [{"CUDA_VISIBLE_DEVICES": "6"}]),
+        ({}, {"replicas": 2}, {}, 8, [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]),
+        ({}, {"replicas": 2}, {"OMP_NUM_THREADS": "3"}, 0, [{}, {}]),
+        ({"device": "cpu"}, {"replicas": 2}, {"OMP_NUM_THREADS": "3"}, 8, [{}, {}]),
+    ],
+)
+def test_every_engine_has_a_gpu_of_its_own_or_its_share_of_the_cores(
+    engine: dict[str, Any],
+    serve: dict[str, Any],
+    environ: dict[str, str],
+    num_gpus: int,
+    expected: list[dict[str, str]],
+) -> None:
+    config, places = place_engines(EngineConfig(**engine), ServeConfig(**serve), environ, num_gpus)
+    assert places == expected
+    on_gpus = any("CUDA_VISIBLE_DEVICES" in place for place in places)
+    assert config.device == ("cuda" if on_gpus else EngineConfig(**engine).device)
+
+
+@pytest.mark.parametrize(
+    ("engine", "serve"),
+    [
+        ({}, {"gpus": (0, 4)}),
+        ({}, {"gpus": (1, 1)}),
+        ({}, {"replicas": 5}),
+        ({}, {"replicas": 3, "gpus": (0, 1)}),
+        ({"device": "cpu"}, {"gpus": (0,)}),
+        ({"device": "cuda:1"}, {"replicas": 2}),
+    ],
+)
+def test_gpus_that_cannot_be_given_out_are_refused(engine: dict[str, Any], serve: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        place_engines(EngineConfig(**engine), ServeConfig(**serve), {}, num_gpus=4)
+
+
+def test_a_receiver_that_breaks_ends_alone() -> None:
+    """The client of a real engine catches what a receiver raises; here the fleet's part of it is seen."""
+
+    async def scenario() -> None:
+        async with world_of(1) as world:
+            broken, good = world.submit(ask("broken"), raises=True), world.submit(ask("good"))
+            _, journey, _ = world.current[0].rows["broken"]
+            for _ in range(2):
+                world.current[0].step()
+            with pytest.raises(ZeroDivisionError):
+                world.current[0].step()
+            world.current[0].abort("broken")
+            journey.fail(ZeroDivisionError())
+            assert isinstance(broken.error, ZeroDivisionError)
+            world.finish()
+            assert good.finish == "length"
+            world.assert_nothing_left()
+
+    asyncio.run(scenario())

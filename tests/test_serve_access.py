@@ -1,0 +1,322 @@
+"""Who is answered and who is not, and what every answer carries: the app alone, without server or engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+import penstock
+from penstock.config import ServeConfig
+from penstock.errors import ConfigError, DeadlineError
+from penstock.progress import Phase
+from penstock.serve.answer import Answer
+from penstock.serve.app import create_app
+from penstock.serve.metrics import Metrics, render
+from penstock.serve.request_log import JsonLines, TextLines
+from penstock.serve.serving import Serving
+from penstock.serve.text_stream import Deliver, TextStream
+
+KEYS = ("sk-first-key", "sk-second")
+GOOD = {"authorization": f"Bearer {KEYS[0]}"}
+OPEN = ("/health", "/ready", "/ping")
+
+
+@dataclass(frozen=True)
+class Answered:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def app_of(is_ready: bool = True, **settings: Any) -> Any:
+    """The app before engines that are ready or not, and never asked."""
+
+    async def report() -> list[Any]:
+        return []
+
+    client = SimpleNamespace(is_ready=is_ready, failure=None, info=None, phase=Phase("x"), report=report)
+    serving = Serving(client, SimpleNamespace(), Metrics(), "tiny", ServeConfig(**settings), 0)  # type: ignore[arg-type]
+    return create_app(serving)
+
+
+def call(
+    app: Any, path: str, headers: dict[str, str] | None = None, method: str = "GET", body: bytes = b""
+) -> Answered:
+    """One request as a server hands it over, with a path that no client library has tidied up."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": unquote(path),
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode("latin-1")) for name, value in (headers or {}).items()],
+        "scheme": "http",
+        "server": ("127.0.0.1", 8000),
+    }
+    asyncio.run(app(scope, receive, send))
+    received = {name.decode(): value.decode("latin-1") for name, value in sent[0]["headers"]}
+    return Answered(sent[0]["status"], received, b"".join(part.get("body", b"") for part in sent[1:]))
+
+
+def routes_of(app: Any) -> list[tuple[str, str]]:
+    return [(method, route.path) for route in app.routes for method in route.methods - {"HEAD"}]
+
+
+# Keys
+
+
+def test_every_route_but_probes_needs_a_key() -> None:
+    app = app_of(api_key=KEYS)
+    routes = routes_of(app)
+    assert len(routes) > 12
+    for method, path in routes:
+        status = call(app, path, method=method).status
+        assert (status == 401) == (path not in OPEN), (method, path, status)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"authorization": f"Bearer {key}"} for key in KEYS]
+    + [{"x-api-key": KEYS[1]}, {"authorization": f"bearer  {KEYS[0]} "}],
+)
+def test_each_key_is_known_in_either_header(headers: dict[str, str]) -> None:
+    assert call(app_of(api_key=KEYS), "/version", headers).json == {"version": penstock.__version__}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": KEYS[0]},
+        {"authorization": f"Basic {KEYS[0]}"},
+        {"authorization": "Bearer"},
+        {"authorization": f"Bearer {KEYS[0]}x"},
+        {"authorization": f"Bearer {KEYS[0][:-1]}"},
+        {"authorization": f"Bearer {KEYS[0]},{KEYS[1]}"},
+        {"authorization": "Bearer \xff\xe9"},
+        {"x-api-key": ""},
+        {"x-api-key": KEYS[0].upper()},
+        {"host": "/health"},
+        {"host": "x/health?"},
+        {"x-forwarded-host": "x", "x-original-url": "/health"},
+    ],
+)
+def test_nothing_else_is(headers: dict[str, str]) -> None:
+    refused = call(app_of(api_key=KEYS), "/v1/models", headers)
+    assert refused.status == 401
+    assert refused.json["error"]["code"] == "invalid_api_key"
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert KEYS[0] not in refused.body.decode()
+
+
+def test_no_spelling_of_a_path_goes_round_the_key() -> None:
+    """A probe's path opens probes only: whatever else is answered without a key does not exist."""
+    app = app_of(api_key=KEYS)
+    draw = random.Random(0)
+    pick = draw.choice
+    paths = [path for _, path in routes_of(app)]
+    pieces = ["/", "//", "/./", "/../", "%2f", "%2e%2e/", "\\", ";", "?", "#", "%00", " ", "\t", "/health"]
+    for _ in range(600):
+        path = pick(paths)
+        for _ in range(pick((1, 2))):
+            place = draw.randrange(len(path) + 1)
+            path = path[:place] + pick(pieces) + path[place:]
+        path = pick((path, path.upper(), path.title()))
+        host, method = pick(["x", "/health", "x/health", ""]), pick(["GET", "POST", "HEAD"])
+        answered = call(app, path, {"host": host}, method)
+        assert answered.status == 401 or unquote(path) in OPEN, (path, answered)
+
+
+def test_each_api_spells_a_refusal_its_own_way() -> None:
+    app = app_of(api_key=KEYS)
+    anthropic = call(app, "/v1/messages", method="POST")
+    assert (anthropic.status, anthropic.json["type"]) == (401, "error")
+    assert anthropic.json["error"]["type"] == "authentication_error"
+    openai = call(app, "/v1/chat/completions", method="POST")
+    assert set(openai.json["error"]) == {"message", "type", "param", "code"}
+
+
+def test_keys_come_from_a_file_too_and_are_never_shown(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("\nfrom-file-1\n from-file-2\n")
+    config = ServeConfig(api_key=KEYS, api_key_file=str(file))
+    assert config.load_api_keys() == (*KEYS, "from-file-1", "from-file-2")
+    assert not [key for key in config.load_api_keys() if key in repr(config)]
+    file.write_text("\n\n")
+    for wrong in (
+        config,
+        replace(config, api_key_file=str(tmp_path / "missing")),
+        ServeConfig(api_key=("",)),
+    ):
+        with pytest.raises(ConfigError):
+            wrong.load_api_keys()
+
+
+# Origins
+
+
+def test_a_page_of_a_listed_origin_may_call_and_reads_refusals_too() -> None:
+    app = app_of(api_key=KEYS, cors_origin=("https://good.example",))
+    origin = {"origin": "https://good.example"}
+    asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-a"}
+    preflight = call(app, "/v1/chat/completions", origin | asking, "OPTIONS")
+    assert preflight.status == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://good.example"
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+    for headers in (origin, origin | GOOD):
+        answered = call(app, "/v1/models", headers)
+        assert answered.headers["access-control-allow-origin"] == "https://good.example"
+        assert "x-request-id" in answered.headers["access-control-expose-headers"]
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "https://good.example.evil.example", "null"])
+def test_a_page_of_another_origin_is_not_invited(origin: str) -> None:
+    app = app_of(cors_origin=("https://good.example",))
+    asking = {"origin": origin, "access-control-request-method": "POST"}
+    assert call(app, "/v1/chat/completions", asking, "OPTIONS").status == 400
+    assert "access-control-allow-origin" not in call(app, "/v1/models", {"origin": origin}).headers
+    assert "access-control-allow-origin" not in call(app_of(), "/v1/models", {"origin": origin}).headers
+
+
+# Ids
+
+
+def test_a_clients_own_id_is_repeated_and_an_unusable_one_replaced() -> None:
+    app = app_of()
+    assert call(app, "/version", {"x-request-id": "trace-17:b"}).headers["x-request-id"] == "trace-17:b"
+    ours = set()
+    for id in ("", "a b", "x" * 129, "caf\xe9", "a\nb"):
+        answered = call(app, "/version", {"x-request-id": id})
+        assert answered.headers["x-request-id"] == answered.headers["request-id"]
+        ours.add(answered.headers["x-request-id"])
+    assert len(ours) == 5
+    assert all(len(id) == 32 and id.isalnum() for id in ours)
+
+
+# Readiness
+
+
+def test_ready_and_ping_are_503_until_the_engine_is_and_again_while_it_drains() -> None:
+    app = app_of(is_ready=False)
+    assert [call(app, path).status for path in ("/ready", "/ping")] == [503, 503]
+    app = app_of()
+    assert [call(app, path).status for path in ("/ready", "/ping")] == [200, 200]
+    app.state.serving.draining.set()
+    assert [call(app, path).status for path in ("/ready", "/ping")] == [503, 503]
+    assert call(app, "/ready").json == {"status": "draining"}
+    chat = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+    refused = call(app, "/v1/chat/completions", method="POST", body=chat)
+    assert refused.status == 503
+    assert refused.headers["retry-after"]
+
+
+def test_a_wrong_method_is_told_all_the_right_ones() -> None:
+    refused = call(app_of(), "/v1/responses/x", method="PUT")
+    assert (refused.status, refused.headers["allow"]) == (405, "DELETE, GET, HEAD")
+
+
+def test_a_path_with_a_slash_too_many_is_not_redirected_anywhere() -> None:
+    answered = call(app_of(), "/version/", {"host": "evil.example"})
+    assert answered.status == 404
+    assert "location" not in answered.headers
+
+
+# Time
+
+
+@pytest.mark.parametrize(("servers", "requests"), [(0.05, None), (0.05, 9.0), (9.0, 0.05), (None, 0.05)])
+def test_the_shorter_of_two_limits_ends_a_reply_that_never_comes(
+    servers: float | None, requests: float | None
+) -> None:
+    aborted = []
+
+    async def start(deliver: Deliver) -> TextStream:
+        stream = TextStream(SimpleNamespace(abort=aborted.append), deliver)  # type: ignore[arg-type]
+        stream._open = {"id"}
+        return stream
+
+    async def answer() -> None:
+        app = app_of(request_timeout=servers)
+        scope = {"app": app, "record": SimpleNamespace(usage=None)}
+        style: Any = SimpleNamespace()
+        await Answer(start, style, False, requests)(scope, asyncio.Event().wait, style)  # type: ignore[arg-type]
+
+    with pytest.raises(DeadlineError, match=r"0\.05 seconds"):
+        asyncio.run(asyncio.wait_for(answer(), 5.0))
+    assert aborted
+
+
+# Counting
+
+
+def test_every_answer_is_counted_by_its_status() -> None:
+    app = app_of(api_key=KEYS)
+    for path in ("/version", "/version", "/ready"):
+        call(app, path)
+    call(app, "/nothing", GOOD)
+    counted = app.state.serving.metrics
+    assert counted.num_answers == {401: 2, 200: 1, 404: 1}
+    assert 'penstock_answers_total{status="401"} 2' in render(counted, [], 0)
+
+
+def test_bodies_are_refused_while_too_much_is_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = app_of()
+    bodies = app.state.serving.bodies
+    monkeypatch.setattr("penstock.serve.answer.MAX_BYTES_IN_BODIES", 1000)
+    bodies.num_bytes = 900  # of others
+    refused = call(app, "/v1/completions", method="POST", body=b" " * 200)
+    assert (refused.status, refused.headers["connection"]) == (429, "close")
+    assert refused.headers["retry-after"]
+    assert bodies.num_bytes == 900
+    assert call(app, "/v1/completions", method="POST", body=b"{}").status == 400
+
+
+# The log
+
+
+def test_a_line_of_the_log_is_one_line_whatever_was_asked(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "penstock.requests")
+    call(app_of(), "/no\n200 OK\x1b[2J\u2028", {"x-request-id": "id\n"})
+    (record,) = caplog.records
+    for lines in (TextLines(), JsonLines()):
+        line = lines.format(record)
+        assert line.isprintable()
+        assert "404" in line
+    assert json.loads(JsonLines().format(record))["status"] == 404
+
+
+# The description
+
+
+def test_the_openapi_document_describes_the_routes_that_exist_and_no_others() -> None:
+    app = app_of()
+    document = call(app, "/openapi.json").json
+    described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    existing = {(method, path.replace(":path}", "}")) for method, path in routes_of(app)}
+    assert described == existing
+    references = set(re.findall(r"#/components/schemas/([^\"]+)", json.dumps(document)))
+    assert references <= set(document["components"]["schemas"])
+    assert len(references) > 20

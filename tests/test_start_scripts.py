@@ -1,0 +1,114 @@
+"""start_server.sh and stop_server.sh: what they say and leave behind, also when something is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serving import REPOSITORY, child_pids, command_of, engine_pids_of, eventually, is_alive
+
+pytestmark = pytest.mark.skipif(
+    not (REPOSITORY / ".venv/bin/penstock").exists(), reason="the scripts would install first"
+)
+FLAGS = ("--device", "cpu", "--memory-gb", "0.05", "--max-model-len", "1024")
+
+
+class Scripts:
+    """The scripts with a run folder and a port of their own."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.port = listener.getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self, *flags: str) -> subprocess.CompletedProcess[str]:
+        return self._run("./start_server.sh", *FLAGS, *flags)
+
+    def stop(self) -> subprocess.CompletedProcess[str]:
+        return self._run("./stop_server.sh")
+
+    def _run(self, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [script, "--port", str(self.port), *flags],
+            cwd=REPOSITORY,
+            env={**os.environ, "RUN_DIR": str(self.run_dir), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+
+    @property
+    def supervisor_pid(self) -> int:
+        return int((self.run_dir / f"server-{self.port}.pid").read_text())
+
+    @property
+    def server_pid(self) -> int | None:
+        """None while the supervisor has none, or sleeps before the next."""
+        found = [pid for pid in child_pids(self.supervisor_pid) if b"penstock" in command_of(pid)]
+        return found[0] if found else None
+
+    def is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/ready").status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Iterator[Scripts]:
+    found = Scripts(tmp_path)
+    yield found
+    found.stop()
+
+
+def test_a_server_is_started_once_comes_back_when_killed_and_is_stopped_once(scripts: Scripts) -> None:
+    started = scripts.start()
+    assert started.returncode == 0, started.stderr
+    assert f"Ready at {scripts.url}" in started.stdout
+    assert scripts.is_ready()
+
+    again = scripts.start()
+    assert again.returncode == 1
+    assert "already runs" in again.stderr
+
+    server = scripts.server_pid
+    assert server is not None
+    engines = engine_pids_of(server)
+    os.kill(engines[0], signal.SIGSTOP)  # it cannot notice that its server dies
+    os.kill(server, signal.SIGKILL)
+    assert eventually(lambda: not any(map(is_alive, engines)), 5.0)
+    assert eventually(scripts.is_ready, 120.0)
+    assert scripts.server_pid != server
+
+    supervisor = scripts.supervisor_pid
+    stopped = scripts.stop()
+    assert (stopped.returncode, "Stopped" in stopped.stdout) == (0, True)
+    assert not is_alive(supervisor)
+    assert not scripts.is_ready()
+    nothing = scripts.stop()
+    assert (nothing.returncode, "No server" in nothing.stdout) == (0, True)
+    assert [path.suffix for path in scripts.run_dir.iterdir()] == [".log"]
+
+
+def test_what_keeps_a_server_from_starting_is_said_in_its_own_words(scripts: Scripts) -> None:
+    missing = scripts.start("--model", "no-such-model")
+    assert missing.returncode == 1
+    assert "no-such-model" in missing.stderr
+    with socket.create_server(("127.0.0.1", scripts.port)):
+        taken = scripts.start()
+    assert taken.returncode == 1
+    assert f"Port {scripts.port} is in use" in taken.stderr
+    wrong = scripts.start("--no-such-flag")
+    assert wrong.returncode == 1
+    assert "--no-such-flag" in wrong.stderr
