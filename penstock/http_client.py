@@ -10,11 +10,18 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.errors import PenstockError
+
+
+def key_header() -> dict[str, str]:
+    """What a server with keys wants to see: the first of PENSTOCK_API_KEY, which names a server's own, too."""
+    key = os.environ.get("PENSTOCK_API_KEY", "").split(",")[0].strip()
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class HttpClient:
@@ -80,7 +87,7 @@ class HttpClient:
     def _open(self, method: str, path: str, body: Mapping[str, Any] | None) -> http.client.HTTPResponse:
         connection = self._kind(self._host, self._port, timeout=self._timeout_s)
         # With this header the connection belongs to the answer, and closes with it.
-        headers = {"Content-Type": "application/json", "Connection": "close"}
+        headers = {"Content-Type": "application/json", "Connection": "close", **key_header()}
         try:
             connection.request(method, self._prefix + path, json.dumps(body) if body else None, headers)
             return connection.getresponse()

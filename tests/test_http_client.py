@@ -109,3 +109,14 @@ def test_a_server_without_models_is_asked_for_no_name(body: str) -> None:
     with answering("HTTP/1.1 200 OK", "", body) as (url, _), pytest.raises(PenstockError) as error:
         client(url).first_model()
     assert error.value.todo
+
+
+@pytest.mark.parametrize(("keys", "sent"), [("", None), ("one", "one"), ("one, two", "one")])
+def test_a_key_of_the_environment_is_sent(
+    keys: str, sent: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", keys)
+    with answering("HTTP/1.1 200 OK", "", "{}") as (url, heard):
+        HttpClient(url, timeout_s=5).json("GET", "/v1/models")
+    lines = [line.strip() for line in heard[0].splitlines() if line.lower().startswith("authorization")]
+    assert lines == ([] if sent is None else [f"Authorization: Bearer {sent}"])

@@ -143,7 +143,7 @@ def test_every_number_in_tables_and_drawings_is_in_the_results() -> None:
     known += [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 99.0]  # levels and a percentile
     page = show(*MEASURED)
     assert len(page.cells) >= 5
-    names = r"Qwen[\w.-]+|H200|vLLM [\d.]+"
+    names = r"(?:Qwen|Llama-)[\w.-]+|H200|vLLM [\d.]+"
     for section, texts in [*page.cells.items(), *page.drawn.items()]:
         if section == "origin":
             continue  # dates and versions: texts of the files, as the next test has them

@@ -23,6 +23,7 @@ import httptools
 import msgspec
 
 from penstock.errors import PenstockError
+from penstock.http_client import key_header
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_MESSAGE_CHARS = 300
@@ -59,12 +60,13 @@ class Target:
 
     def encode_request(self, body: bytes) -> bytes:
         host = f"[{self.host}]" if ":" in self.host else self.host
+        key = "".join(f"{name}: {value}\r\n" for name, value in key_header().items())
         head = (
             f"POST {self.path} HTTP/1.1\r\n"
             f"Host: {host}:{self.port}\r\n"
             "Content-Type: application/json\r\n"
             "Accept: text/event-stream\r\n"
-            "Connection: close\r\n"
+            f"Connection: close\r\n{key}"
             f"Content-Length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body

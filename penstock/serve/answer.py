@@ -27,9 +27,7 @@ from penstock.text.dialects import Delta
 
 log = logging.getLogger("penstock.serve")
 
-MAX_BYTES_IN_BODIES = (
-    512 * 1024**2
-)  # of requests that are being read: a thousand half-sent ones must not fill us
+MAX_BYTES_IN_BODIES = 512 * 1024**2  # that are being read: a thousand half-sent ones must not fill us
 JSON_TYPE = "application/json"
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

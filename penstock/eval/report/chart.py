@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 AXIS_ROOM = 1.3
+NARROWEST_STEP = 1.5  # between two numbers below an axis
 TICK_DIGITS = ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0))
 
 
@@ -49,6 +50,15 @@ class LineChart:
     @property
     def x_values(self) -> list[float]:
         return sorted({x for series in self.series for x, _ in series.points})
+
+    @property
+    def x_labels(self) -> list[float]:
+        """Those values that have room for their number beside the next one's."""
+        kept: list[float] = []
+        for x in reversed(self.x_values):
+            if not kept or kept[-1] >= NARROWEST_STEP * x:
+                kept.append(x)
+        return kept[::-1]
 
     @property
     def y_bounds(self) -> tuple[float, float]:

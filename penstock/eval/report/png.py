@@ -117,7 +117,7 @@ def _draw_lines(chart: LineChart, axes: Any, theme: Theme) -> None:
     axes.set(xscale="log", yscale="log", ylim=chart.y_bounds)
     axes.set_xlim(xs[0] / 1.1, xs[-1] * 1.1 if len(xs) > 1 else xs[0] * 2)
     axes.minorticks_off()
-    axes.set_xticks(xs, [f"{x:,g}" for x in xs])
+    axes.set_xticks(chart.x_labels, [f"{x:,g}" for x in chart.x_labels])
     axes.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
     axes.grid(axis="y", color=theme["hair"], linewidth=0.8)
     axes.set_axisbelow(True)

@@ -79,7 +79,7 @@ def _draw_lines(chart: LineChart, width: float, height: float) -> str:
         y = y_at(tick)
         parts.append(_line(left, y, right, y, "grid"))
         parts.append(_text(left - 8, y + 4, text, "tick end"))
-    for x in xs:
+    for x in chart.x_labels:
         parts.append(_text(x_at(x), bottom + 16, f"{x:,g}", "tick middle"))
     parts.append(_text((left + right) / 2, bottom + 33, chart.x_label, "axis middle"))
     for series in chart.series:

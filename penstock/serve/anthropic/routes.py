@@ -39,7 +39,7 @@ class AnthropicRoutes:
             style.usage_so_far = lambda: stream.usage
             return stream
 
-        return Answer(start, style, chat.is_stream)
+        return Answer(start, style, chat.is_stream, chat.timeout_s)
 
     async def count_tokens(self, request: Request) -> Response:
         chat = parse_count(await read_body(request), self._thinks)
