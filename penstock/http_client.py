@@ -19,7 +19,7 @@ from penstock.errors import PenstockError
 
 
 def key_header() -> dict[str, str]:
-    """What a server with keys wants to see: the first of PENSTOCK_API_KEY, which names a server's own, too."""
+    """What a server with keys wants to see: the first of PENSTOCK_API_KEY, which sets a server's own, too."""
     key = os.environ.get("PENSTOCK_API_KEY", "").split(",")[0].strip()
     return {"Authorization": f"Bearer {key}"} if key else {}
 
