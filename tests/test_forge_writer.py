@@ -35,7 +35,7 @@ from test_forge import SIZES, SMALL, make_target
 
 MACHINE = Machine("CPU", "cpu", "", 0, 1e10, 1e11, 1e-6)
 TRIAL_S = 10.0
-WASTE = "        wasted = sum(range(100_000))\n"
+WASTE = "        wasted = sum(range(200_000))\n"  # milliseconds, also where others use the CPU
 HEAD = "        check_batch(request_ids, len(input_ids))\n"
 
 
@@ -70,7 +70,7 @@ def proposals() -> dict[str, str]:
     files = {
         "wrong": good.replace(logits, f"{logits} * 1.02"),
         "stale": good.replace("request.length += 1", "request.length += 0"),
-        "slow": with_line(slow, HEAD, WASTE * 2),
+        "slow": with_line(slow, HEAD, WASTE * 10),
         "reads files": with_line(good, HEAD, file),
         "opens sockets": good.replace("import os\n", "import os\nimport socket\n"),
         "imports penstock": good.replace("import os\n", "import os\nfrom penstock.forge import oracle\n"),

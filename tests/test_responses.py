@@ -46,6 +46,19 @@ def test_effort_is_a_switch_and_a_budget(effort: str | None, switch: bool | None
     assert chat.thinking_budget == budget
 
 
+def test_the_model_is_told_of_functions_only() -> None:
+    """As agents offer them, among tools that a vendor's server would run."""
+    tools = [
+        {"type": "web_search"},
+        {"type": "function", "name": "read_file", "parameters": {"type": "object"}},
+        {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]},
+        {"type": "custom", "name": "apply_patch"},
+    ]
+    chat = response_request(parse_response(json.dumps({"input": "x", "tools": tools}).encode()), []).chat
+    assert chat.tools is not None
+    assert [tool["function"]["name"] for tool in chat.tools] == ["read_file"]
+
+
 def test_the_store_keeps_its_limits_of_number_bytes_and_age() -> None:
     now = 0.0
     items = [Item(role="user", content="x" * 50)]

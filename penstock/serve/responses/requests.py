@@ -79,7 +79,7 @@ OWN_NAMES = {  # of the fields that chats call otherwise
 
 
 class FlatTool(msgspec.Struct):
-    """A function; other types of tools have other fields, and are not for us to run."""
+    """A function; other types of tools have other fields."""
 
     type: str
     name: str | None = None
@@ -247,9 +247,19 @@ def _refuse_unsupported(fields: ResponseBody) -> None:
 
 
 def _plain_tools(tools: list[FlatTool]) -> list[PlainTool]:
-    names = [_function_name(tool, f"tools[{index}]", "tools") for index, tool in enumerate(tools)]
+    """The functions, which the client runs. Agents also offer tools that a vendor's own server would run, and
+    do without them where nobody does: the model is not told of those.
+    """
     return plain_tools(
-        [Tool(ToolFunction(name, tool.description, tool.parameters)) for name, tool in zip(names, tools)]
+        [
+            Tool(
+                ToolFunction(
+                    _function_name(tool, f"tools[{index}]", "tools"), tool.description, tool.parameters
+                )
+            )
+            for index, tool in enumerate(tools)
+            if tool.type == "function"
+        ]
     )
 
 
