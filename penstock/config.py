@@ -96,6 +96,7 @@ class WorkerConfig(EngineConfig):
 
     tokenizer: str | None = setting(None, "the server's, which says what the tokens of a grammar spell")
     warm_prompt: tuple[int, ...] = setting((), "token ids to prefill before the first request")
+    warm_tenants: tuple[str, ...] = setting(("",), "for whom: tenants do not share what is cached")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

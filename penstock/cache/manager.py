@@ -113,7 +113,7 @@ class Cache:
         """The longest prefix that can be reused now. Takes nothing; `admit` does."""
         if not self.is_enabled:
             return PrefixHit()
-        self._index.extend_digests(sequence.digests, sequence.tokens)
+        self._index.extend_digests(sequence.digests, sequence.tokens, sequence.request.tenant)
         digests = sequence.digests
         num_pages = self.max_hit(sequence) // self.page_size
         if self.has_pages:
@@ -241,7 +241,7 @@ class Cache:
         """
         if not self.is_enabled or sequence not in self._owners:
             return []
-        self._index.extend_digests(sequence.digests, sequence.tokens)
+        self._index.extend_digests(sequence.digests, sequence.tokens, sequence.request.tenant)
         num_known = min(len(sequence.tokens), sequence.num_computed)
         replaced = self._register_pages(sequence, num_known // self.page_size) if self.has_pages else []
         for num_tokens in [n for n in sequence.checkpoints if n <= num_known]:

@@ -71,15 +71,15 @@ class PrefixIndex:
     def is_empty(self) -> bool:
         return not self._nodes and not self._checkpoints
 
-    def extend_digests(self, digests: list[bytes], tokens: Sequence[int]) -> None:
-        """Adds the digests of the full pages of `tokens` that `digests` lacks."""
+    def extend_digests(self, digests: list[bytes], tokens: Sequence[int], tenant: str = "") -> None:
+        """Adds the digests of full pages of `tokens` that `digests` lacks. Those of two tenants differ."""
         num_known, num_full = len(digests), len(tokens) // self.page_size
         if num_known == num_full:
             return
         new = array("q", tokens[num_known * self.page_size : num_full * self.page_size])
         page_bytes = self.page_size * new.itemsize
         content = memoryview(new).cast("B")
-        parent = digests[-1] if digests else self.root
+        parent = digests[-1] if digests else self.root + tenant.encode()
         for start in range(0, len(content), page_bytes):
             digest = blake2b(parent, digest_size=DIGEST_BYTES)
             digest.update(content[start : start + page_bytes])

@@ -164,17 +164,18 @@ def start_engine(config_json: bytes, channel: EngineChannel) -> Engine:
         warm_up(engine)
     if config.warm_prompt:
         with timed("system prompt", report):
-            warm_up(engine, config.warm_prompt)
+            for tenant in config.warm_tenants:
+                warm_up(engine, config.warm_prompt, tenant)
     with timed("grammars", report):  # later, it would hold up everybody's replies
         engine.warm_up_grammars()
     return engine
 
 
-def warm_up(engine: Engine, prompt: tuple[int, ...] = (0,)) -> None:
+def warm_up(engine: Engine, prompt: tuple[int, ...] = (0,), tenant: str = "") -> None:
     """One request, before the first client's: kernels, allocations and graphs exist afterwards, and the
     prompt is in the prefix cache."""
     sampling = SamplingParams(max_tokens=WARM_UP_TOKENS)
-    engine.submit(Request(id="warm-up", token_ids=prompt, sampling=sampling))
+    engine.submit(Request(id="warm-up", token_ids=prompt, sampling=sampling, tenant=tenant))
     while engine.has_work:
         engine.step()
 

@@ -1,7 +1,8 @@
 """Who is answered: requests with a known key, from pages of known origins.
 
 Both stand in front of every route, so that a route cannot forget them. Keys are compared by digest and all of
-them each time, so the time an answer takes says nothing about them.
+them each time, so the time an answer takes says nothing about them. Who sends the same key is one tenant:
+caches, sessions and responses that are kept are not shared with others.
 """
 
 from __future__ import annotations
@@ -49,7 +50,12 @@ class ApiKeys:
         self._digests = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(_key_of(scope)):
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        key = _key_of(scope)
+        if self._is_known(key):
+            scope["tenant"] = tenant_of_key(key)
             await self._app(scope, receive, send)
             return
         error = AuthenticationError(
@@ -69,6 +75,17 @@ def _key_of(scope: Scope) -> str:
     headers = Headers(scope=scope)
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def tenant_of(scope: Scope) -> str:
+    """Whose request it is; nobody's in particular on a server without keys."""
+    tenant: str = scope.get("tenant", "")
+    return tenant
+
+
+def tenant_of_key(key: str) -> str:
+    """A name that does not tell the key."""
+    return hashlib.sha256(b"tenant " + key.encode()).hexdigest()[:32]
 
 
 def _digest(key: str) -> bytes:

@@ -107,7 +107,7 @@ class TextEngine:
     ) -> TextStream:
         asked_at = time.monotonic()
         info = self._client.require_ready()
-        prompts = await asyncio.to_thread(self._encode_prompts, completion.prompts)
+        prompts = await asyncio.to_thread(self._encode_prompts, completion)
         requests = self._build_requests(request_id, prompts, completion.sampling, info, completion)
         echoes = [self._as_text(prompt) if completion.echo else "" for prompt in completion.prompts]
         stream = TextStream(self._client, deliver)
@@ -119,11 +119,12 @@ class TextEngine:
 
         return _submit(stream, requests, reply_to)
 
-    async def tokenize(self, asked: TokenizeRequest) -> list[int]:
+    async def tokenize(self, asked: TokenizeRequest, tenant: str) -> list[int]:
+        encode = self._tokenizer.encode
         if asked.chat is not None:
             text = await asyncio.to_thread(self._render, asked.chat, asked.add_generation_prompt)
-            return await asyncio.to_thread(self._tokenizer.encode, text + asked.chat.reply_start, False)
-        return await asyncio.to_thread(self._tokenizer.encode, asked.text, asked.add_special_tokens)
+            return await asyncio.to_thread(encode, text + asked.chat.reply_start, False, tenant)
+        return await asyncio.to_thread(encode, asked.text, asked.add_special_tokens, tenant)
 
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
@@ -147,7 +148,7 @@ class TextEngine:
         if grammar is not None:
             starts_after = (self._require_thought_end(chat),) if is_thinking else ()
             sampling = replace(sampling, grammar=grammar, grammar_starts_after=starts_after)
-        token_ids = self._encode(text + chat.reply_start, add_special_tokens=False)
+        token_ids = self._encode(text + chat.reply_start, False, chat.tenant)
         return _ChatPrompt(token_ids, sampling, is_thinking)
 
     def _require_thought_end(self, chat: ChatRequest) -> int:
@@ -165,15 +166,18 @@ class TextEngine:
         messages = with_system_prompt(chat.messages, self._system_prompt)
         return self._template.render(messages, chat.tools, add_generation_prompt, **arguments)
 
-    def _encode_prompts(self, prompts: list[str | list[int]]) -> list[list[int]]:
-        return [self._encode(prompt, True) if isinstance(prompt, str) else prompt for prompt in prompts]
+    def _encode_prompts(self, asked: CompletionRequest) -> list[list[int]]:
+        return [
+            self._encode(prompt, True, asked.tenant) if isinstance(prompt, str) else prompt
+            for prompt in asked.prompts
+        ]
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool, tenant: str) -> list[int]:
         """Judges a text that is far too long by its beginning: to count all of it could take a minute."""
         max_model_len = self._client.require_ready().max_model_len
         beginning = text[: LONG_TOKEN * max_model_len]
         if len(beginning) < len(text):
-            num_tokens = len(self._tokenizer.encode(beginning, add_special_tokens))
+            num_tokens = len(self._tokenizer.encode(beginning, add_special_tokens, tenant))
             if num_tokens > max_model_len:
                 raise ContextLengthError(
                     f"the prompt is too long: more than {num_tokens} tokens > {max_model_len - 1} maximum",
@@ -181,7 +185,7 @@ class TextEngine:
                     "Shorten the prompt or serve with a larger --max-model-len.",
                     param="prompt",
                 )
-        return self._tokenizer.encode(text, add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens, tenant)
 
     def _as_text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
@@ -205,6 +209,7 @@ class TextEngine:
                 info.max_model_len,
                 priority=asked.priority,
                 session_id=asked.session_id,
+                tenant=asked.tenant,
             )
             for id, token_ids in zip(ids, prompts)
         ]

@@ -30,6 +30,7 @@ from penstock.config import EngineConfig, ServeConfig, WorkerConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.source import find_model
 from penstock.progress import OnPhase, Phase
+from penstock.serve.access import tenant_of_key
 from penstock.serve.app import create_app
 from penstock.serve.chat import TextEngine
 from penstock.serve.client import EXIT_GRACE_S, EngineClient
@@ -193,7 +194,13 @@ def _start_fleet(
     on_phase: OnPhase,
 ) -> Fleet:
     engine_config, places = place_engines(engine_config, serve_config, os.environ, count_gpus())
-    config = WorkerConfig(**dataclasses.asdict(engine_config), tokenizer=tokenizer, warm_prompt=warm_prompt)
+    tenants = tuple(map(tenant_of_key, serve_config.load_api_keys())) or ("",)
+    config = WorkerConfig(
+        **dataclasses.asdict(engine_config),
+        tokenizer=tokenizer,
+        warm_prompt=warm_prompt,
+        warm_tenants=tenants,
+    )
     launches = [functools.partial(EngineClient.launch, config, environment=place) for place in places]
     return Fleet(launches, serve_config, on_phase)
 

@@ -22,6 +22,7 @@ def build_requests(
     max_model_len: int,
     priority: int = 0,
     session_id: str | None = None,
+    tenant: str = "",
 ) -> list[Request]:
     """`sampling.n` requests for one prompt, each with its own id and, when a seed is given, its own seed."""
     prompt = tuple(token_ids)
@@ -39,6 +40,7 @@ def build_requests(
             boundaries=boundaries,
             priority=priority,
             session_id=session_id,
+            tenant=tenant,
         )
         for i in range(sampling.n)
     ]

@@ -29,6 +29,7 @@ PIECEWISE_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
 PIECEWISE_PRE_TOKENIZERS = {"Split", "Digits", "ByteLevel"}
 
 EncodePieces = Callable[[list[str]], list[list[int]]]
+Piece = tuple[str, str]  # a tenant and its text
 
 
 class SegmentEncoder:
@@ -43,7 +44,7 @@ class SegmentEncoder:
         longest_first = sorted(control_tokens, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)))
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, array[int]] = OrderedDict()  # least recently used first
+        self._known: OrderedDict[Piece, array[int]] = OrderedDict()  # least recently used first
         self.num_bytes = 0
 
     @classmethod
@@ -54,10 +55,10 @@ class SegmentEncoder:
             return None
         return cls(encode_pieces, control_tokens)
 
-    def encode(self, text: str) -> list[int]:
-        pieces = list(self._cut(text))
+    def encode(self, text: str, tenant: str = "") -> list[int]:
+        pieces = [(tenant, piece) for piece in self._cut(text)]
         found = [self._look_up(piece) for piece in pieces]
-        missing = [piece for piece, ids in zip(pieces, found) if ids is None]
+        missing = [piece for (_, piece), ids in zip(pieces, found) if ids is None]
         encoded = iter(self._encode_pieces(missing) if missing else ())
         token_ids: list[int] = []
         for piece, ids in zip(pieces, found):
@@ -86,8 +87,8 @@ class SegmentEncoder:
         if piece_start < len(text):
             yield text[piece_start:]
 
-    def _look_up(self, piece: str) -> array[int] | None:
-        if len(piece) < MIN_SEGMENT_CHARS:
+    def _look_up(self, piece: Piece) -> array[int] | None:
+        if len(piece[1]) < MIN_SEGMENT_CHARS:
             return None
         with self._lock:
             ids = self._known.get(piece)
@@ -95,9 +96,9 @@ class SegmentEncoder:
                 self._known.move_to_end(piece)
             return ids
 
-    def _remember(self, piece: str, ids: array[int]) -> None:
+    def _remember(self, piece: Piece, ids: array[int]) -> None:
         size = _num_bytes(piece, ids)
-        if len(piece) < MIN_SEGMENT_CHARS or size > self._max_bytes:
+        if len(piece[1]) < MIN_SEGMENT_CHARS or size > self._max_bytes:
             return
         with self._lock:
             if piece in self._known:  # two threads have encoded it
@@ -108,9 +109,9 @@ class SegmentEncoder:
                 self.num_bytes -= _num_bytes(*self._known.popitem(last=False))
 
 
-def _num_bytes(piece: str, ids: array[int]) -> int:
+def _num_bytes(piece: Piece, ids: array[int]) -> int:
     """At least what both take: Python stores up to four bytes a character."""
-    return 4 * len(piece) + ids.itemsize * len(ids)
+    return 4 * len(piece[1]) + ids.itemsize * len(ids)
 
 
 def _is_piecewise(model: tokenizers.Tokenizer) -> bool:

@@ -61,7 +61,7 @@ PROBES = (
     "\n\n\n\n\n    \n        \n\t\t\t",
 )
 
-Encode = Callable[[str, bool], list[int]]
+Encode = Callable[[str, bool, str], list[int]]
 
 
 class Tokenizer:
@@ -108,10 +108,13 @@ class Tokenizer:
             raise CheckpointError(f"{file} cannot be read", f"{error}.", "Fetch the file again.") from error
         return cls(model, _eos_token_ids(model, folder), _fast_encoder(file, model))
 
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text; control tokens written in it become their ids, as templates need."""
+    def encode(self, text: str, add_special_tokens: bool = False, tenant: str = "") -> list[int]:
+        """Token ids of a text; control tokens written in it become their ids, as templates need.
+
+        What was encoded before is remembered for each tenant apart: the time it takes would tell others.
+        """
         try:
-            return self._encode(text, add_special_tokens)
+            return self._encode(text, add_special_tokens, tenant)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(
                 "the text cannot be encoded",
@@ -154,10 +157,10 @@ def _remembering_encoder(model: tokenizers.Tokenizer) -> Encode:
     segments = SegmentEncoder.of(model, encode_pieces)
     adds_tokens = model.num_special_tokens_to_add(is_pair=False) > 0
 
-    def encode(text: str, add_special_tokens: bool) -> list[int]:
+    def encode(text: str, add_special_tokens: bool, tenant: str) -> list[int]:
         if segments is None or (add_special_tokens and adds_tokens):
             return _encode(model, text, add_special_tokens)
-        return segments.encode(text)
+        return segments.encode(text, tenant)
 
     return encode
 
@@ -243,7 +246,7 @@ def _fast_encoder(file: Path, model: tokenizers.Tokenizer) -> Encode | None:
         logger.warning("fastokens cannot read %s (%s); encoding with tokenizers", file, error)
         return None
 
-    def encode(text: str, add_special_tokens: bool) -> list[int]:
+    def encode(text: str, add_special_tokens: bool, tenant: str = "") -> list[int]:
         return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
     differing = [

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.serve.access import tenant_of
 from penstock.serve.answer import Answer, json_response, read_body
 from penstock.serve.anthropic.replies import MessageFormat
 from penstock.serve.anthropic.requests import parse_count, parse_messages
@@ -46,4 +47,6 @@ class AnthropicRoutes:
         asked = TokenizeRequest(
             text="", chat=chat, add_special_tokens=False, add_generation_prompt=True, shows_texts=False
         )
-        return json_response({"input_tokens": len(await self._text.tokenize(asked))})
+        return json_response(
+            {"input_tokens": len(await self._text.tokenize(asked, tenant_of(request.scope)))}
+        )

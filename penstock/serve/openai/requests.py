@@ -134,6 +134,7 @@ class ChatRequest:
     timeout_s: float | None = None
     priority: int = 0  # lower runs earlier
     session_id: str | None = None
+    tenant: str = ""  # who may share caches with it
     loop_guard: bool | None = None  # None: as the server was told
 
 
@@ -147,6 +148,7 @@ class CompletionRequest:
     timeout_s: float | None = None
     priority: int = 0  # lower runs earlier
     session_id: str | None = None
+    tenant: str = ""  # who may share caches with it
     loop_guard: bool | None = None  # None: as the server was told
 
 

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.serve.access import tenant_of
 from penstock.serve.answer import Answer, json_response, read_body
 from penstock.serve.openai.replies import ChatReplyFormat, CompletionReplyFormat
 from penstock.serve.openai.requests import (
@@ -99,7 +100,7 @@ class OpenAIRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         asked = parse_tokenize(await read_body(request))
-        tokens = await self._text.tokenize(asked)
+        tokens = await self._text.tokenize(asked, tenant_of(request.scope))
         found: dict[str, Any] = {
             "tokens": tokens,
             "count": len(tokens),

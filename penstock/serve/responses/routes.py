@@ -9,6 +9,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.errors import RequestError
+from penstock.serve.access import tenant_of
 from penstock.serve.answer import JSON_TYPE, Answer, json_response, read_body
 from penstock.serve.responses.items import Item
 from penstock.serve.responses.replies import Fields, ResponseReplyFormat
@@ -36,12 +37,13 @@ class ResponsesRoutes:
         fields = parse_response(await read_body(request))
         history: list[Item] = []
         if (previous := fields.previous_response_id) is not None:
-            history = self._store.items_of(previous, "previous_response_id")
+            history = self._store.items_of(previous, "previous_response_id", tenant_of(request.scope))
         asked = response_request(fields, history)
         id = new_id()
 
         def keep(body: bytes, output: list[Fields]) -> None:
-            self._store.keep(id, body, [*asked.items, *msgspec.convert(output, list[Item])])
+            items = [*asked.items, *msgspec.convert(output, list[Item])]
+            self._store.keep(id, body, items, tenant_of(request.scope))
 
         style = ResponseReplyFormat(
             id, self._serving.model_name, asked.echo, keep if asked.is_stored else None
@@ -59,11 +61,12 @@ class ResponsesRoutes:
     async def show(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
             raise RequestError("A response that is kept cannot be streamed again", param="stream")
-        return Response(self._store.body_of(request.path_params["id"]), media_type=JSON_TYPE)
+        body = self._store.body_of(request.path_params["id"], tenant_of(request.scope))
+        return Response(body, media_type=JSON_TYPE)
 
     async def delete(self, request: Request) -> Response:
         id = request.path_params["id"]
-        self._store.delete(id)
+        self._store.delete(id, tenant_of(request.scope))
         return json_response({"id": id, "object": "response", "deleted": True})
 
 

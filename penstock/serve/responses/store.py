@@ -32,6 +32,7 @@ class UnknownResponseError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
+    tenant: str  # others do not find it
     body: bytes  # the response as it was sent
     items: bytes  # its conversation, with the reply
     at: float
@@ -63,26 +64,27 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, id: str, body: bytes, items: list[Item]) -> None:
-        kept = _Kept(body, msgspec.json.encode(items), self._clock())
+    def keep(self, id: str, body: bytes, items: list[Item], tenant: str = "") -> None:
+        kept = _Kept(tenant, body, msgspec.json.encode(items), self._clock())
         self._kept[id] = kept
         self.num_bytes += kept.num_bytes
         self._forget_old()
 
-    def body_of(self, id: str) -> bytes:
-        return self._find(id, None).body
+    def body_of(self, id: str, tenant: str = "") -> bytes:
+        return self._find(id, tenant).body
 
-    def items_of(self, id: str, param: str) -> list[Item]:
+    def items_of(self, id: str, param: str, tenant: str = "") -> list[Item]:
         """`param`: the field that named the response."""
-        return msgspec.json.decode(self._find(id, param).items, type=list[Item])
+        return msgspec.json.decode(self._find(id, tenant, param).items, type=list[Item])
 
-    def delete(self, id: str) -> None:
-        self._find(id, None)
+    def delete(self, id: str, tenant: str = "") -> None:
+        self._find(id, tenant)
         self._forget(id)
 
-    def _find(self, id: str, param: str | None) -> _Kept:
+    def _find(self, id: str, tenant: str, param: str | None = None) -> _Kept:
         self._forget_old()
-        if id not in self._kept:
+        kept = self._kept.get(id)
+        if kept is None or kept.tenant != tenant:
             raise UnknownResponseError(
                 f"There is no response {id[:64]!r} here",
                 f"The last {self._max_responses} are kept for {self._max_age_s / 3600:.0f} hours, in up to "
@@ -90,7 +92,7 @@ class ResponseStore:
                 "Send the conversation as input.",
                 param=param,
             )
-        return self._kept[id]
+        return kept
 
     def _forget_old(self) -> None:
         oldest_at = self._clock() - self._max_age_s

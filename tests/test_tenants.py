@@ -1,0 +1,104 @@
+"""Who sends another key finds nothing of what others have said, neither in caches nor by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.cache.prefix import PrefixIndex
+from penstock.text.segments import SegmentEncoder
+from serving import Server, start_server
+
+KEYS = ("sk-of-ann", "sk-of-ben")
+SYSTEM = "You know rivers, their banks, their deltas and the weirs that people build in them. " * 3
+LONG = "Of all rivers I like those best that nobody has counted the bridges of, since they are few. " * 6
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    file: Path = tmp_path_factory.mktemp("prompt") / "system.txt"
+    file.write_text(SYSTEM)
+    settings: dict[str, Any] = {"api_key": KEYS, "system_prompt_file": str(file)}
+    with start_server({"max_rows": 16}, settings) as server:
+        yield server
+
+
+def ask(server: Server, key: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    if body is None:
+        return server.http.get(server.url + path, headers=headers)
+    return server.http.post(server.url + path, json={"model": "any", **body}, headers=headers)
+
+
+def num_cached(server: Server, key: str, prompt: str, **fields: Any) -> int:
+    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 2, **fields}
+    answer = ask(server, key, "/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    cached: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached
+
+
+def test_a_prefix_is_shared_within_a_tenant_and_never_beyond(server: Server) -> None:
+    """The operator's system prompt is everybody's: it is computed for each of them."""
+    ann, ben = KEYS
+    shared = num_cached(server, ann, "Hello")
+    assert shared > 0, "the system prompt"
+    assert num_cached(server, ann, LONG) == shared
+    assert num_cached(server, ann, LONG) > shared
+    assert num_cached(server, ben, LONG) == shared
+    assert num_cached(server, ben, LONG) > shared
+
+
+def test_sessions_are_their_tenants(server: Server) -> None:
+    ann, ben = KEYS
+    num_cached(server, ann, "one", session_id="talk")
+    num_cached(server, ben, "two", session_id="talk")
+    num_cached(server, ben, "three", session_id="other")
+    names = {key: {one["id"] for one in ask(server, key, "/v1/sessions").json()["data"]} for key in KEYS}
+    assert names == {ann: {"talk"}, ben: {"talk", "other"}}
+    assert ask(server, ann, "/v1/sessions/other").status_code == 404
+    delete = server.http.delete(server.url + "/v1/sessions/talk", headers={"x-api-key": ann})
+    assert delete.status_code == 200, delete.text
+    assert ask(server, ann, "/v1/sessions").json()["data"] == []
+    assert ask(server, ben, "/v1/sessions/talk").json()["id"] == "talk"
+
+
+def test_kept_responses_are_their_tenants(server: Server) -> None:
+    ann, ben = KEYS
+    kept = ask(server, ann, "/v1/responses", {"input": "Hello", "max_output_tokens": 4}).json()
+    path = f"/v1/responses/{kept['id']}"
+    assert ask(server, ben, path).status_code == 404
+    going_on = {"input": "And?", "max_output_tokens": 4, "previous_response_id": kept["id"]}
+    assert ask(server, ben, "/v1/responses", going_on).status_code == 404
+    assert server.http.delete(server.url + path, headers={"x-api-key": ben}).status_code == 404
+    assert ask(server, ann, path).json()["id"] == kept["id"]
+    assert ask(server, ann, "/v1/responses", going_on).status_code == 200
+
+
+def test_pages_of_two_tenants_have_nothing_in_common() -> None:
+    index, tokens = PrefixIndex(page_size=4), list(range(40))
+    digests: list[list[bytes]] = []
+    for tenant in ("", "ann", "ben"):
+        digests.append([])
+        index.extend_digests(digests[-1], tokens[:13], tenant)
+        index.extend_digests(digests[-1], tokens, tenant)
+    assert [len(some) for some in digests] == [10, 10, 10]
+    assert len({digest for some in digests for digest in some}) == 30
+
+
+def test_texts_are_remembered_for_each_tenant_apart() -> None:
+    """Or the time that tokenising takes would tell what others have sent."""
+    encoded: list[str] = []
+
+    def encode(pieces: list[str]) -> list[list[int]]:
+        encoded.extend(pieces)
+        return [list(piece.encode()) for piece in pieces]
+
+    segments = SegmentEncoder(encode, ["<|end|>"])
+    for tenant in ("ann", "ben", "ann", "ben", ""):
+        assert segments.encode(LONG, tenant) == list(LONG.encode())
+    assert encoded == [LONG] * 3
