@@ -52,6 +52,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely ones'
+    prompt_logprobs: int | None = None  # the same for the prompt, all of which is computed anew for that
     n: int = 1
     grammar: str | None = None  # what the reply is held to, as penstock.text.grammar writes it
     grammar_starts_after: tuple[int, ...] = ()  # free until one of these token ids came, as thinking ends
@@ -97,6 +98,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("frequency_penalty", -2.0, 2.0),
     ("seed", -(2**63), 2**63 - 1),
     ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
     ("n", 1, 128),
 )
 
@@ -146,6 +148,7 @@ class Sequence:
     checkpoints: dict[int, int] = field(default_factory=dict)  # num_tokens -> slot, not yet registered
     reply_checkpoint: int | None = None  # num_tokens of the last one within the reply
     num_preemptions: int = 0
+    prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by place, as far as computed
     finish: FinishReason | None = None
 
     @classmethod
@@ -174,6 +177,12 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return self.num_tokens - self.num_computed
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether logits of its prompt are wanted that have not been computed yet."""
+        is_asked = self.request.sampling.prompt_logprobs is not None and not self.request.num_resumed_tokens
+        return is_asked and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +219,14 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
+class Followers:
+    """What comes after tokens of a prompt: their log-probabilities are wanted, and of the likeliest there."""
+
+    token_ids: tuple[int, ...]
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
 class RowPlan:
     """One row of one step: a prefill chunk, a decode, or several tokens to verify, by its numbers."""
 
@@ -220,6 +237,7 @@ class RowPlan:
     slot: int = 0  # where the state goes
     initial_slot: int = 0  # where the state comes from, unless start is 0 (then it is zero)
     checkpoints: tuple[tuple[int, int], ...] = ()  # (tokens of this row, slot): save the state after them
+    followers: Followers | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -262,6 +280,7 @@ class StepOutput:
     step: int
     token_ids: Mapping[int, int]
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
+    follower_logprobs: Mapping[int, list[TokenLogprob]] = field(default_factory=dict)
 
 
 # Made and sent for every token: as a dataclass it would take eight times as long to make.
@@ -274,6 +293,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish: FinishReason | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with its first token: of all of the prompt but its first
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 
+from penstock.assets import default_model
 from penstock.eval.lm_harness import NEEDED as LM_EVAL_PACKAGES
 from serving import Server, eventually, start_server
 from test_clients import CLIENT_BLOCKS, as_shown, run
@@ -107,26 +108,55 @@ def test_lm_eval_asks_and_understands_the_answers(server: Server, tmp_path: Path
         "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 32, "temperature": 0},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     }
-    (tmp_path / "sums.yaml").write_text(json.dumps(task))
     path = "/v1/chat/completions" if is_chat else "/v1/completions"
-    settings = f"model=penstock-tiny,base_url={server.url}{path},num_concurrent=4,tokenized_requests=False"
-    words = ["--model", model, "--model_args", f"{settings},tokenizer_backend=None", "--tasks", "sums"]
-    words += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
-    command = [
-        sys.executable,
-        "-m",
-        "lm_eval",
-        "run",
-        *words,
-        *(["--apply_chat_template"] if is_chat else []),
+    settings = f"base_url={server.url}{path},tokenized_requests=False,tokenizer_backend=None"
+    right = run_lm_eval(task, model, settings, tmp_path, *(["--apply_chat_template"] if is_chat else []))
+    report(model, version=importlib.metadata.version("lm_eval"), questions=len(SUMS), exact_match=right)
+    assert right > 0.9
+
+
+def test_lm_eval_compares_how_likely_answers_are(server: Server, tmp_path: Path) -> None:
+    """From the log-probabilities of prompts, of which each ends with one of the answers."""
+    require(*LM_EVAL_PACKAGES)
+    questions = tmp_path / "sums.jsonl"
+    lines = [
+        {
+            "q": f"What is {a} + {b}? Reply with just the number.",
+            "choices": [str(a + b + n) for n in (1, 0, 10, -2)],
+        }
+        for a, b in SUMS
     ]
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    task = {
+        "task": "sums",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(questions)}, "cache_dir": str(tmp_path / "cache")},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": chat_prompt("{{q}}"),
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": 1,
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    settings = f"base_url={server.url}/v1/completions,tokenizer={default_model()}"
+    right = run_lm_eval(task, "local-completions", settings, tmp_path)
+    report("likelihood", version=importlib.metadata.version("lm_eval"), questions=len(SUMS), accuracy=right)
+    assert right > 0.9
+
+
+def run_lm_eval(task: dict[str, Any], model: str, settings: str, folder: Path, *flags: str) -> float:
+    """The share of right answers, by the task's only metric."""
+    (folder / "sums.yaml").write_text(json.dumps(task))
+    settings = f"model=penstock-tiny,num_concurrent=4,{settings}"
+    words = ["--model", model, "--model_args", settings, "--tasks", "sums", "--include_path", str(folder)]
+    command = [sys.executable, "-m", "lm_eval", "run", *words, "--output_path", str(folder / "out"), *flags]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "unused"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
-    (results,) = (tmp_path / "out").rglob("results*.json")
-    right = json.loads(results.read_text())["results"]["sums"]["exact_match,none"]
-    report(model, version=importlib.metadata.version("lm_eval"), questions=len(SUMS), exact_match=right)
-    assert right > 0.9
+    (results,) = (folder / "out").rglob("results*.json")
+    metric = task["metric_list"][0]["metric"]
+    return float(json.loads(results.read_text())["results"]["sums"][f"{metric},none"])
 
 
 def chat_prompt(question: str) -> str:

@@ -213,6 +213,30 @@ def test_a_prompt_may_be_text_ids_or_lists_of_either(api: openai.OpenAI) -> None
     assert reply.object == "text_completion"
 
 
+def test_an_echo_is_scored_like_the_reply(api: openai.OpenAI) -> None:
+    """As those ask who compare texts. Nothing stands before the first token: it has no score."""
+    whole = complete(api, prompt="Once upon a time", echo=True, logprobs=2, max_tokens=3)
+    choice, scores = whole.choices[0], whole.choices[0].logprobs
+    num_tokens = whole.usage.prompt_tokens + whole.usage.completion_tokens
+    assert "".join(scores.tokens) == choice.text
+    assert len(scores.tokens) == len(scores.token_logprobs) == len(scores.top_logprobs) == num_tokens
+    assert scores.token_logprobs[0] is None
+    assert scores.top_logprobs[0] is None
+    assert all(logprob <= 0 for logprob in scores.token_logprobs[1:])
+    assert scores.text_offset == [len("".join(scores.tokens[:place])) for place in range(num_tokens)]
+    streamed = [
+        chunk.choices[0]
+        for chunk in complete(
+            api, prompt="Once upon a time", echo=True, logprobs=2, max_tokens=3, stream=True
+        )
+    ]
+    assert [token for one in streamed for token in one.logprobs.tokens] == scores.tokens
+    # The reply's tokens, offered as a prompt, have the scores that they had when they were generated.
+    again = complete(api, prompt=choice.text, echo=True, logprobs=2, max_tokens=1).choices[0].logprobs
+    assert again.tokens[:num_tokens] == scores.tokens
+    assert again.token_logprobs[1:num_tokens] == pytest.approx(scores.token_logprobs[1:], abs=1e-3)
+
+
 def test_echo_repeats_the_prompt_first(api: openai.OpenAI) -> None:
     text = complete(api).choices[0].text
     assert complete(api, echo=True).choices[0].text == "Once" + text
@@ -321,7 +345,6 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": 100}, "min_tokens"),
     ({"logprobs": True}, "logprobs"),
     ({"logprobs": 21}, "logprobs"),
-    ({"logprobs": 1, "echo": True}, "echo"),
     ({"best_of": 3}, "best_of"),
     ({"suffix": "x"}, "suffix"),
 ]

@@ -107,7 +107,7 @@ class Cache:
 
     def max_hit(self, sequence: Sequence) -> int:
         """The longest prefix that may be reused: one token at least must run to give logits."""
-        return (len(sequence.tokens) - 1) // self.page_size * self.page_size
+        return 0 if sequence.is_scored else (len(sequence.tokens) - 1) // self.page_size * self.page_size
 
     def match(self, sequence: Sequence) -> PrefixHit:
         """The longest prefix that can be reused now. Takes nothing; `admit` does."""
@@ -315,7 +315,7 @@ class Cache:
         assert len(planned) + self._index.num_checkpoints <= self.max_checkpoints
 
     def _outcome(self, sequence: Sequence, hit: PrefixHit) -> str:
-        if not self.is_enabled:
+        if not self.is_enabled or sequence.is_scored:
             return "miss_disabled"
         if hit.num_tokens:
             return "hit"

@@ -5,7 +5,7 @@ The only place where the host waits for the device is `PendingStep.wait`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,22 +17,35 @@ from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.rows import RowTable, SampleInputs, Wishes
 from penstock.layers.inputs import LayerCache
 from penstock.progress import OnPhase
-from penstock.types import StepOutput, StepPlan, TokenLogprob
+from penstock.types import Followers, StepOutput, StepPlan, TokenLogprob
+
+FOLLOWER_ROWS = 64  # of logits at a time: a vocabulary has hundreds of thousands
+
+Scores = tuple[Tensor, Tensor, Tensor]  # log-probabilities [T], of the likeliest [T, k], their ids [T, k]
 
 
 class PendingStep:
     """A step on its way: its results are being copied to the host."""
 
-    def __init__(self, plan: StepPlan, wishes: Wishes, tensors: list[Tensor]) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        wishes: Wishes,
+        tensors: list[Tensor],
+        scores: dict[int, Scores] | None = None,  # of followers, by row
+    ) -> None:
         self._plan = plan
         self._wishes = wishes
         self._event: torch.cuda.Event | None = None
+        self._tensors, self._scores = tensors, scores or {}
         if tensors[0].is_cuda:
             self._tensors = [_copy_to_host(tensor) for tensor in tensors]
+            self._scores = {
+                row: (_copy_to_host(logprobs), _copy_to_host(top), _copy_to_host(top_ids))
+                for row, (logprobs, top, top_ids) in self._scores.items()
+            }
             self._event = torch.cuda.Event()
             self._event.record()
-        else:
-            self._tensors = tensors
 
     def wait(self) -> StepOutput:
         if self._event is not None:
@@ -43,7 +56,20 @@ class PendingStep:
             step=self._plan.step,
             token_ids=dict(zip(rows, token_ids)),
             logprobs=self._logprobs(rows, token_ids, *logprobs) if logprobs else {},
+            follower_logprobs=self._follower_logprobs(),
         )
+
+    def _follower_logprobs(self) -> dict[int, list[TokenLogprob]]:
+        followers = {row.row: row.followers.token_ids for row in self._plan.rows if row.followers is not None}
+        return {
+            row: [
+                TokenLogprob(token_id, logprob, tuple(zip(top_ids, top)))
+                for token_id, logprob, top, top_ids in zip(
+                    followers[row], *(part.tolist() for part in scores)
+                )
+            ]
+            for row, scores in self._scores.items()
+        }
 
     def _logprobs(
         self,
@@ -76,6 +102,7 @@ class LaunchedLogits:
     plan: StepPlan
     wishes: Wishes
     logits: Tensor  # [L, vocab] float32
+    scores: dict[int, Scores] = field(default_factory=dict)  # of followers, by row
 
 
 @dataclass(slots=True)
@@ -101,19 +128,20 @@ class Runner:
         wishes = self.rows.wishes(plan)
         if self.graphs is not None and wishes.are_plain and is_decode(plan):
             return PendingStep(plan, wishes, [self.graphs.replay(plan, wishes.ending)])
-        return self.launch_sampling(LaunchedLogits(plan, wishes, self._forward(plan)))
+        return self.launch_sampling(self._launch_forward(plan, wishes))
 
     @torch.inference_mode()
     def launch_logits(self, plan: StepPlan) -> LaunchedLogits:
         """Half of `launch`, for steps whose masks the host makes meanwhile; `launch_sampling` is the rest."""
         self.rows.update(plan)
-        return LaunchedLogits(plan, self.rows.wishes(plan), self._forward(plan))
+        return self._launch_forward(plan, self.rows.wishes(plan))
 
     @torch.inference_mode()
     def launch_sampling(self, launched: LaunchedLogits, masks: StepMasks | None = None) -> PendingStep:
         plan, wishes = launched.plan, launched.wishes
         sampling = self.rows.sample_inputs(plan)
-        return PendingStep(plan, wishes, self._sample(launched.logits, sampling, wishes, masks))
+        tensors = self._sample(launched.logits, sampling, wishes, masks)
+        return PendingStep(plan, wishes, tensors, launched.scores)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
@@ -121,6 +149,29 @@ class Runner:
         self.rows.update(plan)
         logits = self._forward(plan)
         return logits if self.graphs is None else logits.clone()  # the next replay writes over them
+
+    def _launch_forward(self, plan: StepPlan, wishes: Wishes) -> LaunchedLogits:
+        if all(row.followers is None for row in plan.rows):
+            return LaunchedLogits(plan, wishes, self._forward(plan))
+        inputs = self.rows.step_inputs(plan.rows, self.deterministic)
+        hidden = self.model(inputs, self.caches)
+        logits = self.model.logits(hidden[inputs.logit_rows], deterministic=self.deterministic)
+        scores, first = {}, 0
+        for row in plan.rows:
+            if row.followers is not None and row.followers.token_ids:
+                scores[row.row] = self._score(hidden[first : first + row.num_tokens], row.followers)
+            first += row.num_tokens
+        return LaunchedLogits(plan, wishes, logits, scores)
+
+    def _score(self, hidden: Tensor, followers: Followers) -> Scores:  # hidden: [T, H]
+        token_ids = self.rows.upload(list(followers.token_ids))
+        parts = []
+        for first in range(0, len(token_ids), FOLLOWER_ROWS):
+            some = slice(first, first + FOLLOWER_ROWS)
+            logits = self.model.logits(hidden[: len(token_ids)][some], deterministic=self.deterministic)
+            parts.append(ops.token_logprobs(logits, token_ids[some], followers.num_top))
+        logprobs, top, top_ids = (torch.cat(part) for part in zip(*parts))
+        return logprobs, top, top_ids
 
     def _forward(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
         if self.graphs is not None and is_decode(plan):

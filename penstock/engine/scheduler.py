@@ -22,6 +22,7 @@ from penstock.errors import RequestError
 from penstock.types import (
     Admission,
     FinishReason,
+    Followers,
     LogitEdit,
     PrefixHit,
     Request,
@@ -153,6 +154,8 @@ class Scheduler:
             sequence = chunk.sequence
             if sequence.finish is not None:
                 continue
+            for place, scored in enumerate(output.follower_logprobs.get(chunk.row, ()), chunk.start + 1):
+                sequence.prompt_logprobs[place] = scored
             if chunk.samples:
                 token_id, logprob = output.token_ids[chunk.row], output.logprobs.get(chunk.row)
                 deltas.append(self._append(sequence, token_id, logprob))
@@ -330,6 +333,7 @@ class Scheduler:
             slot=slot,
             initial_slot=slot if sequence.initial_slot is None else sequence.initial_slot,
             checkpoints=tuple(checkpoints),
+            followers=_followers(chunk) if sequence.is_scored else None,
         )
 
     def _admission(self, chunk: _Chunk) -> Admission:
@@ -364,6 +368,7 @@ class Scheduler:
             logprobs=() if logprob is None else (logprob,),
             finish=reason,
             num_cached_tokens=sequence.num_cached_tokens,
+            prompt_logprobs=_scored_prompt(sequence),
         )
 
     def _register(self, sequence: Sequence) -> None:
@@ -401,6 +406,21 @@ class Scheduler:
 
 def _order(sequence: Sequence) -> tuple[float, int]:
     return sequence.due_s, sequence.arrival
+
+
+def _followers(chunk: _Chunk) -> Followers:
+    sequence, start = chunk.sequence, chunk.start + 1
+    end = min(start + chunk.num_tokens, sequence.num_prompt_tokens)
+    num_top = sequence.request.sampling.prompt_logprobs
+    assert num_top is not None
+    return Followers(tuple(sequence.tokens[start:end]), num_top)
+
+
+def _scored_prompt(sequence: Sequence) -> tuple[TokenLogprob, ...]:
+    """All of it with the first token of the reply, nothing after."""
+    if not sequence.prompt_logprobs or len(sequence.tokens) != sequence.num_prompt_tokens + 1:
+        return ()
+    return tuple(sequence.prompt_logprobs[place] for place in range(1, sequence.num_prompt_tokens))
 
 
 def _logit_edits(sequence: Sequence, row: int) -> list[LogitEdit]:

@@ -31,10 +31,10 @@ from penstock.types import FinishReason, Request, TokenDelta, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A generated token as its bytes, with its log-probability and the likeliest ones at its place."""
+    """A token as its bytes, with its log-probability and the likeliest ones at its place."""
 
     data: bytes
-    logprob: float
+    logprob: float | None  # None: it is the first of a prompt, before which nothing stands
     top: tuple[tuple[bytes, float], ...]
 
 
@@ -234,7 +234,10 @@ class Reply:
         if self._thought.budget is not None:
             self._said_ids += token_ids
         text = self._decoder.push(token_ids)
-        scored = delta.logprobs[: self.num_tokens - num_before]
+        scored = self._score(delta.logprobs[: self.num_tokens - num_before])
+        if delta.prompt_logprobs:
+            first = ScoredToken(self._tokenizer.token_bytes(self.request.token_ids[0]), None, ())
+            scored = (first, *self._score(delta.prompt_logprobs), *scored)
         if self._echo:
             text, self._echo = self._echo + text, ""
         if is_over_budget and not self._decoder.stopped:
@@ -249,7 +252,7 @@ class Reply:
         if finish is not None:
             text += self._decoder.finish()
         news, has_ended = self._parse(text, finish)
-        self._stream.take(self.request.id, ReplyDelta(self._index, news, self._score(scored)), has_ended)
+        self._stream.take(self.request.id, ReplyDelta(self._index, news, scored), has_ended)
 
     def fail(self, error: Exception) -> None:
         self._stream.fail(error)

@@ -113,6 +113,7 @@ class ChatReplyFormat:
                 "top_logprobs": [_scored(data, logprob) for data, logprob in token.top],
             }
             for token in tokens
+            if token.logprob is not None
         ]
         return {"content": content, "refusal": None}
 
@@ -186,9 +187,10 @@ class CompletionReplyFormat:
             offset = self._offsets.get(index, 0)
             self._offsets[index] = offset + len(text)
             top = {_token_text(data): _finite(logprob) for data, logprob in token.top}
+            logprob = None if token.logprob is None else _finite(token.logprob)
             lists["tokens"].append(text)
-            lists["token_logprobs"].append(_finite(token.logprob))
-            lists["top_logprobs"].append({**top, text: _finite(token.logprob)})
+            lists["token_logprobs"].append(logprob)
+            lists["top_logprobs"].append(None if logprob is None else {**top, text: logprob})
             lists["text_offset"].append(offset)
         return lists
 

@@ -8,7 +8,7 @@ names it. Nothing here renders, tokenises or generates; replies are written in r
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -209,12 +209,6 @@ def completion_request(fields: CompletionBody) -> CompletionRequest:
         raise RequestError("suffix is not supported", "The model only continues text.", param="suffix")
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise RequestError("best_of is not supported", "Every reply is returned: use n.", param="best_of")
-    if fields.echo and fields.logprobs is not None:
-        raise RequestError(
-            "echo with logprobs is not supported",
-            "Log-probabilities exist for generated tokens only.",
-            param="echo",
-        )
     if fields.max_tokens is None:
         fields.max_tokens = COMPLETION_MAX_TOKENS
     prompts = _split_prompts(fields.prompt)
@@ -225,9 +219,12 @@ def completion_request(fields: CompletionBody) -> CompletionRequest:
             "Split the call.",
             param="prompt",
         )
+    sampling = _sampling(fields, fields.logprobs, {})
+    if fields.echo:
+        sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
     return CompletionRequest(
         prompts=prompts,
-        sampling=_sampling(fields, fields.logprobs, {}),
+        sampling=sampling,
         echo=bool(fields.echo),
         is_stream=bool(fields.stream),
         include_usage=_includes_usage(fields),
