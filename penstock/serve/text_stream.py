@@ -236,8 +236,9 @@ class Reply:
         text = self._decoder.push(token_ids)
         scored = self._score(delta.logprobs[: self.num_tokens - num_before])
         if delta.prompt_logprobs:
+            # The token of the reply is among them even when it only ends it: lm-eval leaves out the last one.
             first = ScoredToken(self._tokenizer.token_bytes(self.request.token_ids[0]), None, ())
-            scored = (first, *self._score(delta.prompt_logprobs), *scored)
+            scored = (first, *self._score(delta.prompt_logprobs + delta.logprobs))
         if self._echo:
             text, self._echo = self._echo + text, ""
         if is_over_budget and not self._decoder.stopped:
