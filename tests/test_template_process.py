@@ -210,7 +210,14 @@ def test_a_slow_template_does_not_hold_up_the_server() -> None:
     async def serve() -> None:
         template = ChatTemplate(AMPLIFIERS["slow copies"])
         engine = TextEngine(Client(), Tokenizer.load(default_model()), template, Metrics())
-        chat = ChatRequest(HELLO, None, {}, SamplingParams(), is_stream=False, include_usage=False)
+        chat = ChatRequest(
+            messages=HELLO,
+            tools=None,
+            template_arguments={},
+            sampling=SamplingParams(),
+            is_stream=False,
+            include_usage=False,
+        )
         asked = asyncio.create_task(engine.stream_chat("id", chat, lambda _: None))
         await asyncio.sleep(0.05)
         assert not asked.done()

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.errors import ContextLengthError, RequestError
 from penstock.serve.fleet import Fleet
 from penstock.serve.metrics import Metrics, TokenTimer
-from penstock.serve.openai.requests import ChatRequest, CompletionRequest, TokenizeRequest
+from penstock.serve.openai.requests import ChatRequest, CompletionRequest, TextRequest, TokenizeRequest
 from penstock.serve.reply_form import form_param, grammar_of
 from penstock.serve.system_prompt import with_system_prompt
 from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
@@ -196,7 +196,7 @@ class TextEngine:
         prompts: list[list[int]],
         sampling: SamplingParams,
         info: EngineInfo,
-        asked: ChatRequest | CompletionRequest,
+        asked: TextRequest,
     ) -> list[list[Request]]:
         """The requests of each prompt, with ids that tell them apart."""
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
@@ -214,7 +214,7 @@ class TextEngine:
             for id, token_ids in zip(ids, prompts)
         ]
 
-    def _guard(self, asked: ChatRequest | CompletionRequest) -> LoopGuard | None:
+    def _guard(self, asked: TextRequest) -> LoopGuard | None:
         is_wanted = self._loop_guard if asked.loop_guard is None else asked.loop_guard
         return LoopGuard() if is_wanted else None
 

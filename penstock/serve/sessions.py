@@ -17,13 +17,13 @@ from penstock.errors import PenstockError, RequestError
 from penstock.serve.access import tenant_of
 from penstock.serve.answer import json_response
 from penstock.serve.fleet import Fleet
-from penstock.serve.openai.requests import MAX_SESSION_ID_CHARS, ChatRequest, CompletionRequest
+from penstock.serve.openai.requests import MAX_SESSION_ID_CHARS, TextRequest
 from penstock.serve.serving import Serving
 from penstock.types import SessionInfo
 
 HEADER = "x-session-id"
 
-Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
+Asked = TypeVar("Asked", bound=TextRequest)
 
 
 class SessionNotFoundError(PenstockError):

@@ -117,39 +117,37 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS_ASKED)]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    messages: list[dict[str, Any]]
-    tools: list[PlainTool] | None  # that may be called
-    template_arguments: dict[str, Scalar]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest:
+    """What a request for text says besides its prompt."""
+
     sampling: SamplingParams
     is_stream: bool
     include_usage: bool
+    timeout_s: float | None = None
+    priority: int = 0  # lower runs earlier
+    session_id: str | None = None
+    tenant: str = ""  # who may share caches with it
+    loop_guard: bool | None = None  # None: as the server was told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(TextRequest):
+    messages: list[dict[str, Any]]
+    tools: list[PlainTool] | None  # that may be called
+    template_arguments: dict[str, Scalar]
     must_call: list[PlainTool] | None = None  # one of these
     is_parallel: bool = True  # more than one call
     json_form: JsonForm | None = None
     thinking_budget: int | None = None  # tokens
     reply_start: str = ""  # what the reply goes on from
     is_cut_to_context: bool = False  # where max_tokens is more than fits behind the prompt
-    timeout_s: float | None = None
-    priority: int = 0  # lower runs earlier
-    session_id: str | None = None
-    tenant: str = ""  # who may share caches with it
-    loop_guard: bool | None = None  # None: as the server was told
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest(TextRequest):
     prompts: list[str | list[int]]
-    sampling: SamplingParams
     echo: bool
-    is_stream: bool
-    include_usage: bool
-    timeout_s: float | None = None
-    priority: int = 0  # lower runs earlier
-    session_id: str | None = None
-    tenant: str = ""  # who may share caches with it
-    loop_guard: bool | None = None  # None: as the server was told
 
 
 @dataclass(frozen=True, slots=True)
