@@ -34,7 +34,7 @@ from serving import Server, start_server
 
 GATE = next(gate for gate in GATES if gate.name == "word_problems")
 SEED = 2026
-NUM_PROBLEMS, NUM_FAULT_PROBLEMS = 50, 24
+NUM_PROBLEMS, NUM_FAULT_PROBLEMS = 100, 24
 NUM_CLIENTS = 8
 MAX_TOKENS = 128  # right replies have at most 107
 

@@ -154,8 +154,9 @@ class Scheduler:
             sequence = chunk.sequence
             if sequence.finish is not None:
                 continue
-            for place, scored in enumerate(output.follower_logprobs.get(chunk.row, ()), chunk.start + 1):
-                sequence.prompt_logprobs[place] = scored
+            if chunk.row in output.follower_logprobs:
+                scored = enumerate(output.follower_logprobs[chunk.row], chunk.start + 1)
+                sequence.prompt_logprobs.update(scored)
             if chunk.samples:
                 token_id, logprob = output.token_ids[chunk.row], output.logprobs.get(chunk.row)
                 deltas.append(self._append(sequence, token_id, logprob))
@@ -333,7 +334,7 @@ class Scheduler:
             slot=slot,
             initial_slot=slot if sequence.initial_slot is None else sequence.initial_slot,
             checkpoints=tuple(checkpoints),
-            followers=_followers(chunk) if sequence.is_scored else None,
+            followers=None if chunk.is_decode or not sequence.is_scored else _followers(chunk),
         )
 
     def _admission(self, chunk: _Chunk) -> Admission:

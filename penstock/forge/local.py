@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
+from penstock.forge.host import load_file
 from penstock.forge.sandbox import Played
 from penstock.forge.target import Target
 from penstock.forge.traces import Call
@@ -23,14 +22,7 @@ from penstock.forge.traces import Call
 def load_module(path: Path) -> ModuleType:
     if not path.exists():
         raise PenstockError(f"There is no {path}", "", "`bash run.sh` writes workspace/engine.py.")
-    name = f"engine_{path.stem}_{time.monotonic_ns()}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where kernels and dataclasses look for their own source
-    spec.loader.exec_module(module)
-    return module
+    return load_file(f"engine_{path.stem}_{time.monotonic_ns()}", str(path))
 
 
 class LocalPlayer:

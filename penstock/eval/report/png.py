@@ -179,17 +179,21 @@ def _draw_bars(chart: BarChart, axes: Any, theme: Theme) -> None:
         axes.barh(y, bar.value, height=0.42, color=colour, alpha=0.45 if bar.is_dashed else 1.0)
         for mark in bar.marks:
             axes.plot([mark.value] * 2, [y - 0.34, y + 0.34], color=theme[mark.role.value], linewidth=2)
-        axes.annotate(
-            bar.text,
-            (1.01, y),
-            xycoords=("axes fraction", "data"),
-            va="center_baseline",
-            color=theme["ink"],
-            fontsize=PLAIN,
-            annotation_clip=False,
-        )
+        _label_beside(bar.text, y, axes, theme)
     if chart.key:
         axes.set_xlabel(chart.key, fontsize=SMALL, color=theme["quiet"], loc="left")
+
+
+def _label_beside(text: str, y: float, axes: Any, theme: Theme) -> None:
+    axes.annotate(
+        text,
+        (1.01, y),
+        xycoords=("axes fraction", "data"),
+        va="center_baseline",
+        color=theme["ink"],
+        fontsize=PLAIN,
+        annotation_clip=False,
+    )
 
 
 def _draw_ranges(chart: RangeChart, axes: Any, theme: Theme) -> None:
@@ -208,14 +212,6 @@ def _draw_ranges(chart: RangeChart, axes: Any, theme: Theme) -> None:
         axes.plot(each.max, y, "|", color=theme["other"], markersize=5)
         axes.plot(each.p99, y, "o", color=ours, markerfacecolor=theme["paper"], markersize=5.5)
         axes.plot(each.p50, y, "o", color=ours, markersize=6.5)
-        axes.annotate(
-            each.text,
-            (1.01, y),
-            xycoords=("axes fraction", "data"),
-            va="center_baseline",
-            color=theme["ink"],
-            fontsize=PLAIN,
-            annotation_clip=False,
-        )
+        _label_beside(each.text, y, axes, theme)
     key = f"{chart.unit}; dot: median, ticks: p90 and p95, ring: p99, thin line: to the slowest"
     axes.set_xlabel(key, fontsize=SMALL, color=theme["quiet"], loc="left")

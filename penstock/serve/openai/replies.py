@@ -7,7 +7,8 @@ Knows how answers are spelled, not where they come from or how they travel.
 from __future__ import annotations
 
 import time
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -30,16 +31,61 @@ LOOP_REASON = {"stop_reason": "loop_guard"}  # beside finish_reason, as vLLM tel
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; this is what OpenAI writes for it
 
 
-class ChatReplyFormat:
-    """chat.completion, and chat.completion.chunk: a role first, then what comes, then why it ended."""
+class OpenAIReplyFormat(ABC):
+    """What the replies of both endpoints have in common: all but what stands in a choice."""
+
+    id_prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
 
     def __init__(
         self, request_id: str, model: str, *, has_logprobs: bool = False, include_usage: bool = False
     ) -> None:
-        self._head = {"id": f"chatcmpl-{request_id}", "created": int(time.time()), "model": model}
+        self._head = {"id": f"{self.id_prefix}-{request_id}", "created": int(time.time()), "model": model}
         self._has_logprobs = has_logprobs
         self._include_usage = include_usage
-        self._chunk_head = _chunk_head("chat.completion.chunk", self._head)
+        self._chunk_head = _chunk_head(self.chunk_kind, self._head)
+
+    @abstractmethod
+    def encode_chunk(self, delta: ReplyDelta) -> bytes:
+        """The events of one delta of a stream."""
+
+    def encode_end(self, usage: Usage) -> bytes:
+        return (_usage_chunk(self._chunk_head, usage) if self._include_usage else b"") + DONE
+
+    def encode_failure(self, error: PenstockError) -> bytes:
+        return encode_event(encode_error(error))
+
+    def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
+        body = {
+            **self._head,
+            "object": self.kind,
+            "choices": [
+                {
+                    "index": index,
+                    **self._choice(index, choice, reply),
+                    "finish_reason": reply.reason,
+                    **(LOOP_REASON if reply.is_loop else {}),
+                }
+                for index, choice in sorted(choices.items())
+                for reply in [ParsedReply.of(choice.news)]
+            ],
+            "usage": _usage(usage),
+        }
+        return msgspec.json.encode(body)
+
+    @abstractmethod
+    def _choice(self, index: int, choice: Choice, reply: ParsedReply) -> dict[str, Any]:
+        """The text of a whole reply and its log-probabilities."""
+
+
+class ChatReplyFormat(OpenAIReplyFormat):
+    """chat.completion, and chat.completion.chunk: a role first, then what comes, then why it ended."""
+
+    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, request_id: str, model: str, **options: bool) -> None:
+        super().__init__(request_id, model, **options)
         self._frames: dict[int, dict[type[Delta], Frame]] = {}  # of each choice that has begun
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
@@ -79,30 +125,8 @@ class ChatReplyFormat:
             finish,
         )
 
-    def encode_end(self, usage: Usage) -> bytes:
-        return (_usage_chunk(self._chunk_head, usage) if self._include_usage else b"") + DONE
-
-    def encode_failure(self, error: PenstockError) -> bytes:
-        return encode_event(encode_error(error))
-
-    def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
-        body = {
-            **self._head,
-            "object": "chat.completion",
-            "choices": [
-                {
-                    "index": index,
-                    "message": _message(reply),
-                    "logprobs": self._logprobs(choice.logprobs),
-                    "finish_reason": reply.reason,
-                    **(LOOP_REASON if reply.is_loop else {}),
-                }
-                for index, choice in sorted(choices.items())
-                for reply in [ParsedReply.of(choice.news)]
-            ],
-            "usage": _usage(usage),
-        }
-        return msgspec.json.encode(body)
+    def _choice(self, index: int, choice: Choice, reply: ParsedReply) -> dict[str, Any]:
+        return {"message": _message(reply), "logprobs": self._logprobs(choice.logprobs)}
 
     def _logprobs(self, tokens: list[ScoredToken] | tuple[ScoredToken, ...]) -> dict[str, Any] | None:
         if not self._has_logprobs:
@@ -118,16 +142,13 @@ class ChatReplyFormat:
         return {"content": content, "refusal": None}
 
 
-class CompletionReplyFormat:
+class CompletionReplyFormat(OpenAIReplyFormat):
     """text_completion, streamed or not: the older shape, with parallel lists of log-probabilities."""
 
-    def __init__(
-        self, request_id: str, model: str, *, has_logprobs: bool = False, include_usage: bool = False
-    ) -> None:
-        self._head = {"id": f"cmpl-{request_id}", "created": int(time.time()), "model": model}
-        self._has_logprobs = has_logprobs
-        self._include_usage = include_usage
-        self._chunk_head = _chunk_head("text_completion", self._head)
+    id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, request_id: str, model: str, **options: bool) -> None:
+        super().__init__(request_id, model, **options)
         self._offsets: dict[int, int] = {}  # characters of tokens so far, by choice
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
@@ -146,30 +167,8 @@ class CompletionReplyFormat:
             finish,
         )
 
-    def encode_end(self, usage: Usage) -> bytes:
-        return (_usage_chunk(self._chunk_head, usage) if self._include_usage else b"") + DONE
-
-    def encode_failure(self, error: PenstockError) -> bytes:
-        return encode_event(encode_error(error))
-
-    def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
-        body = {
-            **self._head,
-            "object": "text_completion",
-            "choices": [
-                {
-                    "index": index,
-                    "text": reply.content,
-                    "logprobs": self._logprobs(index, choice.logprobs),
-                    "finish_reason": reply.reason,
-                    **(LOOP_REASON if reply.is_loop else {}),
-                }
-                for index, choice in sorted(choices.items())
-                for reply in [ParsedReply.of(choice.news)]
-            ],
-            "usage": _usage(usage),
-        }
-        return msgspec.json.encode(body)
+    def _choice(self, index: int, choice: Choice, reply: ParsedReply) -> dict[str, Any]:
+        return {"text": reply.content, "logprobs": self._logprobs(index, choice.logprobs)}
 
     def _logprobs(
         self, index: int, tokens: list[ScoredToken] | tuple[ScoredToken, ...]

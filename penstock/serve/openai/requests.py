@@ -49,12 +49,10 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """What both endpoints take."""
+class DrawFields(msgspec.Struct, kw_only=True):
+    """What OpenAI's endpoints take, responses included."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -62,16 +60,40 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
     seed: int | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     ignore_eos: bool | None = None
-    n: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower runs earlier
+
+
+DRAW_NAMES = (  # of those fields, the ones that `SamplingParams` calls the same
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+)
+
+
+def given_fields(fields: DrawFields, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(fields, name)) is not None}
+
+
+class SamplingFields(DrawFields, kw_only=True):
+    """What both endpoints take."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    n: int | None = None
+    stream_options: StreamOptions | None = None
     session_id: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_ID_CHARS)] | None = None
     loop_guard: bool | None = None
 
@@ -285,9 +307,7 @@ def _includes_usage(fields: SamplingFields) -> bool:
 
 def _sampling(fields: SamplingFields, logprobs: int | None, renamed: dict[str, str]) -> SamplingParams:
     """`renamed`: how this endpoint calls a field that `SamplingParams` calls otherwise."""
-    given: dict[str, Any] = {
-        name: value for name in _SAMPLING_NAMES if (value := getattr(fields, name)) is not None
-    }
+    given = given_fields(fields, ("max_tokens", "min_tokens", *DRAW_NAMES, "n"))
     if given.get("top_k") == -1:  # the other common spelling of "off"
         given["top_k"] = 0
     stop = fields.stop or ()
@@ -302,22 +322,6 @@ def _sampling(fields: SamplingFields, logprobs: int | None, renamed: dict[str, s
             name = "max_completion_tokens"
         what = error.what.replace(error.param or "", name or "", 1)
         raise RequestError(what, error.why, error.todo, param=name) from error
-
-
-_SAMPLING_NAMES = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "ignore_eos",
-    "n",
-)
 
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:

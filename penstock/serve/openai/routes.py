@@ -10,11 +10,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.serve.access import tenant_of
-from penstock.serve.answer import Answer, json_response, read_body
-from penstock.serve.openai.replies import ChatReplyFormat, CompletionReplyFormat
+from penstock.serve.answer import Answer, Start, json_response, read_body
+from penstock.serve.openai.replies import ChatReplyFormat, CompletionReplyFormat, OpenAIReplyFormat
 from penstock.serve.openai.requests import (
     ChatRequest,
     CompletionRequest,
+    TextRequest,
     parse_chat,
     parse_completion,
     parse_detokenize,
@@ -67,17 +68,11 @@ class OpenAIRoutes:
         return self.answer_chat(request.scope["request_id"], chat)
 
     def answer_chat(self, request_id: str, chat: ChatRequest) -> Answer:
-        style = ChatReplyFormat(
+        return self._answer(
             request_id,
-            self._serving.model_name,
-            has_logprobs=chat.sampling.logprobs is not None,
-            include_usage=chat.include_usage,
-        )
-        return Answer(
+            chat,
+            ChatReplyFormat,
             lambda deliver: self._text.stream_chat(request_id, chat, deliver),
-            style,
-            chat.is_stream,
-            chat.timeout_s,
         )
 
     async def complete(self, request: Request) -> Answer:
@@ -85,18 +80,23 @@ class OpenAIRoutes:
         return self.answer_completion(request.scope["request_id"], asked)
 
     def answer_completion(self, request_id: str, asked: CompletionRequest) -> Answer:
-        style = CompletionReplyFormat(
+        return self._answer(
+            request_id,
+            asked,
+            CompletionReplyFormat,
+            lambda deliver: self._text.stream_completion(request_id, asked, deliver),
+        )
+
+    def _answer(
+        self, request_id: str, asked: TextRequest, style: type[OpenAIReplyFormat], start: Start
+    ) -> Answer:
+        spelled = style(
             request_id,
             self._serving.model_name,
             has_logprobs=asked.sampling.logprobs is not None,
             include_usage=asked.include_usage,
         )
-        return Answer(
-            lambda deliver: self._text.stream_completion(request_id, asked, deliver),
-            style,
-            asked.is_stream,
-            asked.timeout_s,
-        )
+        return Answer(start, spelled, asked.is_stream, asked.timeout_s)
 
     async def tokenize(self, request: Request) -> Response:
         asked = parse_tokenize(await read_body(request))

@@ -34,7 +34,7 @@ from penstock.serve.openai.chat_options import (
     json_form,
     plain_tools,
 )
-from penstock.serve.openai.requests import MAX_PRIORITY, MAX_TIMEOUT_S, ChatRequest, decode_body
+from penstock.serve.openai.requests import DRAW_NAMES, ChatRequest, DrawFields, decode_body, given_fields
 from penstock.serve.responses.items import Item, Items, plain_messages
 from penstock.types import SamplingParams
 
@@ -56,17 +56,6 @@ HARMLESS_INCLUDES = (  # of things that no reply of ours has, or has anyway
     "reasoning.encrypted_content",
     "web_search_call.action.sources",
     "web_search_call.results",
-)
-SAMPLING_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "ignore_eos",
 )
 OWN_NAMES = {  # of the fields that chats call otherwise
     "messages": "input",
@@ -124,24 +113,13 @@ MetadataKey = Annotated[str, Meta(max_length=64)]
 MetadataValue = Annotated[str, Meta(max_length=512)]
 
 
-class ResponseBody(msgspec.Struct, kw_only=True):
+class ResponseBody(DrawFields, kw_only=True):
     input: str | Items
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    stream: bool | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    ignore_eos: bool | None = None
     top_logprobs: int | None = None
     tools: Annotated[list[FlatTool], Meta(max_length=1024)] | None = None
     tool_choice: str | FlatChoice | None = None
@@ -157,8 +135,6 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
-    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +286,7 @@ def _thinking(reasoning: Reasoning | None) -> tuple[bool | None, int | None]:
 
 
 def _sampling(fields: ResponseBody) -> SamplingParams:
-    given = {name: value for name in SAMPLING_NAMES if (value := getattr(fields, name)) is not None}
-    return SamplingParams(max_tokens=fields.max_output_tokens, **given)
+    return SamplingParams(max_tokens=fields.max_output_tokens, **given_fields(fields, DRAW_NAMES))
 
 
 def _echo(fields: ResponseBody, sampling: SamplingParams, is_stored: bool) -> dict[str, Any]:
