@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_checks import FULL_SIZE, PLACES, assert_near, random
+from kernel_checks import FULL_SIZE, ON_GPU, PLACES, assert_near, random
 from penstock.ops.reference import matmul as reference
 from penstock.ops.triton import matmul as kernels
 from penstock.ops.triton.tuning import Question, Tile, trials
@@ -127,6 +127,41 @@ def test_sizes_need_not_fit_the_tiles(
 def test_every_form_computes_the_same(kernel: str, form: str, device: str, dtype: torch.dtype) -> None:
     case = Case(kernel, num_tokens=3, N=43, M=408, dtype=dtype, device=device)
     assert_near(case.run(tile=FORMS[form]), case.expected(), dtype)
+
+
+@pytest.mark.parametrize("kernel", ["linear", "norm_linear"])
+@pytest.mark.parametrize(
+    ("num_tokens", "N", "M", "sizes"),  # row_tiles, num_warps, held
+    [
+        (1, 43, 128, (1, 4, 4)),  # fewer steps than could be held, rows that fill no tile
+        (3, 5000, 2048, (1, 4, 16)),
+        (8, 100, 4096, (1, 8, 8)),
+        (4, 33, 640, (2, 5, 4)),
+        (7, 433, 1280, (2, 8, 4)),
+    ],
+)
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_weights_go_straight_to_the_tensor_cores(
+    kernel: str,
+    num_tokens: int,
+    N: int,
+    M: int,
+    sizes: tuple[int, ...],
+    extras: bool,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    case = Case(kernel, num_tokens, N, M, dtype, device, extras)
+    tile = {"form": 3, **dict(zip(("row_tiles", "num_warps", "held"), sizes)), "blocks": 1}
+    launched = []
+    with pytest.MonkeyPatch.context() as patch:
+        multiply = kernels.multiply_few_rows
+        patch.setattr(kernels, "multiply_few_rows", lambda *given: launched.append(1) or multiply(*given))
+        seen = case.run(tile=tile)
+    assert launched, "another form took its place"
+    assert_near(seen, case.expected(), dtype)
 
 
 @pytest.mark.parametrize("kernel", ["linear", "swiglu_linear"])

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.ops.cuda import few_rows
+from penstock.ops.cuda.program import CudaError, compile_source, nvrtc
+
 ROOT = Path(__file__).resolve().parents[1]
 # One form of every kernel for the card the tiles are made for, and, for the one with the least shared memory,
 # of those that want much of it: it is these that cards disagree on. `pytest -m slow` compiles all else.
@@ -81,3 +84,24 @@ def test_kernels_compile_and_fit(capabilities: str, forms: str, tmp_path: Path) 
         assert len(by_kernel) >= 10, f"only {sorted(by_kernel)} were compiled for {capability}"
         for name, sizes in by_kernel.items():
             assert max(sizes) <= SHARED_MEMORY[int(capability)] * 1024, f"{name} wants {max(sizes)} bytes"
+
+
+@pytest.mark.skipif(nvrtc() is None, reason="there is no NVRTC, which comes with PyTorch's CUDA builds")
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_the_cuda_source_compiles_too(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for constants in few_rows.compile_cases():
+        image = compile_source(few_rows.SOURCE.read_text(), constants, f"sm_{capability}")
+        assert image.startswith(b"\x7fELF")
+        assert image == compile_source(few_rows.SOURCE.read_text(), constants, f"sm_{capability}")
+    kept = list((tmp_path / "penstock" / "kernels").glob("*.cubin"))
+    assert len(kept) == len(few_rows.compile_cases())
+
+
+@pytest.mark.skipif(nvrtc() is None, reason="there is no NVRTC, which comes with PyTorch's CUDA builds")
+def test_a_source_that_does_not_compile_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(CudaError, match=r"kernel\.cu\(2\): error"):
+        compile_source("int good;\nno good;", {}, "sm_90")

@@ -10,8 +10,12 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +29,8 @@ from penstock.progress import Phase, timed
 from penstock.types import SamplingParams
 
 if TYPE_CHECKING:
+    import torch
+
     from penstock.engine.engine import Engine
     from penstock.ops.triton.tuning import Question, Tile, Trials
 
@@ -37,6 +43,7 @@ EXAMPLES = [
 COLUMNS = ["kernel/shape/tokens", "tile", "step before us", "after us"]
 GAIN = 0.995  # a tile must be this much better to be kept: less is noise
 REPLAYS, WARMUP = 40, 4
+ROUNDS = 5  # between a winner and what it would replace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,54 +107,113 @@ def tune_step(
 ) -> Iterator[tuple[str, Tile, float, float]]:
     """Yields what is worth writing down: the key, the tile, the step's seconds before and with it."""
     decoding = Decoding(engine, batch, context, 1, SamplingParams())
-    best = time_step(engine, decoding)
     answered: set[str] = set()
     while question := _next_question(engine, decoding, trials, answered):
         answered.add(question.key)
-        before, winner = best, None
-        for tile in _candidates(question):
-            report(Phase(f"batch {batch}", f"{question.key} {best * 1e6:.0f} us"))
-            trials.answers[question.key] = tile
-            seconds = _time_or_skip(engine, decoding)
-            if seconds is not None and seconds < GAIN * best:
-                best, winner = seconds, tile
-        trials.answers.pop(question.key, None)
-        if winner is not None:
-            trials.answers[question.key] = winner
-            yield question.key, winner, before, best
+        tiles = _candidates(question)
+        report(Phase(f"batch {batch}", f"{question.key}, {len(tiles)} tiles"))
+        _compile_all(engine, decoding, trials, question, tiles)
+        fastest = _fastest(engine, decoding, trials, question, tiles)
+        if fastest is None:
+            continue
+        before, after = _play_again(engine, decoding, trials, question, fastest)
+        if after < GAIN * before:
+            trials.answers[question.key] = fastest
+            yield question.key, fastest, before, after
     decoding.release()
 
 
 def _next_question(engine: Engine, decoding: Decoding, trials: Trials, answered: set[str]) -> Question | None:
     """One that the step asks as it stands now: another form of an op asks for other tiles."""
     trials.questions.clear()
-    time_step(engine, decoding)
+    capture_step(engine, decoding)
     return next((one for one in trials.questions.values() if one.key not in answered), None)
 
 
-def time_step(engine: Engine, decoding: Decoding) -> float:
-    """Seconds of one captured step: the median of replays, each by the GPU's clock."""
+def _compile_all(
+    engine: Engine, decoding: Decoding, trials: Trials, question: Question, tiles: list[Tile]
+) -> None:
+    """In as many threads as there are cores: compiling takes a hundred times as long as measuring, and nearly
+    all of it without Python's lock. Each runs a step; what they write over each other nobody reads."""
+    from penstock.ops.triton import tuning
+
+    def compile_one(tile: Tile) -> None:
+        with tuning.trials({**trials.answers, question.key: tile}), suppress(_out_of_resources()):
+            run_step(engine, decoding)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(compile_one, tiles))
+
+
+def _fastest(
+    engine: Engine, decoding: Decoding, trials: Trials, question: Question, tiles: list[Tile]
+) -> Tile | None:
+    """None where this GPU has no room for any of them."""
+    times = []
+    for index, tile in enumerate(tiles):
+        with _answer(trials, question, tile), suppress(_out_of_resources()):
+            times.append((time_step(capture_step(engine, decoding)), index))
+    return tiles[min(times)[1]] if times else None
+
+
+def _play_again(
+    engine: Engine, decoding: Decoding, trials: Trials, question: Question, tile: Tile
+) -> tuple[float, float]:
+    """Seconds of a step as it was and with the tile, in turns: the least of many times was lucky too."""
+    before = capture_step(engine, decoding)
+    with _answer(trials, question, tile):
+        after = capture_step(engine, decoding)
+    rounds = [(time_step(before), time_step(after)) for _ in range(ROUNDS)]
+    return statistics.median(first for first, _ in rounds), statistics.median(second for _, second in rounds)
+
+
+@contextmanager
+def _answer(trials: Trials, question: Question, tile: Tile) -> Iterator[None]:
+    trials.answers[question.key] = tile
+    try:
+        yield
+    finally:
+        del trials.answers[question.key]
+
+
+def capture_step(engine: Engine, decoding: Decoding) -> torch.cuda.CUDAGraph:
     import torch
 
-    from penstock.engine.graphs import DecodeStep, capture
+    from penstock.engine.graphs import capture
 
-    runner = engine.runner
-    rows = decoding.rows
     with torch.inference_mode():
-        step = DecodeStep(runner.model, runner.caches, runner.rows, len(rows), deterministic=False)
-        step.load(rows)
-        graph, _ = capture(lambda: step.run("greedy"), None)
-        return statistics.median(time_chain(graph.replay, REPLAYS)[WARMUP:])
+        graph, _ = capture(_step(engine, decoding), None)
+    return graph
 
 
-def _time_or_skip(engine: Engine, decoding: Decoding) -> float | None:
-    """None for a tile that this GPU has no room for."""
+def run_step(engine: Engine, decoding: Decoding) -> None:
+    import torch
+
+    with torch.inference_mode():
+        _step(engine, decoding)()
+
+
+def _step(engine: Engine, decoding: Decoding) -> Callable[[], torch.Tensor]:
+    """Up to the logits: a step that went on from its own tokens would choose other experts in every replay,
+    now more of them and now fewer."""
+    from penstock.engine.graphs import DecodeStep
+
+    runner, rows = engine.runner, decoding.rows
+    step = DecodeStep(runner.model, runner.caches, runner.rows, len(rows), deterministic=False)
+    step.load(rows)
+    return partial(step.run, "logits")
+
+
+def time_step(graph: torch.cuda.CUDAGraph) -> float:
+    """Seconds of one replay: the median of many, each by the GPU's clock."""
+    return statistics.median(time_chain(graph.replay, REPLAYS)[WARMUP:])
+
+
+def _out_of_resources() -> type[Exception]:
+    """What a tile raises that this GPU has no room for."""
     from triton.runtime.errors import OutOfResources
 
-    try:
-        return time_step(engine, decoding)
-    except OutOfResources:
-        return None
+    return OutOfResources
 
 
 def _candidates(question: Question) -> list[Tile]:

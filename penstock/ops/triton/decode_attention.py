@@ -173,7 +173,7 @@ def candidates(kernel: str, shape: tuple[int, ...]) -> list[Tile]:
     """What `penstock tune` tries for a kernel of this file; nothing for others."""
     if kernel == "paged_attention":
         _, _, head_dim, page_size = shape
-        choices = itertools.product((16, 32, 64), (2, 4, 8), (1, 2, 3, 4))
+        choices = itertools.product((16, 32, 64), (2, 4, 8), (1, 2, 4))
         return [
             {"BLOCK_KEYS": size, "num_warps": num_warps, "programs_per_processor": programs}
             for size, num_warps, programs in choices
@@ -181,7 +181,7 @@ def candidates(kernel: str, shape: tuple[int, ...]) -> list[Tile]:
         ]
     if kernel == "merge_splits":
         _, head_dim, max_splits = shape
-        choices = itertools.product((16, 32, 64, 128), (32, 64, 128, 256), (1, 2, 4))
+        choices = itertools.product((16, 64), (64, 128, 256), (1, 4))
         return [
             {"BLOCK_SPLITS": splits, "BLOCK_D": width, "num_warps": num_warps, "num_stages": 1}
             for splits, width, num_warps in choices

@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
 """Products of activations and a dense weight, in the form that suits the number of tokens.
 
-A few tokens take the vector form, a batch the tensor form, and many tokens, where arithmetic sets the pace
-and not the weight's bytes, the library's product. A norm or an activation before the product is part of
-the first two forms while a batch is small: each program prepares the activations anew, which costs more
+A few tokens take the vector form, or the direct one, which is CUDA C++ (`ops/cuda`) and not everywhere; a
+batch takes the tensor form, and many tokens, where arithmetic sets the pace and not the weight's bytes, the
+library's product. A norm or an activation before the product is part of
+those kernels while a batch is small: each program prepares the activations anew, which costs more
 than a kernel of its own once there are many.
 """
 
@@ -18,6 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.cuda.few_rows import (
+    can_multiply,
+    few_rows_candidates,
+    few_rows_rule,
+    multiply_few_rows,
+)
+from penstock.ops.cuda.program import is_available
 from penstock.ops.triton.launch import CompileCase, cdiv, launch_options, let_next_start, wait_for_previous
 from penstock.ops.triton.matmul_product import Product, compile_case, load_activations
 from penstock.ops.triton.matmul_tensor import (
@@ -36,9 +44,10 @@ from penstock.ops.triton.matmul_vector import (
 from penstock.ops.triton.norm import rms_norm
 from penstock.ops.triton.tuning import Tile, bucket, choose
 
-VECTOR, TENSOR, LIBRARY = 0, 1, 2  # the "form" of a tile
+VECTOR, TENSOR, LIBRARY, DIRECT = 0, 1, 2, 3  # the "form" of a tile
 
 VECTOR_TOKENS = 4
+DIRECT_TOKENS = 4  # or three: fewer are multiplied in registers as quickly as the weight is read
 MANY_ROWS = 1 << 16  # of a head: from three tokens on, multiplying in registers takes longer than reading
 FEW_ROWS = 1 << 12  # the columns of so few are split
 TENSOR_TOKENS = 64  # of more the library's product is quicker: not yet for few rows, nor for a head's
@@ -89,8 +98,12 @@ def _multiply(kernel: str, product: Product, deterministic: bool) -> Tensor:
         return product.new_out()
     if deterministic:
         return multiply_tensors(product, FIXED_TILE)
-    default = _rule(kernel, product.shape, bucket(num_tokens), device)
-    tile = choose(kernel, product.shape, num_tokens, default, device)
+    rule = _rule(kernel, product.shape, bucket(num_tokens), device)
+    tile = choose(kernel, product.shape, num_tokens, rule, device)
+    if tile["form"] == DIRECT and not can_multiply(product):
+        tile = _triton_rule(kernel, product.shape, bucket(num_tokens), device)
+    if tile["form"] == DIRECT:
+        return multiply_few_rows(product, tile)
     if tile["form"] == VECTOR:
         return multiply_vectors(product, tile)
     if tile["form"] == LIBRARY:
@@ -100,6 +113,14 @@ def _multiply(kernel: str, product: Product, deterministic: bool) -> Tensor:
 
 @functools.cache
 def _rule(kernel: str, shape: tuple[int, int], num_tokens: int, device: torch.device) -> Tile:
+    direct = few_rows_rule(shape) if num_tokens == DIRECT_TOKENS and kernel != "swiglu_linear" else None
+    if direct is not None and is_available(device):
+        return {"form": DIRECT, **direct}
+    return _triton_rule(kernel, shape, num_tokens, device)
+
+
+@functools.cache
+def _triton_rule(kernel: str, shape: tuple[int, int], num_tokens: int, device: torch.device) -> Tile:
     if num_tokens <= (2 if shape[0] >= MANY_ROWS else VECTOR_TOKENS):
         return {"form": VECTOR, **vector_rule(shape, num_tokens, device)}
     is_usual = FEW_ROWS < shape[0] < MANY_ROWS
@@ -121,6 +142,8 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
     if num_tokens > 1:
         for tile in tensor_candidates(shape, num_tokens):
             tiles.append({"form": TENSOR, "is_fused": int(_can_fuse(kernel, tile, num_tokens)), **tile})
+    if kernel != "swiglu_linear":
+        tiles += [{"form": DIRECT, **tile} for tile in few_rows_candidates(shape, num_tokens)]
     return [*tiles, {"form": LIBRARY}] if num_tokens > 16 else tiles
 
 

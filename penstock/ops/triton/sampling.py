@@ -75,8 +75,8 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
     """Tiles worth measuring for `sample_plain` and `sample_filtered`."""
     return [
         {"CHUNK": chunk, "BLOCK": block, "num_warps": block // 512 * warps}
-        for chunk in (1024, 2048, 4096, 8192, 16384)
-        for block in (1024, 2048, 4096)
+        for chunk in (1024, 2048, 4096, 8192)
+        for block in (1024, 2048)
         for warps in (1, 2)
         if block <= chunk
     ]

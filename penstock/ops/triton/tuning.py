@@ -11,6 +11,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,22 +41,22 @@ class Question:
 class Trials:
     """Answers that beat the table, and a record of the questions, while `penstock tune` measures."""
 
-    def __init__(self) -> None:
-        self.answers: dict[str, Tile] = {}
+    def __init__(self, answers: Mapping[str, Tile] | None = None) -> None:
+        self.answers: dict[str, Tile] = dict(answers or {})
         self.questions: dict[str, Question] = {}
 
 
-_trials: Trials | None = None
+_trials: ContextVar[Trials | None] = ContextVar("trials", default=None)  # threads try tiles of their own
 
 
 def choose(kernel: str, shape: tuple[int, ...], num_tokens: int, default: Tile, device: torch.device) -> Tile:
     """Asked before every launch: it may take a microsecond."""
     tile = _table(device).get((kernel, shape, bucket(num_tokens)), default)
-    if _trials is None:
+    if (trials := _trials.get()) is None:
         return tile
     question = Question(kernel, shape, num_tokens, default)
-    _trials.questions.setdefault(question.key, question)
-    return _trials.answers.get(question.key, tile)
+    trials.questions.setdefault(question.key, question)
+    return trials.answers.get(question.key, tile)
 
 
 def bucket(num_tokens: int) -> int:
@@ -64,13 +65,13 @@ def bucket(num_tokens: int) -> int:
 
 
 @contextmanager
-def trials() -> Iterator[Trials]:
-    global _trials
-    _trials = Trials()
+def trials(answers: Mapping[str, Tile] | None = None) -> Iterator[Trials]:
+    current = Trials(answers)
+    token = _trials.set(current)
     try:
-        yield _trials
+        yield current
     finally:
-        _trials = None
+        _trials.reset(token)
 
 
 @functools.cache

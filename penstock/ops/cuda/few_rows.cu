@@ -1,0 +1,219 @@
+// out [T, N] = prepared(x) [T, K] @ weight [N, K] transposed + bias + residual, for up to 8 tokens.
+//
+// The weight's bytes set the pace, so nothing else may. A thread loads 16 bytes of a weight row and hands them
+// to the tensor cores as they are: an instruction sums over 16 columns in an order that is ours to choose, as
+// long as weight and activations agree. Here the four threads that share a row take 8 columns each, two
+// instructions' worth, and the tokens are read in the same way. Nothing is converted, shuffled or staged.
+//
+//        columns  0..7   8..15  16..23  24..31          a step of a warp: 16 rows x 32 columns
+//   row 0       thread 0      1       2       3
+//   row 1       thread 4      5       6       7
+//
+// The warps of a block share its rows and split the columns. Each asks for its first HELD steps of weights
+// before the kernel ahead is complete, and keeps as many on their way.
+//
+// Given when it is compiled: COLUMNS, WARPS, ROW_TILES (of 16 rows), HELD, BLOCKS (on a multiprocessor, which
+// bounds registers), HAS_NORM, HAS_BIAS, HAS_RESIDUAL, IS_BFLOAT, IS_OUT_FLOAT.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+
+constexpr int STEP_COLUMNS = 32, TOKENS = 8, ROWS = 16 * ROW_TILES, THREADS = 32 * WARPS;
+constexpr int STEPS = COLUMNS / (STEP_COLUMNS * WARPS);  // of one warp
+constexpr int HELD_STEPS = HELD < STEPS ? HELD : STEPS;
+constexpr int OUTPUTS = (ROWS * TOKENS + THREADS - 1) / THREADS;  // of one thread
+static_assert(COLUMNS == WARPS * STEPS * STEP_COLUMNS, "every warp has the same number of steps");
+
+struct Four {
+    u32 part[4];  // two elements each
+};
+
+// Weights: they shall not push others out of L1. Not .nc, which ptxas would move behind the wait.
+__device__ __forceinline__ Four load_once(const u16* p) {
+    Four v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.part[0]), "=r"(v.part[1]), "=r"(v.part[2]), "=r"(v.part[3])
+                 : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ Four load_again(const void* p) {
+    Four v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.part[0]), "=r"(v.part[1]), "=r"(v.part[2]), "=r"(v.part[3])
+                 : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ float low(u32 pair) {
+#if IS_BFLOAT
+    return __uint_as_float(pair << 16);
+#else
+    float f;
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(f) : "r"(pair));
+    return f;
+#endif
+}
+
+__device__ __forceinline__ float high(u32 pair) {
+#if IS_BFLOAT
+    return __uint_as_float(pair & 0xffff0000u);
+#else
+    float f;
+    asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b;}" : "=f"(f) : "r"(pair));
+    return f;
+#endif
+}
+
+__device__ __forceinline__ u32 pack(float first, float second) {
+    u32 pair;
+#if IS_BFLOAT
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+#endif
+    return pair;
+}
+
+// sums [16 rows, 8 tokens] += 16 columns: two parts of each of the thread's two rows, and of its token.
+__device__ __forceinline__ void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if IS_BFLOAT
+#define INSTRUCTION "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+#else
+#define INSTRUCTION "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#endif
+    asm(INSTRUCTION "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+few_rows(const u16* x, const float* norm, const u16* weight, const u16* bias, const u16* residual, void* out,
+         int num_tokens, int num_rows, int x_stride, int residual_stride, float eps) {
+    let_next_start();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+    const int first_row = blockIdx.x * ROWS;
+    const int first_column = warp * STEPS * STEP_COLUMNS + quarter * 8;
+
+    const u16* own_rows[ROW_TILES][2];
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = min(first_row + 16 * tile + 8 * half + group, num_rows - 1);
+            own_rows[tile][half] = weight + (long long)row * COLUMNS + first_column;
+        }
+    Four held[HELD_STEPS][ROW_TILES][2];
+#pragma unroll
+    for (int step = 0; step < HELD_STEPS; ++step)
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                held[step][tile][half] = load_once(own_rows[tile][half] + step * STEP_COLUMNS);
+
+#if HAS_NORM
+    __shared__ __align__(16) float norms[COLUMNS];  // every warp fills, and reads, its own columns
+#pragma unroll
+    for (int i = 0; i < STEPS * STEP_COLUMNS; i += 4 * 32) {
+        const int column = warp * STEPS * STEP_COLUMNS + i + 4 * lane;
+        if (i + 4 * lane < STEPS * STEP_COLUMNS) *(Four*)(norms + column) = load_again(norm + column);
+    }
+    __syncwarp();
+#endif
+    wait_for_previous();
+
+    const u16* own_token = x + (long long)min(group, num_tokens - 1) * x_stride + first_column;
+    Four next = load_again(own_token);
+    float added[OUTPUTS];  // asked for early: at the end everybody would wait for it
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; ++i) {
+        const int place = threadIdx.x + i * THREADS, row = first_row + place % ROWS, token = place / ROWS;
+        added[i] = 0.0f;
+        if (row < num_rows && token < num_tokens) {
+#if HAS_BIAS
+            added[i] += low(bias[row]);
+#endif
+#if HAS_RESIDUAL
+            added[i] += low(residual[(long long)token * residual_stride + row]);
+#endif
+        }
+    }
+
+    float sums[ROW_TILES][4] = {};
+    float squares = 0.0f;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        Four token = next;
+        if (step + 1 < STEPS) next = load_again(own_token + (step + 1) * STEP_COLUMNS);
+#if HAS_NORM
+        const float* scale = norms + first_column + step * STEP_COLUMNS;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float first = low(token.part[i]), second = high(token.part[i]);
+            squares = fmaf(first, first, fmaf(second, second, squares));
+            token.part[i] = pack(first * scale[2 * i], second * scale[2 * i + 1]);
+        }
+#endif
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile) {
+            const Four upper = held[step % HELD_STEPS][tile][0], lower = held[step % HELD_STEPS][tile][1];
+#pragma unroll
+            for (int i = 0; i < 4; i += 2)
+                multiply(sums[tile], upper.part[i], lower.part[i], upper.part[i + 1], lower.part[i + 1],
+                         token.part[i], token.part[i + 1]);
+            if (step + HELD_STEPS < STEPS)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    held[step % HELD_STEPS][tile][half] =
+                        load_once(own_rows[tile][half] + (step + HELD_STEPS) * STEP_COLUMNS);
+        }
+    }
+
+    __shared__ float row_sums[WARPS][TOKENS][ROWS + 1];
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            row_sums[warp][2 * quarter + i % 2][16 * tile + group + 8 * (i / 2)] = sums[tile][i];
+#if HAS_NORM
+    __shared__ float square_sums[WARPS][TOKENS];
+    squares += __shfl_xor_sync(0xffffffffu, squares, 1);
+    squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+    if (quarter == 0) square_sums[warp][group] = squares;
+#endif
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; ++i) {
+        const int place = threadIdx.x + i * THREADS, row = place % ROWS, token = place / ROWS;
+        if (token >= num_tokens || first_row + row >= num_rows) continue;
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) sum += row_sums[w][token][row];
+#if HAS_NORM
+        float square_sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) square_sum += square_sums[w][token];
+        sum *= rsqrtf(square_sum / COLUMNS + eps);
+#endif
+        sum += added[i];
+        const long long stored = (long long)token * num_rows + first_row + row;
+#if IS_OUT_FLOAT
+        ((float*)out)[stored] = sum;
+#else
+        ((u16*)out)[stored] = (u16)pack(sum, 0.0f);
+#endif
+    }
+}

@@ -1,0 +1,128 @@
+"""Products of up to 8 tokens and a dense weight whose bytes go straight from memory to the tensor cores.
+
+The kernel and how it works: `few_rows.cu`. Here it is chosen for which products it is made, and launched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from ctypes import c_float, c_int, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.ops.cuda.program import is_available, program
+from penstock.ops.triton.launch import cdiv
+from penstock.ops.triton.matmul_product import Product
+from penstock.ops.triton.tuning import Tile
+
+MAX_TOKENS = 8
+STEP_COLUMNS = 32  # that a warp multiplies at a time
+TILE_ROWS = 16  # of one instruction
+MOST_HELD = 16  # steps of one tile of rows: 128 registers of a thread
+WIDE_ROWS = 1 << 12
+REGISTERS = 65536  # of a multiprocessor
+DTYPES = (torch.bfloat16, torch.float16)
+SOURCE = Path(__file__).with_name("few_rows.cu")
+
+
+def can_multiply(product: Product) -> bool:
+    """Rows are read 16 bytes at a time, in whole steps."""
+    x, weight = product.x, product.weight
+    return (
+        product.num_tokens <= MAX_TOKENS
+        and weight.dtype in DTYPES
+        and x.dtype == weight.dtype
+        and not product.is_swiglu
+        and weight.shape[1] % STEP_COLUMNS == 0
+        and x.data_ptr() % 16 == 0
+        and x.stride(0) % 8 == 0
+        and is_available(x.device)
+    )
+
+
+def multiply_few_rows(product: Product, tile: Tile) -> Tensor:
+    """tile: row_tiles, num_warps, held, blocks."""
+    N, M = product.shape
+    out = product.new_out()  # [T, N]
+    x_stride, residual_stride = product.row_strides
+    constants = {
+        "COLUMNS": M,
+        "WARPS": tile["num_warps"],
+        "ROW_TILES": tile["row_tiles"],
+        "HELD": tile["held"],
+        "BLOCKS": tile["blocks"],
+        "HAS_NORM": int(product.norm_weight is not None),
+        "HAS_BIAS": int(product.bias is not None),
+        "HAS_RESIDUAL": int(product.residual is not None),
+        "IS_BFLOAT": int(product.weight.dtype == torch.bfloat16),
+        "IS_OUT_FLOAT": int(out.dtype == torch.float32),
+    }
+    index = product.x.device.index or 0
+    program(SOURCE, "few_rows", tuple(constants.items()), index).launch(
+        cdiv(N, TILE_ROWS * tile["row_tiles"]),
+        32 * tile["num_warps"],
+        torch._C._cuda_getCurrentRawStream(index),
+        _address(product.x),
+        _address(product.norm_weight),
+        _address(product.weight),
+        _address(product.bias),
+        _address(product.residual),
+        _address(out),
+        c_int(product.num_tokens),
+        c_int(N),
+        c_int(x_stride),
+        c_int(residual_stride),
+        c_float(product.eps),
+    )
+    return out
+
+
+def _address(tensor: Tensor | None) -> ctypes._SimpleCData[Any]:
+    return c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def few_rows_rule(shape: tuple[int, int]) -> Tile | None:
+    """Where there are rows for one block on each processor only, many warps that ask for everything at once;
+    else several small blocks, with more rows for each byte of the tokens. None: the columns do not divide."""
+    is_wide = shape[0] > WIDE_ROWS
+    row_tiles, num_warps, held, blocks = (2, 4, 4, 3) if is_wide else (1, 8, 16, 1)
+    if shape[1] % (num_warps * STEP_COLUMNS):
+        return None
+    return {"row_tiles": row_tiles, "num_warps": num_warps, "held": held, "blocks": blocks}
+
+
+def few_rows_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
+    """Warps that share the columns evenly, steps that they hold, and blocks that these leave room for."""
+    if num_tokens > MAX_TOKENS:
+        return []
+    tiles: list[Tile] = []
+    for row_tiles, num_warps, held in itertools.product((1, 2), (4, 5, 8, 9), (4, 8, 16)):
+        steps, rest = divmod(shape[1], num_warps * STEP_COLUMNS)
+        if rest or held > max(4, steps) or held * row_tiles > MOST_HELD:
+            continue
+        most = _most_blocks(row_tiles, num_warps, held)
+        for blocks in sorted({most, max(1, most - 1)}):
+            tiles.append({"row_tiles": row_tiles, "num_warps": num_warps, "held": held, "blocks": blocks})
+    return tiles
+
+
+def _most_blocks(row_tiles: int, num_warps: int, held: int) -> int:
+    """That fit on a multiprocessor, by a generous count of the registers a thread needs."""
+    needed = 8 * held * row_tiles + 4 * row_tiles + 64
+    return max(1, min(8, REGISTERS // (32 * num_warps * min(needed, 255))))
+
+
+def compile_cases() -> list[dict[str, int]]:
+    """Constants of the kernel as Qwen3.5-35B-A3B needs it in bf16, a model in fp16, and one with biases."""
+    plain = dict.fromkeys(("HAS_NORM", "HAS_BIAS", "HAS_RESIDUAL", "IS_OUT_FLOAT"), 0)
+    wide = {"COLUMNS": 2048, "ROW_TILES": 2, "WARPS": 4, "HELD": 4, "BLOCKS": 3, **plain, "IS_BFLOAT": 1}
+    few = {"COLUMNS": 4096, "ROW_TILES": 1, "WARPS": 8, "HELD": 16, "BLOCKS": 1, **plain, "IS_BFLOAT": 1}
+    return [
+        {**wide, "HAS_NORM": 1},
+        {**wide, "HAS_NORM": 1, "IS_OUT_FLOAT": 1, "IS_BFLOAT": 0},
+        {**few, "HAS_RESIDUAL": 1, "HAS_BIAS": 1},
+    ]

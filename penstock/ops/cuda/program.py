@@ -1,0 +1,159 @@
+"""A CUDA C++ source, compiled for given constants, and its launch. Knows no tensor and no shape.
+
+Compiling takes NVRTC, which comes with PyTorch's CUDA builds, some tenths of a second; results are kept on
+disk. Launching goes through the driver, because only there a kernel may be told to start while the one before
+it still runs (see `ops/triton/launch.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+START_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+FIRST_CAPABILITY = (8, 0)
+EARLY_CAPABILITY = (9, 0)  # that can start early
+
+
+class CudaError(Exception):
+    """The compiler or the driver refused; a defect of ours, not of a request."""
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", c_int), ("_padding", c_int), ("value", c_int), ("_rest", c_int * 15))
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", c_uint),
+    )
+
+
+def is_available(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+        and nvrtc() is not None
+    )
+
+
+class Program:
+    """One kernel on one device. Its arguments are given as ctypes values, in the order of its signature."""
+
+    def __init__(self, source: Path, name: str, constants: tuple[tuple[str, int], ...], device: int) -> None:
+        major, minor = torch.cuda.get_device_capability(device)
+        image = compile_source(source.read_text(), dict(constants), f"sm_{major}{minor}")
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._module, self._function = c_void_p(), c_void_p()
+        torch.cuda.current_stream(device)  # a thread that has done nothing yet has no context
+        self._check(self._driver.cuModuleLoadData(byref(self._module), image))
+        self._check(self._driver.cuModuleGetFunction(byref(self._function), self._module, name.encode()))
+        early = _Attribute(START_EARLY, 0, 1)
+        self._attributes = (_Attribute * 1)(early)
+        self._num_attributes = int((major, minor) >= EARLY_CAPABILITY)
+
+    def launch(self, num_blocks: int, num_threads: int, stream: int, *arguments: Any) -> None:
+        launch = _Launch(
+            (c_uint * 3)(num_blocks, 1, 1),
+            (c_uint * 3)(num_threads, 1, 1),
+            0,
+            stream,
+            self._attributes,
+            self._num_attributes,
+        )
+        pointers = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        self._check(self._driver.cuLaunchKernelEx(byref(launch), self._function, pointers, None))
+
+    def _check(self, code: int) -> None:
+        if code:
+            message = c_char_p()
+            self._driver.cuGetErrorString(code, byref(message))
+            said = message.value.decode() if message.value else "no such error"
+            raise CudaError(f"CUDA driver: {said} ({code})")
+
+
+@functools.cache
+def program(source: Path, name: str, constants: tuple[tuple[str, int], ...], device: int) -> Program:
+    return Program(source, name, constants, device)
+
+
+def compile_source(source: str, constants: Mapping[str, int], architecture: str) -> bytes:
+    """The device's code, from disk if it was compiled before."""
+    compiler = nvrtc()
+    assert compiler is not None, "asked only where it is available"
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--diag-suppress=177"]
+    options += [f"-D{name}={value}" for name, value in sorted(constants.items())]
+    major, minor = c_int(), c_int()
+    compiler.nvrtcVersion(byref(major), byref(minor))
+    told = "\n".join([f"{major.value}.{minor.value}", *options, source])
+    path = _folder() / f"{hashlib.blake2b(told.encode(), digest_size=16).hexdigest()}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    image = _compile(compiler, source, options)
+    _keep(path, image)
+    return image
+
+
+def _compile(compiler: ctypes.CDLL, source: str, options: list[str]) -> bytes:
+    handle, size = c_void_p(), c_size_t()
+    compiler.nvrtcCreateProgram(byref(handle), source.encode(), b"kernel.cu", 0, None, None)
+    try:
+        told = (c_char_p * len(options))(*(option.encode() for option in options))
+        if compiler.nvrtcCompileProgram(handle, len(options), told):
+            compiler.nvrtcGetProgramLogSize(handle, byref(size))
+            said = ctypes.create_string_buffer(size.value)
+            compiler.nvrtcGetProgramLog(handle, said)
+            raise CudaError(f"A kernel does not compile with {options}:\n{said.value.decode()}")
+        compiler.nvrtcGetCUBINSize(handle, byref(size))
+        image = ctypes.create_string_buffer(size.value)
+        compiler.nvrtcGetCUBIN(handle, image)
+        return image.raw
+    finally:
+        compiler.nvrtcDestroyProgram(byref(handle))
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "penstock" / "kernels"
+
+
+def _keep(path: Path, image: bytes) -> None:
+    """Whole or not at all, since others may be reading; without a place to write, it is compiled again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(image)
+        os.replace(file.name, path)
+    except OSError:
+        pass
+
+
+@functools.cache
+def nvrtc() -> ctypes.CDLL | None:
+    """The compiler, where there is one."""
+    major = (torch.version.cuda or "13").partition(".")[0]
+    name = f"libnvrtc.so.{major}"
+    packaged = [path for folder in sys.path for path in Path(folder).glob(f"nvidia/*/lib/{name}")]
+    for path in (Path(name), *packaged):
+        try:
+            for part in path.parent.glob("libnvrtc-builtins.so.*") if path.parent.name else ():
+                ctypes.CDLL(str(part), ctypes.RTLD_GLOBAL)  # which it looks for by name alone
+            return ctypes.CDLL(str(path))
+        except OSError:
+            continue
+    return None
