@@ -32,6 +32,7 @@ from penstock.weights.load import load_model
 
 log = logging.getLogger("penstock.engine")
 
+STEP_TOKENS = ((80, 32768), (40, 16384), (0, 4096))  # least GB of a GPU, and tokens in a step on it
 GRAMMAR_WAIT_S = 0.01  # for a grammar, when there is nothing else to do; longest delay of an abort then
 
 
@@ -293,7 +294,8 @@ def _default_step_tokens(device: torch.device) -> int:
     """Long prompts are computed best in large steps, as far as there is memory for what lies between ops."""
     if device.type != "cuda":
         return 512
-    return 16384 if torch.cuda.get_device_properties(device).total_memory >= 40 * GB else 4096
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return next(num_tokens for least_gb, num_tokens in STEP_TOKENS if memory >= least_gb * GB)
 
 
 def _session_limits(config: EngineConfig, pools: PoolSizes) -> SessionLimits:

@@ -23,7 +23,8 @@ from penstock.types import RowPlan
 PROMPT_TOKENS = (64, 128, 256, 512, 1024)
 DECODES = (0, 1, 4, 16, 32, 64)
 MAX_PROMPTS = 8
-WARMED_TOKENS = (2048, 4096, 8192, 16384)  # of longer prompts, launched as they come: every kernel they use
+# Of longer prompts, launched as they come: every kernel they use.
+WARMED_TOKENS = (2048, 4096, 8192, 16384, 32768)
 
 
 class PromptStep:

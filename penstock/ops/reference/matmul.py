@@ -23,7 +23,7 @@ def linear(
     x: Tensor,  # [T, M]
     weight: Tensor,  # [N, M]
     bias: Tensor | None = None,  # [N]
-    residual: Tensor | None = None,  # [T, N]
+    residual: Tensor | None = None,  # [T, N], given up: the result may take its place
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
@@ -52,7 +52,7 @@ def norm_linear(
 def swiglu_linear(
     gate_up: Tensor,  # [T, 2F]  gate, then up
     weight: Tensor,  # [N, F]
-    residual: Tensor | None = None,  # [T, N]
+    residual: Tensor | None = None,  # [T, N], given up: the result may take its place
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]

@@ -59,7 +59,7 @@ def linear(
     x: Tensor,  # [T, M]
     weight: Tensor,  # [N, M]
     bias: Tensor | None = None,  # [N]
-    residual: Tensor | None = None,  # [T, N]
+    residual: Tensor | None = None,  # [T, N], given up: the result may take its place
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
@@ -84,7 +84,7 @@ def norm_linear(
 def swiglu_linear(
     gate_up: Tensor,  # [T, 2F]  gate, then up
     weight: Tensor,  # [N, F]
-    residual: Tensor | None = None,  # [T, N]
+    residual: Tensor | None = None,  # [T, N], given up: the result may take its place
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
@@ -156,7 +156,9 @@ def _prepare(product: Product) -> Product:
 
 def _multiply_by_library(product: Product) -> Tensor:
     if product.residual is not None and product.bias is None:
-        return torch.addmm(product.residual, product.x, product.weight.t())
+        return product.residual.addmm_(
+            product.x, product.weight.t()
+        )  # anywhere else it would be copied first
     out = F.linear(product.x, product.weight, product.bias)
     if product.residual is not None:
         out += product.residual
