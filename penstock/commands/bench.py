@@ -81,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = read_settings(EngineConfig, arguments)
     settings["max_rows"] = max(arguments.batch)
     longest = max(arguments.context) + arguments.warmup + arguments.repeats + PROFILED_STEPS + 2
+    longest += max(arguments.batch)  # steps of the whole engine, while the last prompts are computed
     settings["max_model_len"] = max(longest, CHECK_TOKENS + 1)
     settings["prefix_cache"] = False  # the second repeat would find the first one's work
     config: EngineConfig = from_mapping(EngineConfig, settings)

@@ -141,7 +141,9 @@ class Bench:
         """Decode steps through `Engine.step`, scheduler and all; on a GPU, how busy it kept the device."""
         engine = self.engine.engine
         num_steps = self.warmup + self.repeats + PROFILED_STEPS
-        sampling = dataclasses.replace(sampling, max_tokens=num_steps + 2, ignore_eos=True)
+        # The first to decode must not be done before the last has been measured.
+        engine.scheduler.mixed_step_tokens = engine.scheduler.max_step_tokens
+        sampling = dataclasses.replace(sampling, max_tokens=num_steps + batch + 2, ignore_eos=True)
         for row, prompt in enumerate(random_prompts(self.engine, batch, context)):
             engine.submit(Request(id=f"bench-{row}", token_ids=tuple(prompt.tolist()), sampling=sampling))
         while engine.scheduler.num_decoding < batch:
@@ -154,6 +156,7 @@ class Bench:
             ends.append(time.perf_counter())
         seconds = tuple(after - before for before, after in itertools.pairwise(ends))
         found = break_down(engine.step, PROFILED_STEPS) if is_on_gpu(self.engine) else None
+        assert engine.scheduler.num_decoding == batch, "a reply ended while it was measured"
         for row in range(batch):
             engine.abort(f"bench-{row}")
         while engine.has_work:

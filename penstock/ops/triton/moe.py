@@ -16,7 +16,7 @@ VECTOR, TENSOR, GROUPED = 0, 1, 2  # the "form" of a tile
 
 VECTOR_TOKENS = 4  # of more, so many choose the same experts that reading those once is better
 TENSOR_PAIRS = 16  # of an expert, on average: more fill tiles whose height is theirs
-MAX_TOKENS = 16384  # at a time: what the pairs leave in between stays below a GB
+MAX_TOKENS = 32768  # at a time: what the pairs leave in between stays below two GB
 
 
 def sparse_mlp(
