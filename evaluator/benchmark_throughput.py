@@ -1,15 +1,17 @@
 """How fast an engine.py is: prefill, decode and mixed traces, with a fresh engine for every repeat.
 
-    python evaluator/benchmark_throughput.py --engine workspace/engine.py
+    python evaluator/benchmark_throughput.py --engine workspace/engine.py [--also another.py ...]
 
-create_engine is not timed; prefill, decode and remove are. Medians over the repeats, beside the naive engine
-that computes everything anew. The last line is one JSON object.
+create_engine is not timed; prefill, decode and remove are. Medians over the repeats, beside other engines and
+the naive one, which computes everything anew. A bench of the naive one ends after a few seconds; all others
+are then timed with the same calls too, and compared by these. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -27,7 +29,7 @@ from penstock.forge import naive_engine
 from penstock.forge.gate import compare
 from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.machine import Machine
-from penstock.forge.measure import FAMILIES, Bench, Sizes, draw_benches
+from penstock.forge.measure import FAMILIES, Bench, draw_benches
 from penstock.forge.oracle import Oracle
 from penstock.forge.target import Target
 
@@ -35,57 +37,60 @@ from penstock.forge.target import Target
 def main() -> int:
     arguments = read_arguments()
     target = Target.open(arguments.config, arguments.weights, arguments.device)
-    sizes = replace(Sizes.of(target), repeats=1)
+    modules = {path: load_module(path) for path in (arguments.engine, *arguments.also)}
     knowing = Oracle(target)
-    benches = [
-        bench
-        for bench in draw_benches(target, knowing, arguments.seed, sizes)
-        if bench.family in arguments.families
-    ]
+    drawn = draw_benches(target, knowing, arguments.seed)
+    benches = [bench for bench in drawn if bench.family in arguments.families]
     del knowing
     report: dict[str, Any] = {"model": target.describe(), "device": target.device}
     report["machine"] = Machine.measure(target).facts()
-    engines = {"engine": load_module(arguments.engine)}
     if not arguments.no_baseline:
-        engines["naive"] = naive_engine
-    for name, module in engines.items():
-        report[name] = time_engine(module, target, benches, 1 if name == "naive" else arguments.repeats)
-        print_table(name, report[name])
-    if "naive" in report:
-        ratios = {
-            bench: report["engine"]["benches"][bench]["tokens_per_second"] / numbers["tokens_per_second"]
-            for bench, numbers in report["naive"]["benches"].items()
-        }
-        report["times_naive"] = {bench: round(ratio, 2) for bench, ratio in ratios.items()}
+        stretches, report["naive"] = time_engine(naive_engine, target, benches, 1, arguments.baseline_seconds)
+        print_table("naive", report["naive"])
+        names = {bench.name for bench in benches}
+        benches += [stretch for stretch in stretches if stretch.name not in names]
+    for path, module in modules.items():
+        _, numbers = time_engine(module, target, benches, arguments.repeats)
+        print_table(str(path), numbers)
+        if path == arguments.engine:
+            report["engine"] = numbers
+        else:
+            report.setdefault("also", {})[path.stem] = numbers
+            report.setdefault("times_also", {})[path.stem] = times(report["engine"], numbers)
+    if not arguments.no_baseline:
+        report["times_naive"] = times(report["engine"], report["naive"])
     print(json.dumps(report))
     if arguments.output:
         arguments.output.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
 
-def time_engine(module: ModuleType, target: Target, benches: Sequence[Bench], repeats: int) -> dict[str, Any]:
-    seconds: dict[str, list[float]] = {bench.name: [] for bench in benches}
+def time_engine(
+    module: ModuleType,
+    target: Target,
+    benches: Sequence[Bench],
+    repeats: int,
+    enough_s: float = math.inf,
+) -> tuple[list[Bench], dict[str, Any]]:
+    """What was timed, each bench for about `enough_s` at most, and the numbers."""
+    stretches: dict[str, Bench] = {}
+    seconds: dict[str, list[float]] = {}
     build_s, peak_bytes, faults = [], 0, []
     for _ in range(repeats):
         player = LocalPlayer(module, target)
         build_s.append(player.build_s)
         for bench in benches:
             checked = [index for index, answer in enumerate(bench.case.answers) if answer is not None]
-            played = player.play(bench.case.calls, keep=checked, timed=bench.timed)
-            seconds[bench.name].append(played.seconds)
+            played = player.play(bench.case.calls, keep=checked, timed=bench.timed, enough_s=enough_s)
+            stretch = shorten(bench, min(len(played.errors), bench.timed[1]))
+            stretches[stretch.name] = stretch
+            seconds.setdefault(stretch.name, []).append(played.seconds)
             peak_bytes = max(peak_bytes, played.peak_bytes)
             fault, _ = compare(bench.case, played, allowed=1.0)
             faults += [f"{bench.name}: {fault}"] if fault else []
         del player
-    numbers = {}
-    for bench in benches:
-        median, num_calls = statistics.median(seconds[bench.name]), bench.timed[1] - bench.timed[0]
-        numbers[bench.name] = {
-            "family": bench.family,
-            "call_ms": 1e3 * median / num_calls,
-            "tokens_per_second": bench.num_tokens / median,
-        }
-    return {
+    numbers = {name: describe(stretch, seconds[name]) for name, stretch in stretches.items()}
+    return list(stretches.values()), {
         "benches": numbers,
         "build_s": statistics.median(build_s),
         "peak_bytes": peak_bytes,
@@ -94,12 +99,40 @@ def time_engine(module: ModuleType, target: Target, benches: Sequence[Bench], re
     }
 
 
+def shorten(bench: Bench, stop: int) -> Bench:
+    """The stretch of its timed calls that ends there, by a name of its own: others are timed with it too."""
+    start = bench.timed[0]
+    if stop == bench.timed[1]:
+        return bench
+    return replace(bench, name=f"{bench.name}, first {stop - start} calls", timed=(start, stop))
+
+
+def describe(bench: Bench, seconds: Sequence[float]) -> dict[str, Any]:
+    median, num_calls = statistics.median(seconds), bench.timed[1] - bench.timed[0]
+    return {
+        "family": bench.family,
+        "call_ms": 1e3 * median / num_calls,
+        "tokens_per_second": bench.num_tokens / median,
+        "calls_timed": num_calls,
+    }
+
+
+def times(engine: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """How many times as fast as the other, by what both were timed with."""
+    ours, theirs = engine["benches"], other["benches"]
+    return {
+        name: round(ours[name]["tokens_per_second"] / theirs[name]["tokens_per_second"], 2)
+        for name in theirs
+        if name in ours
+    }
+
+
 def print_table(name: str, report: dict[str, Any]) -> None:
     memory = f"{report['peak_bytes'] / 1e9:.2f} GB at most" if report["peak_bytes"] else "memory not counted"
     print(f"{name}: built in {report['build_s']:.1f} s, {memory}")
     for bench, numbers in report["benches"].items():
         speed = f"{numbers['tokens_per_second']:12,.0f} tokens/s"
-        print(f"  {bench:<12} {numbers['call_ms']:10.3f} ms a call {speed}")
+        print(f"  {bench:<24} {numbers['call_ms']:10.3f} ms a call {speed}")
     for fault in report["faults"]:
         print(f"  WRONG: {fault}")
 
@@ -107,6 +140,7 @@ def print_table(name: str, report: dict[str, Any]) -> None:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", type=Path, default=Path("workspace/engine.py"))
+    parser.add_argument("--also", type=Path, nargs="+", default=[], help="other engines, timed beside it")
     parser.add_argument("--config", type=Path, default=Path("target/model_config.json"))
     parser.add_argument("--weights", "--weight-dir", type=Path, default=Path("target/weights"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -114,6 +148,12 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="each with a fresh engine")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--no-baseline", action="store_true", help="leave the naive engine out")
+    parser.add_argument(
+        "--baseline-seconds",
+        type=float,
+        default=3.0,
+        help="of every bench, for the naive engine (default: 3)",
+    )
     parser.add_argument("--output", type=Path, help="the JSON object in a file, too")
     return parser.parse_args()
 

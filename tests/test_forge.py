@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,6 +21,7 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.forge import decisions, gate, naive_engine
 from penstock.forge.decisions import Design
 from penstock.forge.emit import emit
+from penstock.forge.fork_server import ForkServer
 from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.measure import Sizes
 from penstock.forge.oracle import Case, Oracle
@@ -81,16 +83,25 @@ def read_ledger(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out.parent / "ledger.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    """One for all: most of its time is for imports."""
+    with ForkServer("cpu") as server:
+        yield server
+
+
 @pytest.mark.parametrize(("name", "num_trials"), [("grouped heads", 3), ("every head its own keys", 2)])
 def test_forge_writes_an_engine_that_is_right_and_not_slower(
-    name: str, num_trials: int, tmp_path: Path
+    name: str, num_trials: int, tmp_path: Path, server: ForkServer
 ) -> None:
-    target, out = run_forge(tmp_path, CONFIGS[name], max_trials=num_trials)
+    target, out = run_forge(tmp_path, CONFIGS[name], max_trials=num_trials, budget_s=600.0, server=server)
     verdict = check_file(out, target)
     assert verdict.is_passed, verdict.fault
     rows = read_ledger(out)
     assert len(rows) == num_trials
-    assert {row["gate"] for row in rows} == {"passed"}
+    assert all(row["gate"] == "passed" or row["fault"].startswith("slower") for row in rows)
+    assert all({"start", "build", "gate", "measure"} <= set(row["phases"]) for row in rows)
+    assert "profile" in rows[0]["phases"]
     assert rows[0]["verdict"] == "kept"
     kept = [row["score"] for row in rows if row["verdict"] == "kept"]
     assert kept[0] == 1.0
@@ -98,9 +109,11 @@ def test_forge_writes_an_engine_that_is_right_and_not_slower(
     assert all(row["why"] and row["idea"] and row["lines_added"] and "time" in row["held_to"] for row in rows)
     report = (out.parent / "report.md").read_text()
     assert all(row["idea"] in report for row in rows)
-    assert "trial 0" in (out.parent / "results.log").read_text()
+    log = (out.parent / "results.log").read_text()
+    assert "trial 0" in log
+    assert re.match(r"inspect, seconds: libraries .*machine .*weights .*exam .*sandbox", log)
     picture = ElementTree.fromstring((out.parent / "progress.svg").read_text())
-    assert len(picture.findall("{*}circle")) == len(rows)
+    assert len(picture.findall("{*}circle")) == sum(row["gate"] == "passed" for row in rows)
     imported = set(re.findall(r"^(?:from|import) (\w+)", out.read_text(), re.MULTILINE))
     assert imported <= {
         "__future__",
@@ -232,8 +245,30 @@ def test_evaluator_fails_a_broken_engine_and_times_a_right_one(
     code, said = evaluate("benchmark_throughput.py", right, "--repeats", "1")
     assert code == 0
     report = json.loads(said.splitlines()[-1])
-    assert set(report["times_naive"]) == set(report["engine"]["benches"])
+    assert set(report["times_naive"]) == set(report["naive"]["benches"]) <= set(report["engine"]["benches"])
     assert report["engine"]["faults"] == []
+
+
+def test_evaluator_compares_engines_by_the_calls_that_both_were_timed_with(
+    broken: tuple[Target, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A naive engine has no time for all of them."""
+    target, path = broken
+    right = path.with_name("engine.py")
+    right.write_text(emit(decisions.plain_design(), "Right."))
+    words = ["--engine", str(right), "--also", str(path), "--weights", str(target.weight_dir)]
+    words += ["--config", str(path.parent / "model_config.json"), "--device", "cpu", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["script", *words, "--families", "decode", "--baseline-seconds", "0"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script: Any = load_module(ROOT / "evaluator" / "benchmark_throughput.py")
+    assert script.main() == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    shortened = {f"decode {batch}, first 1 calls" for batch in (1, 8)}
+    assert set(report["times_naive"]) == shortened
+    assert {report["naive"]["benches"][name]["calls_timed"] for name in shortened} == {1}
+    assert report["engine"]["benches"]["decode 8"]["calls_timed"] > 1
+    assert set(report["times_also"]["broken"]) == {"decode 1", "decode 8"} | shortened
+    assert report["naive"]["faults"] == []
 
 
 def test_naive_engine_is_right(tmp_path: Path) -> None:

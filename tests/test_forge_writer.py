@@ -20,6 +20,7 @@ from penstock.errors import PenstockError
 from penstock.forge import decisions
 from penstock.forge.confine import CPU_FORMS, landlock_version
 from penstock.forge.emit import emit
+from penstock.forge.fork_server import ForkServer
 from penstock.forge.host import time_in_turn, time_of_innermost
 from penstock.forge.ledger import Ledger
 from penstock.forge.machine import Machine
@@ -121,8 +122,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 @pytest.fixture(scope="module")
 def sandbox(target: Target) -> Iterator[Sandbox]:
-    with Sandbox(target, Limits(TRIAL_S, 1 << 30)) as sandbox:
-        yield sandbox
+    with ForkServer("cpu") as server:
+        yield Sandbox(target, Limits(TRIAL_S, 1 << 30), server)
 
 
 @pytest.fixture(scope="module")
@@ -334,6 +335,8 @@ def test_replies_are_read_as_files_or_diffs() -> None:
         "getattr(torch, 'save')",
         "torch.save(1, 'x')",
         "import penstock",
+        "from concurrent.futures import ProcessPoolExecutor",
+        "concurrent.futures.ProcessPoolExecutor()",
         "from .. import judge",
         "__builtins__",
     ],

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from penstock.errors import PenstockError
+from penstock.forge.fork_server import ForkServer
 
 DESCRIPTION = "Writes an engine for one model on this machine: plan, write, check, measure, keep the best."
 USAGE = "penstock forge [flags]"
@@ -54,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    with ForkServer(arguments.device) as server:  # before torch: it imports the same at the same time
+        return _run(arguments, server)
+
+
+def _run(arguments: argparse.Namespace, server: ForkServer) -> int:
     from penstock.forge.run import forge
 
     default = next((folder for folder in TARGETS if (folder / "model_config.json").exists()), TARGETS[0])
@@ -67,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_trials=arguments.max_trials,
         llm_base_url=arguments.llm_base_url,
         llm_model=arguments.llm_model,
+        server=server,
         say=lambda line: print(line, flush=True),
     )
     print(f"{arguments.out}: {best.idea}; see {arguments.out.parent / 'report.md'}")

@@ -42,10 +42,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the judge, who then ends this process
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     confine = load_file("confine", str(Path(__file__).with_name("confine.py"))).confine
-    import torch  # noqa: F401
-
-    if sys.argv[2] == "cuda":
-        know_kernels_that_moved()
+    import_for_all(sys.argv[2] == "cuda")
     sys.meta_path.insert(0, PenstockRefused())
     while True:
         message, ancillary, _, _ = control.recvmsg(1 << 16, socket.CMSG_SPACE(array.array("i").itemsize))
@@ -72,10 +69,23 @@ def load_file(name: str, path: str) -> ModuleType:
     return module
 
 
+def import_for_all(with_kernels: bool) -> None:
+    """What every life would import for itself. None opens a GPU: who has opened one cannot fork."""
+    import torch
+    import torch.autograd.profiler
+    import torch.nn.functional  # noqa: F401
+
+    if with_kernels and importlib.util.find_spec("triton"):
+        import triton.language.extra.cuda  # noqa: F401
+
+        know_kernels_that_moved()
+
+
 def know_kernels_that_moved() -> None:
     """Triton compiles a kernel anew when it stands on another line; from candidate to candidate most do."""
-    from triton.runtime.jit import JITCallable
+    from triton.runtime import jit
 
+    JITCallable: Any = getattr(jit, "JITCallable", jit.JITFunction)
     build: Any = JITCallable.__init__
 
     def build_without_line(self: Any, *words: Any) -> None:
@@ -117,7 +127,9 @@ class Session:
         return json.loads(line) if line else None
 
     def obey(self, command: dict[str, Any]) -> None:
-        if command["do"] == "build":
+        if command["do"] == "start":
+            self._start(command)
+        elif command["do"] == "build":
             self._build(command)
         elif command["do"] == "play":
             self._play(command)
@@ -126,14 +138,18 @@ class Session:
         elif command["do"] == "reach":
             self.send({"reached": load_file("reach", command["path"]).reach(**command["words"])})
 
-    def _build(self, command: dict[str, Any]) -> None:
+    def _start(self, command: dict[str, Any]) -> None:
         import torch
 
         self.device = command["device"]
-        module = load_file("engine", command["path"])
         if self.device != "cpu":
             torch.cuda.set_per_process_memory_fraction(command["memory_share"])
+            torch.zeros(1, device=self.device)
             torch.cuda.reset_peak_memory_stats()
+        self.send({"started": True})
+
+    def _build(self, command: dict[str, Any]) -> None:
+        module = load_file("engine", command["path"])
         self.engine = module.create_engine(command["config"], command["weights"], self.device)
         self._wait()
         self.send({"built": True})
@@ -208,12 +224,9 @@ class Session:
                 for call in prepared[start:stop]:
                     self._call(call)
                 self._wait()
-                seconds = time.perf_counter() - began
-            for call in prepared[stop:]:
-                self._call(call)
-            return seconds
+                return time.perf_counter() - began
 
-        wall = play(None)
+        wall = play(None)  # the second time, the same requests replace themselves
         profiler = profile(use_device="cuda" if on_gpu else None)
         play(profiler)
         results: Any = profiler.kineto_results  # averages by name would take far longer than the work

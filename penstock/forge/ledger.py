@@ -38,6 +38,7 @@ class Row:
     worst: float = 0.0  # distance from right logits, in units of the tolerance
     peak_bytes: int = 0
     build_s: float = 0.0
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds: start, build, gate, measure, profile
     held_to: tuple[str, ...] = ()  # the restrictions that the candidate ran under
 
     def facts(self) -> dict[str, Any]:
@@ -49,11 +50,12 @@ class Row:
 
 
 class Ledger:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, started: float | None = None) -> None:
+        """`started` by the monotonic clock, where the run is older than its ledger."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.rows: list[Row] = []
-        self._started = time.monotonic()
+        self._started = time.monotonic() if started is None else started
         for name in ("ledger.jsonl", "results.log"):
             (folder / name).write_text("")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +48,10 @@ class LocalPlayer:
         keep: Sequence[int],
         timed: tuple[int, int] = (-1, -1),
         on_device: bool = True,
+        enough_s: float = math.inf,
     ) -> Played:
+        """Timed calls end early once they have taken `enough_s`: the engine is then emptied, and there are
+        outcomes of the calls that were played."""
         prepared = [self._prepare(call, on_device) for call in calls]
         errors: list[str | None] = []
         kept: dict[int, Tensor] = {}
@@ -63,9 +67,13 @@ class LocalPlayer:
                     kept[number] = logits
             except Exception as error:  # a refusal, or a fault: the gate knows which was due
                 errors.append(f"{type(error).__name__}: {error}")
-            if number == timed[1] - 1:
-                self._wait()
-                seconds = time.perf_counter() - started
+            is_timed = timed[0] <= number < timed[1]
+            is_enough = is_timed and enough_s < math.inf and self._seconds_since(started) >= enough_s
+            if number == timed[1] - 1 or is_enough:
+                seconds = self._seconds_since(started)
+            if is_enough:
+                self._empty(calls[: number + 1])
+                break
         logits_here = {number: logits.float().cpu() for number, logits in kept.items()}
         return Played(seconds, errors, logits_here, self._peak_bytes())
 
@@ -83,6 +91,21 @@ class LocalPlayer:
         run = self.engine.prefill if call.kind == "prefill" else self.engine.decode
         logits: Tensor = run(ids, tokens)
         return logits
+
+    def _empty(self, played: Sequence[Call]) -> None:
+        """Removes the requests that these calls have left."""
+        alive: dict[str, None] = {}
+        for call in played:
+            if call.kind == "prefill":
+                alive |= dict.fromkeys(call.ids)
+            elif call.kind == "remove":
+                alive = {id: None for id in alive if id not in call.ids}
+        if alive:
+            self.engine.remove(list(alive))
+
+    def _seconds_since(self, started: float) -> float:
+        self._wait()
+        return time.perf_counter() - started
 
     def _wait(self) -> None:
         if self.is_cuda:

@@ -59,20 +59,19 @@ class Oracle:
                     answer[row] = row_logits
         return Case(trace.name, trace.calls, answers)
 
-
-def rounding(target: Target, case: Case) -> float:
-    """How far the reference strays from itself in float32, in units of the tolerance."""
-    if target.dtype == torch.float32:
-        return 0.0
-    exact = Reference(target, torch.float32)
-    worst = 0.0
-    for life in _lives(case.calls):
-        logits = exact.logits(life.tokens, [position for _, _, position in life.asked]).cpu()
-        for (call, row, _), right in zip(life.asked, logits):
-            answer = case.answers[call]
-            assert answer is not None
-            worst = max(worst, distance(answer[row], right))
-    return worst
+    def rounding(self, case: Case) -> float:
+        """How far the reference strays from itself in float32, in units of the tolerance."""
+        if self.reference.dtype == torch.float32:
+            return 0.0
+        exact = self.reference.in_float32()
+        worst = 0.0
+        for life in _lives(case.calls):
+            logits = exact.logits(life.tokens, [position for _, _, position in life.asked]).cpu()
+            for (call, row, _), right in zip(life.asked, logits):
+                answer = case.answers[call]
+                assert answer is not None
+                worst = max(worst, distance(answer[row], right))
+        return worst
 
 
 def distance(logits: Tensor, right: Tensor) -> float:

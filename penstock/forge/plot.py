@@ -58,7 +58,7 @@ def _scale(lowest: float, highest: float, y_of: Callable[[float], float]) -> lis
 
 
 def _mark(row: Row, x: float, y_of: Callable[[float], float]) -> str:
-    """Full: kept. Hollow: right, and no faster. A cross at the foot: refused, wrong or broken."""
+    """Full: kept. Hollow: right, and no faster. A cross at the foot: not timed to the end."""
     said = f"<title>{escape(row.line())}</title>"
     if not row.score:
         y = HEIGHT - BOTTOM + 14

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from penstock.errors import PenstockError
+from penstock.forge.fork_server import ForkServer
 from penstock.forge.ledger import Ledger
 from penstock.forge.machine import Machine
 from penstock.forge.measure import Sizes
+from penstock.forge.phases import Phases, tell
 from penstock.forge.probe import Reach, settle
 from penstock.forge.sandbox import Limits, Sandbox
 from penstock.forge.search import Engine, Search
@@ -17,6 +21,7 @@ from penstock.forge.trial import Exam
 from penstock.forge.writer import TIMEOUT_S, Writer
 
 SPARE_BYTES = 6 << 30  # beside the weights: torch itself, a cache, activations
+COMPILER_BYTES = 8 << 30  # on a GPU, where threads compile kernels at the same time
 TRIAL_S = 300.0
 
 
@@ -34,19 +39,33 @@ def forge(
     trial_s: float = TRIAL_S,
     llm_base_url: str = "",
     llm_model: str = "",
+    server: ForkServer | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Engine:
-    target = Target.open(config, weights, device)
-    ledger = Ledger(out.parent)
-    limits = Limits(min(trial_s, budget_s), SPARE_BYTES + 4 * target.weight_bytes)
-    with Sandbox(target, limits) as sandbox:  # first: it imports torch while this process works
+    """With a fork server that is already importing, the time counts from when that was started."""
+    with contextlib.ExitStack() as stack:
+        server = server or stack.enter_context(ForkServer(device))
+        phases = Phases(server.started)
+        phases.end("libraries")
+        target = Target.open(config, weights, device)
+        ledger = Ledger(out.parent, server.started)
+        memory_bytes = SPARE_BYTES + 4 * target.weight_bytes + (COMPILER_BYTES if target.is_cuda else 0)
+        limits = Limits(min(trial_s, budget_s), memory_bytes)
+        sandbox = Sandbox(target, limits, server)
         say(f"model: {target.describe()}")
+        beside = stack.enter_context(ThreadPoolExecutor(1))
+        settling = beside.submit(_settle, sandbox)  # it waits, mostly: for imports, for a compiler
         machine = Machine.measure(target)
+        phases.end("machine")
         say(f"machine: {machine.describe()}")
-        reached = settle(sandbox)
-        say(f"sandbox: {', '.join(sandbox.restrictions)}")
-        exam = Exam.draw(target, seed, num_random=num_random, sizes=sizes)
+        exam = Exam.draw(target, seed, num_random=num_random, sizes=sizes, phases=phases)
         say(f"exam: {len(exam.cases)} situations, {len(exam.benches)} benches, drawn from seed {seed}")
+        reached, settled_s = settling.result()
+        phases.end("waiting for the sandbox")
+        say(f"sandbox: {', '.join(sandbox.restrictions)}")
+        said = f"inspect, seconds: {tell(phases.seconds)}; beside it sandbox {settled_s:.1f}"
+        ledger.log(said)
+        say(said)
         writer = open_writer(llm_base_url, llm_model, reached, budget_s) if llm_base_url else None
         search = Search(
             target,
@@ -61,6 +80,12 @@ def forge(
             say=say,
         )
         return search.run()
+
+
+def _settle(sandbox: Sandbox) -> tuple[Reach, float]:
+    phases = Phases()
+    reached = settle(sandbox)
+    return reached, phases.end("sandbox")
 
 
 def open_writer(base_url: str, model: str, reached: Reach, budget_s: float) -> Writer:

@@ -12,32 +12,28 @@ import math
 import os
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.forge.confine import CPU_FORMS, FORMS
+from penstock.forge.fork_server import ForkServer
+from penstock.forge.phases import Phases
 from penstock.forge.target import Target
 from penstock.forge.traces import Call
 
 MAX_LINE = 1 << 20
 MAX_PAYLOAD = 1 << 31
-START_S = 120.0
 WATCH_S = 0.05
 MEMORY_SHARE = 0.95  # of a GPU
 FILE_BYTES = 1 << 28  # compiled kernels; on a CPU nothing is written
-KEPT_VARIABLES = ("PATH", "LANG", "CC", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
-KEPT_CUDA_VARIABLES = ("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "TRITON_LIBCUDA_PATH", "TRITON_PTXAS_PATH")
 # What a CUDA driver writes to: its devices, memory shared between processes, the names of its threads.
 DRIVER_PLACES = ("/dev/null", "/dev/zero", "/dev/shm", "/proc/self")
 
@@ -63,56 +59,30 @@ class Played:
 
 
 class Sandbox:
-    """The forking process, kept for a whole run. `host` gives one candidate a life in it."""
+    """Kept for a whole run. `host` gives one candidate a life in it."""
 
-    def __init__(self, target: Target, limits: Limits) -> None:
+    def __init__(self, target: Target, limits: Limits, server: ForkServer) -> None:
         self.target = target
         self.limits = limits
+        self.server = server
+        self.scratch = server.scratch
         self.forms = FORMS if target.is_cuda else CPU_FORMS
         self.restrictions = [strongest for strongest, *_ in self.forms]
         self.enforced: dict[str, str] = {}  # by restriction, in words
         self.given_up: dict[str, str] = {}  # and what did not work under those that are not
-        self._folder = tempfile.TemporaryDirectory(prefix="forge-")
-        self.scratch = Path(self._folder.name)
-        kind = "cuda" if target.is_cuda else "cpu"
-        self._control, theirs = socket.socketpair()
-        self._control.settimeout(START_S)
-        kept = KEPT_VARIABLES + KEPT_CUDA_VARIABLES
-        environment = {name: os.environ[name] for name in kept if name in os.environ}
-        environment |= {"HOME": str(self.scratch), "TMPDIR": str(self.scratch)}
-        environment |= {"TRITON_CACHE_DIR": str(self.scratch / "compiled")}
-        host = Path(__file__).with_name("host.py")
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", str(host), str(theirs.fileno()), kind],
-            pass_fds=[theirs.fileno()],
-            env=environment,
-            cwd=self.scratch,
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
-
-    def close(self) -> None:
-        self._control.close()
-        self._process.kill()
-        self._process.wait()
-        self._folder.cleanup()
-
-    def __enter__(self) -> Sandbox:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @contextlib.contextmanager
-    def host(self, source: str, seconds: float = math.inf) -> Iterator[Hosted]:
+    def host(self, source: str, seconds: float = math.inf, phases: Phases | None = None) -> Iterator[Hosted]:
         """A fresh process with the engine of this source built in it."""
+        phases = phases or Phases()
         path = self.scratch / f"engine_{time.monotonic_ns()}.py"
         path.write_text(source)
         try:
             with self._life(seconds) as hosted:
+                hosted.start(self.target.device)
+                phases.end("start")
                 hosted.build(path, self.target)
+                phases.end("build")
                 yield hosted
         finally:
             path.unlink()
@@ -133,7 +103,6 @@ class Sandbox:
             hosted.end()
 
     def _fork(self, limits: Limits) -> Hosted:
-        ours, theirs = socket.socketpair()
         is_cuda = self.target.is_cuda
         wishes = {
             "restrictions": self.restrictions,
@@ -143,10 +112,8 @@ class Sandbox:
             "readable": ["/"] if is_cuda else self._readable(),
             "writable": self._writable() if is_cuda else ["/dev/null"],
         }
-        socket.send_fds(self._control, [json.dumps(wishes).encode()], [theirs.fileno()])
-        theirs.close()
-        pid = json.loads(self._control.recv(1 << 10))["pid"]
-        return Hosted(ours, pid, limits)
+        connection, pid = self.server.fork(wishes)
+        return Hosted(connection, pid, limits)
 
     def _writable(self) -> list[str]:
         """On a GPU: what kernels are compiled into, and what the driver needs."""
@@ -184,15 +151,13 @@ class Hosted:
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
+    def start(self, device: str) -> None:
+        """The device is opened, so that the time this takes is not the engine's."""
+        self._write(do="start", device=device, memory_share=MEMORY_SHARE)
+        self.read()
+
     def build(self, path: Path, target: Target) -> None:
-        self._write(
-            do="build",
-            path=str(path),
-            config=target.config,
-            weights=str(target.weight_dir),
-            device=target.device,
-            memory_share=MEMORY_SHARE,
-        )
+        self._write(do="build", path=str(path), config=target.config, weights=str(target.weight_dir))
         self.read()
 
     def reach(self, path: Path, words: Mapping[str, Any]) -> dict[str, str]:

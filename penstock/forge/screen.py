@@ -12,6 +12,7 @@ ALLOWED_MODULES = {
     "__future__",
     "bisect",
     "collections",
+    "concurrent",
     "contextlib",
     "dataclasses",
     "enum",
@@ -26,6 +27,8 @@ ALLOWED_MODULES = {
     "typing",
 }
 REFUSED_MODULES = (
+    "concurrent.futures.Process",  # threads wait for compilers; an engine is one process
+    "concurrent.futures.process",
     "torch.utils.cpp_extension",
     "torch.multiprocessing",
     "torch.distributed",
@@ -51,6 +54,7 @@ REFUSED_NAMES = {
     "vars",
 }
 REFUSED_ATTRIBUTES = {
+    "ProcessPoolExecutor",
     "cpp_extension",
     "distributed",
     "from_file",

@@ -20,16 +20,18 @@ from penstock.forge.emit import WIDTH, emit
 from penstock.forge.ledger import Ledger, Row, Story, count_changes, replace_file, write_report
 from penstock.forge.machine import Machine
 from penstock.forge.measure import FAMILIES, Timing, gains, score
+from penstock.forge.opening import opening
 from penstock.forge.plot import draw_progress
 from penstock.forge.sandbox import Sandbox
 from penstock.forge.target import Target
-from penstock.forge.trial import Exam, Outcome, run_trial
+from penstock.forge.trial import Bar, Exam, Outcome, profile_engine, run_trial
 from penstock.forge.writer import Proposal, Writer
 
 LEAST_PROMISE = 0.003  # of all time: below it an alternative is not worth a trial
 LEAST_GAIN = 1.02  # a smaller one is noise, or not worth the lines
 CLEAR_GAIN = 1.10  # on a GPU; a smaller one is confirmed by timing the reigning engine again
-HOPELESS_GAIN = 0.8  # on a CPU, which others use too; everything better is confirmed
+DOUBTFUL_GAIN = 0.8  # on a CPU, which others use too; everything better is confirmed
+RECENT_TRIALS = 5  # which tell how long the next one may take
 SEARCH_SHARE = 0.6  # of the time, where a writing model is to have the rest
 MEMORY_IS_SHORT = 0.7
 
@@ -78,7 +80,7 @@ class Search:
         self.writer = writer
         self.max_trials = max_trials
         self.say = say
-        self.longest_s = 0.0  # of a judgement, second timings included
+        self.judged_s: list[float] = []  # of every judgement, second timings included
         self.reasons: dict[str, str] = {}
         self.tried: set[str] = set()
         self.first: Engine | None = None
@@ -89,6 +91,7 @@ class Search:
         ending = "The time was used up."
         try:
             self.start()
+            self._try_opening()
             if not self._improve_by_decisions():
                 ending = "No alternative promised anything any more."
             if self.writer:
@@ -105,8 +108,9 @@ class Search:
         """From the plain design, or from an engine that somebody else wrote."""
         design = decisions.plain_design()
         source = source or self._write(design)
-        outcome = run_trial(self.sandbox, source, self.exam)
-        self.longest_s = outcome.seconds
+        is_profiled = opening(self.target, self.machine) is None  # or else it is not what comes next
+        outcome = run_trial(self.sandbox, source, self.exam, is_profiled=is_profiled)
+        self.judged_s.append(outcome.seconds)
         if not outcome.is_passed:
             raise ForgeError(
                 f"The first version stopped at {outcome.gate}",
@@ -118,6 +122,15 @@ class Search:
         self.tried.add(_key(design))
         replace_file(self.out, source)
         self._record("search", self.first.idea, "a correct start", "", source, outcome, "kept", alike)
+
+    def _try_opening(self) -> None:
+        """From the facts alone, in one step, what a profile would lead to in several."""
+        guess = opening(self.target, self.machine)
+        if guess and self._has_time(1.0):
+            design, why = guess
+            changed = decisions.differences(self._best().design, design)
+            self.tried.add(_key(design))
+            self._judge("search", "; ".join(changed), why, self._write(design), design)
 
     def _improve_by_decisions(self) -> bool:
         """False when nothing was left to try, True when time was up."""
@@ -151,7 +164,7 @@ class Search:
 
     def _judge(self, author: str, idea: str, why: str, source: str, design: Design) -> None:
         before, began = self._best(), self.ledger.age_s
-        outcome = run_trial(self.sandbox, source, self.exam, seconds=self._left_s)
+        outcome = run_trial(self.sandbox, source, self.exam, seconds=self._left_s, bar=self._bar())
         is_kept = outcome.is_passed and self._is_better(outcome)
         total: dict[str, float] = {}
         if outcome.is_passed:
@@ -165,14 +178,18 @@ class Search:
             replace_file(self.out, text)
             self.best = Engine(text, design, outcome, idea, total)
         verdict = "kept" if is_kept else "discarded"
-        self.longest_s = max(self.longest_s, self.ledger.age_s - began)
+        self.judged_s.append(self.ledger.age_s - began)
         self._record(author, idea, why, before.source, source, outcome, verdict, total)
+
+    def _bar(self) -> Bar:
+        """What may be kept in the end; on a CPU also what looks slower until the best one is timed again."""
+        return Bar(self._best().timings, LEAST_GAIN if self.target.is_cuda else DOUBTFUL_GAIN)
 
     def _is_better(self, outcome: Outcome) -> bool:
         """Where others may disturb the measurement the reigning engine is timed again, right after."""
         best = self._best()
         gain = score(outcome.timings, best.timings)
-        is_clear = not LEAST_GAIN <= gain < CLEAR_GAIN if self.target.is_cuda else gain < HOPELESS_GAIN
+        is_clear = not LEAST_GAIN <= gain < CLEAR_GAIN if self.target.is_cuda else gain < DOUBTFUL_GAIN
         if is_clear:
             return gain >= LEAST_GAIN
         again = self._time_again(best)
@@ -182,7 +199,7 @@ class Search:
 
     def _time_again(self, engine: Engine) -> Mapping[str, Timing] | None:
         brief = replace(self.exam, cases=self.exam.cases[:1])
-        outcome = run_trial(self.sandbox, engine.source, brief, seconds=self._left_s)
+        outcome = run_trial(self.sandbox, engine.source, brief, seconds=self._left_s, is_profiled=False)
         return outcome.timings if outcome.is_passed else None
 
     def _hold_closing_match(self) -> None:
@@ -196,6 +213,7 @@ class Search:
             self.best = replace(best, outcome=replace(best.outcome, timings=timed[1]))
 
     def _most_promising(self) -> tuple[Alternative, dict[str, str], float] | None:
+        self._know_where_time_goes()
         device = "cuda" if self.target.is_cuda else "cpu"
         promises = [
             (
@@ -209,6 +227,13 @@ class Search:
         best = max(promises, key=lambda one: one[2], default=None)
         return best if best and best[2] >= LEAST_PROMISE else None
 
+    def _know_where_time_goes(self) -> None:
+        """Of the first version it is not known when the opening was to be better, and was not."""
+        best = self._best()
+        if not best.outcome.profile:
+            profile = profile_engine(self.sandbox, best.source, self.exam, seconds=self._left_s)
+            self.best = replace(best, outcome=replace(best.outcome, profile=profile))
+
     def _share(self, part: str) -> float:
         """Of all time, prefill and decode counting the same."""
         outcome = self._best().outcome
@@ -220,8 +245,10 @@ class Search:
         return outcome.profile.get(part, 0.0) / whole / 2 if whole else 0.0
 
     def _has_time(self, share: float, num_trials: int = 1) -> bool:
-        """Whether trials as long as the longest so far, and the report, would end in time."""
-        is_in_time = self.ledger.age_s + 1.2 * num_trials * self.longest_s < share * self.budget_s
+        """Whether trials as long as the last few, and the report, would end in time. One that takes longer
+        than there is time is stopped."""
+        expected_s = 1.2 * num_trials * statistics.median(self.judged_s[-RECENT_TRIALS:])
+        is_in_time = self.ledger.age_s + expected_s < share * self.budget_s
         return is_in_time and len(self.ledger.rows) < self.max_trials
 
     @property
@@ -253,18 +280,15 @@ class Search:
             verdict=verdict,
             at_s=self.ledger.age_s,
             seconds=outcome.seconds,
+            call_ms={name: timing.call_ms for name, timing in outcome.timings.items()},
+            worst=outcome.worst,
+            peak_bytes=outcome.peak_bytes,
+            build_s=outcome.build_s,
+            phases=outcome.phases,
             held_to=() if outcome.gate in ("reply", "screen") else tuple(self.sandbox.enforced),
         )
         if outcome.is_passed:
-            row = replace(
-                row,
-                score=statistics.geometric_mean(total.values()),
-                gains=total,
-                call_ms={name: timing.call_ms for name, timing in outcome.timings.items()},
-                worst=outcome.worst,
-                peak_bytes=outcome.peak_bytes,
-                build_s=outcome.build_s,
-            )
+            row = replace(row, score=statistics.geometric_mean(total.values()), gains=total)
         self.ledger.add(row)
         self.say(row.line())
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from penstock.forge import gate, oracle
-from penstock.forge.measure import Bench, Sizes, Timing, draw_benches, measure
+from penstock.forge.measure import Bench, Sizes, Timing, draw_benches, measure, score
 from penstock.forge.oracle import Case, Oracle
+from penstock.forge.phases import Phases
 from penstock.forge.sandbox import CandidateError, Hosted, Sandbox
 from penstock.forge.screen import refusal
 from penstock.forge.target import Target
@@ -30,23 +31,34 @@ class Exam:
     allowed: float  # distance from right answers, in units of the tolerance
 
     @classmethod
-    def draw(cls, target: Target, seed: int, *, num_random: int = 4, sizes: Sizes | None = None) -> Exam:
+    def draw(
+        cls,
+        target: Target,
+        seed: int,
+        *,
+        num_random: int = 4,
+        sizes: Sizes | None = None,
+        phases: Phases | None = None,
+    ) -> Exam:
+        phases = phases or Phases()
         knowing = Oracle(target)
+        phases.end("weights")
         traces = correctness_traces(target.shape, seed, num_random=num_random, max_batch=_widest(target))
         random.Random(seed).shuffle(traces)
         cases = [knowing.answer(trace) for trace in traces]
         benches = draw_benches(target, knowing, seed + 1, sizes)
-        del knowing  # its weights make room for those of float32
         typical = next(case for case in cases if case.name == "batched")
-        allowed = oracle.allowed_distance(oracle.rounding(target, typical))
+        allowed = oracle.allowed_distance(knowing.rounding(typical))
+        del knowing
         if target.is_cuda:
             torch.cuda.empty_cache()  # the candidates, in their own processes, find the memory free
+        phases.end("exam")
         return cls(cases, benches, allowed)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a trial. Without a fault there are timings."""
+    """What came of a trial. Without a fault there are timings of every bench."""
 
     fault: str
     gate: str  # how far it came: screen, build, check, measure, or passed
@@ -56,42 +68,79 @@ class Outcome:
     peak_bytes: int = 0
     timings: Mapping[str, Timing] = field(default_factory=dict)
     profile: Mapping[str, float] = field(default_factory=dict)  # seconds by "decode.attention" and the like
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds: start, build, gate, measure, profile
 
     @property
     def is_passed(self) -> bool:
         return self.gate == "passed"
 
 
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What a candidate is compared with: a clearly slower one is not timed to the end, and only one that may
+    be kept is worth a profile."""
+
+    timings: Mapping[str, Timing]
+    least_gain: float
+
+    def is_passed_by(self, timings: Mapping[str, Timing]) -> bool:
+        return score(timings, self.timings) >= self.least_gain
+
+
 def run_trial(
-    sandbox: Sandbox, source: str, exam: Exam, *, seconds: float = math.inf, max_build_s: float = 60.0
+    sandbox: Sandbox,
+    source: str,
+    exam: Exam,
+    *,
+    seconds: float = math.inf,
+    max_build_s: float = 60.0,
+    bar: Bar | None = None,
+    is_profiled: bool = True,
 ) -> Outcome:
     """At most these seconds, and never more than the sandbox allows."""
-    started = time.monotonic()
+    phases = Phases()
+    known: dict[str, Any] = {}
 
-    def failed(at: str, fault: str, **known: float) -> Outcome:
-        return Outcome(fault, at, time.monotonic() - started, **known)  # type: ignore[arg-type]
+    def ended(at: str, fault: str = "", phase: str = "") -> Outcome:
+        phases.end(phase or at)
+        return Outcome(fault, at, phases.total_s, phases=phases.seconds, **known)
 
     if reason := refusal(source):
-        return failed("screen", reason)
+        return ended("screen", reason)
     at = "build"
     try:
-        with sandbox.host(source, seconds) as hosted:
-            build_s = time.monotonic() - started
+        with sandbox.host(source, seconds, phases) as hosted:
+            known["build_s"] = build_s = phases.seconds["build"]
             if build_s > max_build_s:
-                return failed(at, f"create_engine took {build_s:.0f} s; {max_build_s:.0f} are allowed")
+                return ended(at, f"create_engine took {build_s:.0f} s; {max_build_s:.0f} are allowed")
             at = "check"
             verdict = gate.check(hosted, exam.cases, exam.allowed)
+            phases.end("gate")
+            known["worst"] = verdict.worst
             if not verdict.is_passed:
-                return failed(at, verdict.fault, worst=verdict.worst)
+                return ended(at, verdict.fault, "gate")
             at = "measure"
-            timings, fault, peak_bytes = measure(hosted, exam.benches, exam.allowed)
+            to_beat = bar.timings if bar else None
+            timings, fault, peak_bytes = measure(hosted, exam.benches, exam.allowed, to_beat)
+            phases.end("measure")
+            known |= {"timings": timings, "peak_bytes": peak_bytes}
             if fault:
-                return failed(at, fault, worst=verdict.worst)
-            profile = _profile(hosted, exam.benches)
+                return ended(at, fault)
+            if is_profiled and (bar is None or bar.is_passed_by(timings)):
+                known["profile"] = _profile(hosted, exam.benches)
+                phases.end("profile")
     except CandidateError as error:
-        return failed(at, str(error))
-    taken_s = time.monotonic() - started
-    return Outcome("", "passed", taken_s, build_s, verdict.worst, peak_bytes, timings, profile)
+        return ended(at, str(error), "gate" if at == "check" else at)
+    return ended("passed", phase="end")
+
+
+def profile_engine(sandbox: Sandbox, source: str, exam: Exam, *, seconds: float) -> dict[str, float]:
+    """Of an engine that has passed before; empty where it does not come to an end."""
+    try:
+        with sandbox.host(source, seconds) as hosted:
+            return _profile(hosted, exam.benches)
+    except CandidateError:
+        return {}
 
 
 def _profile(hosted: Hosted, benches: Sequence[Bench]) -> dict[str, float]:
@@ -102,7 +151,7 @@ def _profile(hosted: Hosted, benches: Sequence[Bench]) -> dict[str, float]:
         bench = typical[family]
         start, stop = bench.timed
         stop = min(stop, start + PROFILED_CALLS)
-        profile = hosted.profile(bench.case.calls, (start, stop))
+        profile = hosted.profile(bench.case.calls[:stop], (start, stop))
         parts |= {f"{family}.{kind}": seconds / (stop - start) for kind, seconds in profile.items()}
     return parts
 

@@ -14,6 +14,7 @@ from penstock.forge.fragments.cache_pages import Cache
 from penstock.forge.fragments.forward_kernels import Model, compute_logits, run_layers
 from penstock.forge.fragments.launch import (
     cdiv,
+    launch,
     launch_options,
     let_next_start,
     next_power_of_2,
@@ -68,7 +69,7 @@ def decode_attention(
     page_size = cache.keys.shape[3]
     block_keys = math.gcd(page_size, min(max(BLOCK_BYTES // (padded_dim * turned.dtype.itemsize), 16), 64))
     min_share = max(1, SPLIT_KEYS // 4 // block_keys)
-    decode_attention_kernel[shape.num_kv_heads, num_rows, num_splits](
+    launch(decode_attention_kernel, (shape.num_kv_heads, num_rows, num_splits))(
         turned,
         cache.keys[layer],
         cache.values[layer],
@@ -93,7 +94,7 @@ def decode_attention(
         **launch_options(device),
     )
     if partial is not None:
-        merge_splits_kernel[shape.num_heads, num_rows](
+        launch(merge_splits_kernel, (shape.num_heads, num_rows))(
             partial,
             log_sums,
             positions,

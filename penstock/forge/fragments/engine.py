@@ -35,8 +35,8 @@ class Engine:
         self.model = model
         self.device = device
         self.requests: dict[Hashable, Request] = {}
-        self.prompt_passes = PrefillGraphs(model)  # forge: when graphs=all
         self.decode_steps = DecodeGraphs(model)  # forge: when graphs=decode|all
+        self.prompt_passes = PrefillGraphs(model)  # forge: when graphs=all
 
     @torch.inference_mode()
     def prefill(self, request_ids: Sequence[Hashable], input_ids: Sequence[Tensor]) -> Tensor:

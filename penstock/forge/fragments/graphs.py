@@ -11,7 +11,7 @@ from torch import Tensor
 
 def capture(run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], Tensor]:
     """What replays the step, and the memory that its result is in afterwards."""
-    run()  # compiles and loads what is not yet there, which a capture cannot
+    run()  # loads what is not yet there, which a capture cannot
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):

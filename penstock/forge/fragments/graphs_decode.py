@@ -8,8 +8,11 @@ from torch import Tensor
 from penstock.forge.fragments.decode_split_kv import SPLIT_KEYS, run_step, run_tokens
 from penstock.forge.fragments.forward_kernels import Model
 from penstock.forge.fragments.graphs import capture
+from penstock.forge.fragments.launch import compile_at_once, next_power_of_2
+from penstock.forge.fragments.prefill_pass import run_prompts
 
 STEP_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+PROMPT_TOKENS = 2048  # of each of four prompts that no graph is made for
 
 
 class DecodeStep:
@@ -32,10 +35,20 @@ class DecodeGraphs:
     def __init__(self, model: Model) -> None:
         self.model = model
         self.steps = {size: DecodeStep(model, size) for size in STEP_SIZES}
+        # Steps between two powers of two have the kernels of the larger one.
+        steps = [step for size, step in self.steps.items() if size == next_power_of_2(size)]
+        runs = [run for step in steps for run in (step.run_short, step.run_long)]
+        compile_at_once([*runs, self._run_prompts], model.rope.device)
+        self._run_prompts()  # the first call shall find memory and libraries ready
         pool = torch.cuda.graph_pool_handle() if model.rope.is_cuda else None
         # The largest first: the others fit into its memory.
         self.short = {size: capture(self.steps[size].run_short, pool) for size in reversed(STEP_SIZES)}
         self.long = {size: capture(self.steps[size].run_long, pool) for size in reversed(STEP_SIZES)}
+
+    def _run_prompts(self) -> Tensor:
+        lengths = [min(PROMPT_TOKENS, self.model.shape.max_len)] * 4
+        tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=self.model.rope.device)
+        return run_prompts(self.model, tokens, lengths, [self.model.cache.spare] * len(lengths))
 
     def launch(self, tokens: Tensor, slots: list[int], positions: list[int]) -> Tensor:
         """tokens [R] -> logits [R, V]. Does not wait for the step."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.forge.fragments.cache_pages import Cache
 from penstock.forge.fragments.launch import (
     cdiv,
+    launch,
     launch_options,
     let_next_start,
     next_power_of_2,
@@ -30,7 +31,7 @@ def embed(tokens: Tensor, embedding: Tensor) -> Tensor:
     out = torch.empty(len(tokens), embedding.shape[1], dtype=embedding.dtype, device=embedding.device)
     vocab_size, hidden_size = embedding.shape
     grid = (len(tokens), cdiv(hidden_size, COLUMNS_AT_ONCE))
-    embed_kernel[grid](tokens, embedding, out, vocab_size, WIDTH=hidden_size, BLOCK=COLUMNS_AT_ONCE)
+    launch(embed_kernel, grid)(tokens, embedding, out, vocab_size, WIDTH=hidden_size, BLOCK=COLUMNS_AT_ONCE)
     return out
 
 
@@ -50,7 +51,9 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     block = next_power_of_2(x.shape[1])
     num_warps = max(1, min(block // 256, 16))
     options = launch_options(x.device)
-    norm_kernel[(len(x),)](x, weight, out, eps, WIDTH=x.shape[1], BLOCK=block, num_warps=num_warps, **options)
+    launch(norm_kernel, (len(x),))(
+        x, weight, out, eps, WIDTH=x.shape[1], BLOCK=block, num_warps=num_warps, **options
+    )
     return out
 
 
@@ -73,7 +76,7 @@ def gate_rows(gate_up: Tensor) -> Tensor:
     out = torch.empty(len(gate_up), width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (len(gate_up), cdiv(width, COLUMNS_AT_ONCE))
     options = launch_options(gate_up.device)
-    gate_kernel[grid](gate_up, out, WIDTH=width, BLOCK=COLUMNS_AT_ONCE, num_warps=4, **options)
+    launch(gate_kernel, grid)(gate_up, out, WIDTH=width, BLOCK=COLUMNS_AT_ONCE, num_warps=4, **options)
     return out
 
 
@@ -108,7 +111,7 @@ def turn_and_store(
     """Rotates queries and keys; keys and values also go to the cache."""
     num_turned = shape.num_heads + shape.num_kv_heads
     turned = torch.empty(len(qkv), num_turned * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
-    turn_and_store_kernel[len(qkv), cdiv(num_turned, HEADS_AT_ONCE)](
+    launch(turn_and_store_kernel, (len(qkv), cdiv(num_turned, HEADS_AT_ONCE)))(
         qkv,
         rope,
         slots,

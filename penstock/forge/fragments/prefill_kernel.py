@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.forge.fragments.launch import (
     cdiv,
+    launch,
     launch_options,
     let_next_start,
     next_power_of_2,
@@ -57,7 +58,7 @@ def attend_pack(turned: Tensor, qkv: Tensor, pack: Pack, shape: Shape) -> Tensor
     group = shape.num_heads // shape.num_kv_heads
     padded_dim = max(16, next_power_of_2(shape.head_dim))
     block_heads, block_keys = choose_blocks(group, padded_dim, qkv.dtype, qkv.device)
-    prefill_attention_kernel[shape.num_kv_heads * cdiv(group, block_heads), len(pack.tiles)](
+    launch(prefill_attention_kernel, (shape.num_kv_heads * cdiv(group, block_heads), len(pack.tiles)))(
         turned,
         qkv,
         pack.tiles,

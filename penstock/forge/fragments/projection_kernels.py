@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock.forge.fragments.kernel_rows import gate_rows, norm_rows
 from penstock.forge.fragments.launch import (
     cdiv,
+    launch,
     launch_options,
     let_next_start,
     next_power_of_2,
@@ -112,7 +113,7 @@ def multiply_vectors(
     (N, M), num_rows = weight.shape, len(x)
     out = torch.empty(num_rows, N, dtype=x.dtype, device=x.device)
     block_n, block_m, held, num_warps = choose_vector_tile(N, M, num_rows, weight)
-    vector_product_kernel[(cdiv(N, block_n),)](
+    launch(vector_product_kernel, (cdiv(N, block_n),))(
         x,
         norm,
         weight,
@@ -267,7 +268,7 @@ def multiply_tensors(
     parts = out
     if tile.num_splits > 1:
         parts = torch.empty(tile.num_splits, num_rows, N, dtype=torch.float32, device=x.device)
-    tensor_product_kernel[1, cdiv(N, tile.block_n), tile.num_splits](
+    launch(tensor_product_kernel, (1, cdiv(N, tile.block_n), tile.num_splits))(
         x,
         norm,
         weight,
@@ -289,7 +290,7 @@ def multiply_tensors(
         **launch_options(x.device),
     )
     if parts is not out:
-        sum_parts_kernel[num_rows, cdiv(N, SUMMED_COLUMNS)](
+        launch(sum_parts_kernel, (num_rows, cdiv(N, SUMMED_COLUMNS)))(
             parts,
             residual,
             out,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from penstock.forge.fragments.shape import Shape
 from penstock.forge.fragments.weights_fused import Layer, load_layer
+
+NUM_READERS = 8  # one thread copies to a GPU no faster than it finds the pages of a file
 
 
 class Weights(NamedTuple):
@@ -41,7 +44,12 @@ class StateDict:
 def load_weights(shape: Shape, weight_dir: str, dtype: torch.dtype, device: torch.device) -> Weights:
     state = StateDict(weight_dir, dtype, device)
     embedding = state.take("embed_tokens", shape.vocab_size, shape.hidden_size)
-    layers = [load_layer(state, f"layers.{index}.", shape) for index in range(shape.num_layers)]
+    prefixes = [f"layers.{index}." for index in range(shape.num_layers)]
+    layers = [load_layer(state, prefix, shape) for prefix in prefixes]  # forge: when layers=torch
+    # forge: when layers=kernels
+    with ThreadPoolExecutor(NUM_READERS) as threads:
+        layers = list(threads.map(lambda prefix: load_layer(state, prefix, shape), prefixes))
+    # forge: end
     norm = state.take("norm", shape.hidden_size)
     head = state.take("lm_head", shape.vocab_size, shape.hidden_size)
     head = head * norm  # forge: when norm=folded

@@ -1,0 +1,67 @@
+"""The process that every candidate is forked from. Knows no torch, and is started before this one imports it.
+
+Two processes import at the same time what would take twice as long one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+START_S = 120.0
+KEPT_VARIABLES = ("PATH", "LANG", "CC", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
+KEPT_CUDA_VARIABLES = ("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "TRITON_LIBCUDA_PATH", "TRITON_PTXAS_PATH")
+
+
+class ForkServer:
+    def __init__(self, device: str) -> None:
+        """For candidates of this device; nobody knows yet whether there is one: "" may be a GPU."""
+        self.started = time.monotonic()
+        self._folder = tempfile.TemporaryDirectory(prefix="forge-")
+        self.scratch = Path(self._folder.name)
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(START_S)
+        kept = KEPT_VARIABLES + KEPT_CUDA_VARIABLES
+        environment = {name: os.environ[name] for name in kept if name in os.environ}
+        environment |= {"HOME": str(self.scratch), "TMPDIR": str(self.scratch)}
+        environment |= {"TRITON_CACHE_DIR": str(self.scratch / "compiled")}
+        host = Path(__file__).with_name("host.py")
+        kind = "cpu" if device == "cpu" else "cuda"
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(host), str(theirs.fileno()), kind],
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            cwd=self.scratch,
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+
+    def fork(self, wishes: Mapping[str, Any]) -> tuple[socket.socket, int]:
+        """A new process that gives up what the wishes say: the line to it, and its id."""
+        ours, theirs = socket.socketpair()
+        socket.send_fds(self._control, [json.dumps(wishes).encode()], [theirs.fileno()])
+        theirs.close()
+        return ours, json.loads(self._control.recv(1 << 10))["pid"]
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,26 @@
+"""The first guess: what one would build from the facts alone, before anything was profiled."""
+
+from __future__ import annotations
+
+from penstock.forge import decisions
+from penstock.forge.machine import Machine
+from penstock.forge.target import Target
+
+LAYER_OPERATIONS = 30  # that torch launches for a layer of a decode step, attention of one row included
+LEAST_SHARE = 0.2  # of a step's time: with less, launching is not where one would begin
+
+
+def opening(target: Target, machine: Machine) -> tuple[dict[str, str], str] | None:
+    """A design and the reason for it; None where only a profile can tell.
+
+    Where launching takes a large part of a step, steps are captured, which takes kernels, which take fused
+    weights: one design, instead of one trial for each.
+    """
+    if not target.is_cuda:
+        return None
+    launching_s = LAYER_OPERATIONS * target.shape.num_layers * machine.launch_s
+    reading_s = machine.decode_floor_s(target, batch=1, context_len=0)
+    if launching_s < LEAST_SHARE * (launching_s + reading_s):
+        return None
+    why = f"launching a step takes {1e3 * launching_s:.2f} ms, reading the weights {1e3 * reading_s:.2f}"
+    return decisions.decide(decisions.plain_design(), "graphs", "all"), why

@@ -1,0 +1,292 @@
+"""Forge uses its time well: no play that says nothing new, no kernel compiled twice, a good first guess."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from command_line import ROOT
+from penstock.forge import decisions
+from penstock.forge.emit import emit
+from penstock.forge.fragments import launch
+from penstock.forge.ledger import Ledger
+from penstock.forge.machine import Machine
+from penstock.forge.measure import FAMILIES, Bench, Timing, measure
+from penstock.forge.opening import opening
+from penstock.forge.oracle import Case, Oracle
+from penstock.forge.reference import Reference
+from penstock.forge.sandbox import Played
+from penstock.forge.search import Engine, Search
+from penstock.forge.target import Target
+from penstock.forge.traces import Call, Trace
+from penstock.forge.trial import Bar, Exam, Outcome
+from test_forge import SMALL, make_target
+
+H200 = Machine("NVIDIA H200", "cuda", "9.0", 141 << 30, 4.1e12, 7e14, 6.5e-6)
+SHAPES = {  # layers, width, width of the feed-forward, heads, key heads, head_dim, vocabulary
+    "6x768": (6, 768, 2048, 12, 4, 64, 32000),
+    "32x4096": (32, 4096, 14336, 32, 8, 128, 128256),
+}
+BENCHES = {"prefill 8": "prefill", "decode 1": "decode", "decode 8": "decode", "mixed": "mixed"}
+
+
+def gpu_target(name: str) -> Target:
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    names += ("num_key_value_heads", "head_dim", "vocab_size")
+    return Target.of({**SMALL, **dict(zip(names, SHAPES[name]))}, Path("."), "cuda")
+
+
+class Metronome:
+    """A player whose benches take as long as one says."""
+
+    def __init__(self, seconds: dict[str, Sequence[float]]) -> None:
+        self.seconds = {name: list(values) for name, values in seconds.items()}
+        self.played: list[str] = []
+
+    def play(
+        self,
+        calls: Sequence[Call],
+        *,
+        keep: Sequence[int],
+        timed: tuple[int, int] = (-1, -1),
+        on_device: bool = True,
+    ) -> Played:
+        (name,) = calls[0].ids
+        self.played.append(name)
+        return Played(self.seconds[name].pop(0), [None], {}, 0)
+
+
+def draw_benches() -> list[Bench]:
+    return [
+        Bench(name, family, Case(name, [Call("remove", (name,))], [None]), (0, 1), repeats=3)
+        for name, family in BENCHES.items()
+    ]
+
+
+def timings_of(seconds: float) -> dict[str, Timing]:
+    return {name: Timing(family, seconds, 1, 1) for name, family in BENCHES.items()}
+
+
+def test_a_bench_is_repeated_until_it_has_been_seen_for_long_enough() -> None:
+    """Never less than twice, since the first play may have to warm up; the quickest counts."""
+    seconds = {
+        "prefill 8": [0.9, 0.7],
+        "decode 1": [0.15] * 3,
+        "decode 8": [0.01, 0.004, 0.005, 0.006],
+        "mixed": [0.39, 0.3],
+    }
+    player = Metronome(seconds)
+    timings, fault, _ = measure(player, draw_benches(), allowed=1.0)
+    assert not fault
+    assert not any(player.seconds.values())
+    assert {name: timing.seconds for name, timing in timings.items()} == {
+        name: min(values) for name, values in seconds.items()
+    }
+
+
+def test_a_candidate_that_cannot_catch_up_is_not_timed_to_the_end() -> None:
+    slow = {"prefill 8": [0.3] * 2, "decode 1": [0.35] * 2, "decode 8": [0.7] * 2}
+    player = Metronome(slow)
+    timings, fault, _ = measure(player, draw_benches(), 1.0, to_beat=timings_of(0.2))
+    assert fault == "slower: decode 8 700 ms a call against 200"
+    assert set(timings) == set(slow)
+
+
+@pytest.mark.parametrize(
+    ("prefill_s", "decode_s"),
+    [(0.02, (0.9, 0.9)), (0.21, (0.9, 0.05)), (0.21, (0.21, 0.21))],
+    ids=["prompts make up", "large steps make up", "hardly slower"],
+)
+def test_a_candidate_that_may_catch_up_is_timed_to_the_end(
+    prefill_s: float, decode_s: tuple[float, float]
+) -> None:
+    seconds = dict(zip(BENCHES, (prefill_s, *decode_s, 0.5)))
+    player = Metronome({name: [value] * 4 for name, value in seconds.items()})
+    timings, fault, _ = measure(player, draw_benches(), 1.0, to_beat=timings_of(0.2))
+    assert not fault
+    assert set(timings) == set(BENCHES)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_opening_on_a_gpu_is_what_a_profile_full_of_launches_leads_to(name: str, tmp_path: Path) -> None:
+    """Kernels, fused weights and captured steps together: one trial, with or without a profile."""
+    target = gpu_target(name)
+    guess = opening(target, H200)
+    assert guess is not None
+    design, why = guess
+    chosen = {part: design[part] for part in ("layers", "weights", "prefill", "decode", "graphs")}
+    expected = {"layers": "kernels", "weights": "fused", "prefill": "kernel", "decode": "split_kv"}
+    assert chosen == {**expected, "graphs": "all"}
+    assert "launching" in why
+    nobody: Any = None
+    search = Search(target, H200, Exam([], [], 1.0), nobody, Ledger(tmp_path), tmp_path, budget_s=1.0)
+    profile = {
+        "decode.launch": 0.9,
+        "decode.attention": 0.1,
+        "prefill.launch": 0.8,
+        "prefill.projection": 0.2,
+    }
+    plain, alike = decisions.plain_design(), dict.fromkeys(FAMILIES, 1.0)
+    search.best = Engine("", plain, Outcome("", "passed", 1.0, profile=profile), "plain", alike)
+    idea = search._most_promising()
+    assert idea is not None
+    assert idea[1] == design
+
+
+def test_there_is_no_opening_where_launching_is_not_what_takes_time() -> None:
+    assert opening(Target.of(SMALL, Path("."), "cpu"), H200) is None
+    quick = Machine("a GPU", "cuda", "9.0", 0, 1e12, 1e15, 1e-9)
+    assert opening(gpu_target("32x4096"), quick) is None
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_after_the_first_version_the_opening_is_tried_and_the_first_is_profiled_only_if_it_fails(
+    is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = {"decode.projection": 1.0, "prefill.projection": 1.0}
+    tried: list[tuple[str, bool]] = []
+
+    def run_trial(
+        sandbox: Any,
+        source: str,
+        exam: Exam,
+        *,
+        bar: Bar | None = None,
+        is_profiled: bool = True,
+        **rest: Any,
+    ) -> Outcome:
+        tried.append((source, is_profiled))
+        if bar is None:
+            return Outcome("", "passed", 1.0, timings=timings_of(1.0))
+        if "CUDAGraph" in source and is_right:
+            return Outcome("", "passed", 1.0, timings=timings_of(0.1), profile=profile)
+        return Outcome("no such kernel", "build", 1.0)
+
+    profiled: list[str] = []
+
+    def profile_engine(sandbox: Any, source: str, exam: Exam, *, seconds: float) -> dict[str, float]:
+        profiled.append(source)
+        return profile
+
+    monkeypatch.setattr("penstock.forge.search.run_trial", run_trial)
+    monkeypatch.setattr("penstock.forge.search.profile_engine", profile_engine)
+    sandbox: Any = SimpleNamespace(enforced={}, given_up={})
+    out = tmp_path / "engine.py"
+    exam, ledger = Exam([], [], 1.0), Ledger(tmp_path)
+    search = Search(gpu_target("6x768"), H200, exam, sandbox, ledger, out, budget_s=60.0, max_trials=3)
+    search.run()
+    first, second, *_ = tried
+    assert "CUDAGraph" not in first[0]
+    assert not first[1]
+    assert "CUDAGraph" in second[0]
+    assert "launching" in ledger.rows[1].why
+    assert [row.verdict for row in ledger.rows[:2]] == ["kept", "kept" if is_right else "discarded"]
+    assert profiled == ([] if is_right else [first[0]])
+    assert len(ledger.rows) == 3
+    assert ("CUDAGraph" in out.read_text()) == is_right
+
+
+def test_a_reference_that_is_widened_as_it_goes_is_the_one_in_float32(tmp_path: Path) -> None:
+    target = make_target(tmp_path, SMALL)
+    knowing = Oracle(target)
+    right = knowing.reference.logits([5, 6, 7], [0, 2])
+    knowing.reference = Reference(target, torch.float16)
+    widened = knowing.reference.in_float32().logits([5, 6, 7], [0, 2])
+    assert torch.equal(widened, right)
+    trace = Trace("any", target.shape, random.Random(1))
+    trace.prefill({"a": 20, "b": 7})
+    trace.decode(["b", "a"])
+    assert 0.0 < knowing.rounding(knowing.answer(trace)) < 1.0
+
+
+KEYS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from penstock.forge.host import know_kernels_that_moved, load_file
+from triton.runtime.jit import JITFunction
+know_kernels_that_moved()
+found = []
+for path in sys.argv[2:]:
+    kernels = [each for each in vars(load_file("engine", path)).values() if isinstance(each, JITFunction)]
+    lines = {each.__name__: each.fn.__code__.co_firstlineno for each in kernels}
+    found.append({each.__name__: (lines[each.__name__], each.src, each.cache_key) for each in kernels})
+print(json.dumps(found))
+"""
+
+
+def kernel_keys(paths: Sequence[Path]) -> list[dict[str, tuple[int, str, str]]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", KEYS, str(ROOT), *map(str, paths)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found: list[dict[str, tuple[int, str, str]]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_kernel_that_only_moved_is_not_compiled_again(tmp_path: Path) -> None:
+    """What Triton knows a compiled kernel by stays the same from candidate to candidate."""
+    first = decisions.decide(decisions.plain_design(), "graphs", "all")
+    moved = [("vector_rows", "8"), ("split_keys", "1024"), ("graphs", "decode"), ("prefill", "flash")]
+    designs = [first, *(decisions.decide(first, name, choice) for name, choice in moved)]
+    paths = []
+    for number, design in enumerate(designs):
+        paths.append(tmp_path / f"engine_{number}.py")
+        paths[-1].write_text(emit(design, "An engine." + "\n\nIt says more than the first." * number))
+    before, *others = kernel_keys(paths)
+    assert len(before) > 12
+    for after in others:
+        shared = [name for name in after if after[name][1] == before[name][1]]
+        assert len(shared) >= len(after) - 1
+        assert any(after[name][0] != before[name][0] for name in shared)  # or else nothing moved
+        assert {name: after[name][2] for name in shared} == {name: before[name][2] for name in shared}
+
+
+class Kernel:
+    """Remembers how it was compiled and that it was started."""
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.loaded: list[str] = []
+        self.started = 0
+
+    def __str__(self) -> str:
+        return f"kernel {id(self)}"
+
+    __repr__ = __str__
+
+    def warmup(self, *words: Any, grid: tuple[int, ...], **options: Any) -> Kernel:
+        self.compiled.append((*words[1:], *options.values()))
+        self.loaded.append(threading.current_thread().name)
+        return self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *words, **options: setattr(self, "started", self.started + 1)
+
+
+def test_kernels_are_compiled_at_once_each_form_once_and_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    first, second = Kernel(), Kernel()
+
+    def run() -> None:
+        for rows in (4, 4, 8):
+            launch.launch(first, (rows,))(torch.zeros(rows), rows, BLOCK=16)
+        launch.launch(second, (1,))(torch.zeros(1), 1)
+
+    launch.compile_at_once([run, run], torch.device("cpu"))
+    assert sorted(first.compiled) == [(4, 16), (8, 16)]
+    assert second.compiled == [(1,)]
+    assert threading.main_thread().name not in first.loaded
+    assert first.started == second.started == 0
+    run()
+    assert (first.started, second.started) == (3, 1)
