@@ -37,7 +37,7 @@ class EngineConfig:
         None, "sequences that may run at the same time (default: 64 on a CPU, 256 on a GPU)"
     )
     max_step_tokens: int | None = setting(
-        None, "tokens in one step (default: 512 on a CPU; 4096, 16384 or 32768 on a GPU, by its memory)"
+        None, "tokens in one step (default: 512 on a CPU, 4096 or 16384 on a GPU, 32768 of a lone prompt)"
     )
     mixed_step_tokens: int | None = setting(
         None, "of those, tokens of prompts while others decode and few wait (default: 1024 on a GPU)"

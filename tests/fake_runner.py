@@ -204,6 +204,7 @@ class Setup:
     page_size: int = 4
     max_rows: int = 4
     max_step_tokens: int = 16
+    shared_step_tokens: int | None = None
     mixed_step_tokens: int | None = None
     max_model_len: int = 64
     max_checkpoints: int | None = None
@@ -238,6 +239,7 @@ class World:
             self.cache,
             max_rows=setup.max_rows,
             max_step_tokens=setup.max_step_tokens,
+            shared_step_tokens=setup.shared_step_tokens,
             mixed_step_tokens=setup.mixed_step_tokens,
             max_model_len=setup.max_model_len,
             clock=lambda: self.now_s,

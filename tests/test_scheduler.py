@@ -342,6 +342,16 @@ def test_prompts_without_decodes_fill_the_whole_budget() -> None:
     assert [plan.num_tokens for plan in world.plans] == [36]
 
 
+def test_a_lone_prompt_may_take_a_larger_step_than_several_share() -> None:
+    sizes = Setup(num_pages=129, max_rows=4, max_step_tokens=64, shared_step_tokens=16, max_model_len=80)
+    world = World(sizes)
+    run_all(world, [ask("alone", prompt(60), max_tokens=1)])
+    assert [plan.num_tokens for plan in world.plans] == [60]
+    world = World(sizes)
+    run_all(world, [ask(f"r{n}", prompt(20, seed=n), max_tokens=1) for n in range(3)])
+    assert [plan.num_tokens for plan in world.plans] == [16, 16, 16, 12]
+
+
 def test_chunks_fill_the_budget_with_whole_pages() -> None:
     world = World(Setup(num_pages=65, max_step_tokens=10))
     run_all(world, [ask("a", prompt(21), max_tokens=1)])
@@ -480,6 +490,7 @@ def random_setup(rng: random.Random) -> Setup:
         page_size=page_size,
         max_rows=max_rows,
         max_step_tokens=rng.choice([1, 3, 8, 16, 64]),
+        shared_step_tokens=rng.choice([None, None, 4]),
         mixed_step_tokens=rng.choice([None, 4, 8]),
         max_model_len=rng.choice([14, 24, 40]),
         max_checkpoints=rng.choice([None, None, 0, 1, 3]),

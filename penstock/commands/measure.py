@@ -142,7 +142,7 @@ class Bench:
         engine = self.engine.engine
         num_steps = self.warmup + self.repeats + PROFILED_STEPS
         # The first to decode must not be done before the last has been measured.
-        engine.scheduler.mixed_step_tokens = engine.scheduler.max_step_tokens
+        engine.scheduler.mixed_step_tokens = engine.scheduler.shared_step_tokens
         sampling = dataclasses.replace(sampling, max_tokens=num_steps + batch + 2, ignore_eos=True)
         for row, prompt in enumerate(random_prompts(self.engine, batch, context)):
             engine.submit(Request(id=f"bench-{row}", token_ids=tuple(prompt.tolist()), sampling=sampling))

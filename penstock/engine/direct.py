@@ -113,7 +113,8 @@ class DirectEngine:
     ) -> tuple[list[RowPlan], list[tuple[int, int, int]]]:
         plans: list[RowPlan] = []
         updates: list[tuple[int, int, int]] = []
-        budget = self.engine.scheduler.max_step_tokens
+        scheduler = self.engine.scheduler
+        budget = scheduler.max_step_tokens if len(rows) == 1 else scheduler.shared_step_tokens
         page_size = self.engine.info.page_size
         for row in rows:
             num_tokens = row.num_uncomputed

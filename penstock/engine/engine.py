@@ -32,7 +32,8 @@ from penstock.weights.load import load_model
 
 log = logging.getLogger("penstock.engine")
 
-STEP_TOKENS = ((80, 32768), (40, 16384), (0, 4096))  # least GB of a GPU, and tokens in a step on it
+# Least GB of a GPU, tokens in a step on it, and in one of several requests.
+STEP_TOKENS = ((80, 32768, 16384), (40, 16384, 16384), (0, 4096, 4096))
 GRAMMAR_WAIT_S = 0.01  # for a grammar, when there is nothing else to do; longest delay of an abort then
 
 
@@ -75,7 +76,7 @@ class Engine:
             session_limits=_session_limits(config, pools),
         )
         self.runner = Runner(model, caches, rows, config.deterministic)
-        max_step_tokens = config.max_step_tokens or _default_step_tokens(device)
+        max_step_tokens, shared_step_tokens = _step_tokens(config, device)
         if device.type == "cuda" and config.graphs is not False:
             with timed("graphs", on_phase) as report:
                 self.runner.capture(max_step_tokens, report)
@@ -83,6 +84,7 @@ class Engine:
             self.cache,
             max_rows=pools.max_rows,
             max_step_tokens=max_step_tokens,
+            shared_step_tokens=shared_step_tokens,
             mixed_step_tokens=config.mixed_step_tokens or (1024 if device.type == "cuda" else None),
             max_model_len=pools.max_model_len,
         )
@@ -290,12 +292,15 @@ def pick_device(name: str) -> str:
     return name
 
 
-def _default_step_tokens(device: torch.device) -> int:
-    """Long prompts are computed best in large steps, as far as there is memory for what lies between ops."""
+def _step_tokens(config: EngineConfig, device: torch.device) -> tuple[int, int]:
+    """At most, and of several requests. Long prompts are computed best in large steps, as far as there is
+    memory for what lies between ops; of many short ones the first shall not wait for the last."""
+    if config.max_step_tokens is not None:
+        return config.max_step_tokens, config.max_step_tokens
     if device.type != "cuda":
-        return 512
+        return 512, 512
     memory = torch.cuda.get_device_properties(device).total_memory
-    return next(num_tokens for least_gb, num_tokens in STEP_TOKENS if memory >= least_gb * GB)
+    return next((most, shared) for least_gb, most, shared in STEP_TOKENS if memory >= least_gb * GB)
 
 
 def _session_limits(config: EngineConfig, pools: PoolSizes) -> SessionLimits:

@@ -65,6 +65,7 @@ class Scheduler:
         max_rows: int,
         max_step_tokens: int,
         max_model_len: int,
+        shared_step_tokens: int | None = None,  # where a step is not one request's alone
         mixed_step_tokens: int | None = None,  # what a step takes of prompts while others decode
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -72,6 +73,7 @@ class Scheduler:
         self.cache = cache
         self.max_rows = max_rows
         self.max_step_tokens = max_step_tokens
+        self.shared_step_tokens = min(shared_step_tokens or max_step_tokens, max_step_tokens)
         self.mixed_step_tokens = mixed_step_tokens or max_step_tokens
         self.page_size = cache.page_size
         self.max_model_len = max_model_len
@@ -183,7 +185,8 @@ class Scheduler:
         """Tokens of prompts in this step. Those who decode wait for them: they wait little while few prompts
         are left, and longer when so many are that everybody would wait for ever.
         """
-        budget = self.max_step_tokens - num_decodes
+        is_alone = len(self._sequences) == 1
+        budget = (self.max_step_tokens if is_alone else self.shared_step_tokens) - num_decodes
         if num_decodes and self.mixed_step_tokens < budget:
             budget = min(budget, max(self.mixed_step_tokens, self._backlog() // BACKLOG_SHARE))
         return max(budget, self.page_size)
