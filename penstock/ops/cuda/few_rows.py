@@ -1,6 +1,6 @@
 """Products of up to 8 tokens and a dense weight whose bytes go straight from memory to the tensor cores.
 
-The kernel and how it works: `few_rows.cu`. Here it is chosen for which products it is made, and launched.
+How the kernel works is told in `few_rows.cu`. Here: which products it is made for, its tiles, its launch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ STEP_COLUMNS = 32  # that a warp multiplies at a time
 TILE_ROWS = 16  # of one instruction
 MOST_HELD = 16  # steps of one tile of rows: 128 registers of a thread
 WIDE_ROWS = 1 << 12
+MAX_NORMED = 1 << 13  # columns of a norm that fit beside the sums in what memory a block has without asking
 REGISTERS = 65536  # of a multiprocessor
 DTYPES = (torch.bfloat16, torch.float16)
 SOURCE = Path(__file__).with_name("few_rows.cu")
@@ -37,6 +38,7 @@ def can_multiply(product: Product) -> bool:
         and weight.dtype in DTYPES
         and x.dtype == weight.dtype
         and not product.is_swiglu
+        and (product.norm_weight is None or weight.shape[1] <= MAX_NORMED)
         and weight.shape[1] % STEP_COLUMNS == 0
         and x.data_ptr() % 16 == 0
         and x.stride(0) % 8 == 0

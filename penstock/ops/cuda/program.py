@@ -44,6 +44,7 @@ class _Launch(ctypes.Structure):
     )
 
 
+@functools.cache
 def is_available(device: torch.device) -> bool:
     return (
         device.type == "cuda"
