@@ -46,6 +46,12 @@ def test_effort_is_a_switch_and_a_budget(effort: str | None, switch: bool | None
     assert chat.thinking_budget == budget
 
 
+@pytest.mark.parametrize(("sent", "used"), [(-1, 0), (0, 0), (7, 7)])
+def test_a_top_k_of_minus_one_is_off_as_in_chats(sent: int, used: int) -> None:
+    body = json.dumps({"input": "x", "top_k": sent}).encode()
+    assert response_request(parse_response(body), []).chat.sampling.top_k == used
+
+
 def test_the_model_is_told_of_functions_only() -> None:
     """As agents offer them, among tools that a vendor's server would run."""
     tools = [

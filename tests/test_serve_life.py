@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 
 import openai
@@ -13,7 +14,7 @@ import pytest
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, ContextLengthError, EngineDeadError, ModelNotFoundError
 from penstock.serve.client import EngineClient
-from penstock.serve.server import open_port
+from penstock.serve.server import allow_many_connections, open_port
 from penstock.types import Request, SamplingParams, TokenDelta
 from serving import (
     FREE,
@@ -193,3 +194,13 @@ def test_an_engine_that_cannot_start_tells_its_client_why() -> None:
         await client.close()
 
     asyncio.run(scenario())
+
+
+def test_a_server_may_open_as_many_connections_as_the_hard_limit_has() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+    try:
+        allow_many_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

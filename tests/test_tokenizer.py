@@ -131,6 +131,7 @@ def write_folder(tiny_folder: Path, folder: Path, **files: object) -> Path:
         ({"tokenizer_config__json": {"eos_token": "<|endoftext|>"}}, (2527,)),
         ({"tokenizer_config__json": {"eos_token": {"content": "<|im_end|>"}}}, (2529,)),
         ({"tokenizer_config__json": {"eos_token": "unknown"}}, ()),
+        ({"generation_config__json": {"eos_token_id": [7, -1, True, 10**6, 2**64, "7"]}}, (7,)),  # no tokens
         ({"tokenizer_config__json": {"chat_template": "x<|im_end|>"}}, (2529,)),
         ({"chat_template__jinja": "x<|im_end|><|eot_id|>"}, (2529,)),
     ],
@@ -160,6 +161,16 @@ def test_missing_damaged_and_foreign_tokenizers_are_checkpoint_errors(tmp_path: 
     foreign.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(CheckpointError, match="WordPiece"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_file_that_cuts_and_pads_texts_does_neither_to_prompts(tiny_folder: Path, tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer.from_file(str(tiny_folder / "tokenizer.json"))
+    library.enable_truncation(8)
+    library.enable_padding(length=16)
+    library.save(str(tmp_path / "tokenizer.json"))
+    cutting, plain = Tokenizer.load(tmp_path), Tokenizer.load(tiny_folder)
+    for text in ("one", "one two three four five six seven eight nine ten " * 4):
+        assert cutting.encode(text) == plain.encode(text)
 
 
 def test_a_lone_surrogate_is_refused(tiny_folder: Path) -> None:
@@ -200,10 +211,10 @@ def install_fastokens(monkeypatch: pytest.MonkeyPatch, change) -> None:
     """A stand-in encoder under fastokens' name, whose ids are the library's passed through `change`."""
 
     class Fast:
-        def __init__(self, file: str) -> None:
-            self._library = tokenizers.Tokenizer.from_file(file)
+        def __init__(self, text: str) -> None:
+            self._library = tokenizers.Tokenizer.from_str(text)
 
-        from_file = classmethod(lambda cls, file: cls(file))
+        from_json_str = classmethod(lambda cls, text: cls(text))
 
         def encode(self, text: str, add_special_tokens: bool = False) -> _Encoding:
             return _Encoding(change(self._library.encode(text, add_special_tokens=add_special_tokens).ids))

@@ -25,4 +25,9 @@ class Rope(nn.Module):
         self, inv_freq: Tensor, max_len: int, device: torch.device | str, scale: float = 1.0
     ) -> None:
         super().__init__()
-        self.register_buffer("table", rope_table(inv_freq.to(device), max_len, scale), persistent=False)
+        if torch.device(device).type == "meta":
+            # Of the right size, and not computed: torch would import its compiler first, for a second.
+            table = torch.empty(max_len, 2, len(inv_freq), device=device)
+        else:
+            table = rope_table(inv_freq.to(device), max_len, scale)
+        self.register_buffer("table", table, persistent=False)

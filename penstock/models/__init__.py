@@ -46,7 +46,9 @@ def model_type_of(config: Mapping[str, Any]) -> str:
     raise CheckpointError(
         f"The architecture {seen!r} is not supported" if seen else "config.json has no model_type",
         f"Supported are {', '.join(ARCHITECTURES)}.",
-        nearest(seen, ARCHITECTURES) if seen else "Add the model_type of the architecture.",
+        (nearest(seen, ARCHITECTURES) or "Use a model of a supported architecture.")
+        if seen
+        else "Add the model_type of the architecture.",
     )
 
 

@@ -22,7 +22,7 @@ from penstock.layers.parameter import norm_parameter, parameter
 from penstock.layers.rope import Rope, inverse_frequencies
 from penstock.models import model_type_of
 from penstock.models.placement import Placement
-from penstock.models.reading import read
+from penstock.models.reading import MAX_LAYERS, MAX_NUMBER, read, read_size
 from penstock.ops import norm_linear
 from penstock.types import CacheSpec
 
@@ -133,27 +133,29 @@ class LlamaConfig:
             raise _unsupported("hidden_act", config["hidden_act"])
         if read(config, "mlp_bias", bool, False):
             raise _unsupported("mlp_bias", True)
-        num_layers = read(config, "num_hidden_layers", int)
-        num_heads = read(config, "num_attention_heads", int)
-        hidden_size = read(config, "hidden_size", int)
-        max_position = read(config, "max_position_embeddings", int)
+        num_layers = read_size(config, "num_hidden_layers", largest=MAX_LAYERS)
+        num_heads = read_size(config, "num_attention_heads")
+        hidden_size = read_size(config, "hidden_size")
+        max_position = read_size(config, "max_position_embeddings")
         attention_bias = read(config, "attention_bias", bool, False)
         sparse = _sparse_layers(config, num_layers) if model_type == "qwen3_moe" else frozenset()
-        num_kv_heads = read(config, "num_key_value_heads", int, family.num_kv_heads or num_heads)
+        num_experts = _num_experts(config) if sparse else 0
+        num_kv_heads = read_size(config, "num_key_value_heads", family.num_kv_heads or num_heads)
         if num_heads % num_kv_heads:
             raise CheckpointError(
                 f"config.json has {num_heads} attention heads and {num_kv_heads} key-value heads",
                 "The first must be a multiple of the second.",
+                "Check that config.json is complete and belongs to this model.",
             )
-        head_dim = read(config, "head_dim", int, family.head_dim or hidden_size // num_heads)
+        head_dim = read_size(config, "head_dim", family.head_dim or hidden_size // num_heads)
         return cls(
             hidden_size=hidden_size,
-            intermediate_size=read(config, "intermediate_size", int),
+            intermediate_size=read_size(config, "intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            vocab_size=read(config, "vocab_size", int),
+            vocab_size=read_size(config, "vocab_size"),
             max_position=max_position,
             eps=read(config, "rms_norm_eps", float, 1e-6),
             rope=RopeScaling.from_dict(config, max_position),
@@ -164,9 +166,9 @@ class LlamaConfig:
             is_tied=read(config, "tie_word_embeddings", bool, False),
             is_plain=family.is_plain,
             sparse_layers=sparse,
-            num_experts=_num_experts(config) if sparse else 0,
-            experts_per_token=read(config, "num_experts_per_tok", int) if sparse else 0,
-            expert_size=read(config, "moe_intermediate_size", int) if sparse else 0,
+            num_experts=num_experts,
+            experts_per_token=read_size(config, "num_experts_per_tok", largest=num_experts) if sparse else 0,
+            expert_size=read_size(config, "moe_intermediate_size") if sparse else 0,
             normalize_experts=read(config, "norm_topk_prob", bool, False),
         )
 
@@ -178,7 +180,7 @@ def _windows(config: Mapping[str, Any], model_type: str, family: Family, num_lay
         window = None
     if family.window is None or window is None:
         return (0,) * num_layers
-    if not isinstance(window, int) or window < 1:
+    if type(window) is not int or not 1 <= window <= MAX_NUMBER:
         raise _unsupported("sliding_window", window)
     if model_type not in ("qwen2", "qwen3"):
         return (window,) * num_layers
@@ -188,15 +190,19 @@ def _windows(config: Mapping[str, Any], model_type: str, family: Family, num_lay
         return tuple(window if layer >= first else 0 for layer in range(num_layers))
     known = {"sliding_attention": window, "full_attention": 0}
     for layer_type in layer_types:
-        if layer_type not in known:
+        if not isinstance(layer_type, str) or layer_type not in known:
             raise _unsupported("layer_types", layer_type)
     if len(layer_types) != num_layers:
-        raise CheckpointError(f"config.json has {num_layers} layers and {len(layer_types)} layer_types")
+        raise CheckpointError(
+            f"config.json has {num_layers} layers and {len(layer_types)} layer_types",
+            "There must be one for each layer.",
+            "Check that config.json is complete and belongs to this model.",
+        )
     return tuple(known[layer_type] for layer_type in layer_types)
 
 
 def _sparse_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
-    step = read(config, "decoder_sparse_step", int, 1)
+    step = read_size(config, "decoder_sparse_step", 1)
     dense = read(config, "mlp_only_layers", list, None) or []
     if _num_experts(config) == 0:
         return frozenset()

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import CheckpointError
-from penstock.models.reading import read
+from penstock.models.reading import MAX_LAYERS, MAX_SHOWN, read, read_size, unusable
+
+LAYER_KINDS = ("linear_attention", "full_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +27,12 @@ class ExpertsConfig:
         _expect(text, "norm_topk_prob", bool, True)
         _expect(text, "decoder_sparse_step", int, 1)
         _expect(text, "mlp_only_layers", list, [])
+        num_experts = read_size(text, "num_experts")
         return cls(
-            num_experts=read(text, "num_experts", int),
-            experts_per_token=read(text, "num_experts_per_tok", int),
-            expert_size=read(text, "moe_intermediate_size", int),
-            shared_expert_size=read(text, "shared_expert_intermediate_size", int),
+            num_experts=num_experts,
+            experts_per_token=read_size(text, "num_experts_per_tok", largest=num_experts),
+            expert_size=read_size(text, "moe_intermediate_size"),
+            shared_expert_size=read_size(text, "shared_expert_intermediate_size"),
         )
 
 
@@ -62,25 +65,25 @@ class Qwen3_5Config:
         text: Mapping[str, Any] = nested or config
         _refuse_other_mathematics(text)
         rope = _read_rope(text)
-        head_dim = read(text, "head_dim", int)
+        head_dim = read_size(text, "head_dim")
         experts = ExpertsConfig.from_dict(text) if _is_moe(config) else None
         result = cls(
-            hidden_size=read(text, "hidden_size", int),
-            vocab_size=read(text, "vocab_size", int),
-            max_position=read(text, "max_position_embeddings", int),
+            hidden_size=read_size(text, "hidden_size"),
+            vocab_size=read_size(text, "vocab_size"),
+            max_position=read_size(text, "max_position_embeddings"),
             eps=read(text, "rms_norm_eps", float, 1e-6),
             is_attention=_read_layers(text),
-            num_heads=read(text, "num_attention_heads", int),
-            num_kv_heads=read(text, "num_key_value_heads", int),
+            num_heads=read_size(text, "num_attention_heads"),
+            num_kv_heads=read_size(text, "num_key_value_heads"),
             head_dim=head_dim,
-            rotary_dim=int(head_dim * read(rope, "partial_rotary_factor", float)),
+            rotary_dim=_read_rotary_dim(rope, head_dim),
             rope_theta=read(rope, "rope_theta", float),
-            num_key_heads=read(text, "linear_num_key_heads", int),
-            num_value_heads=read(text, "linear_num_value_heads", int),
-            key_dim=read(text, "linear_key_head_dim", int),
-            value_dim=read(text, "linear_value_head_dim", int),
-            conv_kernel=read(text, "linear_conv_kernel_dim", int),
-            intermediate_size=0 if experts else read(text, "intermediate_size", int),
+            num_key_heads=read_size(text, "linear_num_key_heads"),
+            num_value_heads=read_size(text, "linear_num_value_heads"),
+            key_dim=read_size(text, "linear_key_head_dim"),
+            value_dim=read_size(text, "linear_value_head_dim"),
+            conv_kernel=read_size(text, "linear_conv_kernel_dim"),
+            intermediate_size=0 if experts else read_size(text, "intermediate_size"),
             experts=experts,
             is_tied=read(config, "tie_word_embeddings", bool, read(text, "tie_word_embeddings", bool, False)),
             has_mtp=read(text, "mtp_num_hidden_layers", int, 0) > 0,
@@ -111,14 +114,14 @@ def _is_moe(config: Mapping[str, Any]) -> bool:
 
 
 def _read_layers(text: Mapping[str, Any]) -> tuple[bool, ...]:
-    num_layers = read(text, "num_hidden_layers", int)
-    interval = read(text, "full_attention_interval", int, 4)
+    num_layers = read_size(text, "num_hidden_layers", largest=MAX_LAYERS)
+    interval = read_size(text, "full_attention_interval", 4)
     usual = [
         "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)
     ]
     kinds = read(text, "layer_types", list, usual)
-    if len(kinds) != num_layers or not set(kinds) <= {"linear_attention", "full_attention"}:
-        seen = ", ".join(sorted(set(map(str, kinds))))
+    if len(kinds) != num_layers or any(kind not in LAYER_KINDS for kind in kinds):
+        seen = ", ".join(sorted({str(kind)[:MAX_SHOWN] for kind in kinds})[:4])
         raise CheckpointError(
             f"layer_types in config.json lists {len(kinds)} layers of the kinds {seen}",
             f"It must list num_hidden_layers = {num_layers} of linear_attention and full_attention.",
@@ -137,6 +140,15 @@ def _read_rope(text: Mapping[str, Any]) -> Mapping[str, Any]:
     if kind not in ("default", "mrope"):  # for text the three mrope positions are one
         raise _unsupported("rope_type", kind, "default")
     return rope
+
+
+def _read_rotary_dim(rope: Mapping[str, Any], head_dim: int) -> int:
+    """How many of a head's elements turn: two by two."""
+    factor = read(rope, "partial_rotary_factor", float)
+    rotary_dim = int(head_dim * factor) if factor <= 1.0 else 0
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise unusable("partial_rotary_factor", factor, f"a part of head_dim {head_dim} that is even")
+    return rotary_dim
 
 
 def _refuse_other_mathematics(text: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar, overload
 
@@ -10,9 +11,20 @@ from penstock.errors import CheckpointError
 T = TypeVar("T", int, float, str, bool, list[Any], dict[str, Any])
 D = TypeVar("D")
 
+# Beyond the sizes and counts of all models; the largest is a context of 10 million tokens.
+MAX_NUMBER = 2**24
+MAX_LAYERS = 1000  # several times those of the deepest; every one is built before the weights are looked at
+MAX_SHOWN = 100  # characters of a value that cannot be used
+
 _REQUIRED: Any = object()
-_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-_NAMES |= {list: "a list", dict: "an object"}
+_NAMES = {
+    int: f"a whole number from 0 to {MAX_NUMBER:,}",
+    float: "a number above 0",
+    str: "a string",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
 
 
 @overload
@@ -30,12 +42,35 @@ def read(config: Mapping[str, Any], key: str, kind: type[Any], default: Any = _R
             f"It must be {_NAMES[kind]}; the keys there are {', '.join(sorted(config)) or 'none'}.",
             "Check that config.json is complete and belongs to this model.",
         )
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 2**53:
         value = float(value)
-    if type(value) is not kind:  # not isinstance: True is no whole number
-        raise CheckpointError(
-            f"{key} in config.json is {value!r}",
-            f"It must be {_NAMES[kind]}.",
-            "Correct config.json, or download it again.",
-        )
+    # Not isinstance: True is no whole number.
+    if type(value) is not kind or not _is_in_range(value):
+        raise unusable(key, value, _NAMES[kind])
     return value
+
+
+def read_size(
+    config: Mapping[str, Any], key: str, default: int = _REQUIRED, *, largest: int = MAX_NUMBER
+) -> int:
+    """A whole number of which there is at least one: of layers, of heads, of elements."""
+    size = read(config, key, int, default)
+    if not 1 <= size <= largest:
+        raise unusable(key, size, f"a whole number from 1 to {largest:,}")
+    return size
+
+
+def unusable(key: str, value: object, expected: str) -> CheckpointError:
+    shown = repr(value)
+    return CheckpointError(
+        f"{key} in config.json is {shown[:MAX_SHOWN]}{'...' if len(shown) > MAX_SHOWN else ''}",
+        f"It must be {expected}.",
+        "Correct config.json, or download it again.",
+    )
+
+
+def _is_in_range(value: object) -> bool:
+    """All numbers of a model are sizes, counts or positive factors."""
+    if type(value) is int:
+        return 0 <= value <= MAX_NUMBER
+    return type(value) is not float or 0.0 < value < math.inf

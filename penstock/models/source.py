@@ -52,8 +52,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read", f"{error.strerror or error}.") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read", f"{error.strerror or error}.", "Check the file and who may read it."
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not JSON", f"{error}.", "Download or copy the file again."
         ) from error

@@ -95,6 +95,12 @@ class HttpConnection(HttpToolsProtocol):
         if not self._is_refused:
             super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.timeout_keep_alive_task is not None and not self._is_in_message:
+            # The connection may be idle for long: what belonged to the request need not stay.
+            self.cycle = self.scope = self.headers = None  # type: ignore[assignment]
+
     def _give_time(self, seconds: float) -> None:
         self._stop_clock()
         self._reading = self.loop.call_later(seconds, self._cut_off)

@@ -14,6 +14,7 @@ import functools
 import gc
 import math
 import os
+import resource
 import signal
 import socket
 import sys
@@ -48,9 +49,19 @@ BACKLOG = 2048
 
 def run(engine_config: EngineConfig, serve_config: ServeConfig, on_phase: OnPhase = lambda _: None) -> None:
     """Serves until SIGINT or SIGTERM; raises what kept the server or its engines from starting."""
+    allow_many_connections()
     listener = open_port(serve_config.host, serve_config.port)
     with listener:
         uvloop.run(_serve(listener, engine_config, serve_config, on_phase))
+
+
+def allow_many_connections() -> None:
+    """As many as the hard limit has descriptors. The soft one, often 1,024, is there for programs that call
+    select(), and a client beyond it would wait for an answer that never comes.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # where "no limit" is more than the system takes
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def open_port(host: str, port: int) -> socket.socket:

@@ -210,7 +210,7 @@ def find_template(folder: Path) -> tuple[str | None, str]:
     """The template's source and where it was found; without one, None and where it was looked for."""
     file = folder / TEMPLATE_FILE
     if file.is_file():
-        return file.read_text(encoding="utf-8"), str(file)
+        return _read_text(file), str(file)
     for name in ("tokenizer_config.json", "chat_template.json"):
         config = folder / name
         if not config.is_file():
@@ -226,12 +226,25 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = json.loads(_read_text(file))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON", f"{error}.", "Fetch the file again.") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds a {type(value).__name__}", "A JSON object is expected.")
+        raise CheckpointError(
+            f"{file} holds a {type(value).__name__}", "A JSON object is expected.", "Fetch the file again."
+        )
     return value
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(
+            f"{file} cannot be read", f"{error.strerror or error}.", "Check the file and who may read it."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is not UTF-8", f"{error}.", "Fetch the file again.") from error
 
 
 def parse_arguments(messages: list[dict[str, Any]]) -> None:
@@ -277,6 +290,7 @@ def _choose(found: Any, config: Path) -> str | None:
         raise CheckpointError(
             f"chat_template in {config} is not a template",
             f"It is a {type(found).__name__} without named templates; expected is a string or such a list.",
+            "Fetch the file again.",
         )
     return named.get("default") or next(iter(named.values()))
 

@@ -8,6 +8,7 @@ nothing of requests.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 TURN_STARTS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>")
+MAX_TOKEN_ID = 2**24
 
 # Two encoders must agree on these before the faster one is trusted.
 PROBES = (
@@ -81,7 +83,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         added = model.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
-        self.vocab_size = max(model.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
+        self.vocab_size = _vocab_size(model)
         self.turn_start_ids = frozenset(
             id for token in TURN_STARTS if (id := model.token_to_id(token)) is not None
         )
@@ -104,9 +106,15 @@ class Tokenizer:
             )
         try:
             model = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception for everything
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # it raises plain Exception; a panic of Rust is not even that
             raise CheckpointError(f"{file} cannot be read", f"{error}.", "Fetch the file again.") from error
-        return cls(model, _eos_token_ids(model, folder), _fast_encoder(file, model))
+        _check_ids(file, model)
+        # Some files cut texts or fill them up, as was useful in training. A prompt stays as it is.
+        model.no_truncation()
+        model.no_padding()
+        return cls(model, _eos_token_ids(model, folder), _fast_encoder(model))
 
     def encode(self, text: str, add_special_tokens: bool = False, tenant: str = "") -> list[int]:
         """Token ids of a text; control tokens written in it become their ids, as templates need.
@@ -180,6 +188,7 @@ def _byte_rule(model: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], boo
     raise CheckpointError(
         "the tokenizer's decoder is not supported",
         f"It has {sorted(map(str, kinds)) or 'no steps'}; known are ByteLevel, ByteFallback, Metaspace.",
+        "Use a model whose tokenizer.json has one of these.",
     )
 
 
@@ -228,26 +237,49 @@ def _eos_token_ids(model: tokenizers.Tokenizer, folder: Path) -> tuple[int, ...]
     if isinstance(named, dict):
         named = named.get("content")
     if isinstance(named, str):
-        found.append(model.token_to_id(named))
+        with contextlib.suppress(UnicodeEncodeError):  # JSON can spell halves of characters
+            found.append(model.token_to_id(named))
     template = find_template(folder)[0] or ""
     found += [model.token_to_id(token) for token in TURN_ENDS if token in template]
-    return tuple(dict.fromkeys(id for id in found if isinstance(id, int)))
+    vocab_size = _vocab_size(model)
+    return tuple(dict.fromkeys(id for id in found if type(id) is int and 0 <= id < vocab_size))
 
 
-def _fast_encoder(file: Path, model: tokenizers.Tokenizer) -> Encode | None:
-    """fastokens, some 80 times faster, where it is installed, reads this file and gives the same ids."""
+def _check_ids(file: Path, model: tokenizers.Tokenizer) -> None:
+    """Encoders take memory for every id up to the largest, whether there is a token or not."""
+    largest = max(model.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest > MAX_TOKEN_ID:
+        raise CheckpointError(
+            f"{file} has a token whose id is {largest:,}",
+            f"Ids go up to {MAX_TOKEN_ID:,}; the largest vocabularies have some hundred thousand tokens.",
+            "Fetch the file again.",
+        )
+
+
+def _vocab_size(model: tokenizers.Tokenizer) -> int:
+    return max(
+        model.get_vocab_size(with_added_tokens=True), 1 + max(model.get_added_tokens_decoder(), default=-1)
+    )
+
+
+def _fast_encoder(model: tokenizers.Tokenizer) -> Encode | None:
+    """fastokens, some 80 times faster, where it is installed, takes this model and gives the same ids."""
     try:
         import fastokens
     except ImportError:
         return None
     try:
-        fast = fastokens.Tokenizer.from_file(str(file))
-    except Exception as error:  # any way of not reading the file means the reference encoder
-        logger.warning("fastokens cannot read %s (%s); encoding with tokenizers", file, error)
+        # As the library understood it: for the ids of a damaged file, fastokens would take any memory.
+        fast = fastokens.Tokenizer.from_json_str(model.to_str())
+    except Exception as error:  # any way of not reading it means the reference encoder
+        logger.warning("fastokens cannot read the tokenizer (%s); encoding with tokenizers", error)
         return None
 
     def encode(text: str, add_special_tokens: bool, tenant: str = "") -> list[int]:
-        return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        try:
+            return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        except ValueError:  # a byte without a token, which the other one leaves out
+            return _encode(model, text, add_special_tokens)
 
     differing = [
         probe

@@ -6,6 +6,7 @@ are told apart by suffix; what the tensors are for is none of its business.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from penstock.weights.stored import StoredTensor
 from penstock.weights.torch_pt import open_torch_file
 
 MAX_LISTED = 20
+MAX_NAME = 255  # characters of a file's name
 
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_NAMES = ("model.safetensors", "model.pt", "pytorch_model.bin")
@@ -61,8 +63,8 @@ def _find_single_file(folder: Path) -> Path:
 
 
 def _open_file(path: Path) -> list[StoredTensor]:
-    if not path.is_file():
-        raise CheckpointError(f"{path.name} is missing")
+    if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that no file can have
+        raise CheckpointError(f"{path.name[:MAX_NAME]} is missing")
     if path.suffix == ".safetensors":
         return open_safetensors(path)
     return open_torch_file(path)

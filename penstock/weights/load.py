@@ -100,7 +100,16 @@ def _check_fits(source: ModelSource, dtype: torch.dtype, device: torch.device) -
         available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         return
-    sizing = build_model(source.config, dtype, torch.device("meta"))
+    try:
+        sizing = build_model(source.config, dtype, torch.device("meta"))
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise CapacityError(
+            f"{source.name} does not fit on {device}",
+            "The sizes in its config.json make a tensor of more than 2^63 bytes.",
+            "Check that config.json belongs to this model.",
+        ) from error
     needed = sum(parameter.numel() * parameter.element_size() for parameter in sizing.parameters())
     if needed > available:
         raise CapacityError(

@@ -81,7 +81,10 @@ DRAW_NAMES = (  # of those fields, the ones that `SamplingParams` calls the same
 
 
 def given_fields(fields: DrawFields, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: value for name in names if (value := getattr(fields, name)) is not None}
+    given = {name: value for name in names if (value := getattr(fields, name)) is not None}
+    if given.get("top_k") == -1:  # the other common spelling of "off"
+        given["top_k"] = 0
+    return given
 
 
 class SamplingFields(DrawFields, kw_only=True):
@@ -308,8 +311,6 @@ def _includes_usage(fields: SamplingFields) -> bool:
 def _sampling(fields: SamplingFields, logprobs: int | None, renamed: dict[str, str]) -> SamplingParams:
     """`renamed`: how this endpoint calls a field that `SamplingParams` calls otherwise."""
     given = given_fields(fields, ("max_tokens", "min_tokens", *DRAW_NAMES, "n"))
-    if given.get("top_k") == -1:  # the other common spelling of "off"
-        given["top_k"] = 0
     stop = fields.stop or ()
     given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     given["stop_token_ids"] = tuple(fields.stop_token_ids or ())
