@@ -124,8 +124,9 @@ class Runner:
         for cache in self.caches:
             cache.forget_nobodys()  # what they wrote over each other
         pool = torch.cuda.graph_pool_handle()  # one for all: only one of them runs at a time
-        prompts.capture(pool, on_phase)
-        decodes.capture(pool, on_phase)
+        for graphs in (prompts, decodes):
+            torch.cuda.empty_cache()  # graphs cannot take what is kept for others
+            graphs.capture(pool, on_phase)
         self.prompt_graphs, self.graphs = prompts, decodes
 
     @torch.inference_mode()
