@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.graphs import DecodeGraphs, DecodeStep, graph_sizes, is_decode, launch_in_threads
+from penstock.engine.graphs import DecodeStep, graph_sizes, is_decode
 from penstock.engine.packing import RowCounts, StepSize
-from penstock.engine.prompt_graphs import PromptGraphs, PromptStep, prompt_sizes
+from penstock.engine.prompt_graphs import PromptStep, prompt_sizes
 from penstock.types import RowPlan, StepPlan
 from small_models import FAMILIES, make_engine, prompt, request, run, tokens_of
 
@@ -27,26 +27,6 @@ def test_every_number_of_rows_has_a_size_that_pads_little(max_rows: int) -> None
     for num_rows in range(1, max_rows + 1):
         size = min(size for size in sizes if size >= num_rows)
         assert size - num_rows <= max(7, num_rows // 4)
-
-
-def test_launching_ahead_touches_nobodys_memory_and_leaves_nothing_in_it(config: dict[str, Any]) -> None:
-    """Before anything is captured, steps of all kinds run at the same time, to compile their kernels."""
-    engine = make_engine(config, max_rows=20, memory_gb=0.05)
-    runner = engine.runner
-    tensors = [getattr(cache, name) for cache in runner.caches for name in cache.__slots__]
-    for tensor in tensors:
-        tensor.normal_()
-    before = [tensor.clone() for tensor in tensors]
-    given = (runner.model, runner.caches, runner.rows, True)
-    launches = [*DecodeGraphs(*given).launches, *PromptGraphs(*given, max_step_tokens=128).launches]
-    num_sizes, num_prompts, num_beside = len({1, 2, 4, 8, 16, 20}), len({64, 128}), len({0, 1, 4, 16})
-    assert len(launches) == num_sizes + num_prompts * num_beside
-    launch_in_threads(launches)
-    for tensor, was in zip(tensors, before):
-        assert torch.equal(tensor[1:], was[1:])
-    for cache in runner.caches:
-        cache.forget_nobodys()
-    assert not any(tensor[0].any() for tensor in tensors)
 
 
 def test_only_plain_decodes_are_replayed() -> None:

@@ -7,9 +7,7 @@ A step with fewer rows than a size is padded with the table's spare row, which o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,9 +21,7 @@ from penstock.layers.inputs import LayerCache, RowSpan, StepInputs
 from penstock.progress import OnPhase, Phase
 from penstock.types import CacheSpec, RowPlan, StepPlan
 
-Launch = Callable[[], object]
-
-DRAWN: tuple[Ending, ...] = ("drawn", "filtered")
+ENDINGS: tuple[Ending, ...] = ("logits", "greedy", "drawn", "filtered")
 
 
 class Model(Protocol):
@@ -56,9 +52,9 @@ class DecodeStep:
         self.packed.copy_(self.rows.stage(self._pack(plans)), non_blocking=True)
         self._loaded = plans
 
-    def logits(self) -> Tensor:  # [size, vocab] float32
+    def run(self, ending: Ending) -> Tensor:  # [size] int64, or [size, vocab] float32
         table = self.rows
-        _, positions, state_slots, initial_slots = self.packed.unbind()
+        rows, positions, state_slots, initial_slots = self.packed.unbind()
         token_ids, kv_index, context_lens, page_table = ops.decode_rows(
             self.packed, table.last_token, table.page_table, table.page_size
         )
@@ -77,18 +73,12 @@ class DecodeStep:
             deterministic=self.deterministic,
         )
         hidden = self.model(inputs, self.caches)
-        return self.model.logits(hidden, deterministic=self.deterministic)
-
-    def choose(self, logits: Tensor, ending: Ending) -> Tensor:  # [size] int64
-        """The next tokens, which are left in the row table for the next step."""
-        rows, positions = self.packed[0], self.packed[1] + 1
-        token_ids = self.rows.draw(logits, rows, positions, ending)
-        self.rows.last_token.index_copy_(0, rows, token_ids)
+        logits = self.model.logits(hidden, deterministic=self.deterministic)
+        if ending == "logits":
+            return logits
+        token_ids = table.draw(logits, rows, context_lens, ending)
+        table.last_token.index_copy_(0, rows, token_ids)
         return token_ids
-
-    def run(self, ending: Ending) -> Tensor:  # [size] int64, or [size, vocab] float32
-        logits = self.logits()
-        return logits if ending == "logits" else self.choose(logits, ending)
 
     def _pack(self, plans: tuple[RowPlan, ...]) -> np.ndarray:
         packed = np.zeros((4, self.size), dtype=np.int64)
@@ -106,65 +96,33 @@ class DecodeStep:
 
 
 class DecodeGraphs:
-    """The captured steps of an engine, by size and ending.
+    """The captured steps of an engine, by size and ending."""
 
-    Greedy steps are one graph each. Those that draw are two, the logits' and a small one behind it: capturing
-    takes seconds of every start, and the hand-over between graphs a few microseconds.
-    """
-
-    def __init__(self, model: Model, caches: list[LayerCache], rows: RowTable, deterministic: bool) -> None:
-        self._steps = {
-            size: DecodeStep(model, caches, rows, size, deterministic) for size in graph_sizes(rows.max_rows)
-        }
+    def __init__(
+        self,
+        model: Model,
+        caches: list[LayerCache],
+        rows: RowTable,
+        deterministic: bool,
+        pool: Any,
+        on_phase: OnPhase = lambda _: None,
+    ) -> None:
+        sizes = graph_sizes(rows.max_rows)
+        self._steps = {size: DecodeStep(model, caches, rows, size, deterministic) for size in sizes}
         self._captured: dict[tuple[int, Ending], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-
-    @property
-    def launches(self) -> list[Launch]:
-        """Of every kernel once: sizes between two powers of two have those of the larger one."""
-        by_bucket = {(size - 1).bit_length(): step for size, step in self._steps.items()}
-        return [partial(_launch_all, step) for step in by_bucket.values()]
-
-    def capture(self, pool: Any, on_phase: OnPhase) -> None:
-        sizes = list(reversed(self._steps))  # the largest first, the others fit into its memory
-        for done, size in enumerate(sizes):
+        for done, size in enumerate(reversed(sizes)):  # the largest first, the others fit into its memory
             on_phase(Phase("graphs", f"{size} rows", done / len(sizes)))
-            step = self._steps[size]
-            _launch_all(step)
-            torch.cuda.synchronize()
-            _, logits = self._captured[size, "logits"] = capture(step.logits, pool)
-            self._captured[size, "greedy"] = capture(partial(step.run, "greedy"), pool)
-            for ending in DRAWN:
-                self._captured[size, ending] = capture(partial(step.choose, logits, ending), pool)
+            for ending in ENDINGS:
+                self._captured[size, ending] = capture(partial(self._steps[size].run, ending), pool)
 
     def replay(self, plan: StepPlan, ending: Ending) -> Tensor:  # [rows] int64, or [rows, vocab] float32
         """Valid until the next replay; to be copied on the same stream."""
         num_rows = len(plan.rows)
         size = min(size for size in self._steps if size >= num_rows)
         self._steps[size].load(plan.rows)
-        if ending in DRAWN:
-            self._captured[size, "logits"][0].replay()
         graph, output = self._captured[size, ending]
         graph.replay()
         return output[:num_rows]
-
-
-def _launch_all(step: DecodeStep) -> None:
-    """Whatever its graphs will consist of."""
-    logits = step.logits()
-    for ending in ("greedy", *DRAWN):
-        step.choose(logits, ending)
-
-
-def launch_in_threads(launches: Sequence[Launch]) -> None:
-    """All of them at the same time, for the sake of what they compile: nearly all of that is done without
-    Python's lock, and one after the other it would take minutes. What they compute is nobody's."""
-
-    def launch_one(launch: Launch) -> None:
-        with torch.inference_mode():
-            launch()
-
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(launch_one, launches))
 
 
 def is_decode(plan: StepPlan) -> bool:
@@ -179,7 +137,8 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 
 def capture(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Of what has been launched before: a capture can neither compile nor load a kernel."""
+    run()  # compiles and loads what is not yet there, which a capture cannot
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         output = run()

@@ -7,13 +7,12 @@ needs for the next; of a short one, as after a cached prefix, the host would be 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.engine.graphs import Launch, Model, capture
+from penstock.engine.graphs import Model, capture
 from penstock.engine.packing import RowCounts, StepSize, pack_padded
 from penstock.engine.rows import RowTable
 from penstock.layers.inputs import LayerCache
@@ -24,8 +23,8 @@ from penstock.types import RowPlan
 PROMPT_TOKENS = (64, 128, 256, 512, 1024)
 DECODES = (0, 1, 4, 16, 32, 64)
 MAX_PROMPTS = 8
-LONG_TOKENS = (2048, 4096, 8192, 16384, 32768)  # of prompts launched as they come; every kernel they use
-THREAD_TOKENS = 8192  # the longest of which several are launched at the same time
+# Of longer prompts, launched as they come: every kernel they use.
+WARMED_TOKENS = (2048, 4096, 8192, 16384, 32768)
 
 
 class PromptStep:
@@ -71,37 +70,20 @@ class PromptGraphs:
         rows: RowTable,
         deterministic: bool,
         max_step_tokens: int,
+        pool: Any,
+        on_phase: OnPhase = lambda _: None,
     ) -> None:
-        self._new_step = partial(PromptStep, model, caches, rows, deterministic=deterministic)
-        self._sizes = prompt_sizes(rows.max_rows, max_step_tokens)
-        self._long_sizes = [
-            StepSize(0, _num_prompts(num_tokens, rows.max_rows), num_tokens)
-            for num_tokens in LONG_TOKENS
-            if num_tokens <= max_step_tokens
-        ]
+        sizes = prompt_sizes(rows.max_rows, max_step_tokens)
         self._steps: dict[StepSize, tuple[PromptStep, torch.cuda.CUDAGraph, Tensor]] = {}
-
-    @property
-    def launches(self) -> list[Launch]:
-        """Of every kernel once: sizes between two powers of two have those of the larger one. Without the
-        longest, for which there is memory one at a time."""
-        by_bucket = {
-            ((size.num_tokens - 1).bit_length(), size.num_decodes.bit_length()): size
-            for size in (*self._sizes, *self._long_sizes)
-            if size.num_tokens <= THREAD_TOKENS
-        }
-        return [self._new_step(size).run for size in by_bucket.values()]
-
-    def capture(self, pool: Any, on_phase: OnPhase) -> None:
-        sizes = list(reversed(self._sizes))  # the largest first, the others fit into its memory
-        for done, size in enumerate(sizes):
+        for done, size in enumerate(reversed(sizes)):  # the largest first, the others fit into its memory
             on_phase(Phase("graphs", f"{size.num_tokens} tokens", done / len(sizes)))
-            step = self._new_step(size)
-            step.run()
-            torch.cuda.synchronize()
+            step = PromptStep(model, caches, rows, size, deterministic)
             self._steps[size] = step, *capture(step.run, pool)
-        for size in self._long_sizes:
-            self._new_step(size).run()
+        self._sizes = sizes
+        for num_tokens in WARMED_TOKENS:
+            if num_tokens <= max_step_tokens:
+                size = StepSize(0, _num_prompts(num_tokens, rows.max_rows), num_tokens)
+                PromptStep(model, caches, rows, size, deterministic).run()
 
     def size_for(self, rows: Sequence[RowPlan]) -> StepSize | None:
         counts = RowCounts.of(rows)
