@@ -100,7 +100,10 @@ main() {
   # A session of its own: no terminal, and one process group by which all of it can be found.
   setsid bash start_server.sh --supervise "$pidfile" "$penstock" serve "$@" --port "$port" \
     >"$log" 2>&1 </dev/null &
-  printf '%s\n' "$!" >"$pidfile"
+  local supervisor=$!
+  # Until it has its group, or is gone: by that group it is known.
+  until kill -0 -- "-$supervisor" 2>/dev/null || ! kill -0 "$supervisor" 2>/dev/null; do sleep 0.02; done
+  printf '%s\n' "$supervisor" >"$pidfile"
   wait_until_ready "$pidfile" "$log"
   printf 'Ready at %s  (log: %s, stop: ./stop_server.sh --port %s)\n' \
     "$(sed -n 's/^ready .* //p' "$log" | tail -n 1)" "$log" "$port"
