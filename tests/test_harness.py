@@ -350,7 +350,7 @@ def test_latency_takes_the_median_of_replies_of_the_asked_length(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with judged_server(seconds_a_token=0.005) as server:
-        words = ["--sizes", "40+8,64+16", "--warmup", "2", "--runs", "3", *WITH_TOKENIZER]
+        words = ["--sizes", "40+8,64+40", "--warmup", "2", "--runs", "3", *WITH_TOKENIZER]
         exit_code, report, said = measure(capsys, "latency", "--base-url", server.url, *words)
         bodies = server.bodies
     assert exit_code == 0, said
@@ -359,7 +359,7 @@ def test_latency_takes_the_median_of_replies_of_the_asked_length(
     ] * 2
     assert 0 < report["sizes"][0]["median_ms"] < report["sizes"][1]["median_ms"]
     assert report["mean_speed_up"] is None  # other sizes than the published ones
-    assert [body["max_tokens"] for body in bodies] == [8] * 5 + [16] * 5
+    assert [body["max_tokens"] for body in bodies] == [8] * 5 + [40] * 5
     assert len({body["messages"][0]["content"] for body in bodies}) == 10
 
 
