@@ -81,15 +81,8 @@ SUMS = [(a, b) for a in (11, 23, 35, 47) for b in (12, 24, 31, 52)]
 @pytest.mark.parametrize("model", ["local-chat-completions", "local-completions"])
 def test_lm_eval_asks_and_understands_the_answers(server: Server, tmp_path: Path, model: str) -> None:
     require(*LM_EVAL_PACKAGES)
-    questions = tmp_path / "sums.jsonl"
-    lines = [{"q": f"What is {a} + {b}? Reply with just the number.", "a": str(a + b)} for a, b in SUMS]
-    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
     is_chat = model == "local-chat-completions"
     task = {
-        "task": "sums",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(questions)}, "cache_dir": str(tmp_path / "cache")},
-        "test_split": "test",
         "output_type": "generate_until",
         "doc_to_text": "{{q}}" if is_chat else chat_prompt("{{q}}"),
         "doc_to_target": "{{a}}",
@@ -106,20 +99,7 @@ def test_lm_eval_asks_and_understands_the_answers(server: Server, tmp_path: Path
 def test_lm_eval_compares_how_likely_answers_are(server: Server, tmp_path: Path) -> None:
     """From the log-probabilities of prompts, of which each ends with one of the answers."""
     require(*LM_EVAL_PACKAGES)
-    questions = tmp_path / "sums.jsonl"
-    lines = [
-        {
-            "q": f"What is {a} + {b}? Reply with just the number.",
-            "choices": [str(a + b + n) for n in (1, 0, 10, -2)],
-        }
-        for a, b in SUMS
-    ]
-    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
     task = {
-        "task": "sums",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(questions)}, "cache_dir": str(tmp_path / "cache")},
-        "test_split": "test",
         "output_type": "multiple_choice",
         "doc_to_text": chat_prompt("{{q}}"),
         "doc_to_choice": "{{choices}}",
@@ -134,7 +114,19 @@ def test_lm_eval_compares_how_likely_answers_are(server: Server, tmp_path: Path)
 
 
 def run_lm_eval(task: dict[str, Any], model: str, settings: str, folder: Path, *flags: str) -> float:
-    """The share of right answers, by the task's only metric."""
+    """Asks the sums; the share of right answers, by the task's only metric."""
+    questions = folder / "sums.jsonl"
+    lines = [
+        {
+            "q": f"What is {a} + {b}? Reply with just the number.",
+            "a": str(a + b),
+            "choices": [str(a + b + n) for n in (1, 0, 10, -2)],
+        }
+        for a, b in SUMS
+    ]
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = {"data_files": {"test": str(questions)}, "cache_dir": str(folder / "cache")}
+    task = {"task": "sums", "dataset_path": "json", "dataset_kwargs": data, "test_split": "test", **task}
     (folder / "sums.yaml").write_text(json.dumps(task))
     settings = f"model=penstock-tiny,num_concurrent=4,{settings}"
     words = ["--model", model, "--model_args", settings, "--tasks", "sums", "--include_path", str(folder)]

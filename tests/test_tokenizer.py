@@ -229,6 +229,16 @@ def test_a_fast_encoder_that_agrees_is_used(tiny_folder: Path, monkeypatch: pyte
     assert Tokenizer.load(tiny_folder).encoder_name == "fastokens"
 
 
+def test_a_tokenizer_can_be_quickened_later(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_fastokens(monkeypatch, lambda ids: ids)
+    tokenizer = Tokenizer.load(tiny_folder, is_quick=False)
+    assert tokenizer.encoder_name == "tokenizers"
+    before = tokenizer.encode("one two three")
+    tokenizer.quicken()
+    assert tokenizer.encoder_name == "fastokens"
+    assert tokenizer.encode("one two three") == before
+
+
 def test_a_fast_encoder_that_differs_is_refused_loudly(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

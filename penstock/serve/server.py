@@ -145,11 +145,12 @@ async def _serve(
     text_path = source.path or default_model()  # a preset has no tokenizer of its own
     if serve_config.tokenizer is not None:
         text_path = Path(serve_config.tokenizer).expanduser()
-    tokenizer, template = Tokenizer.load(text_path), ChatTemplate.load(text_path)
+    tokenizer, template = Tokenizer.load(text_path, is_quick=False), ChatTemplate.load(text_path)
 
     system_prompt = read_system_prompt(serve_config.system_prompt_file)
     warm_prompt = shared_prompt(system_prompt, template, tokenizer, serve_config.enable_thinking)
     fleet = _start_fleet(engine_config, serve_config, str(text_path), warm_prompt, on_phase)
+    quickening = asyncio.create_task(asyncio.to_thread(tokenizer.quicken))  # while the engines start
     metrics = Metrics()
     text = TextEngine(
         fleet,
@@ -192,6 +193,7 @@ async def _serve(
             raise fleet.failure
     finally:
         announcing.cancel()
+        quickening.cancel()
         # An engine that still loads has nothing to finish.
         patient = fleet.is_ready and not server.force_exit
         await fleet.close(EXIT_GRACE_S if patient else 0.0)

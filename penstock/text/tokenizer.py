@@ -69,17 +69,12 @@ Encode = Callable[[str, bool, str], list[int]]
 class Tokenizer:
     """One checkpoint's vocabulary. Ids it does not know, as in padded vocabularies, decode to nothing."""
 
-    def __init__(
-        self,
-        model: tokenizers.Tokenizer,
-        eos_token_ids: tuple[int, ...] = (),
-        fast_encode: Encode | None = None,
-    ) -> None:
+    def __init__(self, model: tokenizers.Tokenizer, eos_token_ids: tuple[int, ...] = ()) -> None:
         self._model = model
         self._bytes_of, self.strips_first_space = _byte_rule(model)
         self._bytes: dict[int, bytes] = {}
-        self._encode = fast_encode or _remembering_encoder(model)
-        self.encoder_name = "fastokens" if fast_encode else "tokenizers"
+        self._encode = _remembering_encoder(model)
+        self.encoder_name = "tokenizers"
         self.eos_token_ids = eos_token_ids
         added = model.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
@@ -89,8 +84,11 @@ class Tokenizer:
         )
 
     @classmethod
-    def load(cls, path: Path | str | None) -> Tokenizer:
-        """The tokenizer of a checkpoint folder, or a tokenizer.json; None is the embedded model's."""
+    def load(cls, path: Path | str | None, *, is_quick: bool = True) -> Tokenizer:
+        """The tokenizer of a checkpoint folder, or a tokenizer.json; None is the embedded model's.
+
+        Who has other things to start first may `quicken` it later.
+        """
         if path is None:
             from penstock.assets import default_model
 
@@ -114,7 +112,15 @@ class Tokenizer:
         # Some files cut texts or fill them up, as was useful in training. A prompt stays as it is.
         model.no_truncation()
         model.no_padding()
-        return cls(model, _eos_token_ids(model, folder), _fast_encoder(model))
+        tokenizer = cls(model, _eos_token_ids(model, folder))
+        if is_quick:
+            tokenizer.quicken()
+        return tokenizer
+
+    def quicken(self) -> None:
+        """Encodes with fastokens from here on, if it can. To make it takes seconds for a large vocabulary."""
+        if fast_encode := _fast_encoder(self._model):
+            self._encode, self.encoder_name = fast_encode, "fastokens"
 
     def encode(self, text: str, add_special_tokens: bool = False, tenant: str = "") -> list[int]:
         """Token ids of a text; control tokens written in it become their ids, as templates need.

@@ -28,22 +28,17 @@ struct Four {
     u32 part[4];  // two elements each
 };
 
+#define LOAD(name, instruction)                                                                          \
+    __device__ __forceinline__ Four name(const void* p) {                                                 \
+        Four v;                                                                                           \
+        asm volatile(instruction " {%0, %1, %2, %3}, [%4];"                                               \
+                     : "=r"(v.part[0]), "=r"(v.part[1]), "=r"(v.part[2]), "=r"(v.part[3])                 \
+                     : "l"(p));                                                                           \
+        return v;                                                                                         \
+    }
 // Weights: they shall not push others out of L1. Not .nc, which ptxas would move behind the wait.
-__device__ __forceinline__ Four load_once(const u16* p) {
-    Four v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.part[0]), "=r"(v.part[1]), "=r"(v.part[2]), "=r"(v.part[3])
-                 : "l"(p));
-    return v;
-}
-
-__device__ __forceinline__ Four load_again(const void* p) {
-    Four v;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.part[0]), "=r"(v.part[1]), "=r"(v.part[2]), "=r"(v.part[3])
-                 : "l"(p));
-    return v;
-}
+LOAD(load_once, "ld.global.L1::no_allocate.v4.u32")
+LOAD(load_again, "ld.global.v4.u32")
 
 __device__ __forceinline__ void let_next_start() {
 #if __CUDA_ARCH__ >= 900

@@ -63,11 +63,11 @@ def multiply_few_rows(product: Product, tile: Tile) -> Tensor:
         "IS_BFLOAT": int(product.weight.dtype == torch.bfloat16),
         "IS_OUT_FLOAT": int(out.dtype == torch.float32),
     }
-    index = product.x.device.index or 0
-    program(SOURCE, "few_rows", tuple(constants.items()), index).launch(
+    device = product.x.device
+    program(SOURCE, "few_rows", tuple(constants.items()), device).launch(
         cdiv(N, TILE_ROWS * tile["row_tiles"]),
         32 * tile["num_warps"],
-        torch._C._cuda_getCurrentRawStream(index),
+        torch._C._cuda_getCurrentRawStream(device.index or 0),
         _address(product.x),
         _address(product.norm_weight),
         _address(product.weight),

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from penstock.ops.triton.launch import has_dependent_launch
+
 START_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 FIRST_CAPABILITY = (8, 0)
-EARLY_CAPABILITY = (9, 0)  # that can start early
 
 
 class CudaError(Exception):
@@ -56,7 +57,9 @@ def is_available(device: torch.device) -> bool:
 class Program:
     """One kernel on one device. Its arguments are given as ctypes values, in the order of its signature."""
 
-    def __init__(self, source: Path, name: str, constants: tuple[tuple[str, int], ...], device: int) -> None:
+    def __init__(
+        self, source: Path, name: str, constants: tuple[tuple[str, int], ...], device: torch.device
+    ) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         image = compile_source(source.read_text(), dict(constants), f"sm_{major}{minor}")
         self._driver = ctypes.CDLL("libcuda.so.1")
@@ -64,9 +67,8 @@ class Program:
         torch.cuda.current_stream(device)  # a thread that has done nothing yet has no context
         self._check(self._driver.cuModuleLoadData(byref(self._module), image))
         self._check(self._driver.cuModuleGetFunction(byref(self._function), self._module, name.encode()))
-        early = _Attribute(START_EARLY, 0, 1)
-        self._attributes = (_Attribute * 1)(early)
-        self._num_attributes = int((major, minor) >= EARLY_CAPABILITY)
+        self._attributes = (_Attribute * 1)(_Attribute(START_EARLY, 0, 1))
+        self._num_attributes = int(has_dependent_launch(device))
 
     def launch(self, num_blocks: int, num_threads: int, stream: int, *arguments: Any) -> None:
         launch = _Launch(
@@ -89,7 +91,7 @@ class Program:
 
 
 @functools.cache
-def program(source: Path, name: str, constants: tuple[tuple[str, int], ...], device: int) -> Program:
+def program(source: Path, name: str, constants: tuple[tuple[str, int], ...], device: torch.device) -> Program:
     return Program(source, name, constants, device)
 
 
