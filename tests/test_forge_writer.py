@@ -8,6 +8,8 @@ import json
 import math
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,8 +19,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.forge import decisions
-from penstock.forge.confine import CPU_FORMS, landlock_version
+from penstock.forge import confine, decisions
+from penstock.forge.confine import CPU_FORMS, FORMS, landlock_version
 from penstock.forge.emit import emit
 from penstock.forge.fork_server import ForkServer
 from penstock.forge.host import time_in_turn, time_of_innermost
@@ -241,6 +243,30 @@ def test_every_restriction_stands_alone(sandbox: Sandbox, form: str, monkeypatch
     assert form in sandbox.enforced
     assert bool(reached.network) == (form in ("network", "system calls"))
     assert bool(reached.outside) == (form in ("files", "files and devices", "file sizes"))
+
+
+def test_files_can_be_moved_under_all_restrictions(tmp_path: Path) -> None:
+    """From one folder to another where both may be written, as Triton does with every kernel."""
+    for folder in ("ours", "ours/new", "theirs"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "ours/new/kernel").touch()
+    ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
+    limits = {"seconds": 9.0, "file_bytes": 1 << 20, "readable": ["/"], "writable": [ours]}
+    code = (
+        "import importlib.util, os, sys\n"
+        f"spec = importlib.util.spec_from_file_location('confine', {confine.__file__!r})\n"
+        "confine = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(confine)\n"
+        f"in_force = confine.confine({[forms[0] for forms in FORMS]!r}, {limits!r})\n"
+        f"os.rename({ours + '/new/kernel'!r}, {ours + '/kernel'!r})\n"
+        "try:\n"
+        f"    os.rename({ours + '/kernel'!r}, {theirs + '/kernel'!r})\n"
+        "except OSError:\n"
+        "    sys.exit(0)\n"
+        "sys.exit('files' in in_force)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert (tmp_path / "ours/kernel").exists()
 
 
 def test_a_candidate_without_a_limit_of_addresses_is_watched(

@@ -24,6 +24,7 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 READ_ACCESS = 0b1101  # execute, read a file, list a folder
 FILE_ACCESS = 0b111 | 1 << 14 | 1 << 15  # what can be done to a file, or to a device, rather than to a folder
+MOVE_ACCESS = 1 << 13  # from one folder to another
 MAX_CAPABILITIES = 64
 # By worth, the first first; of several forms of one thing the strongest first.
 FORMS = (
@@ -89,8 +90,14 @@ def landlock_version(libc: Any) -> int:
 
 
 def _enter_landlock(libc: Any, rules: _Ruleset, allowed: Iterable[tuple[str, int]] = ()) -> bool:
-    """A domain that these rules are the walls of, with doors for the allowed paths."""
+    """A domain that these rules are the walls of, with doors for the allowed paths.
+
+    Every domain forbids to move files between folders unless it is told otherwise, even one that is about
+    something else; and moving is how Triton puts a kernel into its cache.
+    """
     version = landlock_version(libc)
+    if not rules.files and version >= 2:
+        rules.files, allowed = MOVE_ACCESS, [("/", MOVE_ACCESS)]
     size = 8 if version < 4 else 16 if version < 6 else 24
     ruleset = libc.syscall(LANDLOCK_CREATE, ctypes.byref(rules), size, 0)
     if ruleset < 0:

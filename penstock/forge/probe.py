@@ -70,6 +70,7 @@ def probe(sandbox: Sandbox) -> Reach:
         datagrams.bind(("127.0.0.1", 0))
         words = {
             "device": sandbox.target.device,
+            "compiled": str(_kernel_cache(sandbox)),
             "weights": str(sandbox.target.weight_dir / "model.pt"),
             "outside": str(Path(folder) / "reached"),
             "tcp": listening.getsockname()[1],
@@ -79,3 +80,10 @@ def probe(sandbox: Sandbox) -> Reach:
             return Reach(**sandbox.reach(words, PROBE_S))
         except CandidateError as error:
             return Reach(device=str(error))
+
+
+def _kernel_cache(sandbox: Sandbox) -> Path:
+    """The candidates' own, which they find filled; but a kernel that was compiled under fewer restrictions
+    would only be read under more."""
+    own = sandbox.scratch / "compiled"
+    return Path(tempfile.mkdtemp(dir=sandbox.scratch)) if own.exists() else own

@@ -15,8 +15,9 @@ from typing import Any
 TIMEOUT_S = 2.0
 
 
-def reach(*, device: str, weights: str, outside: str, tcp: int, udp: int) -> dict[str, str]:
+def reach(*, device: str, compiled: str, weights: str, outside: str, tcp: int, udp: int) -> dict[str, str]:
     """Whether the device computes and the weights open, and whether network and other files are in reach."""
+    os.environ["TRITON_CACHE_DIR"] = compiled
     return {
         "device": _obstacle(lambda: _compute(device)),
         "weights": _obstacle(lambda: os.close(os.open(weights, os.O_RDONLY))),
