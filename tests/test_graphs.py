@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
-from penstock.engine.graphs import DecodeStep, graph_sizes, is_decode
+from penstock import ops
+from penstock.engine.graphs import (
+    DecodeGraphs,
+    DecodeStep,
+    graph_sizes,
+    is_decode,
+    launch_in_threads,
+    num_leading_layers,
+)
 from penstock.engine.packing import RowCounts, StepSize
-from penstock.engine.prompt_graphs import PromptStep, prompt_sizes
+from penstock.engine.prompt_graphs import PromptGraphs, PromptStep, prompt_sizes
 from penstock.types import RowPlan, StepPlan
 from small_models import FAMILIES, make_engine, prompt, request, run, tokens_of
 
@@ -27,6 +39,77 @@ def test_every_number_of_rows_has_a_size_that_pads_little(max_rows: int) -> None
     for num_rows in range(1, max_rows + 1):
         size = min(size for size in sizes if size >= num_rows)
         assert size - num_rows <= max(7, num_rows // 4)
+
+
+def test_launching_ahead_touches_nobodys_memory_and_leaves_nothing_in_it(config: dict[str, Any]) -> None:
+    """Before anything is captured, steps of all kinds run at the same time, to compile their kernels."""
+    engine = make_engine(config, max_rows=20, memory_gb=0.05)
+    runner = engine.runner
+    tensors = [getattr(cache, name) for cache in runner.caches for name in cache.__slots__]
+    for tensor in tensors:
+        tensor.normal_()
+    before = [tensor.clone() for tensor in tensors]
+    given = (runner.model, runner.caches, runner.rows, True)
+    launches = [*DecodeGraphs(*given).launches, *PromptGraphs(*given, max_step_tokens=128).launches]
+    num_sizes, num_prompts, num_beside = len({1, 2, 4, 8, 16, 20}), len({64, 128}), len({0, 1, 4, 16})
+    assert len(launches) == num_sizes + num_prompts * num_beside
+    launch_in_threads(launches)
+    for tensor, was in zip(tensors, before):
+        assert torch.equal(tensor[1:], was[1:])
+    for cache in runner.caches:
+        cache.forget_nobodys()
+    assert not any(tensor[0].any() for tensor in tensors)
+
+
+def ops_of(run: Callable[[], object]) -> set[str]:
+    """Every op that runs, with the shapes and numbers it was given."""
+    seen = set()
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code in op_code:
+            found = frame.f_locals
+            given = tree_map(_shape_or_number, (found["args"], found["kwargs"]))
+            seen.add(f"{found['reference'].__name__} {given}")
+
+    op_code = {ops.rms_norm.__code__}  # one function decorates them all
+    sys.setprofile(watch)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def _shape_or_number(given: object) -> object:
+    if isinstance(given, torch.Tensor):
+        return tuple(given.shape)
+    return given if isinstance(given, int | float | bool | None) else type(given).__name__
+
+
+@torch.inference_mode()
+def test_the_leading_layers_launch_whatever_the_model_launches(config: dict[str, Any]) -> None:
+    """They are launched before a capture of all of them, in which nothing can be compiled."""
+    config = {**config, "num_hidden_layers": 2 * config["num_hidden_layers"]}
+    if "layer_types" in config:
+        config["layer_types"] = 2 * config["layer_types"]
+    runner = make_engine(config, max_rows=8).runner
+    num_leading = num_leading_layers(runner.model)
+    assert num_leading < len(runner.caches)
+    for new_step in (
+        lambda caches: DecodeStep(runner.model, caches, runner.rows, 3, False).logits,
+        lambda caches: PromptStep(runner.model, caches, runner.rows, StepSize(1, 2, 64), False).run,
+    ):
+        whole = ops_of(new_step(runner.caches))
+        assert len(whole) > 4
+        assert ops_of(new_step(runner.caches[:num_leading])) == whole
+        assert ops_of(new_step(runner.caches[:0])) < whole
+
+
+def test_layers_that_differ_in_a_number_are_of_two_kinds() -> None:
+    """As where only some of them look back further than a window."""
+    config = FAMILIES["llama"] | {"num_hidden_layers": 8, "use_sliding_window": True, "sliding_window": 32}
+    config |= {"model_type": "qwen2", "max_window_layers": 5}
+    assert num_leading_layers(make_engine(config).runner.model) == 6
 
 
 def test_only_plain_decodes_are_replayed() -> None:

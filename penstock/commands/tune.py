@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import statistics
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -133,16 +131,15 @@ def _next_question(engine: Engine, decoding: Decoding, trials: Trials, answered:
 def _compile_all(
     engine: Engine, decoding: Decoding, trials: Trials, question: Question, tiles: list[Tile]
 ) -> None:
-    """In as many threads as there are cores: compiling takes a hundred times as long as measuring, and nearly
-    all of it without Python's lock. Each runs a step; what they write over each other nobody reads."""
+    """Takes a hundred times as long as measuring."""
+    from penstock.engine.graphs import launch_in_threads
     from penstock.ops.triton import tuning
 
     def compile_one(tile: Tile) -> None:
         with tuning.trials({**trials.answers, question.key: tile}), suppress(_out_of_resources()):
-            run_step(engine, decoding)
+            _step(engine, decoding)()
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(compile_one, tiles))
+    launch_in_threads([partial(compile_one, tile) for tile in tiles])
 
 
 def _fastest(
@@ -182,15 +179,11 @@ def capture_step(engine: Engine, decoding: Decoding) -> torch.cuda.CUDAGraph:
     from penstock.engine.graphs import capture
 
     with torch.inference_mode():
-        graph, _ = capture(_step(engine, decoding), None)
+        step = _step(engine, decoding)
+        step()
+        torch.cuda.synchronize()
+        graph, _ = capture(step, None)
     return graph
-
-
-def run_step(engine: Engine, decoding: Decoding) -> None:
-    import torch
-
-    with torch.inference_mode():
-        _step(engine, decoding)()
 
 
 def _step(engine: Engine, decoding: Decoding) -> Callable[[], torch.Tensor]:

@@ -7,13 +7,17 @@ A step with fewer rows than a size is padded with the table's spare row, which o
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock import ops
 from penstock.engine.rows import Ending, RowTable
@@ -21,11 +25,17 @@ from penstock.layers.inputs import LayerCache, RowSpan, StepInputs
 from penstock.progress import OnPhase, Phase
 from penstock.types import CacheSpec, RowPlan, StepPlan
 
-ENDINGS: tuple[Ending, ...] = ("logits", "greedy", "drawn", "filtered")
+Launch = Callable[[], object]
+
+CHOICES: tuple[Ending, ...] = ("greedy", "drawn", "filtered")
+WHOLE_ROWS = 8  # most of a greedy step that is one graph
 
 
 class Model(Protocol):
-    def __call__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor: ...  # [T, H]
+    layers: nn.ModuleList
+
+    def __call__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor:  # [T, H]
+        """With fewer caches than layers, of the first layers."""
 
     def logits(self, hidden: Tensor, *, deterministic: bool) -> Tensor: ...  # [L, H] -> [L, vocab] float32
 
@@ -52,9 +62,9 @@ class DecodeStep:
         self.packed.copy_(self.rows.stage(self._pack(plans)), non_blocking=True)
         self._loaded = plans
 
-    def run(self, ending: Ending) -> Tensor:  # [size] int64, or [size, vocab] float32
+    def logits(self) -> Tensor:  # [size, vocab] float32
         table = self.rows
-        rows, positions, state_slots, initial_slots = self.packed.unbind()
+        _, positions, state_slots, initial_slots = self.packed.unbind()
         token_ids, kv_index, context_lens, page_table = ops.decode_rows(
             self.packed, table.last_token, table.page_table, table.page_size
         )
@@ -73,12 +83,18 @@ class DecodeStep:
             deterministic=self.deterministic,
         )
         hidden = self.model(inputs, self.caches)
-        logits = self.model.logits(hidden, deterministic=self.deterministic)
-        if ending == "logits":
-            return logits
-        token_ids = table.draw(logits, rows, context_lens, ending)
-        table.last_token.index_copy_(0, rows, token_ids)
+        return self.model.logits(hidden, deterministic=self.deterministic)
+
+    def choose(self, logits: Tensor, ending: Ending) -> Tensor:  # [size] int64
+        """The next tokens, which are left in the row table for the next step."""
+        rows, positions = self.packed[0], self.packed[1] + 1
+        token_ids = self.rows.draw(logits, rows, positions, ending)
+        self.rows.last_token.index_copy_(0, rows, token_ids)
         return token_ids
+
+    def run(self, ending: Ending) -> Tensor:  # [size] int64, or [size, vocab] float32
+        logits = self.logits()
+        return logits if ending == "logits" else self.choose(logits, ending)
 
     def _pack(self, plans: tuple[RowPlan, ...]) -> np.ndarray:
         packed = np.zeros((4, self.size), dtype=np.int64)
@@ -96,33 +112,91 @@ class DecodeStep:
 
 
 class DecodeGraphs:
-    """The captured steps of an engine, by size and ending."""
+    """The captured steps of an engine, by size and ending.
 
-    def __init__(
-        self,
-        model: Model,
-        caches: list[LayerCache],
-        rows: RowTable,
-        deterministic: bool,
-        pool: Any,
-        on_phase: OnPhase = lambda _: None,
-    ) -> None:
+    Greedy steps of few rows are one graph each. Others are two, the logits' and a small one behind it:
+    capturing takes seconds of every start, and the hand-over between graphs a few microseconds of a step.
+    """
+
+    def __init__(self, model: Model, caches: list[LayerCache], rows: RowTable, deterministic: bool) -> None:
         sizes = graph_sizes(rows.max_rows)
         self._steps = {size: DecodeStep(model, caches, rows, size, deterministic) for size in sizes}
+        leading = caches[: num_leading_layers(model)]
+        self._excerpts = {size: DecodeStep(model, leading, rows, size, deterministic) for size in sizes}
         self._captured: dict[tuple[int, Ending], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        for done, size in enumerate(reversed(sizes)):  # the largest first, the others fit into its memory
+
+    @property
+    def launches(self) -> list[Launch]:
+        """Of nearly every kernel: sizes between two powers of two have those of the larger one."""
+        by_bucket = {(size - 1).bit_length(): step for size, step in self._excerpts.items()}
+        return [partial(_launch_all, step) for step in by_bucket.values()]
+
+    def launch(self) -> None:
+        """Every kernel, in this thread: what no `launches` compiled, and what each thread has to itself."""
+        for step in self._excerpts.values():
+            _launch_all(step)
+
+    def capture(self, pool: Any, on_phase: OnPhase) -> None:
+        sizes = list(reversed(self._steps))  # the largest first, the others fit into its memory
+        for done, size in enumerate(sizes):
             on_phase(Phase("graphs", f"{size} rows", done / len(sizes)))
-            for ending in ENDINGS:
-                self._captured[size, ending] = capture(partial(self._steps[size].run, ending), pool)
+            step = self._steps[size]
+            _, logits = self._captured[size, "logits"] = capture(step.logits, pool)
+            for ending in CHOICES:
+                whole, choice = partial(step.run, ending), partial(step.choose, logits, ending)
+                self._captured[size, ending] = capture(whole if _is_whole(size, ending) else choice, pool)
 
     def replay(self, plan: StepPlan, ending: Ending) -> Tensor:  # [rows] int64, or [rows, vocab] float32
         """Valid until the next replay; to be copied on the same stream."""
         num_rows = len(plan.rows)
         size = min(size for size in self._steps if size >= num_rows)
         self._steps[size].load(plan.rows)
+        if not _is_whole(size, ending):
+            self._captured[size, "logits"][0].replay()
         graph, output = self._captured[size, ending]
         graph.replay()
         return output[:num_rows]
+
+
+def _is_whole(size: int, ending: Ending) -> bool:
+    return ending == "logits" or (ending == "greedy" and size <= WHOLE_ROWS)
+
+
+def _launch_all(step: DecodeStep) -> None:
+    """Whatever its graphs will consist of."""
+    logits = step.logits()
+    for ending in CHOICES:
+        step.choose(logits, ending)
+
+
+def num_leading_layers(model: Model) -> int:
+    """Of the first layers that launch everything the model launches: one of each kind, and one behind one."""
+    kinds = [_kind(layer) for layer in model.layers]
+    return max(2, 1 + max(kinds.index(kind) for kind in kinds))
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """Its tensors' shapes, and the numbers it was made with."""
+    numbers = [
+        (path, name, value)
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float)
+    ]
+    return numbers, {name: p.shape for name, p in layer.named_parameters()}
+
+
+def launch_in_threads(launches: Sequence[Launch]) -> None:
+    """All of them at the same time, for the sake of what they compile: nearly all of that is done without
+    Python's lock, and one after the other it would take minutes. What they compute is nobody's; what there is
+    no memory for now is compiled in its turn."""
+
+    def launch_one(launch: Launch) -> None:
+        with torch.inference_mode(), suppress(torch.OutOfMemoryError):
+            launch()
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(launch_one, launches))
 
 
 def is_decode(plan: StepPlan) -> bool:
@@ -137,9 +211,19 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 
 def capture(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    run()  # compiles and loads what is not yet there, which a capture cannot
+    """Of what has been launched before: a capture can neither compile nor load a kernel."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        output = run()
+    with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            output = run()
+        finally:
+            graph.capture_end()
     return graph, output
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all: memory that was freed on a stream is only for those who come after on the same."""
+    return torch.cuda.Stream(device)

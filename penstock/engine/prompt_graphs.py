@@ -7,12 +7,13 @@ needs for the next; of a short one, as after a cached prefix, the host would be 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.engine.graphs import Model, capture
+from penstock.engine.graphs import Launch, Model, capture, num_leading_layers
 from penstock.engine.packing import RowCounts, StepSize, pack_padded
 from penstock.engine.rows import RowTable
 from penstock.layers.inputs import LayerCache
@@ -23,8 +24,8 @@ from penstock.types import RowPlan
 PROMPT_TOKENS = (64, 128, 256, 512, 1024)
 DECODES = (0, 1, 4, 16, 32, 64)
 MAX_PROMPTS = 8
-# Of longer prompts, launched as they come: every kernel they use.
-WARMED_TOKENS = (2048, 4096, 8192, 16384, 32768)
+LONG_TOKENS = (2048, 4096, 8192, 16384, 32768)  # of prompts launched as they come; every kernel they use
+THREAD_TOKENS = 8192  # the longest of which several are launched at the same time
 
 
 class PromptStep:
@@ -70,20 +71,39 @@ class PromptGraphs:
         rows: RowTable,
         deterministic: bool,
         max_step_tokens: int,
-        pool: Any,
-        on_phase: OnPhase = lambda _: None,
     ) -> None:
-        sizes = prompt_sizes(rows.max_rows, max_step_tokens)
+        self._new_step = partial(PromptStep, model, caches, rows, deterministic=deterministic)
+        leading = caches[: num_leading_layers(model)]
+        self._new_excerpt = partial(PromptStep, model, leading, rows, deterministic=deterministic)
+        self._sizes = prompt_sizes(rows.max_rows, max_step_tokens)
+        self._long_sizes = [
+            StepSize(0, _num_prompts(num_tokens, rows.max_rows), num_tokens)
+            for num_tokens in LONG_TOKENS
+            if num_tokens <= max_step_tokens
+        ]
         self._steps: dict[StepSize, tuple[PromptStep, torch.cuda.CUDAGraph, Tensor]] = {}
-        for done, size in enumerate(reversed(sizes)):  # the largest first, the others fit into its memory
+
+    @property
+    def launches(self) -> list[Launch]:
+        """Of nearly every kernel, see `DecodeGraphs`; the longest prompts have memory one at a time."""
+        by_bucket = {
+            ((size.num_tokens - 1).bit_length(), size.num_decodes.bit_length()): size
+            for size in (*self._sizes, *self._long_sizes)
+            if size.num_tokens <= THREAD_TOKENS
+        }
+        return [self._new_excerpt(size).run for size in by_bucket.values()]
+
+    def launch(self) -> None:
+        """Every kernel, see `DecodeGraphs`."""
+        for size in (*self._sizes, *self._long_sizes):
+            self._new_excerpt(size).run()
+
+    def capture(self, pool: Any, on_phase: OnPhase) -> None:
+        sizes = list(reversed(self._sizes))  # the largest first, the others fit into its memory
+        for done, size in enumerate(sizes):
             on_phase(Phase("graphs", f"{size.num_tokens} tokens", done / len(sizes)))
-            step = PromptStep(model, caches, rows, size, deterministic)
+            step = self._new_step(size)
             self._steps[size] = step, *capture(step.run, pool)
-        self._sizes = sizes
-        for num_tokens in WARMED_TOKENS:
-            if num_tokens <= max_step_tokens:
-                size = StepSize(0, _num_prompts(num_tokens, rows.max_rows), num_tokens)
-                PromptStep(model, caches, rows, size, deterministic).run()
 
     def size_for(self, rows: Sequence[RowPlan]) -> StepSize | None:
         counts = RowCounts.of(rows)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.engine.constraints import StepMasks
-from penstock.engine.graphs import DecodeGraphs, Model, is_decode
+from penstock.engine.graphs import DecodeGraphs, Model, is_decode, launch_in_threads
 from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.rows import RowTable, SampleInputs, Wishes
 from penstock.layers.inputs import LayerCache
-from penstock.progress import OnPhase
+from penstock.progress import OnPhase, Phase
 from penstock.types import Followers, StepOutput, StepPlan, TokenLogprob
 
 FOLLOWER_ROWS = 64  # of logits at a time: a vocabulary has hundreds of thousands
@@ -117,10 +117,19 @@ class Runner:
     @torch.inference_mode()
     def capture(self, max_step_tokens: int, on_phase: OnPhase) -> None:
         """From here on decode steps and short prompts are replayed instead of launched."""
-        pool = torch.cuda.graph_pool_handle()  # one for all: only one of them runs at a time
         given = (self.model, self.caches, self.rows, self.deterministic)
-        self.prompt_graphs = PromptGraphs(*given, max_step_tokens, pool, on_phase)
-        self.graphs = DecodeGraphs(*given, pool, on_phase)
+        prompts, decodes = PromptGraphs(*given, max_step_tokens), DecodeGraphs(*given)
+        on_phase(Phase("graphs", "compiling kernels"))
+        launch_in_threads([*prompts.launches, *decodes.launches])
+        for graphs in (prompts, decodes):
+            graphs.launch()
+        for cache in self.caches:
+            cache.forget_nobodys()  # what they wrote over each other
+        torch.cuda.empty_cache()  # graphs cannot take what is kept for others
+        pool = torch.cuda.graph_pool_handle()  # one for all: only one of them runs at a time
+        for graphs in (prompts, decodes):
+            graphs.capture(pool, on_phase)
+        self.prompt_graphs, self.graphs = prompts, decodes
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:

@@ -50,6 +50,10 @@ class KVCache:
     keys: Tensor  # [pages, page_size, Hkv, D]
     values: Tensor  # [pages, page_size, Hkv, D]
 
+    def forget_nobodys(self) -> None:
+        self.keys[0].zero_()
+        self.values[0].zero_()
+
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
@@ -57,6 +61,10 @@ class StateCache:
 
     recurrent: Tensor  # [slots, Hv, K, V] float32
     conv: Tensor  # [slots, W, C]  the input of position p lies at p % W
+
+    def forget_nobodys(self) -> None:
+        self.recurrent[0].zero_()
+        self.conv[0].zero_()
 
 
 LayerCache = KVCache | StateCache

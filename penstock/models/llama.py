@@ -293,7 +293,7 @@ class Llama(nn.Module):
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor:  # [T, H]
         """The residual stream after the last layer, before the final norm."""
         hidden, rope = F.embedding(inputs.token_ids, self.embed), self.rope.table
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache in zip(self.layers, caches):
             hidden = layer(hidden, inputs, cache, rope)
         return hidden
 

@@ -81,7 +81,7 @@ class Qwen3_5(nn.Module):
 
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor:  # [T, H]
         hidden, rope = F.embedding(inputs.token_ids, self.embedding), self.rope.table
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache in zip(self.layers, caches):
             hidden = layer(hidden, inputs, cache, rope)
         return hidden
 

@@ -146,6 +146,11 @@ class Fleet:
         """Where the replica is that everybody waits for."""
         return next((r.phase for r in self._replicas if r.state != "ready"), Phase("ready"))
 
+    async def wait_launched(self) -> None:
+        """Until every engine's process has begun, or one cannot."""
+        for replica in self._replicas:
+            await replica.has_spoken.wait()
+
     async def wait_ready(self) -> EngineInfo:
         await self._settled.wait()
         if self.failure is not None:
@@ -218,6 +223,8 @@ class Fleet:
         error = EngineDeadError("The server is shutting down")
         self.failure = self.failure or error
         self._settled.set()
+        for replica in self._replicas:
+            replica.has_spoken.set()
         for keeper in self._keepers:
             keeper.cancel()
         for journey in list(self._journeys.values()):
@@ -321,6 +328,8 @@ class Fleet:
     def _fail(self, error: PenstockError) -> None:
         self.failure = self.failure or error
         self._settled.set()
+        for replica in self._replicas:
+            replica.has_spoken.set()
 
     async def _replace(self, replica: Replica) -> None:
         replica.is_leaving = True

@@ -54,6 +54,7 @@ class Replica:
         self.num_restarts = 0
         self.problem: str | None = None
         self.phase = Phase("starting")
+        self.has_spoken = asyncio.Event()  # its first process has begun, or cannot
         self._launch = launch
         self._max_unanswered_pings = max(1, round(config.hang_timeout / PING_INTERVAL_S))
         self._hang_timeout = config.hang_timeout
@@ -78,6 +79,7 @@ class Replica:
 
         self.client = None
         self.client = await self._launch(note)
+        self.has_spoken.set()
         info = await self.client.wait_ready()
         self._ready_at = time.monotonic()
         return info

@@ -145,11 +145,19 @@ async def _serve(
     text_path = source.path or default_model()  # a preset has no tokenizer of its own
     if serve_config.tokenizer is not None:
         text_path = Path(serve_config.tokenizer).expanduser()
-    tokenizer, template = Tokenizer.load(text_path, is_quick=False), ChatTemplate.load(text_path)
-
+    load_text = functools.cache(functools.partial(_load_text, text_path))
     system_prompt = read_system_prompt(serve_config.system_prompt_file)
-    warm_prompt = shared_prompt(system_prompt, template, tokenizer, serve_config.enable_thinking)
+    warm_prompt: tuple[int, ...] = ()
+    if system_prompt is not None:  # which the engines compute before they are ready
+        tokenizer, template = load_text()
+        warm_prompt = shared_prompt(system_prompt, template, tokenizer, serve_config.enable_thinking)
     fleet = _start_fleet(engine_config, serve_config, str(text_path), warm_prompt, on_phase)
+    try:
+        await fleet.wait_launched()  # nothing else happens in this process while it reads a vocabulary
+        tokenizer, template = load_text()
+    except BaseException:
+        await fleet.close(grace_s=0.0)
+        raise
     quickening = asyncio.create_task(asyncio.to_thread(tokenizer.quicken))  # while the engines start
     metrics = Metrics()
     text = TextEngine(
@@ -197,6 +205,10 @@ async def _serve(
         # An engine that still loads has nothing to finish.
         patient = fleet.is_ready and not server.force_exit
         await fleet.close(EXIT_GRACE_S if patient else 0.0)
+
+
+def _load_text(path: Path) -> tuple[Tokenizer, ChatTemplate]:
+    return Tokenizer.load(path, is_quick=False), ChatTemplate.load(path)
 
 
 def _start_fleet(
