@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.config import ServeConfig
 from penstock.errors import AuthenticationError
 from penstock.serve.error_answers import answer_error
+from penstock.serve.tenants import tenant_of_key
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})  # what asks these has no key: load balancers, probes
 EXPOSED_HEADERS = ("x-request-id", "retry-after")
@@ -81,11 +82,6 @@ def tenant_of(scope: Scope) -> str:
     """Whose request it is; nobody's in particular on a server without keys."""
     tenant: str = scope.get("tenant", "")
     return tenant
-
-
-def tenant_of_key(key: str) -> str:
-    """A name that does not tell the key."""
-    return hashlib.sha256(b"tenant " + key.encode()).hexdigest()[:32]
 
 
 def _digest(key: str) -> bytes:

@@ -9,11 +9,13 @@ prompt themselves. One with tools begins otherwise in most templates; it is comp
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError
-from penstock.text.template import ChatTemplate
-from penstock.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.text.template import ChatTemplate
+    from penstock.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
 

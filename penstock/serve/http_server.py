@@ -1,0 +1,144 @@
+"""HTTP in front of a fleet: the app on its port, what signals do to it, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import math
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from penstock.config import ServeConfig
+from penstock.errors import PenstockError
+from penstock.serve.app import create_app
+from penstock.serve.chat import TextEngine
+from penstock.serve.connection import HttpConnection
+from penstock.serve.fleet import Fleet
+from penstock.serve.metrics import Metrics
+from penstock.serve.serving import Serving
+from penstock.text.template import ChatTemplate
+from penstock.text.tokenizer import Tokenizer
+
+
+@functools.cache
+def load_text(path: Path) -> tuple[Tokenizer, ChatTemplate]:
+    return Tokenizer.load(path, is_quick=False), ChatTemplate.load(path)
+
+
+async def serve_http(
+    listener: socket.socket,
+    fleet: Fleet,
+    config: ServeConfig,
+    *,
+    name: str,
+    text_path: Path,
+    system_prompt: str | None,
+    on_ready: Callable[[], None],
+) -> bool:
+    """Serves until a signal, or until there never will be an engine, which is raised. True when all replies
+    were given their time to end."""
+    tokenizer, template = load_text(text_path)
+    quickening = asyncio.create_task(asyncio.to_thread(tokenizer.quicken))  # while the engines start
+    metrics = Metrics()
+    text = TextEngine(
+        fleet,
+        tokenizer,
+        template,
+        metrics,
+        config.enable_thinking,
+        loop_guard=config.loop_guard,
+        system_prompt=system_prompt,
+    )
+    serving = Serving(fleet, text, metrics, name, config, started_at=int(time.time()))
+    server = _HttpServer(
+        uvicorn.Config(
+            create_app(serving),
+            http=HttpConnection.limited_by(config),
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+        )
+    )
+    signals = _Signals(server, serving)
+
+    async def announce() -> None:
+        """Says when the engines can serve; if they never will, there is nothing to serve."""
+        try:
+            await fleet.wait_ready()
+            gc.collect()
+            gc.freeze()  # what has been loaded stays: collections need not look at it again
+            on_ready()
+        except PenstockError:
+            signals.stop()
+
+    announcing = asyncio.create_task(announce())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        announcing.cancel()
+        quickening.cancel()
+    if fleet.failure is not None:
+        raise fleet.failure
+    return fleet.is_ready and not server.force_exit  # an engine that still loads has nothing to finish
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handling."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Signals:
+    """What signals do to a server.
+
+    SIGINT, SIGTERM: no new requests, and the end when the running ones are done; a second ends it at once.
+    SIGHUP: new engines for old, one after the other; or, in a terminal, that the terminal was closed.
+    """
+
+    def __init__(self, server: _HttpServer, serving: Serving) -> None:
+        self._server = server
+        self._serving = serving
+        self._tasks: set[asyncio.Task[None]] = set()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self.stop)
+        loop.add_signal_handler(signal.SIGTERM, self.stop)
+        has_terminal = sys.stdin is not None and sys.stdin.isatty()
+        loop.add_signal_handler(signal.SIGHUP, self.stop if has_terminal else self._restart)
+
+    def stop(self) -> None:
+        if self._serving.draining.is_set():
+            self._server.force_exit = True
+            self._server.should_exit = True
+        else:
+            self._serving.draining.set()
+            self._run(self._drain())
+
+    async def _drain(self) -> None:
+        """The port stays open meanwhile: whoever asks /ready or sends a request is told."""
+        timeout_s = self._serving.config.drain_timeout
+        started = time.monotonic()
+        await self._serving.client.drain()
+        left_s = timeout_s - (time.monotonic() - started)
+        self._server.config.timeout_graceful_shutdown = max(1, math.ceil(left_s))
+        self._server.should_exit = True
+
+    def _restart(self) -> None:
+        self._run(self._serving.client.restart())
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)  # or it might be collected while it runs
+        task.add_done_callback(self._tasks.discard)
