@@ -30,7 +30,7 @@ from penstock.forge.gate import compare
 from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.machine import Machine
 from penstock.forge.measure import FAMILIES, Bench, draw_benches
-from penstock.forge.oracle import Oracle
+from penstock.forge.oracle import Distance, Oracle, allowed_distance
 from penstock.forge.target import Target
 
 
@@ -41,16 +41,19 @@ def main() -> int:
     knowing = Oracle(target)
     drawn = draw_benches(target, knowing, arguments.seed)
     benches = [bench for bench in drawn if bench.family in arguments.families]
+    allowed = allowed_distance(knowing.rounding(drawn[0].case), share=1.0)
     del knowing
     report: dict[str, Any] = {"model": target.describe(), "device": target.device}
     report["machine"] = Machine.measure(target).facts()
     if not arguments.no_baseline:
-        stretches, report["naive"] = time_engine(naive_engine, target, benches, 1, arguments.baseline_seconds)
+        stretches, report["naive"] = time_engine(
+            naive_engine, target, benches, allowed, 1, arguments.baseline_seconds
+        )
         print_table("naive", report["naive"])
         names = {bench.name for bench in benches}
         benches += [stretch for stretch in stretches if stretch.name not in names]
     for path, module in modules.items():
-        _, numbers = time_engine(module, target, benches, arguments.repeats)
+        _, numbers = time_engine(module, target, benches, allowed, arguments.repeats)
         print_table(str(path), numbers)
         if path == arguments.engine:
             report["engine"] = numbers
@@ -69,6 +72,7 @@ def time_engine(
     module: ModuleType,
     target: Target,
     benches: Sequence[Bench],
+    allowed: Distance,
     repeats: int,
     enough_s: float = math.inf,
 ) -> tuple[list[Bench], dict[str, Any]]:
@@ -86,7 +90,7 @@ def time_engine(
             stretches[stretch.name] = stretch
             seconds.setdefault(stretch.name, []).append(played.seconds)
             peak_bytes = max(peak_bytes, played.peak_bytes)
-            fault, _ = compare(bench.case, played, allowed=1.0)
+            fault, _ = compare(bench.case, played, allowed)
             faults += [f"{bench.name}: {fault}"] if fault else []
         del player
     numbers = {name: describe(stretch, seconds[name]) for name, stretch in stretches.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch import Tensor
 
 from command_line import ROOT
 from penstock.commands.forge import read_duration
@@ -24,12 +26,14 @@ from penstock.forge.emit import emit
 from penstock.forge.fork_server import ForkServer
 from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.measure import Sizes
-from penstock.forge.oracle import Case, Oracle
+from penstock.forge.oracle import Case, Distance, Oracle, allowed_distance
+from penstock.forge.reference import Reference
 from penstock.forge.run import forge
+from penstock.forge.sandbox import Played
 from penstock.forge.screen import refusal
 from penstock.forge.target import Target
 from penstock.forge.toy_weights import save_toy_weights
-from penstock.forge.traces import correctness_traces
+from penstock.forge.traces import Trace, correctness_traces
 
 SMALL: dict[str, Any] = {
     "model_type": "tiny_llama",
@@ -67,7 +71,9 @@ def draw_cases(target: Target, seed: int, num_random: int = 2) -> list[Case]:
 
 
 def check_file(path: Path, target: Target, seed: int = 99) -> gate.Verdict:
-    return gate.check(LocalPlayer(load_module(path), target), draw_cases(target, seed), allowed=1 / 3)
+    return gate.check(
+        LocalPlayer(load_module(path), target), draw_cases(target, seed), allowed=Distance(1 / 3)
+    )
 
 
 def run_forge(folder: Path, config: dict[str, Any], **more: Any) -> tuple[Target, Path]:
@@ -160,7 +166,7 @@ def test_every_design_of_the_cpu_is_right(name: str, tmp_path: Path) -> None:
     for design in chosen:
         path = tmp_path / "engine.py"
         path.write_text(emit(design, "An engine."))
-        verdict = gate.check(LocalPlayer(load_module(path), target), cases, allowed=1 / 3)
+        verdict = gate.check(LocalPlayer(load_module(path), target), cases, allowed=Distance(1 / 3))
         assert verdict.is_passed, (decisions.differences(decisions.plain_design(), design), verdict.fault)
     torch.set_num_threads(threads)
 
@@ -271,10 +277,52 @@ def test_evaluator_compares_engines_by_the_calls_that_both_were_timed_with(
     assert report["naive"]["faults"] == []
 
 
+class Otherwise(Reference):
+    """Rounds where the reference does, and sums in another order."""
+
+    def _project(self, x: Tensor, name: str) -> Tensor:
+        weight, half = self.weights[name].float(), x.shape[1] // 2
+        return (x[:, :half].float() @ weight[:, :half].T + x[:, half:].float() @ weight[:, half:].T).to(
+            x.dtype
+        )
+
+
+def test_where_rounding_alone_is_past_the_tolerance_what_is_wrong_is_still_found(tmp_path: Path) -> None:
+    """As in bfloat16 with some layers: 'right' is what strays as far as the reference does."""
+    deep = SMALL | {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 500}
+    target = make_target(tmp_path, deep)
+    knowing = Oracle(target)
+    knowing.reference = Reference(target, torch.bfloat16)
+    trace = Trace("any", target.shape, random.Random(3))
+    trace.prefill({"a": 40, "b": 7, "c": 1})
+    trace.decode(["b", "a"])
+    case = knowing.answer(trace)
+    allowed = allowed_distance(knowing.rounding(case))
+    assert allowed.most > 1.0
+    assert allowed_distance(Distance(0.2, 0.1)) == Distance(0.4)
+
+    def compared(answers: list[Tensor | None]) -> str:
+        logits = {number: answer for number, answer in enumerate(answers) if answer is not None}
+        played = Played(seconds=0.0, errors=[None] * len(answers), logits=logits, peak_bytes=0)
+        return gate.compare(case, played, allowed)[0]
+
+    def verdict(reference: Reference) -> str:
+        knowing.reference = reference
+        return compared(knowing.answer(trace).answers)
+
+    assert not verdict(Otherwise(target, torch.bfloat16))
+    assert not verdict(Reference(target, torch.float32))
+    for wrong in ({"rope_theta": 100.0}, {"rms_norm_eps": 3e-5}):
+        other = Target.of(deep | wrong, target.weight_dir, "cpu")
+        assert "is allowed" in verdict(Otherwise(other, torch.bfloat16)), wrong
+    shifted = [answer if answer is None else answer + 0.011 for answer in case.answers]
+    assert "root mean square" in compared(shifted)
+
+
 def test_naive_engine_is_right(tmp_path: Path) -> None:
     target = make_target(tmp_path, SMALL)
     player = LocalPlayer(naive_engine, target)  # type: ignore[arg-type]
-    verdict = gate.check(player, draw_cases(target, seed=7, num_random=1), allowed=1 / 3)
+    verdict = gate.check(player, draw_cases(target, seed=7, num_random=1), allowed=Distance(1 / 3))
     assert verdict.is_passed, verdict.fault
 
 

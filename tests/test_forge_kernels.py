@@ -52,10 +52,11 @@ def kernel_design(**choices: str) -> Design:
     "design",
     [
         kernel_design(cache="pages", graphs="all"),
+        kernel_design(graphs="all", passes="all"),
         kernel_design(graphs="decode", prefill="looped", vector_rows="2"),
         pytest.param(kernel_design(projection="library"), marks=pytest.mark.slow),
     ],
-    ids=["pages and graphs", "slots and decode graphs", "library products"],
+    ids=["pages and graphs", "several passes", "slots and decode graphs", "library products"],
 )
 def test_engines_of_kernels_are_right(
     design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -68,9 +69,10 @@ def test_engines_of_kernels_are_right(
     path.write_text(emit(design, "An engine of kernels."))
     module: Any = load_module(path)
     # Sizes that leave some padding, and little of it: an interpreter takes its time for every program.
-    small: dict[str, Any] = {"PASS_SIZES": (4, 28), "PASS_PROMPTS": 6, "STEP_SIZES": (2, 8)}
+    small: dict[str, Any] = {"PASS_PROMPTS": 8, "STEP_SIZES": (2, 8)}
+    small["pass_sizes"] = lambda longest: [4, 28] if longest == 2048 else [4, 16]
     small |= {"SPLIT_KEYS": 16, "BLOCK_BYTES": 1024}  # 16 keys a block: the longest row has two splits
-    small |= {"PROMPT_TOKENS": 2, "compile_at_once": lambda runs, device: None}
+    small |= {"PROMPT_TOKENS": 2, "WARM_UP_TOKENS": 2, "compile_at_once": lambda runs, device: None}
     for name, value in {**small, "capture": capture}.items():
         monkeypatch.setattr(module, name, value, raising=False)
     engine = module.create_engine(TINY, str(target.weight_dir), "cpu")
@@ -80,7 +82,7 @@ def test_engines_of_kernels_are_right(
 
     def check(ids: list[int], logits: Tensor) -> None:
         right = torch.cat([reference.logits(texts[id], [len(texts[id]) - 1]) for id in ids])
-        assert distance(logits, right) < 0.01
+        assert distance(logits, right).most < 0.01
 
     check([0, 1, 2, 3, 4], engine.prefill([0, 1, 2, 3, 4], [torch.tensor(text) for text in texts]))
     for ids in ([4, 2, 0, 1, 3], [1, 0]):  # the second one so few that the long row is split

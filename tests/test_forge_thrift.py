@@ -19,13 +19,14 @@ import torch
 
 from command_line import ROOT
 from penstock.forge import decisions
+from penstock.forge.decisions import moves
 from penstock.forge.emit import emit
 from penstock.forge.fragments import launch
 from penstock.forge.ledger import Ledger
 from penstock.forge.machine import Machine
 from penstock.forge.measure import FAMILIES, Bench, Timing, measure
 from penstock.forge.opening import opening
-from penstock.forge.oracle import Case, Oracle
+from penstock.forge.oracle import Case, Distance, Oracle
 from penstock.forge.reference import Reference
 from penstock.forge.sandbox import Played
 from penstock.forge.search import Engine, Search
@@ -88,7 +89,7 @@ def test_a_bench_is_repeated_until_it_has_been_seen_for_long_enough() -> None:
         "mixed": [0.39, 0.3],
     }
     player = Metronome(seconds)
-    timings, fault, _ = measure(player, draw_benches(), allowed=1.0)
+    timings, fault, _ = measure(player, draw_benches(), allowed=Distance(1.0))
     assert not fault
     assert not any(player.seconds.values())
     assert {name: timing.seconds for name, timing in timings.items()} == {
@@ -99,7 +100,7 @@ def test_a_bench_is_repeated_until_it_has_been_seen_for_long_enough() -> None:
 def test_a_candidate_that_cannot_catch_up_is_not_timed_to_the_end() -> None:
     slow = {"prefill 8": [0.3] * 2, "decode 1": [0.35] * 2, "decode 8": [0.7] * 2}
     player = Metronome(slow)
-    timings, fault, _ = measure(player, draw_benches(), 1.0, to_beat=timings_of(0.2))
+    timings, fault, _ = measure(player, draw_benches(), Distance(1.0), to_beat=timings_of(0.2))
     assert fault == "slower: decode 8 700 ms a call against 200"
     assert set(timings) == set(slow)
 
@@ -114,7 +115,7 @@ def test_a_candidate_that_may_catch_up_is_timed_to_the_end(
 ) -> None:
     seconds = dict(zip(BENCHES, (prefill_s, *decode_s, 0.5)))
     player = Metronome({name: [value] * 4 for name, value in seconds.items()})
-    timings, fault, _ = measure(player, draw_benches(), 1.0, to_beat=timings_of(0.2))
+    timings, fault, _ = measure(player, draw_benches(), Distance(1.0), to_beat=timings_of(0.2))
     assert not fault
     assert set(timings) == set(BENCHES)
 
@@ -129,9 +130,12 @@ def test_the_opening_on_a_gpu_is_what_a_profile_full_of_launches_leads_to(name: 
     chosen = {part: design[part] for part in ("layers", "weights", "prefill", "decode", "graphs")}
     expected = {"layers": "kernels", "weights": "fused", "prefill": "kernel", "decode": "split_kv"}
     assert chosen == {**expected, "graphs": "all"}
+    assert design["passes"] == ("all" if name in ("6x768", "12x768") else "short")
     assert "launching" in why
     nobody: Any = None
-    search = Search(target, H200, Exam([], [], 1.0), nobody, Ledger(tmp_path), tmp_path, budget_s=1.0)
+    search = Search(
+        target, H200, Exam([], [], Distance(1.0)), nobody, Ledger(tmp_path), tmp_path, budget_s=1.0
+    )
     profile = {
         "decode.launch": 0.9,
         "decode.attention": 0.1,
@@ -142,7 +146,28 @@ def test_the_opening_on_a_gpu_is_what_a_profile_full_of_launches_leads_to(name: 
     search.best = Engine("", plain, Outcome("", "passed", 1.0, profile=profile), "plain", alike)
     idea = search._most_promising()
     assert idea is not None
-    assert idea[1] == design
+    assert idea[1] == {**design, "passes": "short"}
+    search.best = Engine("", idea[1], Outcome("", "passed", 1.0, profile=profile), "captured", alike)
+    ideas = {
+        alternative.name: search._promise(alternative, one) for alternative, one in moves(idea[1], "cuda")
+    }
+    assert max(ideas, key=lambda name: ideas[name]) == "all"  # passes
+    assert ideas["decode"] <= 0.0  # it captures less than is captured now
+    assert ideas["flash"] <= 0.0  # it cannot be captured
+
+
+def test_what_no_profiler_has_seen_may_be_anything(tmp_path: Path) -> None:
+    """Then alternatives are tried by what they promise at best."""
+    nobody: Any = None
+    exam, out = Exam([], [], Distance(1.0)), tmp_path / "engine.py"
+    search = Search(gpu_target("6x768"), H200, exam, nobody, Ledger(tmp_path), out, budget_s=1.0)
+    profile, alike = {"decode.unseen": 0.7, "prefill.unseen": 0.3}, dict.fromkeys(FAMILIES, 1.0)
+    outcome = Outcome("", "passed", 1.0, profile=profile)
+    search.best = Engine("", decisions.plain_design(), outcome, "plain", alike)
+    assert search._share("decode.launch") == search._share("prefill.attention") == 1 / 8
+    idea = search._most_promising()
+    assert idea is not None
+    assert idea[0].name == "kernels"
 
 
 def test_there_is_no_opening_where_launching_is_not_what_takes_time() -> None:
@@ -184,7 +209,7 @@ def test_after_the_first_version_the_opening_is_tried_and_the_first_is_profiled_
     monkeypatch.setattr("penstock.forge.search.profile_engine", profile_engine)
     sandbox: Any = SimpleNamespace(enforced={}, given_up={})
     out = tmp_path / "engine.py"
-    exam, ledger = Exam([], [], 1.0), Ledger(tmp_path)
+    exam, ledger = Exam([], [], Distance(1.0)), Ledger(tmp_path)
     search = Search(gpu_target("6x768"), H200, exam, sandbox, ledger, out, budget_s=60.0, max_trials=3)
     search.run()
     first, second, *_ = tried
@@ -208,7 +233,8 @@ def test_a_reference_that_is_widened_as_it_goes_is_the_one_in_float32(tmp_path: 
     trace = Trace("any", target.shape, random.Random(1))
     trace.prefill({"a": 20, "b": 7})
     trace.decode(["b", "a"])
-    assert 0.0 < knowing.rounding(knowing.answer(trace)) < 1.0
+    rounding = knowing.rounding(knowing.answer(trace))
+    assert 0.0 < rounding.typical < rounding.most < 1.0
 
 
 KEYS = """

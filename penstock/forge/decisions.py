@@ -305,6 +305,26 @@ DECISIONS: tuple[Decision, ...] = (
         ),
     ),
     Decision(
+        "passes",
+        "Up to how many tokens are passes over prompts captured?",
+        (
+            Alternative(
+                "short",
+                "up to 2048; longer ones are launched as they come",
+                requires={"graphs": ("all",)},
+                value="2048",
+            ),
+            Alternative(
+                "all",
+                "up to 8192; more are several passes",
+                relieves={"prefill.launch": 0.8},
+                requires={"graphs": ("all",)},
+                value="8192",
+            ),
+        ),
+        constant="LONGEST_PASS",
+    ),
+    Decision(
         "threads",
         "How many threads does torch compute with?",
         (
@@ -373,6 +393,21 @@ def moves(design: Design, device: str) -> Iterator[tuple[Alternative, dict[str, 
             is_detail = decision.name not in ("layers", "graphs") and moved["layers"] != design["layers"]
             if not is_detail and not is_idle(decision.name, moved) and moved != design:
                 yield alternative, moved
+
+
+def forgone(before: Design, after: Design) -> dict[str, float]:
+    """What choices that were given up relieved, and their successors do not."""
+    lost: dict[str, float] = {}
+    for name, decision in BY_NAME.items():
+        if before[name] == after[name] or is_idle(name, before):
+            continue
+        old = decision[before[name]].relieves
+        new = {} if is_idle(name, after) else decision[after[name]].relieves
+        is_less = old != new and all(save <= old.get(part, 0.0) for part, save in new.items())
+        for part, save in old.items():
+            kept = 0.0 if is_less else new.get(part, 0.0)  # a part of what was there is nothing new
+            lost[part] = lost.get(part, 0.0) + max(0.0, save - kept)
+    return lost
 
 
 def differences(before: Design, after: Design) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.forge.oracle import Case, distance
+from penstock.forge.oracle import Case, Distance, distance
 from penstock.forge.sandbox import Played
 from penstock.forge.traces import Call
 
@@ -36,7 +36,7 @@ class Verdict:
         return not self.fault
 
 
-def check(player: Player, cases: Sequence[Case], allowed: float) -> Verdict:
+def check(player: Player, cases: Sequence[Case], allowed: Distance) -> Verdict:
     """Stops at the first case with a fault. Tokens come from the CPU and from the device in turn."""
     worst, num_calls = 0.0, 0
     for number, case in enumerate(cases):
@@ -49,7 +49,7 @@ def check(player: Player, cases: Sequence[Case], allowed: float) -> Verdict:
     return Verdict("", worst, num_calls)
 
 
-def compare(case: Case, played: Played, allowed: float) -> tuple[str, float]:
+def compare(case: Case, played: Played, allowed: Distance) -> tuple[str, float]:
     """What is wrong with the answers to a case, if anything, and how far they are off at most."""
     worst = 0.0
     for number, (call, answer, error) in enumerate(zip(case.calls, case.answers, played.errors)):
@@ -66,7 +66,15 @@ def compare(case: Case, played: Played, allowed: float) -> tuple[str, float]:
         if logits is None or logits.shape != answer.shape:
             seen = "nothing" if logits is None else list(logits.shape)
             return f"{what}: answered {seen}, expected {list(answer.shape)}", worst
-        worst = max(worst, distance(logits, answer))
-        if worst > allowed:
-            return f"{what}: logits are off by {worst:.2f} of the tolerance; {allowed:.2f} is allowed", worst
+        off = distance(logits, answer)
+        worst = max(worst, off.most)
+        if not off.is_within(allowed):
+            return f"{what}: logits are off by {_spelled(off, allowed)}", worst
     return "", worst
+
+
+def _spelled(off: Distance, allowed: Distance) -> str:
+    """In units of the tolerance: what is too much of it."""
+    if off.most > allowed.most:
+        return f"{off.most:.2f} of the tolerance; {allowed.most:.2f} is allowed"
+    return f"{off.typical:.2f} of the tolerance in the root mean square; {allowed.typical:.2f} is allowed"

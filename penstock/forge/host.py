@@ -208,7 +208,8 @@ class Session:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def _profile(self, calls: list[Any], part: list[int]) -> dict[str, float]:
-        """Seconds by kind of work: the calls without a profiler, then with one for their proportions."""
+        """Seconds by kind of work: the calls without a profiler, then with one for their proportions. All are
+        "unseen" where it is not allowed to look at the device."""
         from torch.autograd import DeviceType
         from torch.autograd.profiler import profile  # torch.profiler would import a compiler first
 
@@ -227,7 +228,7 @@ class Session:
                 return time.perf_counter() - began
 
         wall = play(None)  # the second time, the same requests replace themselves
-        profiler = profile(use_device="cuda" if on_gpu else None)
+        profiler = profile(use_device="cuda" if on_gpu else None, use_kineto=True)  # or kernels are not seen
         play(profiler)
         results: Any = profiler.kineto_results  # averages by name would take far longer than the work
         spans = [
@@ -240,6 +241,8 @@ class Session:
             kind = kind_of_work(name)
             totals[kind] = totals.get(kind, 0.0) + seconds
         busy = sum(totals.values())
+        if on_gpu and not busy:
+            return {"unseen": wall}
         # A profiler slows small operations down: what is busy is at most most of what passed.
         scale = min(1.0, 0.95 * wall / busy) if busy else 1.0
         parts = {kind: seconds * scale for kind, seconds in totals.items()}

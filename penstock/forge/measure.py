@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.forge.gate import Player, compare
-from penstock.forge.oracle import Case, Oracle
+from penstock.forge.oracle import Case, Distance, Oracle
 from penstock.forge.target import Target
 from penstock.forge.traces import Trace
 
@@ -124,7 +124,7 @@ def _mixed(trace: Trace, sizes: Sizes) -> Trace:
 def measure(
     player: Player,
     benches: Sequence[Bench],
-    allowed: float,
+    allowed: Distance,
     to_beat: Mapping[str, Timing] | None = None,
 ) -> tuple[dict[str, Timing], str, int]:
     """Timings by bench, why they end early if they do, and the most memory."""
@@ -142,7 +142,7 @@ def measure(
     return timings, "", peak_bytes
 
 
-def _time(player: Player, bench: Bench, allowed: float) -> tuple[float, str, int]:
+def _time(player: Player, bench: Bench, allowed: Distance) -> tuple[float, str, int]:
     """The quickest of at least two plays, the first of which may have had to warm up."""
     checked = [i for i, answer in enumerate(bench.case.answers) if answer is not None]
     seconds: list[float] = []

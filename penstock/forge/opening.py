@@ -7,6 +7,7 @@ from penstock.forge.machine import Machine
 from penstock.forge.target import Target
 
 LAYER_OPERATIONS = 30  # that torch launches for a layer of a decode step, attention of one row included
+LONG_PASS = 8192  # tokens of several prompts
 LEAST_SHARE = 0.2  # of a step's time: with less, launching is not where one would begin
 
 
@@ -14,7 +15,8 @@ def opening(target: Target, machine: Machine) -> tuple[dict[str, str], str] | No
     """A design and the reason for it; None where only a profile can tell.
 
     Where launching takes a large part of a step, steps are captured, which takes kernels, which take fused
-    weights: one design, instead of one trial for each.
+    weights: one design, instead of one trial for each. So are long passes over prompts where even those
+    compute for no longer than it takes to launch them.
     """
     if not target.is_cuda:
         return None
@@ -23,4 +25,7 @@ def opening(target: Target, machine: Machine) -> tuple[dict[str, str], str] | No
     if launching_s < LEAST_SHARE * (launching_s + reading_s):
         return None
     why = f"launching a step takes {1e3 * launching_s:.2f} ms, reading the weights {1e3 * reading_s:.2f}"
-    return decisions.decide(decisions.plain_design(), "graphs", "all"), why
+    design = decisions.decide(decisions.plain_design(), "graphs", "all")
+    if machine.prefill_floor_s(target, LONG_PASS) < launching_s:
+        design = decisions.decide(design, "passes", "all")
+    return design, why

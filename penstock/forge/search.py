@@ -34,6 +34,7 @@ DOUBTFUL_GAIN = 0.8  # on a CPU, which others use too; everything better is conf
 RECENT_TRIALS = 5  # which tell how long the next one may take
 SEARCH_SHARE = 0.6  # of the time, where a writing model is to have the rest
 MEMORY_IS_SHORT = 0.7
+NUM_KINDS = 4  # of work: projections, attention, small operations, launching
 
 
 class ForgeError(PenstockError):
@@ -216,16 +217,18 @@ class Search:
         self._know_where_time_goes()
         device = "cuda" if self.target.is_cuda else "cpu"
         promises = [
-            (
-                alternative,
-                design,
-                sum(self._share(part) * save for part, save in alternative.relieves.items()),
-            )
+            (alternative, design, self._promise(alternative, design))
             for alternative, design in decisions.moves(self._best().design, device)
             if _key(design) not in self.tried
         ]
         best = max(promises, key=lambda one: one[2], default=None)
         return best if best and best[2] >= LEAST_PROMISE else None
+
+    def _promise(self, alternative: Alternative, design: Design) -> float:
+        """The share of all time that it may save, less what is given up for it."""
+        lost = decisions.forgone(self._best().design, design)
+        saved = sum(self._share(part) * save for part, save in alternative.relieves.items())
+        return saved - sum(self._share(part) * save for part, save in lost.items())
 
     def _know_where_time_goes(self) -> None:
         """Of the first version it is not known when the opening was to be better, and was not."""
@@ -235,14 +238,15 @@ class Search:
             self.best = replace(best, outcome=replace(best.outcome, profile=profile))
 
     def _share(self, part: str) -> float:
-        """Of all time, prefill and decode counting the same."""
+        """Of all time, prefill and decode counting the same; equal parts of what no profiler has seen."""
         outcome = self._best().outcome
         if part == "memory":
             total = self.machine.memory_bytes
             return float(bool(total) and outcome.peak_bytes > MEMORY_IS_SHORT * total)
         family = part.partition(".")[0]
         whole = sum(seconds for name, seconds in outcome.profile.items() if name.startswith(family + "."))
-        return outcome.profile.get(part, 0.0) / whole / 2 if whole else 0.0
+        seconds = outcome.profile.get(part, 0.0) + outcome.profile.get(family + ".unseen", 0.0) / NUM_KINDS
+        return seconds / whole / 2 if whole else 0.0
 
     def _has_time(self, share: float, num_trials: int = 1) -> bool:
         """Whether trials as long as the last few, and the report, would end in time. One that takes longer

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from penstock.forge import gate, oracle
+from penstock.forge import gate
 from penstock.forge.measure import Bench, Sizes, Timing, draw_benches, measure, score
-from penstock.forge.oracle import Case, Oracle
+from penstock.forge.oracle import Case, Distance, Oracle, allowed_distance
 from penstock.forge.phases import Phases
 from penstock.forge.sandbox import CandidateError, Hosted, Sandbox
 from penstock.forge.screen import refusal
@@ -28,7 +28,7 @@ class Exam:
 
     cases: Sequence[Case]
     benches: Sequence[Bench]
-    allowed: float  # distance from right answers, in units of the tolerance
+    allowed: Distance  # from right answers
 
     @classmethod
     def draw(
@@ -48,7 +48,7 @@ class Exam:
         cases = [knowing.answer(trace) for trace in traces]
         benches = draw_benches(target, knowing, seed + 1, sizes)
         typical = next(case for case in cases if case.name == "batched")
-        allowed = oracle.allowed_distance(knowing.rounding(typical))
+        allowed = allowed_distance(knowing.rounding(typical))
         del knowing
         if target.is_cuda:
             torch.cuda.empty_cache()  # the candidates, in their own processes, find the memory free

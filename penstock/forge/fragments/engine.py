@@ -20,6 +20,7 @@ from penstock.forge.fragments.shape import pick_dtype, read_shape
 from penstock.forge.fragments.weights import load_weights
 
 NUM_THREADS = 1  # forge: value
+WARM_UP_TOKENS = 2048
 
 
 @dataclass
@@ -148,7 +149,7 @@ def check_batch(request_ids: Sequence[Hashable], num_inputs: int) -> None:
 def check_range(tokens: Tensor, vocab_size: int) -> None:
     if tokens.is_floating_point():
         raise TypeError(f"token ids are integers, not {tokens.dtype}")
-    smallest, largest = (int(bound) for bound in tokens.aminmax())
+    smallest, largest = torch.stack(tokens.aminmax()).tolist()
     if smallest < 0 or largest >= vocab_size:
         raise ValueError(f"token ids reach from {smallest} to {largest}; the vocabulary has {vocab_size}")
 
@@ -161,4 +162,16 @@ def create_engine(model_config: dict[str, Any], weight_dir: str, device: str = "
     with torch.inference_mode():
         weights = load_weights(shape, weight_dir, dtype, place)
         model = Model(shape, weights, Cache(shape, dtype, place), rope_table(shape, place))
-        return Engine(model, place)
+        return Engine(model, place)  # forge: when graphs=none
+        return warm_up(Engine(model, place))  # forge: when graphs!=none
+
+
+def warm_up(engine: Engine) -> Engine:
+    """One request, with tokens from either place: the first call of others finds everything loaded."""
+    length = min(WARM_UP_TOKENS, engine.model.shape.max_len - 1)
+    for place in {torch.device("cpu"), engine.device}:
+        prompt = torch.zeros(length, dtype=torch.int64, device=place)
+        engine.prefill(["warm-up"], [prompt])
+        engine.decode(["warm-up"], prompt[:1])
+        engine.remove(["warm-up"])
+    return engine

@@ -16,4 +16,5 @@ def capture(run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], None], T
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         result = run()
+    graph.replay()  # the first one brings it to the device
     return graph.replay, result
