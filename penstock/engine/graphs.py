@@ -176,14 +176,14 @@ def num_leading_layers(model: Model) -> int:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """Its tensors' shapes, and the numbers it was made with."""
-    numbers = [
+    """Its tensors' shapes, and the settings it was made with."""
+    settings = [
         (path, name, value)
         for path, module in layer.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, int | float)
+        if isinstance(value, int | float | str | tuple)
     ]
-    return numbers, {name: p.shape for name, p in layer.named_parameters()}
+    return settings, {name: p.shape for name, p in layer.named_parameters()}
 
 
 def launch_in_threads(launches: Sequence[Launch]) -> None:
