@@ -312,10 +312,10 @@ def test_where_rounding_alone_is_past_the_tolerance_what_is_wrong_is_still_found
 
     assert not verdict(Otherwise(target, torch.bfloat16))
     assert not verdict(Reference(target, torch.float32))
-    for wrong in ({"rope_theta": 100.0}, {"rms_norm_eps": 3e-5}):
+    for wrong in ({"rope_theta": 100.0}, {"rms_norm_eps": 5e-5}):
         other = Target.of(deep | wrong, target.weight_dir, "cpu")
         assert "is allowed" in verdict(Otherwise(other, torch.bfloat16)), wrong
-    shifted = [answer if answer is None else answer + 0.011 for answer in case.answers]
+    shifted = [answer if answer is None else answer + 0.014 for answer in case.answers]
     assert "root mean square" in compared(shifted)
 
 
