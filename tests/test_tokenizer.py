@@ -163,6 +163,16 @@ def test_missing_damaged_and_foreign_tokenizers_are_checkpoint_errors(tmp_path: 
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize(("named", "missing"), [("nowhere", "nowhere"), ("", "tokenizer.json")])
+def test_a_missing_tokenizer_is_told_by_the_name_that_was_given(
+    named: str, missing: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer.load(tmp_path / named)
+    assert caught.value.what == f"{tmp_path / named} has no tokenizer"
+    assert caught.value.why == f"There is no file {tmp_path / missing}."
+
+
 def test_a_file_that_cuts_and_pads_texts_does_neither_to_prompts(tiny_folder: Path, tmp_path: Path) -> None:
     library = tokenizers.Tokenizer.from_file(str(tiny_folder / "tokenizer.json"))
     library.enable_truncation(8)

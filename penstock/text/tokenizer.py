@@ -98,8 +98,8 @@ class Tokenizer:
         file = path if path.suffix == ".json" else folder / "tokenizer.json"
         if not file.is_file():
             raise CheckpointError(
-                f"{folder} has no tokenizer",
-                f"There is no file {file}.",
+                f"{folder if path.exists() else path} has no tokenizer",
+                f"There is no file {file if path.exists() else path}.",
                 "Name a folder or a tokenizer.json that fits the model with --tokenizer.",
             )
         try:
