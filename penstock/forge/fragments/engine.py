@@ -79,11 +79,11 @@ class Engine:
         # forge: when graphs!=none
         copied = CopiedTokens(tokens)
         if not tokens.is_cuda:
-            check_range(tokens, self.model.shape.vocab_size)
+            check_bounds(*copied.bounds(), self.model.shape.vocab_size)
         self.model.cache.reserve(slots, [at + 1 for at in positions])  # forge: when cache=pages
         logits = self.decode_steps.launch(tokens, slots, positions)
         if tokens.is_cuda:  # while the step runs; as long as lengths stay, it has changed nothing
-            check_range(copied.wait(), self.model.shape.vocab_size)
+            check_bounds(*copied.bounds(), self.model.shape.vocab_size)
         # forge: end
         for request in requests:
             request.length += 1
@@ -125,16 +125,20 @@ class CopiedTokens:
     """Tokens on their way from the device: waiting for them is waiting for what came before the step."""
 
     def __init__(self, tokens: Tensor) -> None:
+        check_type(tokens)
         self.tokens = tokens
+        self.arrived: torch.cuda.Event | None = None
         if tokens.is_cuda:
             self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self.tokens.copy_(tokens, non_blocking=True)
             self.arrived = torch.cuda.Event()
             self.arrived.record()
 
-    def wait(self) -> Tensor:
-        self.arrived.synchronize()
-        return self.tokens
+    def bounds(self) -> tuple[int, int]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens = self.tokens.tolist()
+        return min(tokens), max(tokens)
 
 
 def check_batch(request_ids: Sequence[Hashable], num_inputs: int) -> None:
@@ -147,9 +151,17 @@ def check_batch(request_ids: Sequence[Hashable], num_inputs: int) -> None:
 
 
 def check_range(tokens: Tensor, vocab_size: int) -> None:
+    check_type(tokens)
+    smallest, largest = torch.stack(tokens.aminmax()).tolist()
+    check_bounds(smallest, largest, vocab_size)
+
+
+def check_type(tokens: Tensor) -> None:
     if tokens.is_floating_point():
         raise TypeError(f"token ids are integers, not {tokens.dtype}")
-    smallest, largest = torch.stack(tokens.aminmax()).tolist()
+
+
+def check_bounds(smallest: int, largest: int, vocab_size: int) -> None:
     if smallest < 0 or largest >= vocab_size:
         raise ValueError(f"token ids reach from {smallest} to {largest}; the vocabulary has {vocab_size}")
 

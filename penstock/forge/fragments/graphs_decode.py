@@ -16,19 +16,35 @@ PROMPT_TOKENS = 2048  # of each of four prompts that no graph is made for
 
 
 class DecodeStep:
-    """One token for each of `size` rows, from inputs that lie still."""
+    """One token for each of `size` rows, from inputs that lie still. Every step advances its rows: one that
+    goes on with the same rows is told their tokens, and nothing else."""
 
     def __init__(self, model: Model, size: int) -> None:
         self.model = model
-        self.inputs = torch.zeros(3, size, dtype=torch.int64, device=model.rope.device)
+        self.inputs = torch.zeros(4, size, dtype=torch.int64, device=model.rope.device)
         self.inputs[1] = model.cache.spare
-        self.tokens, self.slots, self.positions = self.inputs.unbind()
+        self.tokens, self.slots, self.positions, self.advance = self.inputs.unbind()
+        self.expected: tuple[list[int], list[int]] = ([], [])  # slots, and where they are after the last step
+
+    def load(self, tokens: Tensor, slots: list[int], positions: list[int]) -> None:
+        num_rows, padding = len(slots), len(self.tokens) - len(slots)
+        if (slots, positions) != self.expected:
+            spare = [self.model.cache.spare] * padding
+            rows = torch.tensor([slots + spare, positions + [0] * padding, [1] * num_rows + [0] * padding])
+            self.inputs[1:].copy_(rows.pin_memory() if tokens.is_cuda else rows, non_blocking=True)
+        self.expected = slots, [position + 1 for position in positions]
+        self.tokens[:num_rows].copy_(tokens, non_blocking=True)
 
     def run_short(self) -> Tensor:
-        return run_step(self.model, self.tokens, self.slots, self.positions, is_long=False)
+        return self._run(is_long=False)
 
     def run_long(self) -> Tensor:
-        return run_step(self.model, self.tokens, self.slots, self.positions, is_long=True)
+        return self._run(is_long=True)
+
+    def _run(self, is_long: bool) -> Tensor:
+        logits = run_step(self.model, self.tokens, self.slots, self.positions, is_long=is_long)
+        self.positions.add_(self.advance)
+        return logits
 
 
 class DecodeGraphs:
@@ -56,10 +72,7 @@ class DecodeGraphs:
         if num_rows > STEP_SIZES[-1]:
             return run_tokens(self.model, tokens, slots, positions)
         size = next(size for size in STEP_SIZES if size >= num_rows)
-        step, padding = self.steps[size], size - num_rows
-        rows = torch.tensor([slots + [self.model.cache.spare] * padding, positions + [0] * padding])
-        step.inputs[1:].copy_(rows.pin_memory() if step.inputs.is_cuda else rows, non_blocking=True)
-        step.tokens[:num_rows].copy_(tokens, non_blocking=True)
+        self.steps[size].load(tokens, slots, positions)
         replay, logits = (self.long if max(positions) >= SPLIT_KEYS else self.short)[size]
         replay()
         return logits[:num_rows].clone()
