@@ -117,7 +117,7 @@ def test_forge_writes_an_engine_that_is_right_and_not_slower(
     assert all(row["idea"] in report for row in rows)
     log = (out.parent / "results.log").read_text()
     assert "trial 0" in log
-    assert re.match(r"inspect, seconds: libraries .*machine .*weights .*exam .*sandbox", log)
+    assert re.match(r"inspect, seconds: libraries .*machine .*weights .*cases .*benches .*sandbox", log)
     picture = ElementTree.fromstring((out.parent / "progress.svg").read_text())
     assert len(picture.findall("{*}circle")) == sum(row["gate"] == "passed" for row in rows)
     imported = set(re.findall(r"^(?:from|import) (\w+)", out.read_text(), re.MULTILINE))

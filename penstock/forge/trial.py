@@ -46,13 +46,15 @@ class Exam:
         traces = correctness_traces(target.shape, seed, num_random=num_random, max_batch=_widest(target))
         random.Random(seed).shuffle(traces)
         cases = [knowing.answer(trace) for trace in traces]
+        phases.end("cases")
         benches = draw_benches(target, knowing, seed + 1, sizes)
+        phases.end("benches")
         typical = next(case for case in cases if case.name == "batched")
         allowed = allowed_distance(knowing.rounding(typical))
         del knowing
         if target.is_cuda:
             torch.cuda.empty_cache()  # the candidates, in their own processes, find the memory free
-        phases.end("exam")
+        phases.end("rounding")
         return cls(cases, benches, allowed)
 
 
