@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from penstock.errors import PenstockError
 from penstock.forge import gate
 from penstock.forge.local import LocalPlayer, load_module
-from penstock.forge.oracle import TOLERANCE, Oracle, allowed_distance
+from penstock.forge.oracle import TOLERANCE, Oracle, allowed_distance, typical_case
 from penstock.forge.target import Target
 from penstock.forge.traces import correctness_traces
 
@@ -31,9 +31,7 @@ def main() -> int:
     )
     knowing = Oracle(target)
     cases = [knowing.answer(trace) for trace in traces]
-    allowed = allowed_distance(
-        knowing.rounding(next(case for case in cases if case.name == "batched")), share=1.0
-    )
+    allowed = allowed_distance(knowing.rounding(typical_case(cases)), share=1.0)
     player = LocalPlayer(module, target)
     print(f"create_engine took {player.build_s:.1f} s")
     worst, num_failed = 0.0, 0

@@ -19,7 +19,6 @@ import torch
 
 from command_line import ROOT
 from penstock.forge import decisions
-from penstock.forge.decisions import moves
 from penstock.forge.emit import emit
 from penstock.forge.fragments import launch
 from penstock.forge.ledger import Ledger
@@ -131,7 +130,7 @@ def test_the_opening_on_a_gpu_is_what_a_profile_full_of_launches_leads_to(name: 
     chosen = {part: design[part] for part in ("layers", "weights", "prefill", "decode", "graphs")}
     expected = {"layers": "kernels", "weights": "fused", "prefill": "kernel", "decode": "split_kv"}
     assert chosen == {**expected, "graphs": "all"}
-    assert design["passes"] == ("all" if name in ("6x768", "12x768") else "short")
+    assert design["passes"] == ("all" if name == "6x768" else "short")
     assert "launching" in why
     nobody: Any = None
     search = Search(
@@ -149,9 +148,8 @@ def test_the_opening_on_a_gpu_is_what_a_profile_full_of_launches_leads_to(name: 
     assert idea is not None
     assert idea[1] == {**design, "passes": "short"}
     search.best = Engine("", idea[1], Outcome("", "passed", 1.0, profile=profile), "captured", alike)
-    ideas = {
-        alternative.name: search._promise(alternative, one) for alternative, one in moves(idea[1], "cuda")
-    }
+    moves = decisions.moves(idea[1], "cuda")
+    ideas = {alternative.name: search._promise(alternative, moved) for alternative, moved in moves}
     assert max(ideas, key=lambda name: ideas[name]) == "all"  # passes
     assert ideas["decode"] <= 0.0  # it captures less than is captured now
     assert ideas["flash"] <= 0.0  # it cannot be captured

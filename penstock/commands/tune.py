@@ -181,7 +181,6 @@ def capture_step(engine: Engine, decoding: Decoding) -> torch.cuda.CUDAGraph:
     with torch.inference_mode():
         step = _step(engine, decoding)
         step()
-        torch.cuda.synchronize()
         graph, _ = capture(step, None)
     return graph
 

@@ -7,7 +7,6 @@ from penstock.forge.machine import Machine
 from penstock.forge.target import Target
 
 LAYER_OPERATIONS = 30  # that torch launches for a layer of a decode step, attention of one row included
-LONG_PASS = 8192  # tokens of several prompts
 LEAST_SHARE = 0.2  # of a step's time: with less, launching is not where one would begin
 
 
@@ -26,6 +25,7 @@ def opening(target: Target, machine: Machine) -> tuple[dict[str, str], str] | No
         return None
     why = f"launching a step takes {1e3 * launching_s:.2f} ms, reading the weights {1e3 * reading_s:.2f}"
     design = decisions.decide(decisions.plain_design(), "graphs", "all")
-    if machine.prefill_floor_s(target, LONG_PASS) < launching_s:
+    longest_pass = int(decisions.BY_NAME["passes"]["all"].value)
+    if machine.prefill_floor_s(target, longest_pass) < launching_s:
         design = decisions.decide(design, "passes", "all")
     return design, why

@@ -12,7 +12,7 @@ import torch
 
 from penstock.forge import gate
 from penstock.forge.measure import Bench, Sizes, Timing, draw_benches, measure, score
-from penstock.forge.oracle import Case, Distance, Oracle, allowed_distance
+from penstock.forge.oracle import Case, Distance, Oracle, allowed_distance, typical_case
 from penstock.forge.phases import Phases
 from penstock.forge.sandbox import CandidateError, Hosted, Sandbox
 from penstock.forge.screen import refusal
@@ -49,8 +49,7 @@ class Exam:
         phases.end("cases")
         benches = draw_benches(target, knowing, seed + 1, sizes)
         phases.end("benches")
-        typical = next(case for case in cases if case.name == "batched")
-        allowed = allowed_distance(knowing.rounding(typical))
+        allowed = allowed_distance(knowing.rounding(typical_case(cases)))
         del knowing
         if target.is_cuda:
             torch.cuda.empty_cache()  # the candidates, in their own processes, find the memory free

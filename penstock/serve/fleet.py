@@ -221,10 +221,7 @@ class Fleet:
 
     async def close(self, grace_s: float = EXIT_GRACE_S) -> None:
         error = EngineDeadError("The server is shutting down")
-        self.failure = self.failure or error
-        self._settled.set()
-        for replica in self._replicas:
-            replica.has_spoken.set()
+        self._fail(error)
         for keeper in self._keepers:
             keeper.cancel()
         for journey in list(self._journeys.values()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import math
 import signal
@@ -28,9 +27,10 @@ from penstock.serve.serving import Serving
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 
+Text = tuple[Tokenizer, ChatTemplate]
 
-@functools.cache
-def load_text(path: Path) -> tuple[Tokenizer, ChatTemplate]:
+
+def load_text(path: Path) -> Text:
     return Tokenizer.load(path, is_quick=False), ChatTemplate.load(path)
 
 
@@ -40,16 +40,16 @@ async def serve_http(
     config: ServeConfig,
     *,
     name: str,
-    text_path: Path,
+    text: Text,
     system_prompt: str | None,
     on_ready: Callable[[], None],
 ) -> bool:
     """Serves until a signal, or until there never will be an engine, which is raised. True when all replies
     were given their time to end."""
-    tokenizer, template = load_text(text_path)
+    tokenizer, template = text
     quickening = asyncio.create_task(asyncio.to_thread(tokenizer.quicken))  # while the engines start
     metrics = Metrics()
-    text = TextEngine(
+    text_engine = TextEngine(
         fleet,
         tokenizer,
         template,
@@ -58,7 +58,7 @@ async def serve_http(
         loop_guard=config.loop_guard,
         system_prompt=system_prompt,
     )
-    serving = Serving(fleet, text, metrics, name, config, started_at=int(time.time()))
+    serving = Serving(fleet, text_engine, metrics, name, config, started_at=int(time.time()))
     server = _HttpServer(
         uvicorn.Config(
             create_app(serving),

@@ -81,24 +81,25 @@ async def _serve(
     if serve_config.tokenizer is not None:
         text_path = Path(serve_config.tokenizer).expanduser()
     system_prompt = read_system_prompt(serve_config.system_prompt_file)
+    text = None
     warm_prompt: tuple[int, ...] = ()
     if system_prompt is not None:  # which the engines compute before they are ready
         from penstock.serve.http_server import load_text
 
-        tokenizer, template = load_text(text_path)
+        text = tokenizer, template = load_text(text_path)
         warm_prompt = shared_prompt(system_prompt, template, tokenizer, serve_config.enable_thinking)
     fleet = _start_fleet(engine_config, serve_config, str(text_path), warm_prompt, on_phase)
     has_ended_well = False
     try:
         await fleet.wait_launched()
-        from penstock.serve.http_server import serve_http
+        from penstock.serve.http_server import load_text, serve_http
 
         has_ended_well = await serve_http(
             listener,
             fleet,
             serve_config,
             name=serve_config.served_model_name or source.name,
-            text_path=text_path,
+            text=text or load_text(text_path),
             system_prompt=system_prompt,
             on_ready=lambda: on_phase(Phase("ready", url, 1.0, time.perf_counter() - started)),
         )

@@ -43,12 +43,9 @@ def with_system_prompt(messages: list[Message], prompt: str | None) -> list[Mess
 
 
 def shared_prompt(
-    prompt: str | None, template: ChatTemplate, tokenizer: Tokenizer, enable_thinking: bool | None = None
+    prompt: str, template: ChatTemplate, tokenizer: Tokenizer, enable_thinking: bool | None = None
 ) -> tuple[int, ...]:
-    """The token ids that chats with this system prompt begin with, and the one after; none without it."""
-    if prompt is None:
-        return ()
-
+    """The token ids that chats with this system prompt begin with, and the one after."""
     arguments = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
 
     def token_ids(text: str) -> list[int]:

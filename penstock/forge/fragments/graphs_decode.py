@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.forge.fragments.decode_split_kv import SPLIT_KEYS, run_step, run_tokens
 from penstock.forge.fragments.forward_kernels import Model
-from penstock.forge.fragments.graphs import capture
+from penstock.forge.fragments.graphs import capture, write_numbers
 from penstock.forge.fragments.launch import compile_at_once, next_power_of_2
 from penstock.forge.fragments.prefill_pass import run_prompts
 
@@ -30,8 +30,8 @@ class DecodeStep:
         num_rows, padding = len(slots), len(self.tokens) - len(slots)
         if (slots, positions) != self.expected:
             spare = [self.model.cache.spare] * padding
-            rows = torch.tensor([slots + spare, positions + [0] * padding, [1] * num_rows + [0] * padding])
-            self.inputs[1:].copy_(rows.pin_memory() if tokens.is_cuda else rows, non_blocking=True)
+            advance = [1] * num_rows + [0] * padding
+            write_numbers(self.inputs[1:], [slots + spare, positions + [0] * padding, advance])
         self.expected = slots, [position + 1 for position in positions]
         self.tokens[:num_rows].copy_(tokens, non_blocking=True)
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.forge.fragments.forward_kernels import Model
-from penstock.forge.fragments.graphs import capture
+from penstock.forge.fragments.graphs import capture, write_numbers
 from penstock.forge.fragments.launch import cdiv, launch
 from penstock.forge.fragments.prefill_kernel import TILE_TOKENS, Pack
 from penstock.forge.fragments.prefill_pass import run_pack, run_prompts
@@ -33,8 +33,8 @@ class PromptPass:
 
     def load(self, tokens: Tensor, lengths: list[int], slots: list[int]) -> None:
         num_tokens, padding = sum(lengths), PASS_PROMPTS - len(lengths)
-        prompts = torch.tensor([[*accumulate(lengths)] + [num_tokens] * padding, slots + [0] * padding])
-        self.prompts.copy_(prompts.pin_memory() if tokens.is_cuda else prompts, non_blocking=True)
+        ends = [*accumulate(lengths)] + [num_tokens] * padding
+        write_numbers(self.prompts, [ends, slots + [0] * padding])
         self.tokens[:num_tokens].copy_(tokens, non_blocking=True)
 
     def run(self) -> Tensor:
