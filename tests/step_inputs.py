@@ -64,7 +64,6 @@ def make_inputs(rows: Sequence[Row], deterministic: bool = False) -> StepInputs:
         kv_index=page * PAGE_SIZE + positions % PAGE_SIZE,
         state_slots=torch.tensor([row.slot for row in rows]),
         initial_slots=torch.tensor(initial),
-        logit_rows=torch.arange(len(positions)),
         spans=spans,
         chunks=Chunks.of(spans, "cpu"),
         deterministic=deterministic,

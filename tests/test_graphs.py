@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -15,10 +17,12 @@ from penstock import ops
 from penstock.engine.graphs import (
     DecodeGraphs,
     DecodeStep,
+    Launches,
+    excerpt_of,
     graph_sizes,
     is_decode,
+    launch_all,
     launch_in_threads,
-    num_leading_layers,
 )
 from penstock.engine.packing import RowCounts, StepSize
 from penstock.engine.prompt_graphs import PromptGraphs, PromptStep, prompt_sizes
@@ -50,15 +54,32 @@ def test_launching_ahead_touches_nobodys_memory_and_leaves_nothing_in_it(config:
         tensor.normal_()
     before = [tensor.clone() for tensor in tensors]
     given = (runner.model, runner.caches, runner.rows, True)
-    launches = [*DecodeGraphs(*given).launches, *PromptGraphs(*given, max_step_tokens=128).launches]
-    num_sizes, num_prompts, num_beside = len({1, 2, 4, 8, 16, 20}), len({64, 128}), len({0, 1, 4, 16})
-    assert len(launches) == num_sizes + num_prompts * num_beside
-    launch_in_threads(launches)
+    launches = [DecodeGraphs(*given).launches, PromptGraphs(*given, max_step_tokens=128).launches]
+    num_prompts, num_beside = len({64, 128}), len({0, 1, 4, 16})
+    assert [len(kind.ahead) for kind in launches] == [len({1, 2, 4, 8, 16, 20}), num_prompts * num_beside]
+    assert [len(kind.after) for kind in launches] == [len(graph_sizes(20)) - 6 + 1, 1]
+    launch_all(launches)
     for tensor, was in zip(tensors, before):
         assert torch.equal(tensor[1:], was[1:])
     for cache in runner.caches:
         cache.forget_nobodys()
     assert not any(tensor[0].any() for tensor in tensors)
+
+
+def test_what_finds_no_memory_among_others_is_launched_later() -> None:
+    launched = []
+
+    def launch(number: int) -> None:
+        if threading.current_thread() is not threading.main_thread() and number % 2:
+            raise torch.OutOfMemoryError
+        launched.append(number)
+
+    launches = [partial(launch, number) for number in range(6)]
+    assert launch_in_threads(launches) == launches[1::2]
+    launch_all([Launches(ahead=launches[:4], after=launches[4:])])
+    assert sorted(launched) == sorted([0, 2, 4, *range(6)])
+    with pytest.raises(ZeroDivisionError):
+        launch_in_threads([lambda: 1 / 0])
 
 
 def ops_of(run: Callable[[], object]) -> set[str]:
@@ -87,29 +108,55 @@ def _shape_or_number(given: object) -> object:
 
 
 @torch.inference_mode()
-def test_the_leading_layers_launch_whatever_the_model_launches(config: dict[str, Any]) -> None:
-    """They are launched before a capture of all of them, in which nothing can be compiled."""
+def test_an_excerpt_launches_whatever_the_model_launches(config: dict[str, Any]) -> None:
+    """It runs before a capture of all layers, in which nothing can be compiled."""
     config = {**config, "num_hidden_layers": 2 * config["num_hidden_layers"]}
     if "layer_types" in config:
         config["layer_types"] = 2 * config["layer_types"]
     runner = make_engine(config, max_rows=8).runner
-    num_leading = num_leading_layers(runner.model)
-    assert num_leading < len(runner.caches)
+    excerpt = excerpt_of(runner.model, runner.caches)
+    assert sum(cache is not None for cache in excerpt) <= 3
     for new_step in (
         lambda caches: DecodeStep(runner.model, caches, runner.rows, 3, False).logits,
         lambda caches: PromptStep(runner.model, caches, runner.rows, StepSize(1, 2, 64), False).run,
     ):
         whole = ops_of(new_step(runner.caches))
         assert len(whole) > 4
-        assert ops_of(new_step(runner.caches[:num_leading])) == whole
-        assert ops_of(new_step(runner.caches[:0])) < whole
+        assert ops_of(new_step(excerpt)) == whole
 
 
 def test_layers_that_differ_in_a_number_are_of_two_kinds() -> None:
     """As where only some of them look back further than a window."""
     config = FAMILIES["llama"] | {"num_hidden_layers": 8, "use_sliding_window": True, "sliding_window": 32}
     config |= {"model_type": "qwen2", "max_window_layers": 5}
-    assert num_leading_layers(make_engine(config).runner.model) == 6
+    runner = make_engine(config).runner
+    excerpt = excerpt_of(runner.model, runner.caches)
+    assert [cache is not None for cache in excerpt] == [index in (0, 5, 7) for index in range(8)]
+
+
+@torch.inference_mode()
+def test_last_tokens_alone_are_what_they_are_among_all(config: dict[str, Any]) -> None:
+    """Of prompts and decodes, behind others or not; the caches end up the same."""
+    engines = [make_engine(config, max_rows=4, prefix_cache=False) for _ in range(2)]
+    plans = (
+        [
+            RowPlan(0, 0, tuple(prompt(5, 1)), True, slot=1),
+            RowPlan(1, 0, tuple(prompt(70, 2)), False, slot=2),
+        ],
+        [RowPlan(0, 5, (7,), True, slot=1), RowPlan(1, 70, tuple(prompt(3, 4)), True, slot=2)],
+    )
+    for rows in plans:
+        results = []
+        for engine, only_last in zip(engines, (False, True)):
+            runner = engine.runner
+            runner.rows.page_table[:2, :2] = torch.tensor([[1, 2], [3, 4]])
+            inputs = runner.rows.step_inputs(rows, deterministic=True)
+            hidden = runner.model(inputs, runner.caches, only_last)
+            results.append(hidden if only_last else hidden[inputs.last_tokens])
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+        for ours, theirs in zip(*(engine.runner.caches for engine in engines)):
+            for name in ours.__slots__:
+                assert torch.equal(getattr(ours, name), getattr(theirs, name))
 
 
 def test_only_plain_decodes_are_replayed() -> None:

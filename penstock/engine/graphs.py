@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,9 @@ from penstock.layers.inputs import LayerCache, RowSpan, StepInputs
 from penstock.progress import OnPhase, Phase
 from penstock.types import CacheSpec, RowPlan, StepPlan
 
+Caches = Sequence[LayerCache | None]
 Launch = Callable[[], object]
+Key = TypeVar("Key")
 
 CHOICES: tuple[Ending, ...] = ("greedy", "drawn", "filtered")
 WHOLE_ROWS = 8  # most of a greedy step that is one graph
@@ -34,8 +36,11 @@ WHOLE_ROWS = 8  # most of a greedy step that is one graph
 class Model(Protocol):
     layers: nn.ModuleList
 
-    def __call__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor:  # [T, H]
-        """With fewer caches than layers, of the first layers."""
+    def __call__(
+        self, inputs: StepInputs, caches: Sequence[LayerCache | None], only_last: bool = False
+    ) -> Tensor:  # [T, H], or [R, H]
+        """With `only_last` for each row's last token, and then the last layer is computed for no other.
+        Layers without a cache are left out, see `excerpt_of`."""
 
     def logits(self, hidden: Tensor, *, deterministic: bool) -> Tensor: ...  # [L, H] -> [L, vocab] float32
 
@@ -45,9 +50,7 @@ class Model(Protocol):
 class DecodeStep:
     """One token for each of `size` rows. Runs eagerly on any device; `DecodeGraphs` captures it."""
 
-    def __init__(
-        self, model: Model, caches: list[LayerCache], rows: RowTable, size: int, deterministic: bool
-    ) -> None:
+    def __init__(self, model: Model, caches: Caches, rows: RowTable, size: int, deterministic: bool) -> None:
         self.model = model
         self.caches = caches
         self.rows = rows
@@ -77,7 +80,6 @@ class DecodeStep:
             kv_index=kv_index,
             state_slots=state_slots,
             initial_slots=initial_slots,
-            logit_rows=self._token_of_row[:-1],
             spans=self._spans(),
             chunks=self._no_chunks,
             deterministic=self.deterministic,
@@ -121,20 +123,16 @@ class DecodeGraphs:
     def __init__(self, model: Model, caches: list[LayerCache], rows: RowTable, deterministic: bool) -> None:
         sizes = graph_sizes(rows.max_rows)
         self._steps = {size: DecodeStep(model, caches, rows, size, deterministic) for size in sizes}
-        leading = caches[: num_leading_layers(model)]
-        self._excerpts = {size: DecodeStep(model, leading, rows, size, deterministic) for size in sizes}
+        excerpt = excerpt_of(model, caches)
+        self._excerpts = {size: DecodeStep(model, excerpt, rows, size, deterministic) for size in sizes}
         self._captured: dict[tuple[int, Ending], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     @property
-    def launches(self) -> list[Launch]:
-        """Of nearly every kernel: sizes between two powers of two have those of the larger one."""
-        by_bucket = {(size - 1).bit_length(): step for size, step in self._excerpts.items()}
-        return [partial(_launch_all, step) for step in by_bucket.values()]
-
-    def launch(self) -> None:
-        """Every kernel, in this thread: what no `launches` compiled, and what each thread has to itself."""
-        for step in self._excerpts.values():
-            _launch_all(step)
+    def launches(self) -> Launches:
+        """Of every kernel: sizes between two powers of two have nearly all those of the larger one."""
+        by_bucket = {(size - 1).bit_length(): size for size in self._excerpts}
+        launches = {size: partial(_launch_endings, step) for size, step in self._excerpts.items()}
+        return Launches.split(launches, ahead=by_bucket.values())
 
     def capture(self, pool: Any, on_phase: OnPhase) -> None:
         sizes = list(reversed(self._steps))  # the largest first, the others fit into its memory
@@ -162,17 +160,19 @@ def _is_whole(size: int, ending: Ending) -> bool:
     return ending == "logits" or (ending == "greedy" and size <= WHOLE_ROWS)
 
 
-def _launch_all(step: DecodeStep) -> None:
+def _launch_endings(step: DecodeStep) -> None:
     """Whatever its graphs will consist of."""
     logits = step.logits()
     for ending in CHOICES:
         step.choose(logits, ending)
 
 
-def num_leading_layers(model: Model) -> int:
-    """Of the first layers that launch everything the model launches: one of each kind, and one behind one."""
+def excerpt_of(model: Model, caches: Sequence[LayerCache]) -> Caches:
+    """The caches of layers that launch everything the model launches: the first of each kind, and the last,
+    which may compute less than others of its kind."""
     kinds = [_kind(layer) for layer in model.layers]
-    return max(2, 1 + max(kinds.index(kind) for kind in kinds))
+    chosen = {kinds.index(kind) for kind in kinds[:-1]} | {len(kinds) - 1}
+    return [cache if index in chosen else None for index, cache in enumerate(caches)]
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
@@ -186,17 +186,43 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
     return settings, {name: p.shape for name, p in layer.named_parameters()}
 
 
-def launch_in_threads(launches: Sequence[Launch]) -> None:
-    """All of them at the same time, for the sake of what they compile: nearly all of that is done without
-    Python's lock, and one after the other it would take minutes. What they compute is nobody's; what there is
-    no memory for now is compiled in its turn."""
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """What has to run before a capture, which can neither compile nor load a kernel. What it computes is
+    nobody's."""
 
-    def launch_one(launch: Launch) -> None:
-        with torch.inference_mode(), suppress(torch.OutOfMemoryError):
-            launch()
+    ahead: list[Launch]  # in threads, to compile most kernels at the same time
+    after: list[Launch]  # here: what is left to compile, and what a thread has to itself
+
+    @classmethod
+    def split(cls, launches: Mapping[Key, Launch], ahead: Collection[Key]) -> Launches:
+        *_, largest = launches
+        after = [launch for key, launch in launches.items() if key not in ahead or key == largest]
+        return cls([launches[key] for key in ahead], after)
+
+
+def launch_all(kinds: Sequence[Launches]) -> None:
+    ahead = [launch for kind in kinds for launch in kind.ahead]
+    after = [launch for kind in kinds for launch in kind.after]
+    for launch in [*launch_in_threads(ahead), *after]:
+        launch()
+
+
+def launch_in_threads(launches: Sequence[Launch]) -> list[Launch]:
+    """All of them at the same time: nearly all of compiling is done without Python's lock, and one kernel
+    after the other it would take minutes. Returns those that there was no memory for meanwhile."""
+
+    def has_launched(launch: Launch) -> bool:
+        try:
+            with torch.inference_mode():
+                launch()
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        list(threads.map(launch_one, launches))
+        done = list(threads.map(has_launched, launches))
+    return [launch for launch, is_done in zip(launches, done) if not is_done]
 
 
 def is_decode(plan: StepPlan) -> bool:

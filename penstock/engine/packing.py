@@ -100,14 +100,10 @@ def span_of(row: RowPlan) -> RowSpan:
 
 
 def pack_step(rows: Sequence[RowPlan]) -> PackedStep:
-    """The logits of the last tokens of rows that sample are wanted."""
-    parts = _pack(rows)
-    samples = [row.samples for row in rows]
-    return PackedStep(parts | {"logit_rows": parts["query_start"][1:][samples] - 1})
+    return PackedStep(_pack(rows))
 
 
 def pack_padded(rows: Sequence[RowPlan], size: StepSize, spare_row: int) -> PackedStep:
-    """The logits of every row's last token are wanted, whoever samples."""
     decodes = [row for row in rows if row.is_decode]
     prompts = [row for row in rows if not row.is_decode]
     nobody = RowPlan(row=spare_row, start=0, token_ids=(), samples=False)
@@ -125,8 +121,7 @@ def pack_padded(rows: Sequence[RowPlan], size: StepSize, spare_row: int) -> Pack
         "pieces": (4 * size.num_pieces, 0),
         "chunk_rows": (2 * size.num_prompts, 0),
     }
-    padded = {name: _pad(parts[name], *given) for name, given in lengths_and_fills.items()}
-    return PackedStep(padded | {"logit_rows": (padded["query_start"][1:] - 1).clip(min=0)})
+    return PackedStep({name: _pad(parts[name], *given) for name, given in lengths_and_fills.items()})
 
 
 def _pack(rows: Sequence[RowPlan]) -> dict[str, np.ndarray]:

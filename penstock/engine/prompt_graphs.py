@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.graphs import Launch, Model, capture, num_leading_layers
+from penstock.engine.graphs import Caches, Launches, Model, capture, excerpt_of
 from penstock.engine.packing import RowCounts, StepSize, pack_padded
 from penstock.engine.rows import RowTable
 from penstock.layers.inputs import LayerCache
@@ -32,7 +32,7 @@ class PromptStep:
     """A step of a fixed size. Runs eagerly on any device; `PromptGraphs` captures it."""
 
     def __init__(
-        self, model: Model, caches: list[LayerCache], rows: RowTable, size: StepSize, deterministic: bool
+        self, model: Model, caches: Caches, rows: RowTable, size: StepSize, deterministic: bool
     ) -> None:
         self.model = model
         self.caches = caches
@@ -57,7 +57,7 @@ class PromptStep:
             self.rows.page_table.shape[1],
             self.deterministic,
         )
-        hidden = self.model(inputs, self.caches)[inputs.logit_rows]
+        hidden = self.model(inputs, self.caches, only_last=True)
         return self.model.logits(hidden, deterministic=self.deterministic)
 
 
@@ -73,8 +73,8 @@ class PromptGraphs:
         max_step_tokens: int,
     ) -> None:
         self._new_step = partial(PromptStep, model, caches, rows, deterministic=deterministic)
-        leading = caches[: num_leading_layers(model)]
-        self._new_excerpt = partial(PromptStep, model, leading, rows, deterministic=deterministic)
+        excerpt = excerpt_of(model, caches)
+        self._new_excerpt = partial(PromptStep, model, excerpt, rows, deterministic=deterministic)
         self._sizes = prompt_sizes(rows.max_rows, max_step_tokens)
         self._long_sizes = [
             StepSize(0, _num_prompts(num_tokens, rows.max_rows), num_tokens)
@@ -84,19 +84,16 @@ class PromptGraphs:
         self._steps: dict[StepSize, tuple[PromptStep, torch.cuda.CUDAGraph, Tensor]] = {}
 
     @property
-    def launches(self) -> list[Launch]:
-        """Of nearly every kernel, see `DecodeGraphs`; the longest prompts have memory one at a time."""
+    def launches(self) -> Launches:
+        """Of every kernel, see `DecodeGraphs`; the longest prompts have memory one at a time."""
+        sizes = [*self._long_sizes, *self._sizes]
         by_bucket = {
             ((size.num_tokens - 1).bit_length(), size.num_decodes.bit_length()): size
-            for size in (*self._sizes, *self._long_sizes)
+            for size in sizes
             if size.num_tokens <= THREAD_TOKENS
         }
-        return [self._new_excerpt(size).run for size in by_bucket.values()]
-
-    def launch(self) -> None:
-        """Every kernel, see `DecodeGraphs`."""
-        for size in (*self._sizes, *self._long_sizes):
-            self._new_excerpt(size).run()
+        launches = {size: self._new_excerpt(size).run for size in sizes}
+        return Launches.split(launches, ahead=by_bucket.values())
 
     def capture(self, pool: Any, on_phase: OnPhase) -> None:
         sizes = list(reversed(self._sizes))  # the largest first, the others fit into its memory

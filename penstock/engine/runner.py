@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.engine.constraints import StepMasks
-from penstock.engine.graphs import DecodeGraphs, Model, is_decode, launch_in_threads
+from penstock.engine.graphs import DecodeGraphs, Model, is_decode, launch_all
 from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.rows import RowTable, SampleInputs, Wishes
 from penstock.layers.inputs import LayerCache
@@ -120,9 +120,7 @@ class Runner:
         given = (self.model, self.caches, self.rows, self.deterministic)
         prompts, decodes = PromptGraphs(*given, max_step_tokens), DecodeGraphs(*given)
         on_phase(Phase("graphs", "compiling kernels"))
-        launch_in_threads([*prompts.launches, *decodes.launches])
-        for graphs in (prompts, decodes):
-            graphs.launch()
+        launch_all([prompts.launches, decodes.launches])
         for cache in self.caches:
             cache.forget_nobodys()  # what they wrote over each other
         torch.cuda.empty_cache()  # graphs cannot take what is kept for others
@@ -164,7 +162,7 @@ class Runner:
             return LaunchedLogits(plan, wishes, self._forward(plan))
         inputs = self.rows.step_inputs(plan.rows, self.deterministic)
         hidden = self.model(inputs, self.caches)
-        logits = self.model.logits(hidden[inputs.logit_rows], deterministic=self.deterministic)
+        logits = self._logits_of_sampling(hidden[inputs.last_tokens], plan)
         scores, first = {}, 0
         for row in plan.rows:
             if row.followers is not None and row.followers.token_ids:
@@ -188,7 +186,12 @@ class Runner:
         if self.prompt_graphs is not None and (size := self.prompt_graphs.size_for(plan.rows)):
             return self.prompt_graphs.replay(plan.rows, size)
         inputs = self.rows.step_inputs(plan.rows, self.deterministic)
-        hidden = self.model(inputs, self.caches)[inputs.logit_rows]
+        return self._logits_of_sampling(self.model(inputs, self.caches, only_last=True), plan)
+
+    def _logits_of_sampling(self, hidden: Tensor, plan: StepPlan) -> Tensor:  # [R, H] -> [L, vocab] float32
+        sampling = [place for place, row in enumerate(plan.rows) if row.samples]
+        if len(sampling) < len(plan.rows):
+            hidden = hidden[self.rows.upload(sampling)]
         return self.model.logits(hidden, deterministic=self.deterministic)
 
     def _sample(

@@ -64,7 +64,8 @@ class Attention(nn.Module):
         inputs: StepInputs,
         cache: KVCache,
         rope: Tensor,  # [max_len, 2, rot/2]
-    ) -> Tensor:  # [T, H]
+        only_last: bool = False,  # keys and values of all tokens, but results of each row's last
+    ) -> Tensor:  # [T, H], or [R, H]
         deterministic = inputs.deterministic
         projected = norm_linear(
             hidden, self.norm, self.eps, self.qkv, self.qkv_bias, deterministic=deterministic
@@ -85,15 +86,19 @@ class Attention(nn.Module):
             cache.values,
             self.interleaved_rope,
         )
+        query_start, spans, chunks = inputs.query_start, inputs.spans, inputs.chunks
+        if only_last:
+            q, gate, hidden = (x[inputs.last_tokens] for x in (q, gate, hidden))
+            query_start, spans, chunks = inputs.rows_of_one_token()
         attended = paged_attention(
             q,
             cache.keys,
             cache.values,
             inputs.page_table,
-            inputs.query_start,
+            query_start,
             inputs.context_lens,
-            inputs.spans,
-            inputs.chunks,
+            spans,
+            chunks,
             self.head_dim**-0.5,
             self.window,
             gate if self.gated else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock.ops import Chunks
@@ -37,10 +38,20 @@ class StepInputs:
     kv_index: Tensor  # [T] int64     where each token's key and value go: page * page_size + offset
     state_slots: Tensor  # [R] int64    where the row's recurrent state goes
     initial_slots: Tensor  # [R] int64   where it comes from; ignored for a row that starts at position 0
-    logit_rows: Tensor  # [L] int64    tokens whose logits are wanted
     spans: tuple[RowSpan, ...]  # the rows again, on the host
     chunks: Chunks  # those of several tokens once more, cut for kernels
     deterministic: bool = False  # results must not depend on what else is in the step
+
+    @property
+    def last_tokens(self) -> Tensor:  # [R] int64
+        """The last one of each row, and of a row that has none any other."""
+        return (self.query_start[1:] - 1).clamp(min=0)
+
+    def rows_of_one_token(self) -> tuple[Tensor, tuple[RowSpan, ...], Chunks]:
+        """`query_start`, `spans` and `chunks` of the step if each row had only its last token."""
+        starts = torch.arange(len(self.query_start), device=self.query_start.device)
+        spans = tuple(RowSpan(1, max(1, span.context_len)) for span in self.spans)
+        return starts, spans, Chunks(pieces=self.chunks.pieces[:0], rows=self.chunks.rows[:0])
 
 
 @dataclass(frozen=True, slots=True)

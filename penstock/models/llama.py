@@ -262,8 +262,10 @@ class LlamaLayer(nn.Module):
                 device=device,
             )
 
-    def forward(self, hidden: Tensor, inputs: StepInputs, cache: KVCache, rope: Tensor) -> Tensor:  # [T, H]
-        return self.mlp(self.attention(hidden, inputs, cache, rope), inputs)
+    def forward(
+        self, hidden: Tensor, inputs: StepInputs, cache: KVCache, rope: Tensor, only_last: bool = False
+    ) -> Tensor:  # [T, H], or [R, H]: of each row's last token
+        return self.mlp(self.attention(hidden, inputs, cache, rope, only_last), inputs)
 
 
 class Llama(nn.Module):
@@ -290,11 +292,14 @@ class Llama(nn.Module):
             self.head = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.rope = Rope(config.rope.inverse_frequencies(config.head_dim), config.max_position, device)
 
-    def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor:  # [T, H]
+    def forward(
+        self, inputs: StepInputs, caches: Sequence[LayerCache | None], only_last: bool = False
+    ) -> Tensor:  # [T, H], or [R, H]
         """The residual stream after the last layer, before the final norm."""
         hidden, rope = F.embedding(inputs.token_ids, self.embed), self.rope.table
-        for layer, cache in zip(self.layers, caches):
-            hidden = layer(hidden, inputs, cache, rope)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            if cache is not None:
+                hidden = layer(hidden, inputs, cache, rope, only_last and layer is self.layers[-1])
         return hidden
 
     def logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32

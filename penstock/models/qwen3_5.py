@@ -45,14 +45,17 @@ class Layer(nn.Module):
             self.mixer = make_delta_net(config, dtype, device)
         self.mlp = make_mlp(config, dtype, device)
 
-    def forward(self, hidden: Tensor, inputs: StepInputs, cache: LayerCache, rope: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Tensor, inputs: StepInputs, cache: LayerCache, rope: Tensor, only_last: bool = False
+    ) -> Tensor:  # [T, H], or [R, H]: of each row's last token
         mixer = self.mixer
         if isinstance(mixer, DeltaNet):
             assert isinstance(cache, StateCache)
             hidden = mixer(hidden, inputs, cache)
+            hidden = hidden[inputs.last_tokens] if only_last else hidden
         else:
             assert isinstance(cache, KVCache)
-            hidden = mixer(hidden, inputs, cache, rope)
+            hidden = mixer(hidden, inputs, cache, rope, only_last)
         return self.mlp(hidden, inputs)
 
 
@@ -79,10 +82,13 @@ class Qwen3_5(nn.Module):
         )
         self.mtp = make_mtp(config, dtype, device) if config.has_mtp else None
 
-    def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> Tensor:  # [T, H]
+    def forward(
+        self, inputs: StepInputs, caches: Sequence[LayerCache | None], only_last: bool = False
+    ) -> Tensor:  # [T, H], or [R, H]
         hidden, rope = F.embedding(inputs.token_ids, self.embedding), self.rope.table
-        for layer, cache in zip(self.layers, caches):
-            hidden = layer(hidden, inputs, cache, rope)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            if cache is not None:
+                hidden = layer(hidden, inputs, cache, rope, only_last and layer is self.layers[-1])
         return hidden
 
     def logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32
