@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.forge import decisions
 from penstock.forge.decisions import Design
 from penstock.forge.emit import emit
+from penstock.forge.fragments import projection_kernels
 from penstock.forge.local import load_module
 from penstock.forge.oracle import distance
 from penstock.forge.reference import Reference
@@ -97,3 +99,28 @@ def test_engines_of_kernels_are_right(
     engine.remove([1, 3])
     texts[1] = [5, 6]
     check([1], engine.prefill([1], [torch.tensor(texts[1])]))
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="on a GPU the gate of forge itself checks compiled kernels"
+)
+@pytest.mark.parametrize("num_rows", [1, 3, 9], ids=["one row", "registers", "tensor cores"])
+def test_products_are_right_where_blocks_do_not_fit(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a norm, gated, and onto a residual in two splits; no size is a whole number of blocks."""
+    monkeypatch.setattr(projection_kernels, "num_processors", lambda device: 8)
+    generator = torch.Generator().manual_seed(5)
+    num_out, num_in = 146, 600
+    x = 3 * torch.randn(num_rows, num_in, generator=generator)
+    weight = torch.randn(num_out, num_in, generator=generator) / num_in**0.5
+    assert projection_kernels.choose_tile(weight, num_rows, can_split=True).num_splits == 2
+    normed = F.linear(F.rms_norm(x, (num_in,), eps=0.5), weight)
+    torch.testing.assert_close(
+        projection_kernels.project_normed(x, 0.5, weight), normed, rtol=1e-4, atol=1e-4
+    )
+    gate, up = normed.chunk(2, dim=1)
+    gated = projection_kernels.project_gated(x, 0.5, weight)
+    torch.testing.assert_close(gated, F.silu(gate) * up, rtol=1e-4, atol=1e-4)
+    residual = torch.randn(num_rows, num_out, generator=generator)
+    right = residual + F.linear(x, weight)
+    onto = projection_kernels.project_onto(residual, x, weight)
+    torch.testing.assert_close(onto, right, rtol=1e-4, atol=1e-4)

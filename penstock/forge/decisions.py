@@ -91,7 +91,11 @@ DECISIONS: tuple[Decision, ...] = (
                 relieves={"decode.small": 0.15, "prefill.small": 0.2},
                 requires=TORCH,
             ),
-            Alternative("in_kernel", "inside the kernel of the projection behind it", requires=KERNELS),
+            Alternative(
+                "in_kernel",
+                "its weight in the columns of the projection behind it, its scale in that one's kernel",
+                requires=KERNELS,
+            ),
         ),
     ),
     Decision(
@@ -231,7 +235,7 @@ DECISIONS: tuple[Decision, ...] = (
                 requires={"projection": ("kernels",)},
                 value=rows,
             )
-            for rows in ("64", "32", "16")
+            for rows in ("64", "128", "32")
         ),
         constant="WEIGHT_ROWS",
     ),

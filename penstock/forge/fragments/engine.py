@@ -179,7 +179,9 @@ def create_engine(model_config: dict[str, Any], weight_dir: str, device: str = "
 
 
 def warm_up(engine: Engine) -> Engine:
-    """One request, with tokens from either place: the first call of others finds everything loaded."""
+    """One request, with tokens from either place: the first call of others finds everything loaded. Memory
+    that was kept for passes no graph is made for, captures have given back."""
+    engine.decode_steps.run_large_pass()
     length = min(WARM_UP_TOKENS, engine.model.shape.max_len - 1)
     for place in {torch.device("cpu"), engine.device}:
         prompt = torch.zeros(length, dtype=torch.int64, device=place)

@@ -25,19 +25,28 @@ class Model(NamedTuple):
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 
 
-def run_layers(model: Model, tokens: Tensor, slots: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-    """tokens, slots, positions [T] -> [T, H]"""
+def run_layers(
+    model: Model,
+    tokens: Tensor,  # [T]
+    slots: Tensor,  # [T]
+    positions: Tensor,  # [T]
+    attend: Attend,
+    kept: Tensor | None = None,  # [R], or all
+) -> Tensor:  # [R, H]
+    """Whoever is not kept has nothing to do in the last layer but to leave its key and value."""
     shape, eps = model.shape, model.shape.eps
     hidden = embed(tokens, model.weights.embedding)
     for index, layer in enumerate(model.weights.layers):
-        qkv = project_normed(hidden, layer.input_norm, eps, layer.qkv)
+        qkv = project_normed(hidden, eps, layer.qkv)
         turned = turn_and_store(qkv, model.rope, slots, positions, model.cache, index, shape)
-        hidden = project_onto(hidden, attend(index, turned, qkv), layer.output)
-        gate_up = project_normed(hidden, layer.post_norm, eps, layer.gate_up)
-        hidden = project_gated(hidden, gate_up, layer.down)
+        attended = attend(index, turned, qkv)
+        if kept is not None and index == shape.num_layers - 1:
+            hidden, attended = hidden[kept], attended[kept]
+        hidden = project_onto(hidden, attended, layer.output)
+        hidden = project_onto(hidden, project_gated(hidden, eps, layer.gate_up), layer.down)
     return hidden
 
 
 def compute_logits(model: Model, hidden: Tensor) -> Tensor:
     """[R, H] -> [R, V]"""
-    return project_normed(hidden, model.weights.norm, model.shape.eps, model.weights.head)
+    return project_normed(hidden, model.shape.eps, model.weights.head)

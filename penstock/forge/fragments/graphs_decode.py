@@ -54,14 +54,14 @@ class DecodeGraphs:
         # Steps between two powers of two have the kernels of the larger one.
         steps = [step for size, step in self.steps.items() if size == next_power_of_2(size)]
         runs = [run for step in steps for run in (step.run_short, step.run_long)]
-        compile_at_once([*runs, self._run_prompts], model.rope.device)
-        self._run_prompts()  # the first call shall find memory and libraries ready
+        compile_at_once([*runs, self.run_large_pass], model.rope.device)
         pool = torch.cuda.graph_pool_handle() if model.rope.is_cuda else None
         # The largest first: the others fit into its memory.
         self.short = {size: capture(self.steps[size].run_short, pool) for size in reversed(STEP_SIZES)}
         self.long = {size: capture(self.steps[size].run_long, pool) for size in reversed(STEP_SIZES)}
 
-    def _run_prompts(self) -> Tensor:
+    def run_large_pass(self) -> Tensor:
+        """As large as any: later ones find libraries, and memory, ready."""
         lengths = [min(PROMPT_TOKENS, self.model.shape.max_len)] * 4
         tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=self.model.rope.device)
         return run_prompts(self.model, tokens, lengths, [self.model.cache.spare] * len(lengths))

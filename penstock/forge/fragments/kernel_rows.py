@@ -45,28 +45,27 @@ def embed_kernel(p_tokens, p_embedding, p_out, vocab_size, WIDTH: tl.constexpr, 
     tl.store(p_out + i_token * WIDTH + columns, b_row, mask=columns < WIDTH)
 
 
-def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[T, H] -> [T, H], in float32 inside, rounded once"""
+def scale_rows(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x): [T, H] -> [T, H], in float32 inside. The norm's weight is part of the weights behind it."""
     out = torch.empty_like(x)
     block = next_power_of_2(x.shape[1])
     num_warps = max(1, min(block // 256, 16))
     options = launch_options(x.device)
-    launch(norm_kernel, (len(x),))(
-        x, weight, out, eps, WIDTH=x.shape[1], BLOCK=block, num_warps=num_warps, **options
+    launch(scale_kernel, (len(x),))(
+        x, out, eps, WIDTH=x.shape[1], BLOCK=block, num_warps=num_warps, **options
     )
     return out
 
 
 @triton.jit
-def norm_kernel(p_x, p_weight, p_out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def scale_kernel(p_x, p_out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    b_weight = tl.load(p_weight + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     b_x = tl.load(p_x + i_row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    b_out = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / WIDTH + eps) * b_weight
+    b_out = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / WIDTH + eps)
     tl.store(p_out + i_row * WIDTH + columns, b_out.to(p_out.dtype.element_ty), mask=inside)
 
 

@@ -88,6 +88,15 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """What one program may have of a processor's memory."""
+    if device.type != "cuda":
+        return 99 * 1024
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

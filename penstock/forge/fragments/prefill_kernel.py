@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,6 +19,7 @@ from penstock.forge.fragments.launch import (
     launch_options,
     let_next_start,
     next_power_of_2,
+    shared_bytes,
     wait_for_previous,
 )
 from penstock.forge.fragments.shape import Shape
@@ -83,13 +84,9 @@ def choose_blocks(group: int, padded_dim: int, dtype: torch.dtype, device: torch
     """The largest of a few tiles whose queries, and two blocks of keys and values, fit into shared memory."""
     if dtype == torch.float32:
         return 1, max(16, min(64, 4096 // padded_dim))
-    memory = 99 * 1024
-    if device.type == "cuda":
-        properties: Any = torch.cuda.get_device_properties(device)
-        memory = properties.shared_memory_per_block_optin
     for heads, keys in ((2, 64), (2, 32), (1, 64)):
         rows = TILE_TOKENS * heads + 4 * keys
-        if heads <= group and rows * padded_dim * dtype.itemsize <= memory:
+        if heads <= group and rows * padded_dim * dtype.itemsize <= shared_bytes(device):
             return heads, keys
     return 1, 32
 

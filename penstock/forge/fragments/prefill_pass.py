@@ -17,5 +17,5 @@ def run_pack(model: Model, tokens: Tensor, pack: Pack) -> Tensor:
     def attend(layer: int, turned: Tensor, qkv: Tensor) -> Tensor:
         return attend_pack(turned, qkv, pack, model.shape)
 
-    hidden = run_layers(model, tokens, pack.slots, pack.positions, attend)
-    return compute_logits(model, hidden[pack.lasts])
+    hidden = run_layers(model, tokens, pack.slots, pack.positions, attend, kept=pack.lasts)
+    return compute_logits(model, hidden)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
-"""The products of a decode step: every weight is read once, and what stands before a product is part of it.
+"""The products of a decode step: every weight is read once, and norms and activations are part of them.
 
 Very few rows are multiplied in registers, a batch on tensor cores, and many rows, where arithmetic and not
 the weight's bytes sets the pace, by the library.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.forge.fragments.kernel_rows import gate_rows, norm_rows
+from penstock.forge.fragments.kernel_rows import gate_rows, scale_rows
 from penstock.forge.fragments.launch import (
     cdiv,
     launch,
@@ -23,61 +23,61 @@ from penstock.forge.fragments.launch import (
     let_next_start,
     next_power_of_2,
     num_processors,
+    shared_bytes,
     wait_for_previous,
 )
 
 VECTOR_ROWS = 4  # forge: value
 TENSOR_ROWS = 64
 WEIGHT_ROWS = 64  # forge: value
-NORMED_ROWS = 32  # with more, a norm of its own costs less than one in every program
-GATED_ROWS = 16
 WARP_COLUMNS = 256  # what a warp loads of a row at once: 32 threads, 16 bytes each, of a 16-bit type
-SHARED_BYTES = 96 * 1024
+SPARED_BYTES = 16 * 1024  # of shared memory, for what is not a stage of the loop
+MAX_STAGES = 8
 PREFETCHED_BYTES = 1024  # of every row, towards the cache, while the kernel before still runs
 SUMMED_COLUMNS = 512
 # Weights a thread has in flight, by rows: two a register, beside the rows' sums.
 HELD_ELEMENTS = {1: 160, 2: 160, 4: 128, 8: 64}
 
 
-def project_normed(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-    """norm(x) [T, H] by weight [N, H] -> [T, N]"""
+def project_normed(x: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """x / rms(x) [T, H] by weight [N, H] -> [T, N]"""
     if len(x) > TENSOR_ROWS:
-        return F.linear(norm_rows(x, norm, eps), weight)
+        return F.linear(scale_rows(x, eps), weight)
     if len(x) <= VECTOR_ROWS:
-        return multiply_vectors(x, weight, norm=norm, eps=eps)
-    tile = choose_tile(weight, len(x))
-    if len(x) <= NORMED_ROWS and tile.num_splits == 1:
-        return multiply_tensors(x, weight, tile, norm=norm, eps=eps)
-    return multiply_tensors(norm_rows(x, norm, eps), weight, tile)
+        return multiply_vectors(x, weight, norm_eps=eps)
+    return multiply_tensors(x, weight, norm_eps=eps)
+
+
+def project_gated(x: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """silu(gate) * up [T, F] of x / rms(x) [T, H] by weight [2F, H]"""
+    if len(x) > TENSOR_ROWS:
+        return gate_rows(F.linear(scale_rows(x, eps), weight))
+    if len(x) <= VECTOR_ROWS:
+        return multiply_vectors(x, weight, norm_eps=eps, is_gated=True)
+    return multiply_tensors(x, weight, norm_eps=eps, is_gated=True)
 
 
 def project_onto(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """residual [T, N] + x [T, M] by weight [N, M]"""
+    """residual [T, N] + x [T, M] by weight [N, M]. The residual is given up: the sum may take its place."""
     if len(x) > TENSOR_ROWS:
-        return torch.addmm(residual, x, weight.t())
+        return residual.addmm_(x, weight.t())
     if len(x) <= VECTOR_ROWS:
         return multiply_vectors(x, weight, residual=residual)
-    return multiply_tensors(x, weight, choose_tile(weight, len(x)), residual=residual)
-
-
-def project_gated(residual: Tensor, gate_up: Tensor, weight: Tensor) -> Tensor:
-    """residual [T, N] + silu(gate) * up by weight [N, F], from gate_up [T, 2F]"""
-    if len(gate_up) <= VECTOR_ROWS:
-        return multiply_vectors(gate_up, weight, residual=residual, is_gated=True)
-    if len(gate_up) <= GATED_ROWS:
-        tile = choose_tile(weight, len(gate_up))
-        return multiply_tensors(gate_up, weight, tile, residual=residual, is_gated=True)
-    return project_onto(residual, gate_rows(gate_up), weight)
+    return multiply_tensors(x, weight, residual=residual)
 
 
 @triton.jit
-def load_inputs(p_x, inside, M: tl.constexpr, IS_GATED: tl.constexpr):
-    """x, or silu(gate) * up, in float32; zeros outside"""
-    b_x = tl.load(p_x, mask=inside, other=0.0).to(tl.float32)
-    if IS_GATED:
-        b_up = tl.load(p_x + M, mask=inside, other=0.0).to(tl.float32)
-        b_x = b_x / (1.0 + tl.exp(-b_x)) * b_up
-    return b_x
+def place_rows(rows, N, IS_GATED: tl.constexpr):
+    """Which rows of the weight a program multiplies: of a gated one pairs, each of a gate and its up."""
+    source = rows // 2 + rows % 2 * (N // 2) if IS_GATED else rows
+    return tl.minimum(source, N - 1).to(tl.int64)
+
+
+@triton.jit
+def gate_pairs(b_out, T: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[T, BLOCK_N] -> silu(gate) * up, [T, BLOCK_N / 2]"""
+    b_gate, b_up = tl.split(tl.reshape(b_out, [T, BLOCK_N // 2, 2]))
+    return b_gate / (1.0 + tl.exp(-b_gate)) * b_up
 
 
 @triton.jit
@@ -102,27 +102,24 @@ def stack(parts, COUNT: tl.constexpr):
 
 
 def multiply_vectors(
-    x: Tensor,  # [T, M], or [T, 2M] when is_gated
+    x: Tensor,  # [T, M]
     weight: Tensor,  # [N, M]
     *,
-    norm: Tensor | None = None,  # [M]
-    eps: float = 0.0,
+    norm_eps: float | None = None,
     residual: Tensor | None = None,  # [T, N]
     is_gated: bool = False,
-) -> Tensor:  # [T, N]
+) -> Tensor:  # [T, N], or [T, N / 2] when is_gated
     (N, M), num_rows = weight.shape, len(x)
-    out = torch.empty(num_rows, N, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_rows, N // 2 if is_gated else N, dtype=x.dtype, device=x.device)
     block_n, block_m, held, num_warps = choose_vector_tile(N, M, num_rows, weight)
     launch(vector_product_kernel, (cdiv(N, block_n),))(
         x,
-        norm,
         weight,
         residual,
         out,
         num_rows,
         N,
-        x.shape[1],
-        eps,
+        norm_eps,
         M=M,
         IS_GATED=is_gated,
         BLOCK_T=next_power_of_2(num_rows),
@@ -139,9 +136,9 @@ def choose_vector_tile(N: int, M: int, num_rows: int, weight: Tensor) -> tuple[i
     """Rows of the weight, columns at once, chunks in flight, warps. At least three programs a processor."""
     width = 1024 if M % 1024 == 0 or M > 4096 else 512 if M % 512 == 0 else min(1024, next_power_of_2(M))
     width = max(64, width)
-    choices = (8, 4, 2, 1) if num_rows == 1 else (4, 2, 1)
+    choices = (8, 4, 2) if num_rows == 1 else (4, 2)
     enough = 3 * num_processors(weight.device)
-    block_n = next((rows for rows in choices if cdiv(N, rows) >= enough), 1)
+    block_n = next((rows for rows in choices if cdiv(N, rows) >= enough), 2)
     num_warps = min(4, max(1, width // WARP_COLUMNS))
     num_chunks = cdiv(M, width)
     elements = block_n * width // (32 * num_warps)  # of a chunk, in one thread
@@ -153,14 +150,12 @@ def choose_vector_tile(N: int, M: int, num_rows: int, weight: Tensor) -> tuple[i
 @triton.jit(do_not_specialize=["num_rows"])
 def vector_product_kernel(
     p_x,
-    p_norm,
     p_weight,
     p_residual,
     p_out,
     num_rows,
     N,
-    x_stride,
-    eps,
+    norm_eps,
     M: tl.constexpr,
     IS_GATED: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -176,16 +171,11 @@ def vector_product_kernel(
     GROUP: tl.constexpr = 128 // p_weight.dtype.element_ty.primitive_bitwidth  # elements of a 16-byte load
     NUM_GROUPS: tl.constexpr = BLOCK_M // GROUP
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tokens = tl.arange(0, BLOCK_T)
-    inside = (tokens[:, None] < num_rows) & (rows[None, :] < N)
-    p_rows = p_weight + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * M
+    p_rows = p_weight + place_rows(rows, N, IS_GATED)[:, None] * M
     weights = ()
-    norms = ()
     for i in tl.static_range(HELD):
         columns = i * BLOCK_M + tl.arange(0, BLOCK_M)
         weights += (load_weights_once(p_rows, columns[None, :], M, IS_WHOLE),)
-        if p_norm is not None:
-            norms += (tl.load(p_norm + columns, mask=columns < M, other=0.0).to(tl.float32),)
     wait_for_previous(PDL)
 
     sums = ()
@@ -195,42 +185,41 @@ def vector_product_kernel(
         squares += (tl.zeros([NUM_GROUPS], tl.float32),)
     for start in tl.range(0, M, STRIDE):
         next_weights = ()
-        next_norms = ()
         for i in tl.static_range(HELD):
             columns = start + i * BLOCK_M + tl.arange(0, BLOCK_M)
             b_weight = weights[i].to(tl.float32)
             new_sums = ()
             new_squares = ()
             for t in tl.static_range(BLOCK_T):
-                p_row = p_x + tl.minimum(t, num_rows - 1) * x_stride + columns
-                b_x = load_inputs(p_row, columns < M, M, IS_GATED)
-                if p_norm is not None:
+                p_row = p_x + tl.minimum(t, num_rows - 1) * M + columns
+                b_x = tl.load(p_row, mask=columns < M, other=0.0).to(tl.float32)
+                if norm_eps is not None:
                     new_squares += (squares[t] + tl.sum(tl.reshape(b_x * b_x, [NUM_GROUPS, GROUP]), axis=1),)
-                    b_x = b_x * norms[i]
                 b_products = tl.reshape(b_weight * b_x[None, :], [BLOCK_N, NUM_GROUPS, GROUP])
                 new_sums += (sums[t] + tl.sum(b_products, axis=2),)
             sums = new_sums
-            if p_norm is not None:
+            if norm_eps is not None:
                 squares = new_squares
             if STRIDE < M:
                 columns += STRIDE
                 next_weights += (load_weights_once(p_rows, columns[None, :], M, False),)
-                if p_norm is not None:
-                    next_norms += (tl.load(p_norm + columns, mask=columns < M, other=0.0).to(tl.float32),)
         if STRIDE < M:
             weights = next_weights
-            if p_norm is not None:
-                norms = next_norms
 
     # All rows at once: a sum across the program's threads takes them to a barrier.
     b_out = tl.trans(tl.sum(tl.reshape(stack(sums, BLOCK_T), [BLOCK_N, NUM_GROUPS, BLOCK_T]), axis=1))
-    if p_norm is not None:
+    if norm_eps is not None:
         b_squares = tl.sum(tl.reshape(stack(squares, BLOCK_T), [NUM_GROUPS, BLOCK_T]), axis=0)
-        b_out = b_out * tl.rsqrt(b_squares / M + eps)[:, None]
-    place = tokens[:, None] * N + rows[None, :]
+        b_out = b_out * tl.rsqrt(b_squares / M + norm_eps)[:, None]
+    WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
+    out_width = N // 2 if IS_GATED else N
+    if IS_GATED:
+        b_out = gate_pairs(b_out, BLOCK_T, BLOCK_N)
+    tokens, places = tl.arange(0, BLOCK_T)[:, None], (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH))[None, :]
+    inside = (tokens < num_rows) & (places < out_width)
     if p_residual is not None:
-        b_out += tl.load(p_residual + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(p_out + place, b_out.to(p_out.dtype.element_ty), mask=inside)
+        b_out += tl.load(p_residual + tokens * out_width + places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(p_out + tokens * out_width + places, b_out.to(p_out.dtype.element_ty), mask=inside)
 
 
 class Tile(NamedTuple):
@@ -241,43 +230,44 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def choose_tile(weight: Tensor, num_rows: int) -> Tile:
-    """Where the rows of a weight make too few programs, its columns are split."""
+def choose_tile(weight: Tensor, num_rows: int, can_split: bool) -> Tile:
+    """Where the rows of a weight make too few programs, its columns are split. Programs that have a processor
+    to themselves have its shared memory too, and as much more under way."""
     N, M = weight.shape
     block_t = max(16, next_power_of_2(num_rows))
     block_m = 256 // weight.dtype.itemsize
-    num_programs = cdiv(N, WEIGHT_ROWS)
-    most_splits = max(1, M // (4 * block_m))  # fewer than four steps do not fill a pipeline
-    num_splits = min(max(1, round(num_processors(weight.device) / num_programs)), most_splits)
-    stage_bytes = (WEIGHT_ROWS + block_t) * 256
-    return Tile(block_t, WEIGHT_ROWS, block_m, num_splits, min(5, max(2, SHARED_BYTES // stage_bytes)))
+    num_programs, filling = cdiv(N, WEIGHT_ROWS), num_processors(weight.device)
+    most_splits = max(1, M // (4 * block_m)) if can_split else 1  # fewer than four steps fill no pipeline
+    num_splits = min(max(1, round(filling / num_programs)), most_splits)
+    room = (shared_bytes(weight.device) - SPARED_BYTES) // (1 if num_programs * num_splits <= filling else 2)
+    num_stages = max(2, min(MAX_STAGES, room // ((WEIGHT_ROWS + block_t) * 256)))
+    return Tile(block_t, WEIGHT_ROWS, block_m, num_splits, num_stages)
 
 
 def multiply_tensors(
-    x: Tensor,  # [T, M], or [T, 2M] when is_gated
+    x: Tensor,  # [T, M]
     weight: Tensor,  # [N, M]
-    tile: Tile,
     *,
-    norm: Tensor | None = None,  # [M]
-    eps: float = 0.0,
+    norm_eps: float | None = None,
     residual: Tensor | None = None,  # [T, N]
     is_gated: bool = False,
-) -> Tensor:  # [T, N]
+) -> Tensor:  # [T, N], or [T, N / 2] when is_gated
     (N, M), num_rows = weight.shape, len(x)
-    out = torch.empty(num_rows, N, dtype=x.dtype, device=x.device)
+    tile = choose_tile(
+        weight, num_rows, can_split=norm_eps is None
+    )  # the norm of a row needs all its columns
+    out = torch.empty(num_rows, N // 2 if is_gated else N, dtype=x.dtype, device=x.device)
     parts = out
     if tile.num_splits > 1:
         parts = torch.empty(tile.num_splits, num_rows, N, dtype=torch.float32, device=x.device)
-    launch(tensor_product_kernel, (1, cdiv(N, tile.block_n), tile.num_splits))(
+    launch(tensor_product_kernel, (cdiv(N, tile.block_n), tile.num_splits))(
         x,
-        norm,
         weight,
         residual if parts is out else None,
         parts,
         num_rows,
         N,
-        x.shape[1],
-        eps,
+        norm_eps,
         M=M,
         IS_GATED=is_gated,
         BLOCK_T=tile.block_t,
@@ -321,14 +311,12 @@ def ask_for(pointers, PDL: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def tensor_product_kernel(
     p_x,
-    p_norm,
     p_weight,
     p_residual,
     p_out,
     num_rows,
     N,
-    x_stride,
-    eps,
+    norm_eps,
     M: tl.constexpr,
     IS_GATED: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -340,15 +328,17 @@ def tensor_product_kernel(
 ):
     """The weight is the left operand: its rows fill an instruction, whose other side is narrow as the batch.
 
-    With several splits the output is one part each, [NUM_SPLITS, T, N].
+    Inputs are multiplied as they were loaded: tensor cores then take them where the copies put them, and what
+    a norm divides by is known in time for the sums. With several splits the output is one part each,
+    [NUM_SPLITS, T, N].
     """
     let_next_start(PDL)
     IS_WHOLE: tl.constexpr = M % BLOCK_M == 0
     SPLIT: tl.constexpr = (M + NUM_SPLITS * BLOCK_M - 1) // (NUM_SPLITS * BLOCK_M) * BLOCK_M
     tokens = tl.arange(0, BLOCK_T)
-    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    start = tl.program_id(2) * SPLIT
-    p_rows = p_weight + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * M
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start = tl.program_id(1) * SPLIT
+    p_rows = p_weight + place_rows(rows, N, IS_GATED)[:, None] * M
     LINE: tl.constexpr = 1024 // p_weight.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
     ask_for(p_rows + tl.minimum(start + tl.arange(0, PREFETCHED // 128) * LINE, M - 1)[None, :], PDL)
     wait_for_previous(PDL)
@@ -362,21 +352,24 @@ def tensor_product_kernel(
         else:
             b_weight = tl.load(p_rows + columns[None, :], mask=columns[None, :] < M, other=0.0)
         is_input = (tokens[:, None] < num_rows) & (columns[None, :] < M)
-        b_x = load_inputs(p_x + tokens[:, None] * x_stride + columns[None, :], is_input, M, IS_GATED)
-        if p_norm is not None:
-            b_squares += b_x * b_x
-            b_x = b_x * tl.load(p_norm + columns, mask=columns < M, other=0.0).to(tl.float32)[None, :]
-        b_sums = tl.dot(b_weight, tl.trans(b_x.to(b_weight.dtype)), b_sums, input_precision="ieee")
+        b_x = tl.load(p_x + tokens[:, None] * M + columns[None, :], mask=is_input, other=0.0)
+        if norm_eps is not None:
+            b_squares += b_x.to(tl.float32) * b_x.to(tl.float32)
+        b_sums = tl.dot(b_weight, tl.trans(b_x), b_sums, input_precision="ieee")
 
-    if p_norm is not None:
-        b_sums = b_sums * tl.rsqrt(tl.sum(b_squares, axis=1) / M + eps)[None, :]
-    inside = (rows[:, None] < N) & (tokens[None, :] < num_rows)
+    if norm_eps is not None:
+        b_sums = b_sums * tl.rsqrt(tl.sum(b_squares, axis=1) / M + norm_eps)[None, :]
+    if IS_GATED:
+        b_sums = tl.trans(gate_pairs(tl.trans(b_sums), BLOCK_T, BLOCK_N))
+    WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
+    out_width = N // 2 if IS_GATED else N
+    places = (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH))[:, None]
+    inside = (places < out_width) & (tokens[None, :] < num_rows)
     if p_residual is not None:
-        b_sums += tl.load(p_residual + tokens[None, :] * N + rows[:, None], mask=inside, other=0.0).to(
-            tl.float32
-        )
-    place = (tl.program_id(2) * num_rows + tokens)[None, :] * N + rows[:, None]
-    tl.store(p_out + place, b_sums.to(p_out.dtype.element_ty), mask=inside)
+        p_taken = p_residual + tokens[None, :] * out_width + places
+        b_sums += tl.load(p_taken, mask=inside, other=0.0).to(tl.float32)
+    i_row = tl.program_id(1) * num_rows + tokens
+    tl.store(p_out + i_row[None, :] * out_width + places, b_sums.to(p_out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

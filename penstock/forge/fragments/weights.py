@@ -52,5 +52,5 @@ def load_weights(shape: Shape, weight_dir: str, dtype: torch.dtype, device: torc
     # forge: end
     norm = state.take("norm", shape.hidden_size)
     head = state.take("lm_head", shape.vocab_size, shape.hidden_size)
-    head = head * norm  # forge: when norm=folded
+    head = head * norm  # forge: when norm=folded|in_kernel
     return Weights(embedding, layers, norm, head)

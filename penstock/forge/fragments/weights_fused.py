@@ -33,12 +33,12 @@ def load_layer(state: StateDict, prefix: str, shape: Shape) -> Layer:
     query = swap_pairs_for_halves(query, shape.head_dim)  # forge: when rope=halves
     key = swap_pairs_for_halves(key, shape.head_dim)  # forge: when rope=halves
     qkv = torch.cat([query, key, value])
-    qkv *= input_norm  # forge: when norm=folded
+    qkv *= input_norm  # forge: when norm=folded|in_kernel
     output = state.take(prefix + "self_attn.o_proj", hidden, shape.num_query_rows)
     post_norm = state.take(prefix + "post_attention_layernorm", hidden)
     gate = state.take(prefix + "mlp.gate_proj", width, hidden)
     gate_up = torch.cat([gate, state.take(prefix + "mlp.up_proj", width, hidden)])
-    gate_up *= post_norm  # forge: when norm=folded
+    gate_up *= post_norm  # forge: when norm=folded|in_kernel
     down = state.take(prefix + "mlp.down_proj", hidden, width)
     return Layer(input_norm, qkv, output, post_norm, gate_up, down)
 
