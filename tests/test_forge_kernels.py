@@ -71,7 +71,7 @@ def test_engines_of_kernels_are_right(
     path.write_text(emit(design, "An engine of kernels."))
     module: Any = load_module(path)
     # Sizes that leave some padding, and little of it: an interpreter takes its time for every program.
-    small: dict[str, Any] = {"PASS_PROMPTS": 8, "STEP_SIZES": (2, 8)}
+    small: dict[str, Any] = {"PASS_PROMPTS": 8, "STEP_SIZES": (2, 8), "FEW_TOKENS": 8}
     small["pass_sizes"] = lambda longest: [4, 28] if longest == 2048 else [4, 16]
     small |= {"SPLIT_KEYS": 16, "BLOCK_BYTES": 1024}  # 16 keys a block: the longest row has two splits
     small |= {"PROMPT_TOKENS": 2, "WARM_UP_TOKENS": 2, "compile_at_once": lambda runs, device: None}

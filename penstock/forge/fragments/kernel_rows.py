@@ -19,7 +19,8 @@ from penstock.forge.fragments.launch import (
 )
 from penstock.forge.fragments.shape import Shape, rope_angles
 
-HEADS_AT_ONCE = 4
+FEW_TOKENS = 64
+HEADS_AT_ONCE = 16
 COLUMNS_AT_ONCE = 1024
 
 
@@ -110,7 +111,9 @@ def turn_and_store(
     """Rotates queries and keys; keys and values also go to the cache."""
     num_turned = shape.num_heads + shape.num_kv_heads
     turned = torch.empty(len(qkv), num_turned * shape.head_dim, dtype=qkv.dtype, device=qkv.device)
-    launch(turn_and_store_kernel, (len(qkv), cdiv(num_turned, HEADS_AT_ONCE)))(
+    # Few tokens fill the device only with programs of few heads.
+    block_heads = HEADS_AT_ONCE if len(qkv) > FEW_TOKENS else HEADS_AT_ONCE // 4
+    launch(turn_and_store_kernel, (len(qkv), cdiv(num_turned, block_heads)))(
         qkv,
         rope,
         slots,
@@ -124,9 +127,9 @@ def turn_and_store(
         NUM_KV_HEADS=shape.num_kv_heads,
         HEAD_DIM=shape.head_dim,
         PAGE_SIZE=cache.keys.shape[3],
-        BLOCK_HEADS=HEADS_AT_ONCE,
+        BLOCK_HEADS=block_heads,
         BLOCK_D=next_power_of_2(shape.head_dim),
-        num_warps=HEADS_AT_ONCE,
+        num_warps=4,
         **launch_options(qkv.device),
     )
     return turned

@@ -81,6 +81,15 @@ def gate_pairs(b_out, T: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def load_inside(pointers, inside, IS_WHOLE: tl.constexpr):
+    """Zeros outside; without a mask where all of the block is inside."""
+    if IS_WHOLE:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
 def load_weights_once(p_rows, columns, M: tl.constexpr, IS_WHOLE: tl.constexpr):
     """They shall not push out of the cache what is read again."""
     if IS_WHOLE:
@@ -111,8 +120,8 @@ def multiply_vectors(
 ) -> Tensor:  # [T, N], or [T, N / 2] when is_gated
     (N, M), num_rows = weight.shape, len(x)
     out = torch.empty(num_rows, N // 2 if is_gated else N, dtype=x.dtype, device=x.device)
-    block_n, block_m, held, num_warps = choose_vector_tile(N, M, num_rows, weight)
-    launch(vector_product_kernel, (cdiv(N, block_n),))(
+    tile = choose_vector_tile(weight, num_rows)
+    launch(vector_product_kernel, (cdiv(N, tile.block_n),))(
         x,
         weight,
         residual,
@@ -123,28 +132,43 @@ def multiply_vectors(
         M=M,
         IS_GATED=is_gated,
         BLOCK_T=next_power_of_2(num_rows),
-        BLOCK_N=block_n,
-        BLOCK_M=block_m,
-        HELD=held,
-        num_warps=num_warps,
+        BLOCK_N=tile.block_n,
+        BLOCK_M=tile.block_m,
+        HELD=tile.held,
+        num_warps=tile.num_warps,
         **launch_options(x.device),
     )
     return out
 
 
-def choose_vector_tile(N: int, M: int, num_rows: int, weight: Tensor) -> tuple[int, int, int, int]:
-    """Rows of the weight, columns at once, chunks in flight, warps. At least three programs a processor."""
+class VectorTile(NamedTuple):
+    block_n: int
+    block_m: int
+    held: int  # chunks of columns under way
+    num_warps: int
+
+
+def choose_vector_tile(weight: Tensor, num_rows: int) -> VectorTile:
+    """Many rows of a weight spare inputs; fewer where those can be held whole, or the device is to be filled:
+    at least three programs a processor."""
+    N, M = weight.shape
+    tiles = [vector_tile(block_n, M, num_rows) for block_n in (8, 4, 2)]
+    is_whole = [tile.held * tile.block_m >= M for tile in tiles]
+    if num_rows > 1 or (is_whole[1] and not is_whole[0]):
+        del tiles[0]
+    enough = 3 * num_processors(weight.device)
+    return next((tile for tile in tiles if cdiv(N, tile.block_n) >= enough), tiles[-1])
+
+
+def vector_tile(block_n: int, M: int, num_rows: int) -> VectorTile:
     width = 1024 if M % 1024 == 0 or M > 4096 else 512 if M % 512 == 0 else min(1024, next_power_of_2(M))
     width = max(64, width)
-    choices = (8, 4, 2) if num_rows == 1 else (4, 2)
-    enough = 3 * num_processors(weight.device)
-    block_n = next((rows for rows in choices if cdiv(N, rows) >= enough), 2)
     num_warps = min(4, max(1, width // WARP_COLUMNS))
     num_chunks = cdiv(M, width)
     elements = block_n * width // (32 * num_warps)  # of a chunk, in one thread
     most = min(max(1, HELD_ELEMENTS[next_power_of_2(num_rows)] // elements), num_chunks)
     held = min(range(most, most // 2, -1), key=lambda held: -num_chunks % held)  # few empty chunks at the end
-    return block_n, width, held, num_warps
+    return VectorTile(block_n, width, held, num_warps)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -176,7 +200,15 @@ def vector_product_kernel(
     for i in tl.static_range(HELD):
         columns = i * BLOCK_M + tl.arange(0, BLOCK_M)
         weights += (load_weights_once(p_rows, columns[None, :], M, IS_WHOLE),)
+
+    WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
+    out_width = N // 2 if IS_GATED else N
+    tokens, places = tl.arange(0, BLOCK_T)[:, None], (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH))[None, :]
+    inside = (tokens < num_rows) & (places < out_width)
     wait_for_previous(PDL)
+    b_added = tl.zeros([BLOCK_T, WIDTH], tl.float32)
+    if p_residual is not None:
+        b_added += tl.load(p_residual + tokens * out_width + places, mask=inside, other=0.0).to(tl.float32)
 
     sums = ()
     squares = ()
@@ -191,8 +223,8 @@ def vector_product_kernel(
             new_sums = ()
             new_squares = ()
             for t in tl.static_range(BLOCK_T):
-                p_row = p_x + tl.minimum(t, num_rows - 1) * M + columns
-                b_x = tl.load(p_row, mask=columns < M, other=0.0).to(tl.float32)
+                b_x = load_inside(p_x + tl.minimum(t, num_rows - 1) * M + columns, columns < M, IS_WHOLE)
+                b_x = b_x.to(tl.float32)
                 if norm_eps is not None:
                     new_squares += (squares[t] + tl.sum(tl.reshape(b_x * b_x, [NUM_GROUPS, GROUP]), axis=1),)
                 b_products = tl.reshape(b_weight * b_x[None, :], [BLOCK_N, NUM_GROUPS, GROUP])
@@ -211,15 +243,9 @@ def vector_product_kernel(
     if norm_eps is not None:
         b_squares = tl.sum(tl.reshape(stack(squares, BLOCK_T), [NUM_GROUPS, BLOCK_T]), axis=0)
         b_out = b_out * tl.rsqrt(b_squares / M + norm_eps)[:, None]
-    WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
-    out_width = N // 2 if IS_GATED else N
     if IS_GATED:
         b_out = gate_pairs(b_out, BLOCK_T, BLOCK_N)
-    tokens, places = tl.arange(0, BLOCK_T)[:, None], (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH))[None, :]
-    inside = (tokens < num_rows) & (places < out_width)
-    if p_residual is not None:
-        b_out += tl.load(p_residual + tokens * out_width + places, mask=inside, other=0.0).to(tl.float32)
-    tl.store(p_out + tokens * out_width + places, b_out.to(p_out.dtype.element_ty), mask=inside)
+    tl.store(p_out + tokens * out_width + places, (b_out + b_added).to(p_out.dtype.element_ty), mask=inside)
 
 
 class Tile(NamedTuple):
@@ -347,10 +373,7 @@ def tensor_product_kernel(
     b_squares = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
     for first in tl.range(start, tl.minimum(start + SPLIT, M), BLOCK_M):
         columns = first + tl.arange(0, BLOCK_M)
-        if IS_WHOLE:
-            b_weight = tl.load(p_rows + columns[None, :])
-        else:
-            b_weight = tl.load(p_rows + columns[None, :], mask=columns[None, :] < M, other=0.0)
+        b_weight = load_inside(p_rows + columns[None, :], columns[None, :] < M, IS_WHOLE)
         is_input = (tokens[:, None] < num_rows) & (columns[None, :] < M)
         b_x = tl.load(p_x + tokens[:, None] * M + columns[None, :], mask=is_input, other=0.0)
         if norm_eps is not None:
