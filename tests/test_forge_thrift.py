@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from penstock.forge.opening import opening
 from penstock.forge.oracle import Case, Distance, Oracle
 from penstock.forge.reference import Reference
 from penstock.forge.sandbox import Played
-from penstock.forge.search import Engine, Search
+from penstock.forge.search import Engine, Search, _key
 from penstock.forge.target import Target
 from penstock.forge.traces import Call, Trace
 from penstock.forge.trial import Bar, Exam, Outcome
@@ -169,6 +170,30 @@ def test_what_no_profiler_has_seen_may_be_anything(tmp_path: Path) -> None:
     assert idea[0].name == "kernels"
 
 
+def test_what_has_disappointed_waits_for_what_was_never_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside another best engine it may be worth a second try, but not the next one."""
+    box: Any = SimpleNamespace(enforced=())
+    exam, out = Exam([], [], Distance(1.0)), tmp_path / "engine.py"
+    profile = {"decode.projection": 1.0, "prefill.projection": 1.0}
+    outcome = Outcome("", "passed", 1.0, profile=profile, timings=timings_of(1.0))
+    search = Search(gpu_target("6x768"), H200, exam, box, Ledger(tmp_path), out, budget_s=60.0, max_trials=4)
+    captured = decisions.decide(decisions.plain_design(), "graphs", "all")
+    search.best = Engine("", captured, outcome, "captured", dict.fromkeys(FAMILIES, 1.0))
+    search.tried.add(_key(captured))
+    search.judged_s = [1e-3]
+
+    def run_trial(sandbox: Any, source: str, *given: Any, **rest: Any) -> Outcome:
+        return replace(outcome, timings=timings_of(0.5 if "VECTOR_ROWS = 2" in source else 2.0))
+
+    monkeypatch.setattr("penstock.forge.search.run_trial", run_trial)
+    search._improve_by_decisions()
+    ideas = [(row.idea.partition(":")[0], row.verdict) for row in search.ledger.rows]
+    assert ideas[:3] == [("weight_rows", "discarded")] * 2 + [("vector_rows", "kept")]
+    assert ideas[3][0] != "weight_rows"
+
+
 def test_there_is_no_opening_where_launching_is_not_what_takes_time() -> None:
     assert opening(Target.of(SMALL, Path("."), "cpu"), H200) is None
     quick = Machine("a GPU", "cuda", "9.0", 0, 1e12, 1e15, 1e-9)
@@ -209,7 +234,7 @@ def test_after_the_first_version_the_opening_is_tried_and_the_first_is_profiled_
     sandbox: Any = SimpleNamespace(enforced={}, given_up={})
     out = tmp_path / "engine.py"
     exam, ledger = Exam([], [], Distance(1.0)), Ledger(tmp_path)
-    search = Search(gpu_target("6x768"), H200, exam, sandbox, ledger, out, budget_s=60.0, max_trials=3)
+    search = Search(gpu_target("6x768"), H200, exam, sandbox, ledger, out, budget_s=60.0, max_trials=4)
     search.run()
     first, second, *_ = tried
     assert "CUDAGraph" not in first[0]

@@ -28,6 +28,7 @@ from penstock.forge.trial import Bar, Exam, Outcome, profile_engine, run_trial
 from penstock.forge.writer import Proposal, Writer
 
 LEAST_PROMISE = 0.003  # of all time: below it an alternative is not worth a trial
+FADED = 0.25  # what is left of a promise that was not kept, once something else has been
 LEAST_GAIN = 1.02  # a smaller one is noise, or not worth the lines
 CLEAR_GAIN = 1.10  # on a GPU; a smaller one is confirmed by timing the reigning engine again
 DOUBTFUL_GAIN = 0.8  # on a CPU, which others use too; everything better is confirmed
@@ -84,6 +85,7 @@ class Search:
         self.judged_s: list[float] = []  # of every judgement, second timings included
         self.reasons: dict[str, str] = {}
         self.tried: set[str] = set()
+        self.disappointing: list[Alternative] = []
         self.first: Engine | None = None
         self.best: Engine | None = None
 
@@ -148,6 +150,8 @@ class Search:
             part = max(alternative.relieves, key=lambda part: self._share(part) * alternative.relieves[part])
             why = f"{part} is {self._share(part):.0%} of the time; promises {promise:.1%}"
             self._judge("search", "; ".join(changed), why, source, design)
+            if self._best().design == best.design:
+                self.disappointing.append(alternative)
         return True
 
     def improve_by_writing(self, writer: Writer) -> None:
@@ -228,7 +232,8 @@ class Search:
         """The share of all time that it may save, less what is given up for it."""
         lost = decisions.forgone(self._best().design, design)
         saved = sum(self._share(part) * save for part, save in alternative.relieves.items())
-        return saved - sum(self._share(part) * save for part, save in lost.items())
+        promise = saved - sum(self._share(part) * save for part, save in lost.items())
+        return FADED * promise if alternative in self.disappointing else promise
 
     def _know_where_time_goes(self) -> None:
         """Of the first version it is not known when the opening was to be better, and was not."""
