@@ -9,7 +9,7 @@ from html import escape
 from penstock.forge.ledger import Row
 
 WIDTH, HEIGHT = 960, 420
-LEFT, RIGHT, TOP, BOTTOM = 64, 24, 56, 56
+LEFT, RIGHT, TOP, BOTTOM = 64, 24, 76, 56
 KEPT, LOST, LINE = "#1a7f5a", "#b04a3a", "#8a8f98"
 MAX_LABEL = 34
 
