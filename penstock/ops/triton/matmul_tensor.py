@@ -27,7 +27,6 @@ from penstock.ops.triton.matmul_product import (
     Product,
     columns_of,
     compile_case,
-    load_activations,
     load_inside,
 )
 from penstock.ops.triton.tuning import Tile, bucket
@@ -61,7 +60,6 @@ def tensor_product(
     residual_stride,
     eps,
     M: tl.constexpr,
-    IS_SWIGLU: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -88,12 +86,12 @@ def tensor_product(
         columns = first + tl.arange(0, BLOCK_M)
         b_weight = load_inside(p_rows + columns[None, :], columns[None, :] < M, IS_WHOLE)
         inside = (tokens[:, None] < num_tokens) & (columns[None, :] < M)
-        b_x = load_activations(p_tokens + columns[None, :], inside, M, IS_SWIGLU, False)
+        b_x = tl.load(p_tokens + columns[None, :], mask=inside, other=0.0)
         if p_norm is not None:
+            b_x = b_x.to(tl.float32)
             b_squares += b_x * b_x
             b_x = b_x * load_inside(p_norm + columns, columns < M, IS_WHOLE)[None, :]
-        b_x = b_x.to(b_weight.dtype)
-        b_sums = tl.dot(b_weight, tl.trans(b_x), b_sums, input_precision="ieee")
+        b_sums = tl.dot(b_weight, tl.trans(b_x.to(b_weight.dtype)), b_sums, input_precision="ieee")
 
     if p_norm is not None:
         b_sums = b_sums * tl.rsqrt(tl.sum(b_squares, axis=1) / M + eps)[None, :]
@@ -140,6 +138,7 @@ def sum_parts(
 
 def multiply_tensors(product: Product, tile: Tile) -> Tensor:
     """tile: block_t, block_n, block_m, num_splits, num_warps, num_stages."""
+    assert not product.is_swiglu, "an activation is a kernel of its own before this one"
     out = product.new_out()  # [T, N]
     num_splits = tile["num_splits"]
     if num_splits == 1:
@@ -186,7 +185,6 @@ def _launch(product: Product, tile: Tile, out: Tensor, bias: Tensor | None, resi
         residual_stride,
         product.eps,
         M=M,
-        IS_SWIGLU=product.is_swiglu,
         BLOCK_T=tile["block_t"],
         BLOCK_N=tile["block_n"],
         BLOCK_M=columns_of(tile["block_m"], product.weight.dtype),
@@ -232,14 +230,14 @@ def _tile(block_t: int, block_n: int, block_m: int, num_splits: int, num_warps: 
 
 
 def tensor_compile_cases() -> list[CompileCase]:
-    """A norm before the product, whole; SwiGLU before it, in parts; a batch and a residual; the parts."""
-    normed = {"M": 2048, "IS_SWIGLU": False, "BLOCK_T": 16, "BLOCK_N": 64, "BLOCK_M": 128, "NUM_SPLITS": 1}
-    gated = {"M": 9216, "IS_SWIGLU": True, "BLOCK_T": 16, "BLOCK_N": 64, "BLOCK_M": 128, "NUM_SPLITS": 3}
-    wide = {"M": 4096, "IS_SWIGLU": False, "BLOCK_T": 128, "BLOCK_N": 64, "BLOCK_M": 64, "NUM_SPLITS": 1}
+    """A norm before the product, whole; the product in parts; a batch and a residual; the parts."""
+    normed = {"M": 2048, "BLOCK_T": 16, "BLOCK_N": 64, "BLOCK_M": 128, "NUM_SPLITS": 1}
+    split = {"M": 9216, "BLOCK_T": 16, "BLOCK_N": 64, "BLOCK_M": 128, "NUM_SPLITS": 3}
+    wide = {"M": 4096, "BLOCK_T": 128, "BLOCK_N": 64, "BLOCK_M": 64, "NUM_SPLITS": 1}
     without = dict.fromkeys
     products = [
         {**normed, **without(("p_bias", "p_residual"))},
-        {**gated, **without(("p_norm", "p_bias", "p_residual"))},
+        {**split, **without(("p_norm", "p_bias", "p_residual"))},
         {**wide, **without(("p_norm", "p_bias"))},
     ]
     options = {"num_warps": 4, "num_stages": 4}
