@@ -234,7 +234,7 @@ def test_after_the_first_version_the_opening_is_tried_and_the_first_is_profiled_
     sandbox: Any = SimpleNamespace(enforced={}, given_up={})
     out = tmp_path / "engine.py"
     exam, ledger = Exam([], [], Distance(1.0)), Ledger(tmp_path)
-    search = Search(gpu_target("6x768"), H200, exam, sandbox, ledger, out, budget_s=60.0, max_trials=4)
+    search = Search(gpu_target("6x768"), H200, exam, sandbox, ledger, out, budget_s=60.0, max_trials=3)
     search.run()
     first, second, *_ = tried
     assert "CUDAGraph" not in first[0]
