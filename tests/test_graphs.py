@@ -14,6 +14,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from penstock import ops
+from penstock.config import EngineConfig
+from penstock.engine.engine import check_page_size
 from penstock.engine.graphs import (
     DecodeGraphs,
     DecodeStep,
@@ -23,9 +25,11 @@ from penstock.engine.graphs import (
     is_decode,
     launch_all,
     launch_in_threads,
+    run_for_last_tokens,
 )
 from penstock.engine.packing import RowCounts, StepSize
 from penstock.engine.prompt_graphs import PromptGraphs, PromptStep, prompt_sizes
+from penstock.errors import ConfigError
 from penstock.types import RowPlan, StepPlan
 from small_models import FAMILIES, make_engine, prompt, request, run, tokens_of
 
@@ -80,6 +84,41 @@ def test_what_finds_no_memory_among_others_is_launched_later() -> None:
     assert sorted(launched) == sorted([0, 2, 4, *range(6)])
     with pytest.raises(ZeroDivisionError):
         launch_in_threads([lambda: 1 / 0])
+
+
+def test_pages_that_kernels_cannot_read_are_refused_on_a_gpu() -> None:
+    """A captured prompt would read no keys at all."""
+    check_page_size(EngineConfig(page_size=24), torch.device("cpu"))
+    check_page_size(EngineConfig(page_size=48), torch.device("cuda"))
+    with pytest.raises(ConfigError, match="page_size is 24") as error:
+        check_page_size(EngineConfig(page_size=24), torch.device("cuda"))
+    assert "multiple of 16" in error.value.todo
+
+
+def test_steps_may_be_too_short_for_any_captured_prompt() -> None:
+    runner = make_engine(FAMILIES["llama"], max_rows=2).runner
+    launches = PromptGraphs(runner.model, runner.caches, runner.rows, True, max_step_tokens=32).launches
+    assert not launches.ahead
+    assert not launches.after
+
+
+@torch.inference_mode()
+def test_where_nothing_may_depend_on_others_all_tokens_are_computed_alike(config: dict[str, Any]) -> None:
+    """Somebody else's wish for the scores of a prompt makes a step compute all of them."""
+    runner = make_engine(config, max_rows=2, prefix_cache=False).runner
+    runner.rows.page_table[:2, :2] = torch.tensor([[1, 2], [3, 4]])
+    asked = []
+
+    def forward(*given: Any, only_last: bool = False) -> torch.Tensor:
+        asked.append(only_last)
+        return type(runner.model).forward(runner.model, *given, only_last=only_last)
+
+    runner.model.forward = forward
+    rows = [RowPlan(0, 0, tuple(prompt(5, 1)), True, slot=1)]
+    for deterministic in (False, True):
+        inputs = runner.rows.step_inputs(rows, deterministic)
+        assert run_for_last_tokens(runner.model, inputs, runner.caches).shape[0] == 1
+    assert asked == [True, False]
 
 
 def ops_of(run: Callable[[], object]) -> set[str]:

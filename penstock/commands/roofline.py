@@ -1,5 +1,7 @@
 """The fewest bytes and operations a step can take, from a model's own parameters and cache specs.
 
+Of a prompt's tokens all but the last need nothing of the last layer but their keys and values, or its state.
+
 A decode step reads every weight that is not an expert once, the experts its tokens are expected to choose
 (uniform routing, the most there can be), the KV of every context, and reads and writes every recurrent
 state. Activations and launches count as free, so what is measured can only be slower. Knows no device.
@@ -29,6 +31,8 @@ class Parameters:
     num_experts: int  # in one layer; 0 for a dense model
     num_experts_per_token: int
     mtp: int  # the drafting head, which a plain step does not read
+    last_experts: int  # those of the last layer
+    last_dense: int  # of the last layer, what only last tokens need
 
     @property
     def always_read(self) -> int:
@@ -40,12 +44,21 @@ class Parameters:
         """By one token."""
         return self.always_read + self.experts_read(1)
 
-    def experts_read(self, num_tokens: int) -> int:
-        """Expected parameters of the distinct experts that this many tokens choose, in all layers."""
+    @property
+    def spared(self) -> int:
+        """By a token of a prompt that is not its last."""
+        return self.last_dense + round(self.last_experts * self._share_chosen(1))
+
+    def experts_read(self, num_tokens: int, num_last: int | None = None) -> int:
+        """Expected parameters of the distinct experts that this many tokens choose in all layers, or in the
+        last one only `num_last`."""
+        before = (self.experts - self.last_experts) * self._share_chosen(num_tokens)
+        return round(before + self.last_experts * self._share_chosen(num_last or num_tokens))
+
+    def _share_chosen(self, num_tokens: int) -> float:
         if not self.num_experts:
-            return 0
-        unchosen = (1 - self.num_experts_per_token / self.num_experts) ** num_tokens
-        return round(self.experts * (1 - unchosen))
+            return 0.0
+        return float(1 - (1 - self.num_experts_per_token / self.num_experts) ** num_tokens)
 
 
 def count_parameters(model: Any, config: Mapping[str, Any]) -> Parameters:
@@ -56,6 +69,13 @@ def count_parameters(model: Any, config: Mapping[str, Any]) -> Parameters:
     # Only stacks of experts have three dimensions: [E, 2I, H] and [E, H, I].
     stacks = [name for name in parameters.keys() - drafting if parameters[name].ndim == 3]
     embedding = sum(size for name, size in sizes.items() if name.startswith("embed"))
+    last = {name for name in sizes if name.startswith(f"layers.{len(model.layers) - 1}.")}
+    last_dense = sum(sizes[name] for name in last.difference(stacks))
+    spec = model.cache_specs()[-1]
+    if isinstance(spec, KVSpec):
+        last_dense -= spec.num_elements * text_config(config)["hidden_size"]  # keys and values of all tokens
+    else:
+        last_dense = sum(sizes[name] for name in last.difference(stacks) if ".mlp." in name)
     return Parameters(
         total=sum(sizes.values()),
         embedding=embedding,
@@ -65,6 +85,8 @@ def count_parameters(model: Any, config: Mapping[str, Any]) -> Parameters:
         num_experts=parameters[stacks[0]].shape[0] if stacks else 0,
         num_experts_per_token=text_config(config)["num_experts_per_tok"] if stacks else 0,
         mtp=sum(sizes[name] for name in drafting),
+        last_experts=sum(sizes[name] for name in last.intersection(stacks)),
+        last_dense=last_dense,
     )
 
 
@@ -84,6 +106,7 @@ class Roofline:
     query_width: int  # query heads x head width
     attention: tuple[KVSpec, ...]
     delta_nets: tuple[StateSpec, ...]
+    ends_with_attention: bool
 
     @classmethod
     def of(cls, model: Any, config: Mapping[str, Any], element_bytes: int) -> Roofline:
@@ -98,6 +121,7 @@ class Roofline:
             query_width=text["num_attention_heads"] * head_dim,
             attention=attention,
             delta_nets=tuple(spec for spec in specs if isinstance(spec, StateSpec)),
+            ends_with_attention=isinstance(specs[-1], KVSpec),
         )
 
     @property
@@ -122,17 +146,21 @@ class Roofline:
     def prefill_bytes(self, batch: int, length: int) -> int:
         """Whole prompts from nothing: weights once, KV and final states written once."""
         written = self.kv_bytes_per_token * length + self.state_bytes_per_request
-        return self._weight_bytes_read(batch * length) + batch * written
+        return self._weight_bytes_read(batch * length, batch) + batch * written
 
-    def _weight_bytes_read(self, num_tokens: int) -> int:
-        read = self.parameters.always_read + self.parameters.experts_read(num_tokens)
+    def _weight_bytes_read(self, num_tokens: int, num_last: int | None = None) -> int:
+        read = self.parameters.always_read + self.parameters.experts_read(num_tokens, num_last)
         return self.element_bytes * (read + num_tokens * self.hidden_size)
 
     def prefill_operations(self, batch: int, length: int) -> int:
-        """Matmuls, causal attention and the chunked delta rule; the head for the last tokens only."""
-        weights = self.parameters.active - self.parameters.head
-        matmuls = 2 * length * weights + 2 * self.parameters.head
-        attention = 4 * self.query_width * len(self.attention) * length * (length + 1) // 2
+        """Matmuls, causal attention and the chunked delta rule; the head, and most of the last layer, for the
+        last tokens only."""
+        last = self.parameters.spared + self.parameters.head
+        matmuls = 2 * length * (self.parameters.active - last) + 2 * last
+        num_pairs = length * (length + 1) // 2 * len(self.attention)
+        if self.ends_with_attention:
+            num_pairs -= length * (length - 1) // 2
+        attention = 4 * self.query_width * num_pairs
         delta_rule = length * sum(_delta_rule_operations(spec) for spec in self.delta_nets)
         return batch * (matmuls + attention + delta_rule)
 

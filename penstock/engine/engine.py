@@ -34,6 +34,7 @@ log = logging.getLogger("penstock.engine")
 
 # Least GB of a GPU, tokens in a step on it, and in one of several requests.
 STEP_TOKENS = ((80, 32768, 16384), (40, 16384, 16384), (0, 4096, 4096))
+KEYS_AT_ONCE = 16  # of a page, at least, in kernels
 GRAMMAR_WAIT_S = 0.01  # for a grammar, when there is nothing else to do; longest delay of an abort then
 
 
@@ -48,6 +49,7 @@ class Engine:
     ) -> None:
         """Takes a model whose weights are in place and the memory its cache may use."""
         device = model.device
+        check_page_size(config, device)
         with timed("cache", on_phase) as report:
             pools = _size_pools(model, config, device)
             report(Phase("cache", pools.describe(config.page_size)))
@@ -313,6 +315,15 @@ def _session_limits(config: EngineConfig, pools: PoolSizes) -> SessionLimits:
         slot_bytes=pools.slot_bytes,
         max_checkpoints=-(-3 * pools.max_checkpoints // 4),
     )
+
+
+def check_page_size(config: EngineConfig, device: torch.device) -> None:
+    if device.type == "cuda" and config.page_size % KEYS_AT_ONCE:
+        raise ConfigError(
+            f"page_size is {config.page_size} and the model runs on a GPU",
+            f"Its kernels read {KEYS_AT_ONCE} keys of a page at once.",
+            f"Use a multiple of {KEYS_AT_ONCE}; 64 is the default.",
+        )
 
 
 def _size_pools(model: Any, config: EngineConfig, device: torch.device) -> PoolSizes:

@@ -47,6 +47,14 @@ class Model(Protocol):
     def cache_specs(self) -> list[CacheSpec]: ...
 
 
+def run_for_last_tokens(model: Model, inputs: StepInputs, caches: Caches) -> Tensor:  # [R, H]
+    """Where nothing may depend on what else is in a step, all tokens go through all layers: in a step with
+    somebody who wants the scores of a prompt they do."""
+    if inputs.deterministic:
+        return model(inputs, caches)[inputs.last_tokens]
+    return model(inputs, caches, only_last=True)
+
+
 class DecodeStep:
     """One token for each of `size` rows. Runs eagerly on any device; `DecodeGraphs` captures it."""
 
@@ -196,8 +204,8 @@ class Launches:
 
     @classmethod
     def split(cls, launches: Mapping[Key, Launch], ahead: Collection[Key]) -> Launches:
-        *_, largest = launches
-        after = [launch for key, launch in launches.items() if key not in ahead or key == largest]
+        largest = [*launches][-1:]
+        after = [launch for key, launch in launches.items() if key not in ahead or key in largest]
         return cls([launches[key] for key in ahead], after)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.graphs import Caches, Launches, Model, capture, excerpt_of
+from penstock.engine.graphs import Caches, Launches, Model, capture, excerpt_of, run_for_last_tokens
 from penstock.engine.packing import RowCounts, StepSize, pack_padded
 from penstock.engine.rows import RowTable
 from penstock.layers.inputs import LayerCache
@@ -57,7 +57,7 @@ class PromptStep:
             self.rows.page_table.shape[1],
             self.deterministic,
         )
-        hidden = self.model(inputs, self.caches, only_last=True)
+        hidden = run_for_last_tokens(self.model, inputs, self.caches)
         return self.model.logits(hidden, deterministic=self.deterministic)
 
 

@@ -147,7 +147,9 @@ class RowTable:
     def step_inputs(self, rows: tuple[RowPlan, ...], deterministic: bool) -> StepInputs:
         packed = pack_step(rows)
         spans = tuple([span_of(row) for row in rows])
-        num_pages = -(-max(span.context_len for span in spans) // self.page_size)
+        num_pages = self.page_table.shape[1]  # of which kernels know their form: it was compiled at start
+        if self.device.type == "cpu":
+            num_pages = -(-max(span.context_len for span in spans) // self.page_size)
         numbers = self.upload(packed.numbers)
         return self.derive_inputs(numbers, packed.lengths, spans, num_pages, deterministic)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.engine.constraints import StepMasks
-from penstock.engine.graphs import DecodeGraphs, Model, is_decode, launch_all
+from penstock.engine.graphs import DecodeGraphs, Model, is_decode, launch_all, run_for_last_tokens
 from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.rows import RowTable, SampleInputs, Wishes
 from penstock.layers.inputs import LayerCache
@@ -186,7 +186,7 @@ class Runner:
         if self.prompt_graphs is not None and (size := self.prompt_graphs.size_for(plan.rows)):
             return self.prompt_graphs.replay(plan.rows, size)
         inputs = self.rows.step_inputs(plan.rows, self.deterministic)
-        return self._logits_of_sampling(self.model(inputs, self.caches, only_last=True), plan)
+        return self._logits_of_sampling(run_for_last_tokens(self.model, inputs, self.caches), plan)
 
     def _logits_of_sampling(self, hidden: Tensor, plan: StepPlan) -> Tensor:  # [R, H] -> [L, vocab] float32
         sampling = [place for place, row in enumerate(plan.rows) if row.samples]

@@ -88,7 +88,9 @@ class Attention(nn.Module):
         )
         query_start, spans, chunks = inputs.query_start, inputs.spans, inputs.chunks
         if only_last:
-            q, gate, hidden = (x[inputs.last_tokens] for x in (q, gate, hidden))
+            # Plain launches, which wait: attention of one token takes keys for those of earlier steps.
+            last_tokens = inputs.last_tokens
+            q, gate, hidden = q[last_tokens], gate[last_tokens], hidden[last_tokens]
             query_start, spans, chunks = inputs.rows_of_one_token()
         attended = paged_attention(
             q,

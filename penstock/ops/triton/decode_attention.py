@@ -7,7 +7,7 @@ length of the row as the device knows it: a captured step stays right as its row
 
 Two things are read before the kernels ahead are complete. Lengths and pages of the rows: a step's inputs are
 written before its first kernel with an early start. And all keys and values but those of the newest token:
-they are of earlier steps.
+they are of earlier steps, or of a kernel that some plain launch has waited for since.
 """
 
 from __future__ import annotations
