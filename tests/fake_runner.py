@@ -341,7 +341,6 @@ class World:
         assert {sequence.row for sequence in self._sampled} <= rows, "a decoding row was left out of a step"
         num_decodes = sum(not row.token_ids for row in plan.rows)
         assert plan.num_tokens <= max(setup.max_step_tokens, num_decodes + setup.page_size)
-        assert plan.num_tokens <= self.scheduler.max_plan_tokens
         for row in plan.rows:
             longest = self._longest(self._in_row(row.row))
             assert row.start + row.num_tokens < longest, "planned past the end"

@@ -44,7 +44,6 @@ class Cache:
         prefix_cache: bool = True,  # False: nothing is ever reused
         reply_states: bool = True,  # False: only states of prompts are, which rounded as another prefill does
         session_limits: SessionLimits = NO_SESSIONS,
-        salt: bytes = b"",
         clock: Clock = time.monotonic,
     ) -> None:
         for name, size in (("pages", num_pages), ("slots", num_slots)):
@@ -63,7 +62,7 @@ class Cache:
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._pages = PagePool(num_pages)
         self._slots = SlotPool(num_slots)
-        self._index = PrefixIndex(page_size, salt)
+        self._index = PrefixIndex(page_size)
         self.sessions = Sessions(self._index, session_limits, clock)
         self._owners: set[Sequence] = set()
         self._pinned: set[int] = set()  # checkpoints that rows of the plan being made read from

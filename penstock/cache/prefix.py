@@ -33,9 +33,9 @@ class Node:
 
 
 class PrefixIndex:
-    def __init__(self, page_size: int, salt: bytes = b"") -> None:
+    def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self.root = blake2b(salt, digest_size=DIGEST_BYTES).digest()
+        self.root = blake2b(digest_size=DIGEST_BYTES).digest()
         self._nodes: dict[bytes, Node] = {}
         self._digests: dict[int, bytes] = {}  # page -> digest
         self._idle: OrderedDict[int, None] = OrderedDict()  # pages without users, next to be evicted first

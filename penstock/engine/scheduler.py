@@ -67,7 +67,6 @@ class Scheduler:
         max_model_len: int,
         shared_step_tokens: int | None = None,  # where a step is not one request's alone
         mixed_step_tokens: int | None = None,  # what a step takes of prompts while others decode
-        seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
@@ -77,7 +76,6 @@ class Scheduler:
         self.mixed_step_tokens = mixed_step_tokens or max_step_tokens
         self.page_size = cache.page_size
         self.max_model_len = max_model_len
-        self.seed = seed
         self._clock = clock
         self.num_preemptions = 0
         self._num_arrivals = 0
@@ -107,11 +105,6 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._sequences or self._in_flight)
-
-    @property
-    def max_plan_tokens(self) -> int:
-        """The most tokens a plan can have. Prefill gets one page a step, however many rows decode."""
-        return max(self.max_step_tokens, self.max_rows + self.page_size)
 
     def submit(self, request: Request) -> Sequence:
         if request.id in self._sequences:
@@ -344,7 +337,7 @@ class Scheduler:
         sequence, sampling = chunk.sequence, chunk.sequence.request.sampling
         seed = sampling.seed
         if seed is None:
-            name = f"{self.seed}/{sequence.arrival}".encode()
+            name = str(sequence.arrival).encode()
             seed = int.from_bytes(blake2b(name, digest_size=8).digest(), "little") >> 1
         return Admission(
             row=chunk.row,
