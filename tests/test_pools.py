@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.pools import PoolSizes, size_pools
-from penstock.errors import CapacityError
+from penstock.errors import CapacityError, ConfigError
 from penstock.types import CacheSpec, KVSpec, StateSpec
 
 ATTENTION: list[CacheSpec] = [KVSpec(num_kv_heads=2, head_dim=256)] * 10
@@ -77,5 +77,9 @@ def test_a_budget_too_small_for_one_sequence_is_refused_with_numbers() -> None:
     assert "--memory-gb" in raised.value.todo
 
 
-def test_a_context_longer_than_the_model_knows_is_cut_to_it() -> None:
-    assert pools(ATTENTION, 60, max_model_len=10**6, max_position=4096).max_model_len == 4096
+def test_a_context_longer_than_the_model_knows_is_refused() -> None:
+    assert pools(ATTENTION, 60, max_model_len=None, max_position=4096).max_model_len == 4096
+    assert pools(ATTENTION, 60, max_model_len=4096, max_position=4096).max_model_len == 4096
+    with pytest.raises(ConfigError, match="4,097") as raised:
+        pools(ATTENTION, 60, max_model_len=4097, max_position=4096)
+    assert "--max-model-len 4096" in raised.value.todo

@@ -237,6 +237,14 @@ def test_an_echo_is_scored_like_the_reply(api: openai.OpenAI) -> None:
     assert again.token_logprobs[1:num_tokens] == pytest.approx(scores.token_logprobs[1:], abs=1e-3)
 
 
+def test_an_echo_of_one_token_is_scored_too(api: openai.OpenAI) -> None:
+    choice = complete(api, prompt=[70], echo=True, logprobs=0, max_tokens=1).choices[0]
+    assert choice.logprobs.token_logprobs[0] is None
+    assert len(choice.logprobs.tokens) == 2
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert choice.logprobs.text_offset == [0, len(choice.logprobs.tokens[0])]
+
+
 def test_echo_repeats_the_prompt_first(api: openai.OpenAI) -> None:
     text = complete(api).choices[0].text
     assert complete(api, echo=True).choices[0].text == "Once" + text

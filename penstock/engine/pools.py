@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.errors import CapacityError
+from penstock.errors import CapacityError, ConfigError
 from penstock.types import CacheSpec, KVSpec, StateSpec
 
 GB = 1e9
@@ -50,6 +50,12 @@ def size_pools(
     prefix_cache: bool,
     checkpoint_bytes: int | None,
 ) -> PoolSizes:
+    if max_model_len is not None and max_model_len > max_position:
+        raise ConfigError(
+            f"max_model_len is {max_model_len:,}, and the model knows {max_position:,} positions",
+            "What stands behind them it was never trained for.",
+            f"Give --max-model-len {max_position} or less, or leave it out.",
+        )
     page_bytes = page_size * element_bytes * sum(s.num_elements for s in specs if isinstance(s, KVSpec))
     states = [spec for spec in specs if isinstance(spec, StateSpec)]
     slot_bytes = sum(4 * s.num_recurrent_elements + element_bytes * s.num_conv_elements for s in states)
@@ -70,7 +76,7 @@ def size_pools(
         num_slots = 1 + max_rows + max_checkpoints
 
     num_pages = 0
-    length = min(max_model_len or max_position, max_position)
+    length = max_model_len or max_position
     if page_bytes:
         left = budget_bytes - num_slots * slot_bytes
         affordable = left // page_bytes - 1  # page 0 is nobody's

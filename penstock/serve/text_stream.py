@@ -235,7 +235,8 @@ class Reply:
             self._said_ids += token_ids
         text = self._decoder.push(token_ids)
         scored = self._score(delta.logprobs[: self.num_tokens - num_before])
-        if delta.prompt_logprobs:
+        is_scored = self.request.sampling.prompt_logprobs is not None
+        if is_scored and num_before == 0 and delta.logprobs:  # of a prompt of one token there are none before
             # The token of the reply is among them even when it only ends it: lm-eval leaves out the last one.
             first = ScoredToken(self._tokenizer.token_bytes(self.request.token_ids[0]), None, ())
             scored = (first, *self._score(delta.prompt_logprobs + delta.logprobs))

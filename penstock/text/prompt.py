@@ -78,7 +78,7 @@ def _places_of(token_ids: Collection[int], prompt: tuple[int, ...]) -> tuple[int
 
 def _resolve_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, max_model_len: int) -> int:
     room = max_model_len - num_prompt_tokens
-    todo = "Shorten the prompt or serve with a larger --max-model-len."
+    todo = "Shorten the prompt, or serve with a larger --max-model-len if the model knows more positions."
     if room < 1:
         raise ContextLengthError(
             f"the prompt is too long: {num_prompt_tokens} tokens > {max_model_len - 1} maximum",
