@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes workspace/engine.py for the model in target/ (or /target), with its log, ledger and report beside it.
+# Writes workspace/engine.py for the model in /target, or else target/, with its log, ledger and report beside it.
 # Flags are those of `penstock forge`, e.g. `bash run.sh --budget 2m`.
 set -euo pipefail
 cd "$(dirname "$0")"

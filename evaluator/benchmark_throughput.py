@@ -31,7 +31,8 @@ from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.machine import Machine
 from penstock.forge.measure import FAMILIES, Bench, draw_benches
 from penstock.forge.oracle import Distance, Oracle, allowed_distance
-from penstock.forge.target import Target
+from penstock.forge.sandbox import CandidateError
+from penstock.forge.target import Target, default_target
 
 
 def main() -> int:
@@ -50,22 +51,36 @@ def main() -> int:
             naive_engine, target, benches, allowed, 1, arguments.baseline_seconds
         )
         print_table("naive", report["naive"])
-        names = {bench.name for bench in benches}
-        benches += [stretch for stretch in stretches if stretch.name not in names]
+        whole = {bench.name for bench in benches}
+        benches += [stretch for stretch in stretches if stretch.name not in whole]
+    names = short_names(arguments.also)
     for path, module in modules.items():
         _, numbers = time_engine(module, target, benches, allowed, arguments.repeats)
         print_table(str(path), numbers)
         if path == arguments.engine:
             report["engine"] = numbers
         else:
-            report.setdefault("also", {})[path.stem] = numbers
-            report.setdefault("times_also", {})[path.stem] = times(report["engine"], numbers)
+            report.setdefault("also", {})[names[path]] = numbers
+            report.setdefault("times_also", {})[names[path]] = times(report["engine"], numbers)
     if not arguments.no_baseline:
         report["times_naive"] = times(report["engine"], report["naive"])
     print(json.dumps(report))
     if arguments.output:
         arguments.output.write_text(json.dumps(report, indent=2) + "\n")
     return 0
+
+
+def short_names(paths: Sequence[Path]) -> dict[Path, str]:
+    """By path the fewest of its last parts that no other one ends in."""
+    spelled = {path: path.absolute().with_suffix("").parts for path in paths}
+    names = {}
+    for path, parts in spelled.items():
+        others = [other for other in spelled.values() if other != parts]
+        counts = (
+            count for count in range(1, len(parts)) if all(o[-count:] != parts[-count:] for o in others)
+        )
+        names[path] = "/".join(parts[-next(counts, len(parts)) :])
+    return names
 
 
 def time_engine(
@@ -80,17 +95,18 @@ def time_engine(
     stretches: dict[str, Bench] = {}
     seconds: dict[str, list[float]] = {}
     build_s, peak_bytes, faults = [], 0, []
-    for _ in range(repeats):
+    for number in range(repeats):
         player = LocalPlayer(module, target)
         build_s.append(player.build_s)
         for bench in benches:
-            checked = [index for index, answer in enumerate(bench.case.answers) if answer is not None]
-            played = player.play(bench.case.calls, keep=checked, timed=bench.timed, enough_s=enough_s)
+            case = bench.plays[number % len(bench.plays)]
+            checked = [index for index, answer in enumerate(case.answers) if answer is not None]
+            played = player.play(case.calls, keep=checked, timed=bench.timed, enough_s=enough_s)
             stretch = shorten(bench, min(len(played.errors), bench.timed[1]))
             stretches[stretch.name] = stretch
             seconds.setdefault(stretch.name, []).append(played.seconds)
             peak_bytes = max(peak_bytes, played.peak_bytes)
-            fault, _ = compare(bench.case, played, allowed)
+            fault, _ = compare(case, played, allowed)
             faults += [f"{bench.name}: {fault}"] if fault else []
         del player
     numbers = {name: describe(stretch, seconds[name]) for name, stretch in stretches.items()}
@@ -145,8 +161,8 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", type=Path, default=Path("workspace/engine.py"))
     parser.add_argument("--also", type=Path, nargs="+", default=[], help="other engines, timed beside it")
-    parser.add_argument("--config", type=Path, default=Path("target/model_config.json"))
-    parser.add_argument("--weights", "--weight-dir", type=Path, default=Path("target/weights"))
+    parser.add_argument("--config", type=Path, default=default_target() / "model_config.json")
+    parser.add_argument("--weights", "--weight-dir", type=Path, default=default_target() / "weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=4321)
     parser.add_argument("--repeats", type=int, default=3, help="each with a fresh engine")
@@ -165,5 +181,5 @@ def read_arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except PenstockError as error:
+    except (PenstockError, CandidateError) as error:
         sys.exit(f"error: {error}")

@@ -17,7 +17,7 @@ from penstock.errors import PenstockError
 from penstock.forge import gate
 from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.oracle import TOLERANCE, Oracle, allowed_distance, typical_case
-from penstock.forge.target import Target
+from penstock.forge.target import Target, default_target
 from penstock.forge.traces import correctness_traces
 
 
@@ -36,7 +36,7 @@ def main() -> int:
     print(f"create_engine took {player.build_s:.1f} s")
     worst, num_failed = 0.0, 0
     for case in cases:
-        verdict = gate.check(player, [case], allowed)
+        verdict = gate.check(player, [case, case], allowed)  # with tokens on the device, then on the CPU
         worst = max(worst, verdict.worst)
         num_failed += not verdict.is_passed
         said = f"{verdict.num_calls} calls, {verdict.worst:.3f} of the tolerance"
@@ -56,8 +56,8 @@ def main() -> int:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", type=Path, default=Path("workspace/engine.py"))
-    parser.add_argument("--config", type=Path, default=Path("target/model_config.json"))
-    parser.add_argument("--weights", "--weight-dir", type=Path, default=Path("target/weights"))
+    parser.add_argument("--config", type=Path, default=default_target() / "model_config.json")
+    parser.add_argument("--weights", "--weight-dir", type=Path, default=default_target() / "weights")
     parser.add_argument("--device", default=default_device())
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--traces", type=int, default=6, help="random ones, beside the situations")

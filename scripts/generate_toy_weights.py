@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -11,26 +10,39 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from penstock.forge.fragments.shape import read_shape
+from penstock.errors import PenstockError
+from penstock.forge.fragments.shape import pick_dtype
+from penstock.forge.target import Target, read_config
 from penstock.forge.toy_weights import save_toy_weights
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Writes OUTPUT/model.pt: random weights for a config.")
+    parser = argparse.ArgumentParser(description="Writes random weights for a config.")
     parser.add_argument("--config", type=Path, default=Path("target/model_config.json"))
     parser.add_argument(
-        "--output", type=Path, default=Path("target/weights"), help="a folder, or a .pt in it"
+        "--output",
+        type=Path,
+        default=Path("target/weights"),
+        help="a folder for model.pt, or a file that ends in .pt (default: target/weights)",
     )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    config = json.loads(arguments.config.read_text())
-    folder = arguments.output.parent if arguments.output.suffix == ".pt" else arguments.output
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}.get(
-        config.get("torch_dtype"), torch.float16
-    )
-    path = save_toy_weights(read_shape(config), folder, dtype, arguments.seed)
+    output = arguments.output
+    folder, name = (output.parent, output.name) if output.suffix == ".pt" else (output, "model.pt")
+    config = read_config(arguments.config)
+    shape = Target.of(config, folder, "cpu").shape
+    dtype = pick_dtype(config, torch.device("cuda"))  # what is computed with there is stored
+    try:
+        path = save_toy_weights(shape, folder, dtype, arguments.seed, name)
+    except OSError as error:
+        raise PenstockError(
+            f"{folder / name} cannot be written", f"{error}.", "Name another --output."
+        ) from None
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except PenstockError as error:
+        sys.exit(f"error: {error}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks and times workspace/engine.py (or the engine named first) against the model in target/ (or /target).
+# Checks and times workspace/engine.py (or the engine named first) against the model in /target, or else target/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

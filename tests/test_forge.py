@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -24,6 +25,8 @@ from penstock.forge import decisions, gate, naive_engine
 from penstock.forge.decisions import Design
 from penstock.forge.emit import emit
 from penstock.forge.fork_server import ForkServer
+from penstock.forge.fragments.graphs_decode import STEP_SIZES
+from penstock.forge.ledger import Ledger, Row
 from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.measure import Sizes
 from penstock.forge.oracle import Case, Distance, Oracle, allowed_distance
@@ -33,7 +36,8 @@ from penstock.forge.sandbox import Played
 from penstock.forge.screen import refusal
 from penstock.forge.target import Target
 from penstock.forge.toy_weights import save_toy_weights
-from penstock.forge.traces import Trace, correctness_traces
+from penstock.forge.traces import Call, Trace, correctness_traces
+from penstock.forge.trial import Exam
 
 SMALL: dict[str, Any] = {
     "model_type": "tiny_llama",
@@ -66,7 +70,7 @@ def make_target(folder: Path, config: dict[str, Any]) -> Target:
 
 def draw_cases(target: Target, seed: int, num_random: int = 2) -> list[Case]:
     knowing = Oracle(target)
-    traces = correctness_traces(target.shape, seed, num_random=num_random, max_batch=12)
+    traces = correctness_traces(target.shape, seed, num_random=num_random, max_batch=12, crowd=65)
     return [knowing.answer(trace) for trace in traces]
 
 
@@ -143,6 +147,24 @@ def test_an_interrupt_loses_nothing(tmp_path: Path) -> None:
     assert verdict.is_passed, verdict.fault
     assert "interrupted" in (out.parent / "report.md").read_text()
     assert len(read_ledger(out)) == 2
+
+
+def test_a_run_that_comes_to_nothing_leaves_what_was_there(tmp_path: Path) -> None:
+    """The story of the engine that still lies beside it; the next run's first trial begins another."""
+    for name in ("ledger.jsonl", "results.log"):
+        (tmp_path / name).write_text(f"an earlier {name}")
+    ledger = Ledger(tmp_path)
+    ledger.log("inspected")
+    assert (tmp_path / "ledger.jsonl").read_text() == "an earlier ledger.jsonl"
+    assert (tmp_path / "results.log").read_text() == "an earlier results.log"
+    words = {"idea": "first", "why": "", "gate": "passed", "fault": "", "verdict": "kept", "author": "search"}
+    row = Row(trial=0, lines_added=1, lines_removed=0, at_s=1.0, seconds=1.0, score=1.0, **words)
+    ledger.add(row)
+    ledger.add(replace(row, trial=1))
+    lines = (tmp_path / "results.log").read_text().splitlines()
+    assert [line.rpartition("] ")[2][:9] for line in lines] == ["inspected", "trial 0: ", "trial 1: "]
+    rows = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [row["trial"] for row in rows] == [0, 1]
 
 
 def gpu_designs() -> list[Design]:
@@ -275,6 +297,51 @@ def test_evaluator_compares_engines_by_the_calls_that_both_were_timed_with(
     assert report["engine"]["benches"]["decode 8"]["calls_timed"] > 1
     assert set(report["times_also"]["broken"]) == {"decode 1", "decode 8"} | shortened
     assert report["naive"]["faults"] == []
+
+
+def test_evaluator_hands_out_tokens_on_the_device_and_on_the_cpu_in_every_situation(
+    broken: tuple[Target, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, path = broken
+    words = ["--weights", str(target.weight_dir), "--config", str(path.parent / "model_config.json")]
+    words += ["--engine", naive_engine.__file__, "--device", "cpu", "--max-batch", "2", "--traces", "1"]
+    places: dict[str, list[bool]] = {}
+    play = LocalPlayer.play
+
+    def watched_play(player: LocalPlayer, calls: list[Call], *, on_device: bool, **rest: Any) -> Played:
+        places.setdefault(str(calls), []).append(on_device)
+        return play(player, calls, on_device=on_device, **rest)
+
+    monkeypatch.setattr(LocalPlayer, "play", watched_play)
+    monkeypatch.setattr(sys, "argv", ["script", *words])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script: Any = load_module(ROOT / "evaluator" / "test_correctness.py")
+    assert script.main() == 0
+    assert len(places) == 9
+    assert all(each == [True, False] for each in places.values())
+
+
+def test_evaluator_keeps_engines_of_one_name_apart() -> None:
+    script: Any = load_module(ROOT / "evaluator" / "benchmark_throughput.py")
+    paths = [Path("engine.py"), Path("a/engine.py"), Path("/x/b/engine.py"), Path("/y/b/engine.py")]
+    names = list(script.short_names(paths).values())
+    assert names == [f"{Path.cwd().name}/engine", "a/engine", "x/b/engine", "y/b/engine"]
+    assert script.short_names([Path("a/engine.py")]) == {Path("a/engine.py"): "engine"}
+
+
+def test_an_exam_has_more_rows_than_a_captured_step_where_they_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(tmp_path, SMALL)
+
+    def most_rows() -> int:
+        exam = Exam.draw(target, seed=2, num_random=0, sizes=SIZES)
+        return max(len(call.ids) for case in exam.cases for call in case.calls if call.kind == "decode")
+
+    assert most_rows() > max(STEP_SIZES)
+    cache_bytes = 128 * target.shape.max_len * target.kv_bytes_per_token
+    monkeypatch.setattr("penstock.forge.trial.CPU_CACHE_BYTES", cache_bytes)
+    assert most_rows() <= max(STEP_SIZES)
 
 
 class Otherwise(Reference):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from penstock.forge import decisions
 from penstock.forge.decisions import Design
 from penstock.forge.emit import emit
-from penstock.forge.fragments import projection_kernels
+from penstock.forge.fragments import graphs_decode, projection_kernels
 from penstock.forge.local import load_module
 from penstock.forge.oracle import distance
 from penstock.forge.reference import Reference
@@ -99,6 +100,19 @@ def test_engines_of_kernels_are_right(
     engine.remove([1, 3])
     texts[1] = [5, 6]
     check([1], engine.prefill([1], [torch.tensor(texts[1])]))
+
+
+def test_more_rows_than_any_captured_step_has_come_to_the_models_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Wherever their tokens are, and of whatever type."""
+    seen: list[Tensor] = []
+    monkeypatch.setattr(graphs_decode, "run_tokens", lambda model, tokens, *rows: seen.append(tokens))
+    steps: Any = SimpleNamespace(model=SimpleNamespace(rope=torch.empty(1, device="meta")))
+    num_rows = graphs_decode.STEP_SIZES[-1] + 1
+    tokens = torch.zeros(num_rows, dtype=torch.int32)
+    graphs_decode.DecodeGraphs.launch(steps, tokens, list(range(num_rows)), [0] * num_rows)
+    assert [(token.device.type, token.dtype) for token in seen] == [("meta", torch.int64)]
 
 
 @pytest.mark.skipif(

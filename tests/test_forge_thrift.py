@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +22,11 @@ import torch
 
 from command_line import ROOT
 from penstock.forge import decisions
+from penstock.forge import measure as measuring
 from penstock.forge.emit import emit
 from penstock.forge.fragments import launch
-from penstock.forge.ledger import Ledger
+from penstock.forge.ledger import Ledger, write_report
+from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.machine import Machine
 from penstock.forge.measure import FAMILIES, Bench, Timing, measure
 from penstock.forge.opening import opening
@@ -33,7 +37,8 @@ from penstock.forge.search import Engine, Search, _key
 from penstock.forge.target import Target
 from penstock.forge.traces import Call, Trace
 from penstock.forge.trial import Bar, Exam, Outcome
-from test_forge import SMALL, make_target
+from penstock.forge.writer import Proposal, Writer
+from test_forge import SIZES, SMALL, make_target
 
 H200 = Machine("NVIDIA H200", "cuda", "9.0", 141 << 30, 4.1e12, 7e14, 6.5e-6)
 SHAPES = {  # layers, width, width of the feed-forward, heads, key heads, head_dim, vocabulary
@@ -70,10 +75,8 @@ class Metronome:
 
 
 def draw_benches() -> list[Bench]:
-    return [
-        Bench(name, family, Case(name, [Call("remove", (name,))], [None]), (0, 1), repeats=3)
-        for name, family in BENCHES.items()
-    ]
+    cases = {name: Case(name, [Call("remove", (name,))], [None]) for name in BENCHES}
+    return [Bench(name, family, cases[name], (0, 1), [cases[name]] * 3) for name, family in BENCHES.items()]
 
 
 def timings_of(seconds: float) -> dict[str, Timing]:
@@ -96,6 +99,52 @@ def test_a_bench_is_repeated_until_it_has_been_seen_for_long_enough() -> None:
     assert {name: timing.seconds for name, timing in timings.items()} == {
         name: min(values) for name, values in seconds.items()
     }
+
+
+class Memory:
+    """An engine that knows the answers to prompts it has seen before, and what else it has seen."""
+
+    def __init__(self, engine: Any, is_lazy: bool) -> None:
+        self.engine = engine
+        self.is_lazy = is_lazy  # and then answers anything to requests that come back
+        self.known: dict[Any, torch.Tensor] = {}
+        self.ids: set[tuple[str, ...]] = set()
+        self.num_prefills = self.num_known = 0
+
+    def prefill(self, ids: list[str], prompts: list[torch.Tensor]) -> torch.Tensor:
+        key = tuple(tuple(prompt.tolist()) for prompt in prompts)
+        self.num_prefills += 1
+        self.num_known += key in self.known
+        self.known[key] = self.engine.prefill(ids, prompts)
+        is_back = tuple(ids) in self.ids
+        self.ids.add(tuple(ids))
+        return torch.zeros_like(self.known[key]) if self.is_lazy and is_back else self.known[key]
+
+    def decode(self, ids: list[str], tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.engine.decode(ids, tokens)
+        return logits
+
+    def remove(self, ids: list[str]) -> None:
+        self.engine.remove(ids)
+
+
+def test_what_an_engine_remembers_of_a_play_does_not_help_it_in_the_next(tmp_path: Path) -> None:
+    """Each has other tokens, and each has answers that are checked."""
+    target = make_target(tmp_path, SMALL)
+    benches = measuring.draw_benches(target, Oracle(target), 3, replace(SIZES, repeats=3))
+    path = tmp_path / "engine.py"
+    path.write_text(emit(decisions.plain_design(), "An engine."))
+    player = LocalPlayer(load_module(path), target)
+    plain = player.engine
+    player.engine = memory = Memory(plain, is_lazy=False)
+    _, fault, _ = measure(player, benches, Distance(1 / 3))
+    assert not fault
+    assert memory.num_prefills > 2 * len(benches)
+    assert memory.num_known == 0
+    player.engine = Memory(plain, is_lazy=True)
+    _, fault, _ = measure(player, benches, Distance(1 / 3))
+    assert "prefill 8, while timed" in fault
+    assert "logits are off" in fault
 
 
 def test_a_candidate_that_cannot_catch_up_is_not_timed_to_the_end() -> None:
@@ -245,6 +294,64 @@ def test_after_the_first_version_the_opening_is_tried_and_the_first_is_profiled_
     assert profiled == ([] if is_right else [first[0]])
     assert len(ledger.rows) == 3
     assert ("CUDAGraph" in out.read_text()) == is_right
+
+
+def test_who_interrupts_twice_waits_for_the_report_and_for_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU the first version and the best would be timed again for it."""
+    profile = {"decode.projection": 1.0, "prefill.projection": 1.0}
+    tried: list[str] = []
+
+    def run_trial(sandbox: Any, source: str, *given: Any, seconds: float, **rest: Any) -> Outcome:
+        assert seconds <= 60.0
+        tried.append(source)
+        timings = timings_of(1.0 if source == tried[0] else 0.5)
+        return Outcome("", "passed", 1e-3, timings=timings, profile=profile)
+
+    def interrupt(line: str) -> None:
+        if "trial 1" in line:
+            raise KeyboardInterrupt
+
+    def interrupted_report(*words: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        write_report(*words)
+
+    monkeypatch.setattr("penstock.forge.search.run_trial", run_trial)
+    monkeypatch.setattr("penstock.forge.search.write_report", interrupted_report)
+    box: Any = SimpleNamespace(enforced={}, given_up={})
+    exam, out = Exam([], [], Distance(1.0)), tmp_path / "engine.py"
+    target, machine = Target.of(SMALL, Path("."), "cpu"), Machine("CPU", "cpu", "", 0, 1e10, 1e11, 1e-6)
+    search = Search(target, machine, exam, box, Ledger(tmp_path), out, budget_s=60.0, say=interrupt)
+    try:
+        search.run()
+    except KeyboardInterrupt:
+        pytest.fail("the second interrupt came through")
+    assert [row.verdict for row in search.ledger.rows] == ["kept", "kept"]
+    assert len(tried) == 3  # the second time the first version, to confirm the gain
+    assert "interrupted" in (tmp_path / "report.md").read_text()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_reply_is_waited_for_as_long_as_it_leaves_time_for_its_trial(tmp_path: Path) -> None:
+    waited: list[float] = []
+
+    class Silent(Writer):
+        def propose(self, source: str, brief: str, seconds: float = 0.0) -> Proposal | str:
+            waited.append(seconds)
+            self._num_failures = 9
+            return "no answer"
+
+    box: Any = SimpleNamespace(enforced=())
+    exam, out = Exam([], [], Distance(1.0)), tmp_path / "engine.py"
+    ledger = Ledger(tmp_path, time.monotonic() - 400.0)
+    target = Target.of(SMALL, Path("."), "cpu")
+    search = Search(target, H200, exam, box, ledger, out, budget_s=1000.0)
+    outcome = Outcome("", "passed", 1.0, timings=timings_of(1.0))
+    search.best = Engine("", decisions.plain_design(), outcome, "plain", dict.fromkeys(FAMILIES, 1.0))
+    search.judged_s = [100.0]
+    search.improve_by_writing(Silent("http://127.0.0.1:1", "silent"))
+    assert waited == [pytest.approx(1000.0 - 400.0 - 120.0, abs=5.0)]
 
 
 def test_a_reference_that_is_widened_as_it_goes_is_the_one_in_float32(tmp_path: Path) -> None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import signal
 from pathlib import Path
 
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError
 from penstock.forge.fork_server import ForkServer
 
 DESCRIPTION = "Writes an engine for one model on this machine: plan, write, check, measure, keep the best."
 USAGE = "penstock forge [flags]"
 EXAMPLES = [
-    "penstock forge                                            target/ → workspace/engine.py",
+    "penstock forge                                            /target or target → workspace/engine.py",
     "penstock forge --config c.json --weights w --budget 10m   another model, ten minutes",
     "penstock forge --llm-base-url http://127.0.0.1:8000       a model proposes edits too",
 ]
 
-TARGETS = (Path("target"), Path("/target"))
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh]?)")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -31,9 +32,14 @@ def read_duration(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", help="model_config.json (default: target/)")
     parser.add_argument(
-        "--weights", type=Path, metavar="FOLDER", help="the folder of model.pt (default: target/)"
+        "--config", type=Path, metavar="FILE", help="model_config.json (default: of /target or target)"
+    )
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        metavar="FOLDER",
+        help="the folder of model.pt (default: of /target or target)",
     )
     parser.add_argument(
         "--out",
@@ -55,14 +61,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    with ForkServer(arguments.device) as server:  # before torch: it imports the same at the same time
-        return _run(arguments, server)
+    check_out(arguments.out)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: with a report
+    try:
+        with ForkServer(arguments.device) as server:  # before torch: it imports the same at the same time
+            return _run(arguments, server)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def check_out(out: Path) -> None:
+    """Before any time is spent: whether there can be an engine, and files beside it."""
+    if out.is_dir():
+        todo = f"Name the file: --out {out / 'engine.py'}"
+        raise ConfigError(f"--out {out} is a folder", "An engine is one file.", todo)
+    parent = out.absolute().parent
+    found = next(folder for folder in (parent, *parent.parents) if folder.exists())
+    if not found.is_dir() or not os.access(found, os.W_OK | os.X_OK):
+        why = "not writable" if found.is_dir() else "no folder"
+        raise ConfigError(
+            f"--out {out} cannot be written", f"{found} is {why}.", "Name another place with --out."
+        )
 
 
 def _run(arguments: argparse.Namespace, server: ForkServer) -> int:
     from penstock.forge.run import forge
+    from penstock.forge.target import default_target
 
-    default = next((folder for folder in TARGETS if (folder / "model_config.json").exists()), TARGETS[0])
+    default = default_target()
     best = forge(
         config=arguments.config or default / "model_config.json",
         weights=arguments.weights or default / "weights",
@@ -76,13 +102,12 @@ def _run(arguments: argparse.Namespace, server: ForkServer) -> int:
         server=server,
         say=lambda line: print(line, flush=True),
     )
-    print(f"{arguments.out}: {best.idea}; see {arguments.out.parent / 'report.md'}")
+    gained = ", ".join(f"{family} {gain:.2f}x" for family, gain in best.total.items())
+    print(f"{arguments.out}: {gained} as fast as the first version; see {arguments.out.parent / 'report.md'}")
     return 0
 
 
 def _pick_device(name: str) -> str:
     import torch
 
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise PenstockError("There is no CUDA device here", "", "Leave --device away, or write --device cpu.")
     return name or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -169,10 +169,11 @@ def _no_privileges(libc: Any, limits: Mapping[str, Any]) -> str:
 
 # The number of the architecture, of socket(2), and of what reaches into other processes, namespaces, file
 # systems or the kernel: ptrace, process_vm_readv and _writev, pidfd_getfd, setns, unshare, mount, umount2,
-# open_by_handle_at, bpf, keyctl, kexec_load, io_uring_setup (whose sockets no filter sees).
+# open_by_handle_at, bpf, keyctl, kexec_load, io_uring_setup (whose sockets no filter sees); and setsid and
+# setpgid, which leave the group of processes that is killed together.
 _SYSTEM_CALLS = {
-    "x86_64": (0xC000003E, 41, (101, 310, 311, 438, 308, 272, 165, 166, 304, 321, 250, 246, 425)),
-    "aarch64": (0xC00000B7, 198, (117, 270, 271, 438, 268, 97, 40, 39, 265, 280, 219, 104, 425)),
+    "x86_64": (0xC000003E, 41, (101, 310, 311, 438, 308, 272, 165, 166, 304, 321, 250, 246, 425, 112, 109)),
+    "aarch64": (0xC00000B7, 198, (117, 270, 271, 438, 268, 97, 40, 39, 265, 280, 219, 104, 425, 157, 154)),
 }
 _X32_CALLS = 0x40000000  # a second set of numbers for the calls of x86_64
 
@@ -217,7 +218,7 @@ def _few_system_calls(libc: Any, limits: Mapping[str, Any]) -> str:
     filter_ = _Program(len(program), instructions)
     if libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(filter_), 0, 0):
         return ""
-    return "no sockets but Unix ones, no tracing, no mounting, no other namespaces"
+    return "no sockets but Unix ones, no tracing, no mounting, no other namespaces or groups of processes"
 
 
 def _small_files(libc: Any, limits: Mapping[str, Any]) -> str:

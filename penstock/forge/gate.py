@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.forge.oracle import Case, Distance, distance
-from penstock.forge.sandbox import Played
+from penstock.forge.sandbox import CandidateError, Played
 from penstock.forge.traces import Call
 
 
@@ -41,7 +41,10 @@ def check(player: Player, cases: Sequence[Case], allowed: Distance) -> Verdict:
     worst, num_calls = 0.0, 0
     for number, case in enumerate(cases):
         keep = [index for index, answer in enumerate(case.answers) if answer is not None]
-        played = player.play(case.calls, keep=keep, on_device=number % 2 == 0)
+        try:
+            played = player.play(case.calls, keep=keep, on_device=number % 2 == 0)
+        except CandidateError as error:
+            return Verdict(f"{case.name}: {error}", worst, num_calls)
         fault, distance_here = compare(case, played, allowed)
         worst, num_calls = max(worst, distance_here), num_calls + len(case.calls)
         if fault:
@@ -66,7 +69,8 @@ def compare(case: Case, played: Played, allowed: Distance) -> tuple[str, float]:
         if logits is None or logits.shape != answer.shape:
             seen = "nothing" if logits is None else list(logits.shape)
             return f"{what}: answered {seen}, expected {list(answer.shape)}", worst
-        off = distance(logits, answer)
+        rows = case.rows(number)
+        off = distance(logits[rows], answer[rows])
         worst = max(worst, off.most)
         if not off.is_within(allowed):
             return f"{what}: logits are off by {_spelled(off, allowed)}", worst

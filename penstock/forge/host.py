@@ -29,6 +29,11 @@ MAX_MESSAGE = 1 << 26
 Confine = Callable[[list[str], dict[str, Any]], dict[str, str]]
 
 
+class NoLogits(Exception):
+    """A call was answered with something else. That ends a candidate: as an outcome it might pass for a
+    refusal."""
+
+
 class PenstockRefused(importlib.abc.MetaPathFinder):
     """An engine stands alone."""
 
@@ -39,7 +44,8 @@ class PenstockRefused(importlib.abc.MetaPathFinder):
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the judge, who then ends this process
+    for ending in (signal.SIGINT, signal.SIGTERM):  # they are for the judge, who then ends this process
+        signal.signal(ending, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     confine = load_file("confine", str(Path(__file__).with_name("confine.py"))).confine
     import_for_all(sys.argv[2] == "cuda")
@@ -93,6 +99,18 @@ def know_kernels_that_moved() -> None:
         self.starting_line_number = 1
 
     JITCallable.__init__ = build_without_line
+
+
+def fault_of_answer(answer: Any, device: str) -> str:
+    """Why these are no logits, if so. A tensor and nothing else: what computes only when somebody looks at it
+    does so when the clock has stopped."""
+    import torch
+
+    if type(answer) is not torch.Tensor:
+        return f"answered with an object of type {type(answer).__name__}; a torch.Tensor is expected"
+    if answer.device.type != device.partition(":")[0] or not answer.is_floating_point():
+        return f"answered with {answer.dtype} on {answer.device}; logits on {device} are expected"
+    return ""
 
 
 def _live(connection: socket.socket, limits: dict[str, Any], confine: Confine) -> None:
@@ -166,15 +184,20 @@ class Session:
                 self.receive()
             try:
                 logits = self._call(call)
-                outcomes.append(None if logits is None else list(logits.shape))
-                if number in keep and logits is not None:
-                    kept.append(logits)
+            except NoLogits:
+                raise
             except Exception as error:
                 outcomes.append(f"{type(error).__name__}: {error}"[:300])
+            else:
+                outcomes.append(None if logits is None else list(logits.shape))
+                if logits is not None and number in keep:
+                    kept.append(logits)
             if number == stop - 1:
                 self._wait()
+                kept = [logits.clone() for logits in kept]  # what a thread fills in later is too late
+                self._wait()
                 self.send({"done": True})
-        payload = b"".join(logits.float().cpu().contiguous().numpy().tobytes() for logits in kept)
+        payload = b"".join(logits.float().cpu().numpy().tobytes() for logits in kept)
         self.send({"outcomes": outcomes, "peak_bytes": self._peak_bytes()}, payload)
 
     def _prepare(self, call: list[Any]) -> tuple[str, list[str], Any]:
@@ -191,8 +214,12 @@ class Session:
     def _call(self, call: tuple[str, list[str], Any]) -> Any:
         kind, ids, tokens = call
         if kind == "remove":
-            return self.engine.remove(ids)
-        return self.engine.prefill(ids, tokens) if kind == "prefill" else self.engine.decode(ids, tokens)
+            self.engine.remove(ids)
+            return None
+        logits = self.engine.prefill(ids, tokens) if kind == "prefill" else self.engine.decode(ids, tokens)
+        if fault := fault_of_answer(logits, self.device):
+            raise NoLogits(fault)
+        return logits
 
     def _wait(self) -> None:
         import torch

@@ -51,25 +51,32 @@ class Row:
 
 class Ledger:
     def __init__(self, folder: Path, started: float | None = None) -> None:
-        """`started` by the monotonic clock, where the run is older than its ledger."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """`started` by the monotonic clock, where the run is older than its ledger.
+
+        An earlier run's files are replaced with the first row: a run that comes to nothing leaves them.
+        """
         self.folder = folder
         self.rows: list[Row] = []
         self._started = time.monotonic() if started is None else started
-        for name in ("ledger.jsonl", "results.log"):
-            (folder / name).write_text("")
+        self._early_lines: list[str] = []
 
     @property
     def age_s(self) -> float:
         return time.monotonic() - self._started
 
     def add(self, row: Row) -> None:
+        if not self.rows:
+            replace_file(self.folder / "ledger.jsonl", "")
+            replace_file(self.folder / "results.log", "".join(self._early_lines))
         self.rows.append(row)
         with (self.folder / "ledger.jsonl").open("a") as file:
             file.write(json.dumps(row.facts(), ensure_ascii=False) + "\n")
         self.log(row.line())
 
     def log(self, line: str) -> None:
+        if not self.rows:
+            self._early_lines.append(line + "\n")
+            return
         with (self.folder / "results.log").open("a") as file:
             file.write(line + "\n")
 

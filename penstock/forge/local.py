@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
-from penstock.forge.host import load_file
-from penstock.forge.sandbox import Played
+from penstock.forge.host import fault_of_answer, load_file
+from penstock.forge.sandbox import CandidateError, Played
 from penstock.forge.target import Target
 from penstock.forge.traces import Call
 
@@ -62,14 +62,19 @@ class LocalPlayer:
                 started = time.perf_counter()
             try:
                 logits = self._call(call, tokens)
-                errors.append(None)
-                if number in keep and logits is not None:
-                    kept[number] = logits
+            except CandidateError:
+                raise
             except Exception as error:  # a refusal, or a fault: the gate knows which was due
                 errors.append(f"{type(error).__name__}: {error}")
+            else:
+                errors.append(None)
+                if logits is not None and number in keep:
+                    kept[number] = logits
             is_timed = timed[0] <= number < timed[1]
             is_enough = is_timed and enough_s < math.inf and self._seconds_since(started) >= enough_s
             if number == timed[1] - 1 or is_enough:
+                self._wait()
+                kept = {one: logits.clone() for one, logits in kept.items()}  # before the clock stops
                 seconds = self._seconds_since(started)
             if is_enough:
                 self._empty(calls[: number + 1])
@@ -90,6 +95,8 @@ class LocalPlayer:
             return None
         run = self.engine.prefill if call.kind == "prefill" else self.engine.decode
         logits: Tensor = run(ids, tokens)
+        if fault := fault_of_answer(logits, self.device):
+            raise CandidateError(fault)
         return logits
 
     def _empty(self, played: Sequence[Call]) -> None:

@@ -22,27 +22,26 @@ class NaiveEngine:
 
     def prefill(self, request_ids: Sequence[Hashable], input_ids: Sequence[Tensor]) -> Tensor:
         prompts = [torch.as_tensor(prompt).tolist() for prompt in input_ids]
-        self._check(request_ids, prompts)
-        self.texts |= dict(zip(request_ids, prompts))
-        return self._logits(request_ids)
+        return self._run(request_ids, prompts)
 
     def decode(self, request_ids: Sequence[Hashable], token_ids: Tensor) -> Tensor:
         tokens = torch.as_tensor(token_ids).flatten().tolist()
         self._check_known(request_ids)
-        self._check(request_ids, [[*self.texts[id], token] for id, token in zip(request_ids, tokens)])
-        for id, token in zip(request_ids, tokens):
-            self.texts[id].append(token)
-        return self._logits(request_ids)
+        if len(tokens) != len(request_ids):
+            raise ValueError(f"{len(request_ids)} request ids came with {len(tokens)} tokens")
+        return self._run(request_ids, [[*self.texts[id], token] for id, token in zip(request_ids, tokens)])
 
     def remove(self, request_ids: Sequence[Hashable]) -> None:
         self._check_known(request_ids)
         for id in request_ids:
             del self.texts[id]
 
-    def _logits(self, request_ids: Sequence[Hashable]) -> Tensor:
-        """[R, V]"""
-        texts = [self.texts[id] for id in request_ids]
-        return torch.cat([self.reference.logits(text, [len(text) - 1]) for text in texts])
+    def _run(self, request_ids: Sequence[Hashable], texts: list[list[int]]) -> Tensor:
+        """[R, V]. The texts are the requests' from when they have been run."""
+        self._check(request_ids, texts)
+        logits = torch.cat([self.reference.logits(text, [len(text) - 1]) for text in texts])
+        self.texts |= dict(zip(request_ids, texts))
+        return logits
 
     def _check_known(self, request_ids: Sequence[Hashable]) -> None:
         if unknown := [id for id in request_ids if id not in self.texts]:

@@ -46,6 +46,12 @@ class Case:
     name: str
     calls: list[Call]
     answers: list[Tensor | None]  # [R, V] float32, on the CPU
+    asked: frozenset[str] | None = None  # the requests whose rows are known, where not all are
+
+    def rows(self, number: int) -> list[int]:
+        """Those of an answer that are known."""
+        ids = self.calls[number].ids
+        return [row for row, id in enumerate(ids) if self.asked is None or id in self.asked]
 
 
 @dataclass(slots=True)
@@ -60,22 +66,24 @@ class Oracle:
     def __init__(self, target: Target) -> None:
         self.reference = Reference(target, target.dtype)
 
-    def answer(self, trace: Trace, calls: frozenset[int] | None = None) -> Case:
-        """With the answers to these calls, or to all."""
+    def answer(
+        self, trace: Trace, calls: frozenset[int] | None = None, ids: frozenset[str] | None = None
+    ) -> Case:
+        """With the answers to these calls, or to all, for these requests, or for all."""
         wanted = frozenset(range(len(trace.calls))) if calls is None else calls
         answers = [
             _room(call, self.reference.shape.vocab_size) if number in wanted else None
             for number, call in enumerate(trace.calls)
         ]
+        case = Case(trace.name, trace.calls, answers, ids)
         for life in _lives(trace.calls):
-            asked = [one for one in life.asked if one[0] in wanted]
-            if asked:
+            if asked := _known(case, life):
                 logits = self.reference.logits(life.tokens, [position for _, _, position in asked]).cpu()
                 for (call, row, _), row_logits in zip(asked, logits):
                     answer = answers[call]
                     assert answer is not None
                     answer[row] = row_logits
-        return Case(trace.name, trace.calls, answers)
+        return case
 
     def rounding(self, case: Case) -> Distance:
         """How far the reference strays from itself in float32."""
@@ -84,7 +92,7 @@ class Oracle:
         exact = self.reference.in_float32()
         strayed = []
         for life in _lives(case.calls):
-            asked = [one for one in life.asked if case.answers[one[0]] is not None]
+            asked = _known(case, life)
             logits = exact.logits(life.tokens, [position for _, _, position in asked]).cpu()
             for (call, row, _), right in zip(asked, logits):
                 answer = case.answers[call]
@@ -117,6 +125,12 @@ def _room(call: Call, vocab_size: int) -> Tensor | None:
     if call.kind == "remove" or call.is_refused:
         return None
     return torch.empty(len(call.ids), vocab_size)
+
+
+def _known(case: Case, life: Life) -> list[tuple[int, int, int]]:
+    """What is asked of a life whose answers the case has, or is to have."""
+    known = {number: case.rows(number) for number, answer in enumerate(case.answers) if answer is not None}
+    return [one for one in life.asked if one[1] in known.get(one[0], ())]
 
 
 def _lives(calls: list[Call]) -> list[Life]:

@@ -9,15 +9,20 @@ from __future__ import annotations
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.errors import CheckpointError
+from penstock.errors import CapacityError, CheckpointError
+from penstock.forge.fragments.shape import Shape
 from penstock.forge.target import Target
+from penstock.forge.toy_weights import tensor_shapes
 
 NUM_READERS = 8  # one thread copies to a GPU no faster than it finds the pages of a file
+DERIVED_TENSOR = "rotary_emb.inv_freq"  # that older checkpoints store though it follows from the config
+MOST_NAMED = 6
 
 
 class Reference:
@@ -26,7 +31,7 @@ class Reference:
         self.shape = shape
         self.dtype = dtype  # in which it computes
         self.device = device
-        self.weights = read_weights(target.weight_dir, dtype, device)
+        self.weights = read_weights(target, dtype)
         dims = torch.arange(0, shape.head_dim, 2, device=device, dtype=torch.float32)
         self.frequencies = shape.rope_theta ** (-dims / shape.head_dim)
 
@@ -46,7 +51,8 @@ class Reference:
             hidden = hidden + self._attention(hidden, f"layers.{layer}.")
             hidden = hidden + self._feed_forward(hidden, f"layers.{layer}.")
         wanted = hidden[torch.tensor(positions, device=self.device)]
-        return self._project(self._norm(wanted, "norm"), "lm_head").float()
+        head = "lm_head" if self.shape.has_own_head else "embed_tokens"
+        return self._project(self._norm(wanted, "norm"), head).float()
 
     def _attention(self, hidden: Tensor, layer: str) -> Tensor:
         x = self._norm(hidden, layer + "input_layernorm")
@@ -85,16 +91,63 @@ class Reference:
         return turned.to(heads.dtype)
 
 
-def read_weights(weight_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def read_weights(target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
     """By bare names: without `model.` before and `.weight` behind."""
-    path = weight_dir / "model.pt"
+    path = target.weight_dir / "model.pt"
     if not path.exists():
         raise CheckpointError(
             f"There is no {path}",
             "Weights are one state dict in a file model.pt.",
             "scripts/generate_toy_weights.py makes one from a config.",
         )
-    stored: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    names = [name.removeprefix("model.").removesuffix(".weight") for name in stored]
-    with ThreadPoolExecutor(NUM_READERS) as threads:
-        return dict(zip(names, threads.map(lambda tensor: tensor.to(device).to(dtype), stored.values())))
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged file can make anything of its reader
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        todo = "Write it with torch.save, or copy it here again."
+        raise CheckpointError(f"{path} cannot be read", why, todo) from error
+    tensors = _check_tensors(stored, target.shape, path)
+    device = torch.device(target.device)
+    try:
+        with ThreadPoolExecutor(NUM_READERS) as threads:
+            read = threads.map(lambda tensor: tensor.to(device).to(dtype), tensors.values())
+            return dict(zip(tensors, read))
+    except torch.OutOfMemoryError as error:
+        size_gb = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize / 1e9
+        raise CapacityError(
+            f"The weights do not fit on {target.device}", f"As {dtype} they take {size_gb:.1f} GB."
+        ) from error
+
+
+def _check_tensors(stored: Any, shape: Shape, path: Path) -> dict[str, Tensor]:
+    """All tensors of the model in their shapes, and no others: what nothing uses would have been meant."""
+    if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
+        raise CheckpointError(f"{path} is not a state dict", "A dict from names to tensors is expected.")
+    names = [str(name).removeprefix("model.").removesuffix(".weight") for name in stored]
+    tensors = {
+        name: tensor for name, tensor in zip(names, stored.values()) if not name.endswith(DERIVED_TENSOR)
+    }
+    head, embedding = tensors.get("lm_head"), tensors.get("embed_tokens")
+    if not shape.has_own_head and head is not None and embedding is not None and torch.equal(head, embedding):
+        del tensors["lm_head"]  # stored twice, as tied ones often are
+    sizes = dict(tensor_shapes(shape))
+    faults = {
+        "It lacks": [name for name in sizes if name not in tensors],
+        "Nothing uses its": [name for name in tensors if name not in sizes],
+        "It has twice": [name for name in tensors if names.count(name) > 1],
+        "In another shape it has": [
+            f"{name} {list(tensors[name].shape)} instead of {list(size)}"
+            for name, size in sizes.items()
+            if name in tensors and tensors[name].shape != size
+        ],
+    }
+    said = [f"{what} {_tell(found)}." for what, found in faults.items() if found]
+    if said:
+        todo = "Name the config that these weights were made with."
+        raise CheckpointError(f"{path} does not belong to the config", " ".join(said), todo)
+    return tensors
+
+
+def _tell(found: list[str]) -> str:
+    more = len(found) - MOST_NAMED
+    return ", ".join(found[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -18,7 +18,7 @@ from penstock.forge.sandbox import Limits, Sandbox
 from penstock.forge.search import Engine, Search
 from penstock.forge.target import Target
 from penstock.forge.trial import Exam
-from penstock.forge.writer import TIMEOUT_S, Writer
+from penstock.forge.writer import Writer
 
 SPARE_BYTES = 6 << 30  # beside the weights: torch itself, a cache, activations
 COMPILER_BYTES = 8 << 30  # on a GPU, where threads compile kernels at the same time
@@ -43,6 +43,9 @@ def forge(
     say: Callable[[str], None] = lambda line: None,
 ) -> Engine:
     """With a fork server that is already importing, the time counts from when that was started."""
+    writer = Writer(llm_base_url, llm_model) if llm_base_url else None
+    if writer:
+        writer.greet()
     with contextlib.ExitStack() as stack:
         server = server or stack.enter_context(ForkServer(device))
         phases = Phases(server.started)
@@ -66,7 +69,8 @@ def forge(
         said = f"inspect, seconds: {tell(phases.seconds)}; beside it sandbox {settled_s:.1f}"
         ledger.log(said)
         say(said)
-        writer = open_writer(llm_base_url, llm_model, reached, budget_s) if llm_base_url else None
+        if writer:
+            require_isolation(reached)
         search = Search(
             target,
             machine,
@@ -88,7 +92,7 @@ def _settle(sandbox: Sandbox) -> tuple[Reach, float]:
     return reached, phases.end("sandbox")
 
 
-def open_writer(base_url: str, model: str, reached: Reach, budget_s: float) -> Writer:
+def require_isolation(reached: Reach) -> None:
     """A model's code is a stranger's: it runs where the network is out of its reach, or not at all."""
     if not reached.network:
         raise PenstockError(
@@ -96,4 +100,3 @@ def open_writer(base_url: str, model: str, reached: Reach, budget_s: float) -> W
             "A probe in the sandbox could open a connection: this kernel has neither seccomp nor namespaces.",
             "Leave --llm-base-url away; the built-in search runs without it.",
         )
-    return Writer(base_url, model, min(TIMEOUT_S, budget_s / 3))  # a reply must leave time for its trial

@@ -7,6 +7,7 @@ reaches for files, processes, the network, the interpreter, or the judge.
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 
 ALLOWED_MODULES = {
     "__future__",
@@ -53,21 +54,46 @@ REFUSED_NAMES = {
     "setattr",
     "vars",
 }
+# Also with an underscore before them, as some modules name what they import.
 REFUSED_ATTRIBUTES = {
     "ProcessPoolExecutor",
+    "TorchDispatchMode",
+    "TorchFunctionMode",
+    "attrgetter",
+    "builtins",
     "cpp_extension",
+    "ctypes",
     "distributed",
     "from_file",
+    "gc",
     "hub",
+    "importlib",
+    "inspect",
+    "io",
     "load_library",
     "load_inline",
+    "methodcaller",
     "multiprocessing",
+    "os",
+    "overrides",
+    "pathlib",
+    "pickle",
+    "posix",
+    "python_dispatch",
     "save",
     "set_default_device",
+    "shutil",
+    "socket",
+    "subprocess",
     "sys",
+    "tempfile",
     "testing",
     "tofile",
+    "update_wrapper",
+    "wraps",
 }
+# What the judge's side of the process does to answers, and when the clock stops.
+JUDGES_OWN = {"Tensor", "clone", "cpu", "float", "is_floating_point", "numpy", "synchronize"}
 MAX_CHARACTERS = 200_000
 
 
@@ -79,8 +105,10 @@ def refusal(source: str) -> str:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError) as error:
         return f"is not Python: {error}"
-    for node in ast.walk(tree):
-        if reason := _fault(node):
+    nodes = list(ast.walk(tree))
+    imports = _Imports(nodes)
+    for node in nodes:
+        if reason := _fault(node) or imports.misuse(node):
             return f"line {getattr(node, 'lineno', 0)}: {reason}"
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     return "" if "create_engine" in names else "has no function create_engine"
@@ -88,17 +116,25 @@ def refusal(source: str) -> str:
 
 def _fault(node: ast.AST) -> str:
     if isinstance(node, ast.Import):
+        if any(each.asname and each.name.partition(".")[0] == "os" for each in node.names):
+            return "gives os another name"
         return next((f for f in (_module_fault(each.name) for each in node.names) if f), "")
     if isinstance(node, ast.ImportFrom):
-        modules = [node.module or ".", *(f"{node.module}.{each.name}" for each in node.names)]
-        if node.module == "os":
-            return "imports from os; only os.path.join is needed"
-        return next((f for f in map(_module_fault, modules) if f), "")
+        return _import_fault(node)
     if isinstance(node, ast.Name) and node.id in REFUSED_NAMES:
         return f"uses {node.id}"
     if isinstance(node, ast.Attribute):
         return _attribute_fault(node)
     return ""
+
+
+def _import_fault(node: ast.ImportFrom) -> str:
+    if node.module and node.module.partition(".")[0] == "os":
+        return "imports from os; only os.path.join is needed"
+    if refused := [each.name for each in node.names if _is_refused(each.name) or each.name == "*"]:
+        return f"imports {refused[0]} from {node.module}"
+    modules = [node.module or ".", *(f"{node.module}.{each.name}" for each in node.names)]
+    return next((f for f in map(_module_fault, modules) if f), "")
 
 
 def _module_fault(name: str) -> str:
@@ -110,8 +146,38 @@ def _module_fault(name: str) -> str:
 def _attribute_fault(node: ast.Attribute) -> str:
     if isinstance(node.value, ast.Name) and node.value.id == "os" and node.attr != "path":
         return f"uses os.{node.attr}; only os.path is needed"
-    if node.attr in REFUSED_ATTRIBUTES:
+    if _is_refused(node.attr):
         return f"uses .{node.attr}"
     if node.attr.startswith("__") and node.attr not in ("__init__", "__name__"):
         return f"uses .{node.attr}"
     return ""
+
+
+def _is_refused(attribute: str) -> bool:
+    return attribute.lstrip("_") in REFUSED_ATTRIBUTES
+
+
+class _Imports:
+    """What a source imports, by the names it has there. A module is for `module.name`: as a value it could
+    take another name, under which nobody recognises it. And whatever is imported stays as it is: the judge's
+    side of the process uses torch too."""
+
+    def __init__(self, nodes: Sequence[ast.AST]) -> None:
+        whole = [each for node in nodes if isinstance(node, ast.Import) for each in node.names]
+        parts = [each for node in nodes if isinstance(node, ast.ImportFrom) for each in node.names]
+        self.modules = {each.asname or each.name.partition(".")[0] for each in whole}
+        self.names = self.modules | {each.asname or each.name for each in parts}
+        self.bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+
+    def misuse(self, node: ast.AST) -> str:
+        if isinstance(node, ast.Name) and node.id in self.modules and id(node) not in self.bases:
+            return f"uses the module {node.id} as a value"
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            if node.attr.removeprefix("_cuda_") in JUDGES_OWN:
+                return f"changes .{node.attr}, which the judge uses"
+            base: ast.expr = node
+            while isinstance(base, ast.Attribute):
+                base = base.value
+            if isinstance(base, ast.Name) and base.id in self.names:
+                return f"changes .{node.attr} of {base.id}, which is not its own"
+        return ""

@@ -7,9 +7,12 @@ engine is on disk.
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import statistics
 import textwrap
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -99,12 +102,13 @@ class Search:
                 ending = "No alternative promised anything any more."
             if self.writer:
                 self.improve_by_writing(self.writer)
+            self._hold_closing_match()
         except KeyboardInterrupt:
             ending = "It was interrupted; this is the best until then."
             if self.best is None:
                 raise
-        self._hold_closing_match()
-        self._report(ending)
+        with _undisturbed():
+            self._report(ending)
         return self._best()
 
     def start(self, source: str = "") -> None:
@@ -112,13 +116,14 @@ class Search:
         design = decisions.plain_design()
         source = source or self._write(design)
         is_profiled = opening(self.target, self.machine) is None  # or else it is not what comes next
-        outcome = run_trial(self.sandbox, source, self.exam, is_profiled=is_profiled)
+        outcome = run_trial(self.sandbox, source, self.exam, seconds=self._left_s, is_profiled=is_profiled)
         self.judged_s.append(outcome.seconds)
         if not outcome.is_passed:
             raise ForgeError(
                 f"The first version stopped at {outcome.gate}",
                 outcome.fault,
-                "Check that model.pt belongs to the config, and that a trial has time enough.",
+                "If time is short give a larger --budget; if memory is, a smaller max_position_embeddings:"
+                " every request's keys and values have room for that many tokens.",
             )
         alike = dict.fromkeys(FAMILIES, 1.0)
         self.first = self.best = Engine(source, design, outcome, "plain torch with a cache", alike)
@@ -157,7 +162,8 @@ class Search:
     def improve_by_writing(self, writer: Writer) -> None:
         while self._has_time(1.0) and not writer.is_exhausted:
             best = self._best()
-            proposal = writer.propose(best.source, self._brief(best))
+            reply_s = self._left_s - self._expected_s(1)  # or else its trial would come too late
+            proposal = writer.propose(best.source, self._brief(best), reply_s)
             if isinstance(proposal, Proposal):
                 self._judge(
                     writer.name, proposal.idea, "the writing model's idea", proposal.source, best.design
@@ -256,9 +262,11 @@ class Search:
     def _has_time(self, share: float, num_trials: int = 1) -> bool:
         """Whether trials as long as the last few, and the report, would end in time. One that takes longer
         than there is time is stopped."""
-        expected_s = 1.2 * num_trials * statistics.median(self.judged_s[-RECENT_TRIALS:])
-        is_in_time = self.ledger.age_s + expected_s < share * self.budget_s
+        is_in_time = self.ledger.age_s + self._expected_s(num_trials) < share * self.budget_s
         return is_in_time and len(self.ledger.rows) < self.max_trials
+
+    def _expected_s(self, num_trials: int) -> float:
+        return 1.2 * num_trials * statistics.median(self.judged_s[-RECENT_TRIALS:])
 
     @property
     def _left_s(self) -> float:
@@ -383,6 +391,19 @@ class Search:
             elif bench.family == "prefill":
                 floors[bench.name] = 1e3 * self.machine.prefill_floor_s(self.target, bench.num_tokens)
         return floors
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Whoever presses Ctrl-C again, and again, still finds the report, which takes a moment."""
+    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _key(design: Design) -> str:

@@ -13,8 +13,10 @@ from penstock.forge.fragments.shape import Shape
 STD = 0.02
 
 
-def save_toy_weights(shape: Shape, folder: Path, dtype: torch.dtype, seed: int) -> Path:
-    """Writes model.pt. Matrices are normal with a deviation of 0.02, norms are near one."""
+def save_toy_weights(
+    shape: Shape, folder: Path, dtype: torch.dtype, seed: int, name: str = "model.pt"
+) -> Path:
+    """Matrices are normal with a deviation of 0.02, norms are near one."""
     # A GPU, if there is one, draws and rounds: eight billion numbers take a CPU minutes.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(seed)
@@ -24,12 +26,13 @@ def save_toy_weights(shape: Shape, folder: Path, dtype: torch.dtype, seed: int) 
         return (numbers.add_(1.0) if len(size) == 1 else numbers).to(dtype).cpu()
 
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "model.pt"
+    path = folder / name
     torch.save({f"{name}.weight": draw(size) for name, size in tensor_shapes(shape)}, path)
     return path
 
 
 def tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of every tensor that a model of this shape has, by its bare name."""
     hidden, width = shape.hidden_size, shape.intermediate_size
     yield "embed_tokens", (shape.vocab_size, hidden)
     for layer in range(shape.num_layers):
@@ -44,4 +47,5 @@ def tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield at + "mlp.up_proj", (width, hidden)
         yield at + "mlp.down_proj", (hidden, width)
     yield "norm", (hidden,)
-    yield "lm_head", (shape.vocab_size, hidden)
+    if shape.has_own_head:
+        yield "lm_head", (shape.vocab_size, hidden)

@@ -7,7 +7,7 @@ A trace says for every call whether it must be answered or refused; what the rig
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.forge.fragments.shape import Shape
 
@@ -61,6 +61,14 @@ class Trace:
     def refuse(self, kind: str, ids: tuple[str, ...], tokens: tuple[tuple[int, ...], ...] = ()) -> None:
         self.calls.append(Call(kind, ids, tokens, is_refused=True))
 
+    def redrawn(self) -> Trace:
+        """The same calls with other tokens."""
+        calls = [
+            replace(call, tokens=tuple(self.draw_tokens(len(tokens)) for tokens in call.tokens))
+            for call in self.calls
+        ]
+        return Trace(self.name, self.shape, self.rng, calls)
+
     def end(self) -> Trace:
         """Removes what is left, so that the next trace finds an empty engine."""
         if self.alive:
@@ -68,8 +76,11 @@ class Trace:
         return self
 
 
-def correctness_traces(shape: Shape, seed: int, *, num_random: int, max_batch: int) -> list[Trace]:
-    """One trace a situation, and some of pure chance."""
+def correctness_traces(
+    shape: Shape, seed: int, *, num_random: int, max_batch: int, crowd: int = 0
+) -> list[Trace]:
+    """One trace a situation, some of pure chance, and one of a crowd with short prompts where one is named:
+    more rows than a captured step has."""
     rng = random.Random(seed)
 
     def new(name: str) -> Trace:
@@ -85,7 +96,8 @@ def correctness_traces(shape: Shape, seed: int, *, num_random: int, max_batch: i
         _longest(new("up to the longest length")),
         _wide(new(f"{max_batch} at once"), max_batch),
     ]
-    return traces + [_random(new(f"chance {number}"), max_batch) for number in range(num_random)]
+    traces += [_random(new(f"chance {number}"), max_batch) for number in range(num_random)]
+    return traces + ([_wide(new(f"a crowd of {crowd}"), crowd, longest=3)] if crowd else [])
 
 
 def _lengths(trace: Trace, count: int, most: int) -> list[int]:
@@ -172,9 +184,9 @@ def _longest(trace: Trace) -> Trace:
     return trace.end()
 
 
-def _wide(trace: Trace, batch: int) -> Trace:
+def _wide(trace: Trace, batch: int, longest: int = 40) -> Trace:
     ids = [f"r{number}" for number in range(batch)]
-    trace.prefill(dict(zip(ids, _lengths(trace, batch, 40))))
+    trace.prefill(dict(zip(ids, _lengths(trace, batch, longest))))
     trace.rng.shuffle(ids)
     trace.decode(ids)
     trace.decode(ids[: batch // 2 + 1])

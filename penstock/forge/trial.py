@@ -19,6 +19,8 @@ from penstock.forge.screen import refusal
 from penstock.forge.target import Target
 from penstock.forge.traces import correctness_traces
 
+CROWD = 65  # one more than the rows that steps are captured for
+CPU_CACHE_BYTES = 4 << 30  # a part of what a trial on a CPU may have beside the weights
 PROFILED_CALLS = 3  # of a trace: reading a profile takes longer than what it is of
 
 
@@ -41,9 +43,12 @@ class Exam:
         phases: Phases | None = None,
     ) -> Exam:
         phases = phases or Phases()
+        crowd = CROWD if _has_room(target) else 0  # asked before the oracle takes some of it
         knowing = Oracle(target)
         phases.end("weights")
-        traces = correctness_traces(target.shape, seed, num_random=num_random, max_batch=_widest(target))
+        traces = correctness_traces(
+            target.shape, seed, num_random=num_random, max_batch=64 if target.is_cuda else 24, crowd=crowd
+        )
         random.Random(seed).shuffle(traces)
         cases = [knowing.answer(trace) for trace in traces]
         phases.end("cases")
@@ -157,5 +162,14 @@ def _profile(hosted: Hosted, benches: Sequence[Bench]) -> dict[str, float]:
     return parts
 
 
-def _widest(target: Target) -> int:
-    return 64 if target.is_cuda else 24
+def _has_room(target: Target) -> bool:
+    """Whether a crowd fits into the cache of every design.
+
+    Slots are as long as the longest text. When they do not suffice they become twice as many, and for a
+    moment there are old and new ones.
+    """
+    slots = 1 << (CROWD - 1).bit_length()
+    needed = 2 * slots * target.shape.max_len * target.kv_bytes_per_token
+    if target.is_cuda:
+        return needed + 2 * target.weight_bytes < torch.cuda.mem_get_info(target.device)[0]
+    return needed < CPU_CACHE_BYTES

@@ -14,7 +14,8 @@ from penstock.forge.ledger import Row
 from penstock.http_client import HttpClient
 
 MAX_FAILURES = 4  # in a row, of the server or of its replies
-TIMEOUT_S = 300.0
+REPLY_S = 300.0
+GREETING_S = 10.0
 MAX_TOKENS = 16384
 
 TASK = """You make an inference engine faster. Below is engine.py; its create_engine(model_config, weight_dir,
@@ -38,17 +39,28 @@ class EditError(ValueError):
 
 
 class Writer:
-    def __init__(self, base_url: str, model: str, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, base_url: str, model: str) -> None:
         self.name = model
-        self._client = HttpClient(base_url, timeout_s=timeout_s)
+        self._base_url = base_url
         self._num_failures = 0
+
+    def greet(self) -> None:
+        """Raises where no server of the API answers: before a search begins that would come to it late."""
+        try:
+            HttpClient(self._base_url, timeout_s=GREETING_S).json("GET", "/v1/models")
+        except PenstockError as error:
+            raise PenstockError(
+                f"No writing model can be asked: {error.what}",
+                error.why,
+                "Correct --llm-base-url, or leave it away. A key is taken from PENSTOCK_API_KEY.",
+            ) from error
 
     @property
     def is_exhausted(self) -> bool:
         return self._num_failures >= MAX_FAILURES
 
-    def propose(self, source: str, brief: str) -> Proposal | str:
-        """An edit of the source, or why there is none."""
+    def propose(self, source: str, brief: str, seconds: float = REPLY_S) -> Proposal | str:
+        """An edit of the source within these seconds, or why there is none."""
         body = {
             "model": self.name,
             "messages": [
@@ -58,10 +70,13 @@ class Writer:
             "max_tokens": MAX_TOKENS,
             "temperature": 0.7,
         }
+        client = HttpClient(self._base_url, timeout_s=max(0.1, min(REPLY_S, seconds)))
         try:
-            answer = self._client.json("POST", "/v1/chat/completions", body)
+            answer = client.json("POST", "/v1/chat/completions", body)
             return read_reply(str(answer["choices"][0]["message"]["content"]), source)
-        except (PenstockError, EditError, KeyError, IndexError, TypeError) as error:
+        except PenstockError as error:  # what it suggests to do is for people at a terminal
+            return f"{error.what}: {error.why}"[:300]
+        except (EditError, KeyError, IndexError, TypeError) as error:
             return str(error)[:300] or type(error).__name__
 
     def hear(self, row: Row) -> None:

@@ -29,7 +29,7 @@ class Cache:
 
     def take_slots(self, count: int) -> list[int]:
         if count > len(self.free):
-            raise MemoryError(f"{count} more requests do not fit; {len(self.free)} rows are free")
+            raise MemoryError(f"{count} prompts do not fit; {len(self.free)} rows are free")
         return [self.free.pop() for _ in range(count)]
 
     def reserve(self, slots: list[int], lengths: list[int]) -> None:
@@ -43,12 +43,13 @@ class Cache:
             raise MemoryError(f"{len(needed)} more pages are needed; {len(self.free_pages)} are free")
         if not needed:
             return
-        pages = [self.free_pages.pop() for _ in needed]
-        for (slot, _), page in zip(needed, pages):
-            self.pages[slot].append(page)
+        pages = self.free_pages[: -len(needed) - 1 : -1]
         places = torch.tensor(needed, device=self.table.device)
         entries = torch.tensor(pages, dtype=torch.int32, device=self.table.device)
         self.table[places[:, 0], places[:, 1]] = entries
+        del self.free_pages[-len(needed) :]
+        for (slot, _), page in zip(needed, pages):
+            self.pages[slot].append(page)
 
     def give_back(self, slot: int) -> None:
         self.free_pages += self.pages[slot]

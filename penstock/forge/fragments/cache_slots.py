@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from penstock.forge.fragments.shape import Shape
 
 FIRST_SLOTS = 8
-MAX_SLOTS = 128
+MAX_SLOTS = 129  # for 64 requests, for 64 prompts that replace them, and for the rows that pad a step
 MEMORY_SHARE = 0.5  # of what is free once the weights are loaded
 KEYS_AT_ONCE = 64  # a slot is a whole number of the blocks in which kernels read it
 
@@ -18,11 +19,9 @@ class Cache:
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         slot_len = shape.max_len  # forge: when layers=torch
         slot_len = -(-shape.max_len // KEYS_AT_ONCE) * KEYS_AT_ONCE  # forge: when layers=kernels
-        num_slots = FIRST_SLOTS  # forge: when graphs=none
-        # forge: when graphs!=none
         slot_bytes = 2 * shape.num_layers * shape.num_key_rows * slot_len * dtype.itemsize
         num_slots = count_slots(slot_bytes, device)
-        # forge: end
+        num_slots = min(num_slots, FIRST_SLOTS)  # more when they are asked for  # forge: when graphs=none
         size = (shape.num_layers, num_slots, shape.num_kv_heads, slot_len, shape.head_dim)
         self.keys = torch.zeros(size, dtype=dtype, device=device)
         self.values = torch.zeros(size, dtype=dtype, device=device)
@@ -30,31 +29,50 @@ class Cache:
         self.spare = self.free.pop(0)  # for the rows that pad a captured step  # forge: when graphs!=none
 
     def take_slots(self, count: int) -> list[int]:
+        """In their order: those that follow each other can be read where they lie."""
         # forge: when graphs=none
-        while len(self.free) < count:
-            self._grow()
+        if count > len(self.free):
+            self._grow(count - len(self.free))
         # forge: end
         # forge: when graphs!=none
-        if count > len(self.free):
-            raise MemoryError(f"{count} more requests do not fit; {len(self.free)} slots are free")
+        if count > len(self.free):  # a captured step remembers addresses: slots cannot move to a larger place
+            raise MemoryError(f"{count} prompts do not fit; {len(self.free)} slots are free")
         # forge: end
-        return [self.free.pop() for _ in range(count)]
+        return sorted(self.free.pop() for _ in range(count))
 
     def give_back(self, slot: int) -> None:
         self.free.append(slot)
 
     # forge: when graphs=none
-    def _grow(self) -> None:
-        """Twice as many slots; requests keep theirs."""
+    def _grow(self, num_missing: int) -> None:
+        """Twice as many slots, or no more than are missing where memory is short; requests keep theirs."""
         num_slots = self.keys.shape[1]
-        self.keys = torch.cat([self.keys, torch.zeros_like(self.keys)], dim=1)
-        self.values = torch.cat([self.values, torch.zeros_like(self.values)], dim=1)
-        self.free = [*reversed(range(num_slots, 2 * num_slots)), *self.free]
+        for num_more in (max(num_slots, num_missing), num_missing):
+            try:
+                self.keys, self.values = extend(self.keys, num_more), extend(self.values, num_more)
+            except RuntimeError as error:  # torch has no memory left; neither has changed
+                shortage = error
+            else:
+                self.free = [*reversed(range(num_slots, num_slots + num_more)), *self.free]
+                return
+        slot_bytes = 2 * self.keys[:, :1].nbytes
+        raise MemoryError(
+            f"{num_missing} more slots of {self.keys.shape[3]} tokens do not fit beside {num_slots}:"
+            f" each takes {slot_bytes / 1e9:.2f} GB"
+        ) from shortage
 
     # forge: end
 
 
+def extend(slots: Tensor, num_more: int) -> Tensor:
+    """[layers, S, Hkv, slot_len, D] -> the same with empty ones behind"""
+    layers, num_slots, *slot = slots.shape
+    extended = slots.new_zeros(layers, num_slots + num_more, *slot)
+    extended[:, :num_slots] = slots
+    return extended
+
+
 def count_slots(slot_bytes: int, device: torch.device) -> int:
-    """As many as a share of the free memory holds. A captured step remembers addresses: they cannot move."""
+    """As many as a share of the free memory holds."""
     free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 28
     return max(2, min(MAX_SLOTS, int(free_bytes * MEMORY_SHARE) // slot_bytes))

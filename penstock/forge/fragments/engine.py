@@ -45,20 +45,18 @@ class Engine:
         check_batch(request_ids, len(input_ids))
         tokens, lengths = self._check_prompts(request_ids, input_ids)
         cache = self.model.cache
-        new_ids = [id for id in request_ids if id not in self.requests]
-        new_slots = dict(zip(new_ids, cache.take_slots(len(new_ids))))
-        slots = [new_slots[id] if id in new_slots else self.requests[id].slot for id in request_ids]
-        # forge: when cache=pages
+        slots = cache.take_slots(len(lengths))
         try:
-            cache.reserve(slots, lengths)
-        except MemoryError:
-            for slot in new_slots.values():
+            cache.reserve(slots, lengths)  # forge: when cache=pages
+            logits = run_prompts(self.model, tokens, lengths, slots)  # forge: when graphs=none|decode
+            logits = self.prompt_passes.launch(tokens, lengths, slots)  # forge: when graphs=all
+        except BaseException:  # memory may run out; who was to be replaced still has its own slot
+            for slot in slots:
                 cache.give_back(slot)
             raise
-        # forge: end
-        logits = run_prompts(self.model, tokens, lengths, slots)  # forge: when graphs=none|decode
-        logits = self.prompt_passes.launch(tokens, lengths, slots)  # forge: when graphs=all
         for id, slot, length in zip(request_ids, slots, lengths):
+            if id in self.requests:
+                cache.give_back(self.requests[id].slot)
             self.requests[id] = Request(slot, length)
         return logits
 
@@ -170,6 +168,10 @@ def create_engine(model_config: dict[str, Any], weight_dir: str, device: str = "
     """The engine of the model whose config and model.pt these are."""
     torch.set_num_threads(NUM_THREADS)  # forge: when threads!=found
     place = torch.device(device)
+    # forge: when layers=kernels
+    if place.type == "cuda" and place.index not in (None, torch.cuda.current_device()):
+        raise ValueError(f"kernels start on cuda:{torch.cuda.current_device()}; make {device} current first")
+    # forge: end
     shape, dtype = read_shape(model_config), pick_dtype(model_config, place)
     with torch.inference_mode():
         weights = load_weights(shape, weight_dir, dtype, place)

@@ -51,11 +51,14 @@ def compute_logits(model: Model, hidden: Tensor) -> Tensor:
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[.., T, heads, D] -> [.., T, Hq * D]: each token sees itself and those before it."""
-    query, key, value = (x.transpose(-2, -3) for x in (query, key, value))
-    is_grouped = query.shape[-3] != key.shape[-3]
+    """[R, T, heads, D] -> [R, T, Hq * D]: each token sees itself and those before it.
+
+    Without the R torch would hold the scores of all pairs of tokens at once.
+    """
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    is_grouped = query.shape[1] != key.shape[1]
     mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
-    return mixed.transpose(-2, -3).flatten(-2)
+    return mixed.transpose(1, 2).flatten(2)
 
 
 def on_device(numbers: list[int], device: torch.device) -> Tensor:

@@ -70,7 +70,8 @@ class DecodeGraphs:
         """tokens [R] -> logits [R, V]. Does not wait for the step."""
         num_rows = len(slots)
         if num_rows > STEP_SIZES[-1]:
-            return run_tokens(self.model, tokens, slots, positions)
+            on_device = tokens.to(self.model.rope.device, torch.int64)
+            return run_tokens(self.model, on_device, slots, positions)
         size = next(size for size in STEP_SIZES if size >= num_rows)
         self.steps[size].load(tokens, slots, positions)
         replay, logits = (self.long if max(positions) >= SPLIT_KEYS else self.short)[size]

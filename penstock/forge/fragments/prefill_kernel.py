@@ -155,12 +155,13 @@ def prefill_attention_kernel(
     # There is always a block. A compiler that does not know it keeps the tensor cores waiting in every turn.
     for block in range(tl.maximum(num_blocks, 1) + 1):
         first = block * BLOCK_KEYS
+        far = tl.cast(first, tl.int64)  # a prompt's rows may be more than 2 ** 31 numbers
         is_key = (first + keys < end_key)[:, None] & is_dim
-        b_k = tl.load(p_keys + first * TURNED_WIDTH + in_keys, mask=is_key, other=0.0)
+        b_k = tl.load(p_keys + far * TURNED_WIDTH + in_keys, mask=is_key, other=0.0)
         b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         before = first - BLOCK_KEYS
         is_value = (keys < tl.where(block > 0, end_key - before, 0))[:, None] & is_dim
-        b_v = tl.load(p_values + before * QKV_WIDTH + in_values, mask=is_value, other=0.0)
+        b_v = tl.load(p_values + (far - BLOCK_KEYS) * QKV_WIDTH + in_values, mask=is_value, other=0.0)
         b_out = tl.dot(b_weights.to(b_v.dtype), b_v, b_out * b_decay[:, None], input_precision="ieee")
         if first + BLOCK_KEYS > tl.minimum(base, end_key):
             b_last_key = tl.minimum(base + tokens, end_key - 1)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
 
 class Shape(NamedTuple):
     """The sizes of the model, by the names of its config."""
@@ -21,6 +23,7 @@ class Shape(NamedTuple):
     max_len: int
     eps: float
     rope_theta: float
+    has_own_head: bool = True  # or else the embedding is also what logits are computed with
 
     @property
     def num_query_rows(self) -> int:
@@ -33,6 +36,7 @@ class Shape(NamedTuple):
 
 def read_shape(config: dict[str, Any]) -> Shape:
     num_heads = config["num_attention_heads"]
+    rope = config.get("rope_parameters") or {}  # where newer configs keep what older ones have beside it
     return Shape(
         hidden_size=config["hidden_size"],
         num_layers=config["num_hidden_layers"],
@@ -43,15 +47,17 @@ def read_shape(config: dict[str, Any]) -> Shape:
         vocab_size=config["vocab_size"],
         max_len=config["max_position_embeddings"],
         eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=config.get("rope_theta", 10000.0),
+        rope_theta=config.get("rope_theta") or rope.get("rope_theta") or 10000.0,
+        has_own_head=not config.get("tie_word_embeddings"),
     )
 
 
 def pick_dtype(config: dict[str, Any], device: torch.device) -> torch.dtype:
-    """Single precision on a CPU; on a GPU half precision, of the kind the config asks for."""
+    """Single precision on a CPU; on a GPU what the config asks for."""
     if device.type == "cpu":
         return torch.float32
-    return torch.bfloat16 if "bfloat16" in str(config.get("torch_dtype")) else torch.float16
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float16")
+    return DTYPES[name.removeprefix("torch.")]
 
 
 def rope_angles(shape: Shape, device: torch.device) -> Tensor:

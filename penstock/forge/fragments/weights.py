@@ -51,6 +51,8 @@ def load_weights(shape: Shape, weight_dir: str, dtype: torch.dtype, device: torc
         layers = list(threads.map(lambda prefix: load_layer(state, prefix, shape), prefixes))
     # forge: end
     norm = state.take("norm", shape.hidden_size)
-    head = state.take("lm_head", shape.vocab_size, shape.hidden_size)
+    head = embedding
+    if shape.has_own_head:
+        head = state.take("lm_head", shape.vocab_size, shape.hidden_size)
     head = head * norm  # forge: when norm=folded|in_kernel
     return Weights(embedding, layers, norm, head)
