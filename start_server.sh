@@ -5,7 +5,9 @@
 #
 # On a machine with GPUs every GPU gets an engine unless --gpus or --replicas says otherwise. A server that is
 # killed is started again; ./stop_server.sh [--port P] ends it. Its log and its pid are in run/, by port.
-# Exit code: 0 when the server is ready; 1 when it did not come up, with the end of its log, or already runs.
+# Ctrl-C while it waits stops the server again.
+# Exit code: 0 when the server is ready; 1 when it did not come up, with the end of its log, or already runs;
+# 130 or 143 when a signal ended the wait.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -51,20 +53,31 @@ supervise() { # PIDFILE COMMAND...
   exit "$code"
 }
 
-wait_until_ready() { # PIDFILE LOG
-  local pidfile=$1 log=$2 shown='' line
+# A wait that was given up must not leave behind a server that nobody knows of.
+stop_again() { # SIGNAL PORT
+  trap - INT TERM
+  printf '\nNot ready yet, and stopped again:\n' >&2
+  RUN_DIR=$RUN_DIR ./stop_server.sh --port "$2" >&2
+  exit $((128 + $(kill -l "$1")))
+}
+
+wait_until_ready() { # PIDFILE LOG PORT
+  local pidfile=$1 log=$2 port=$3 shown='' line is_gone
   until grep -q '^ready ' "$log" 2>/dev/null; do
-    if ! is_running "$pidfile"; then
+    is_gone=''
+    is_running "$pidfile" || is_gone=1
+    [ -z "$given_up" ] || stop_again "$given_up" "$port" # first: a Ctrl-C ends what looks, too
+    if [ -n "$is_gone" ]; then
       printf 'error: The server did not come up. The end of %s:\n' "$log" >&2
       tail -n 20 "$log" | sed 's/^/  /' >&2
       exit 1
     fi
-    line=$(tail -n 1 "$log" 2>/dev/null || true)
+    line=$(tail -n 1 "$log" 2>/dev/null) || line=''
     if [ -n "$line" ] && [ "$line" != "$shown" ]; then
       printf '%s\n' "$line"
       shown=$line
     fi
-    sleep 0.2
+    sleep 0.2 || true
   done
 }
 
@@ -74,7 +87,7 @@ main() {
     case "$previous" in --port) port=$word ;; esac
     case "$word" in
       -h | --help)
-        sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+        sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
         exit 0
         ;;
       --port=*) port=${word#--port=} ;;
@@ -97,14 +110,17 @@ main() {
     [ -z "$gpus" ] || set -- "$@" --gpus "$gpus"
   fi
   mkdir -p "$RUN_DIR"
+  given_up='' # only noted here: what is half started could not be stopped yet
+  trap 'given_up=INT' INT
+  trap 'given_up=TERM' TERM
   # A session of its own: no terminal, and one process group by which all of it can be found.
   setsid bash start_server.sh --supervise "$pidfile" "$penstock" serve "$@" --port "$port" \
     >"$log" 2>&1 </dev/null &
   local supervisor=$!
   # Until it has its group, or is gone: by that group it is known.
-  until kill -0 -- "-$supervisor" 2>/dev/null || ! kill -0 "$supervisor" 2>/dev/null; do sleep 0.02; done
+  until kill -0 -- "-$supervisor" 2>/dev/null || ! kill -0 "$supervisor" 2>/dev/null; do sleep 0.02 || true; done
   printf '%s\n' "$supervisor" >"$pidfile"
-  wait_until_ready "$pidfile" "$log"
+  wait_until_ready "$pidfile" "$log" "$port"
   printf 'Ready at %s  (log: %s, stop: ./stop_server.sh --port %s)\n' \
     "$(sed -n 's/^ready .* //p' "$log" | tail -n 1)" "$log" "$port"
 }

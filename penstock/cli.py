@@ -107,7 +107,7 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
         if arguments.debug:
             traceback.print_exc()
         print_error(_missing_package(error) if isinstance(error, ModuleNotFoundError) else error)
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
     return exit_code
 
 

@@ -11,11 +11,12 @@ import contextlib
 import http.client
 import json
 import os
+import ssl
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 
 
 def key_header() -> dict[str, str]:
@@ -24,11 +25,36 @@ def key_header() -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
+def read_address(base_url: str) -> SplitResult:
+    """A server's address as people write it, which may leave http:// out."""
+    try:
+        url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
+        _ = url.port  # is read from the text only now
+        if url.scheme not in ("http", "https"):
+            raise ValueError(f"It begins with {url.scheme}://, and servers are asked by http:// or https://")
+    except ValueError as error:
+        raise ConfigError(
+            f"{base_url} is not the address of a server",
+            f"{error}.",
+            "Write one such as http://127.0.0.1:8000.",
+        ) from error
+    return url
+
+
+def tls_failure(base_url: str, error: ssl.SSLError) -> PenstockError:
+    """Somebody answers, but not in the protocol of https, or with a certificate that is not trusted."""
+    return PenstockError(
+        f"{base_url} cannot be asked by https",
+        f"{error}.",
+        "A server without TLS, such as `penstock serve`, is asked by http://.",
+    )
+
+
 class HttpClient:
     """A server behind a URL. Safe to use from several threads: every call has its own connection."""
 
     def __init__(self, base_url: str, *, timeout_s: float) -> None:
-        url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
+        url = read_address(base_url)
         self.base_url = base_url
         self._kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         self._host, self._port = url.hostname or "127.0.0.1", url.port
@@ -99,6 +125,8 @@ class HttpClient:
     def _lost_connection_is_said(self) -> Iterator[None]:
         try:
             yield
+        except ssl.SSLError as error:
+            raise tls_failure(self.base_url, error) from error
         except (OSError, http.client.HTTPException) as error:
             raise PenstockError(
                 f"Nothing answers at {self.base_url}",

@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.config import EngineConfig, from_mapping
 from penstock.engine.engine import Engine
+from penstock.errors import PenstockError
 from penstock.models.source import find_model
 from penstock.progress import OnPhase
 from penstock.text.prompt import build_requests
@@ -33,6 +34,7 @@ class Completion:
     num_prompt_tokens: int
     num_cached_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None  # why, where finish is "error"
 
 
 @dataclass(slots=True)
@@ -47,13 +49,14 @@ class _Reply:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_cached_tokens: int = 0
     finish: FinishReason | None = None
+    error: str | None = None
 
     def take(self, delta: TokenDelta) -> None:
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         text = self.decoder.push(delta.token_ids)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
-        self.finish = delta.finish
+        self.finish, self.error = delta.finish, delta.error
         if self.decoder.stopped:
             self.finish = "stop"
             del self.token_ids[self.decoder.num_tokens :]
@@ -72,6 +75,7 @@ class _Reply:
             num_prompt_tokens=len(self.request.token_ids),
             num_cached_tokens=self.num_cached_tokens,
             logprobs=tuple(self.logprobs),
+            error=self.error,
         )
 
 
@@ -127,6 +131,8 @@ class LLM:
                     yield text
             if reply.unread:
                 yield reply.unread
+            if reply.finish == "error":
+                raise PenstockError("The reply ended with an error", reply.error or "The engine gave none.")
         finally:
             self._forget([id])
 

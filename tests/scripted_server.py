@@ -120,7 +120,10 @@ def scripted_server(**fields: Any) -> Iterator[ScriptedServer]:
         server = await asyncio.start_server(scripted.serve, "127.0.0.1", 0, backlog=256)
         scripted.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         listening.set()
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            server.close()  # now: what is left of a connection may keep its server alive
 
     serving = loop.create_task(serve())
 

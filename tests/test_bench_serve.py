@@ -436,7 +436,9 @@ def test_bench_serve_says_when_lengths_or_caches_spoil_the_numbers(
         (["--requests", "0"], "--requests is 0"),
         (["--concurrency", "4,-1"], "--concurrency has -1"),
         (["--body", "[1]"], "--body is '[1]'"),
-        (["--batch", "4"], "bench serve has no flag --batch"),
+        (["--json", "/proc/x.json"], "--json /proc/x.json cannot be written"),
+        (["--plot", "/proc/x.png"], "--plot /proc/x.png cannot be written"),
+        (["--base-url", "http://127.0.0.1:many"], "http://127.0.0.1:many is not the address of a server"),
         (["-m", "no-such-model"], "The server ended before it was ready: There is no model 'no-such-model'"),
     ],
 )
@@ -448,9 +450,38 @@ def test_a_mistake_is_said_before_anything_is_measured(
     assert f"error: {said}" in errors
 
 
-def test_flags_of_the_load_are_not_swallowed_by_other_benches(capsys: pytest.CaptureFixture[str]) -> None:
-    exit_code, said = fails(capsys, "bench", "step", "--max-rows", "3")
-    assert (exit_code, said.splitlines()[0]) == (1, "error: bench step has no flag --max-rows")
+@pytest.mark.parametrize(
+    ("what", "flag"), [("step", "--max-rows"), ("step", "--base-url"), ("serve", "--batch")]
+)
+def test_flags_of_one_bench_are_not_swallowed_by_others(
+    what: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exit_code, said = fails(capsys, "bench", what, flag, "3")
+    assert (exit_code, said.splitlines()[0]) == (2, f"error: bench {what} has no flag {flag}")
+
+
+def test_a_missing_trace_is_said_before_a_server_is_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.commands.bench_serve.started_server", None)
+    exit_code, said = fails(capsys, "bench", "serve", "--trace", "/nope")
+    assert (exit_code, said.splitlines()[0]) == (1, "error: Cannot read the trace /nope")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--input-len", "5"], "--input-len is 5"),
+        (["--input-len", "20", "--shared-prefix", "15"], "--shared-prefix is 15 of 20 tokens"),
+    ],
+)
+def test_lengths_without_room_for_a_prompt_are_named_by_their_flag(
+    words: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with scripted_server() as server:
+        exit_code, said = fails(capsys, "bench", "serve", "--base-url", server.url, *words)
+    assert exit_code == 1
+    assert f"error: {what}\n" in said
 
 
 def test_a_plot_without_matplotlib_is_refused_before_the_load(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import re
 import socket
@@ -135,12 +136,45 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
             1,
             "error: --batch is 0\n  It must be 1 or more.\n",
         ),
+        (
+            ["bench", "step", "--json", "/"],
+            1,
+            "error: --json / cannot be written\n"
+            "  Is a directory.\n"
+            "  Name a file in a folder of yours, or leave --json out.\n",
+        ),
+        (
+            ["bench", "step", "--batch", "1", "--context", "100k"],
+            1,
+            "error: --context 102,400 is too long for penstock-tiny\n"
+            "  The model knows 8,192 positions; with the steps that are timed, it would need 102,446.\n"
+            "  Give --context 8146 or less.\n",
+        ),
+        (
+            ["generate", "x", "--logprobs", "2"],
+            1,
+            "error: --logprobs is given without --json\n  Plain text has no place for them.\n  Add --json.\n",
+        ),
+        (
+            ["generate", "x", "--grammar", "y"],
+            2,
+            "error: penstock generate has no flag --grammar\n"
+            "  Did you mean '--graphs'?\n"
+            "  Run `penstock generate --help` for everything it takes.\n",
+        ),
     ],
 )
 def test_mistake_is_answered_in_three_lines(
     words: list[str], exit_code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fails(capsys, *words) == (exit_code, said)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_flag_says_what_it_does(name: str) -> None:
+    parser = Parser(prog="test")
+    importlib.import_module(f"penstock.commands.{name}").add_arguments(parser)
+    assert [action.option_strings for action in parser._actions if not action.help] == []
 
 
 def test_misspelt_model_gets_the_nearest_preset(capsys: pytest.CaptureFixture[str]) -> None:

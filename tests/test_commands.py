@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -20,6 +21,10 @@ import pytest
 
 from command_line import ROOT, SMALL, environment, error_in, fails, penstock
 from penstock.cli import main
+from penstock.commands.chat import Conversation
+from penstock.commands.remote import RemoteModel
+from penstock.errors import PenstockError
+from penstock.types import SamplingParams
 
 
 def test_generate_prints_the_text_and_nothing_else_on_stdout(
@@ -45,6 +50,54 @@ def test_generate_draws_n_answers_with_logprobs(capsys: pytest.CaptureFixture[st
     first, second = json.loads(capsys.readouterr().out)["completions"]
     assert first["token_ids"] != second["token_ids"]
     assert [len(entry["top"]) for entry in first["logprobs"]] == [2, 2, 2]
+
+
+def test_generate_prints_every_answer_after_its_number(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", "Once", "--n", "2", "--seed", "1", "--temperature", "9", "--max-tokens", "3", *SMALL]
+    assert main([*words, "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["completions"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == f"[1] {first['text']}\n[2] {second['text']}\n"
+
+
+@pytest.mark.parametrize("form", [[], ["--json"], ["--n", "2"]])
+def test_an_answer_that_ends_with_an_error_is_one(
+    form: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_sampling(arguments: argparse.Namespace) -> SamplingParams:
+        return SamplingParams(grammar="not a grammar", n=2 if "--n" in form else 1)
+
+    monkeypatch.setattr("penstock.commands.generate.read_sampling", read_sampling)
+    exit_code, said = fails(capsys, "generate", "Hi", *form, *SMALL)
+    assert exit_code == 1
+    what, why, *_ = error_in(said).splitlines()
+    assert "ended with an error" in what
+    assert "grammar" in why
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "why", "todo"),
+    [
+        ("/save", "/save needs a file", "None was named.", "Name one: /save talk.json"),
+        ("/load ", "/load needs a file", "None was named.", "Name one: /load talk.json"),
+        (
+            "/load /nope.json",
+            "/nope.json cannot be read",
+            "No such file or directory.",
+            "Name a file that /save has written: /load talk.json",
+        ),
+        (
+            "/save /",
+            "/ cannot be written",
+            "Is a directory.",
+            "Name a file in a folder of yours: /save talk.json",
+        ),
+    ],
+)
+def test_chat_says_which_file_is_missing(line: str, what: str, why: str, todo: str) -> None:
+    with pytest.raises(PenstockError) as caught:
+        Conversation(RemoteModel("http://127.0.0.1:9", "nobody")).command(line)
+    assert (caught.value.what, caught.value.why, caught.value.todo) == (what, why, todo)
 
 
 def test_chat_reads_lines_and_slash_commands(
@@ -74,6 +127,20 @@ def test_chat_reads_lines_and_slash_commands(
     assert [message["role"] for message in conversation["messages"]] == ["user", "assistant"] * 2
     assert conversation["messages"][2]["content"] == "two\nlines"
     assert conversation["messages"][1]["content"] in said
+
+
+def test_a_thought_is_shown_apart_and_is_no_part_of_the_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "talk.json"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/think on\nWhat is 17 + 26?\n/save {saved}\n"))
+    assert main(["chat", "--temperature", "0", *SMALL]) == 0
+    thought, _, answer = capsys.readouterr().out.partition("Reasoning is on.\n")[2].partition("\n\n")
+    assert thought.strip()
+    assert "think>" not in thought + answer
+    content = json.loads(saved.read_text())["messages"][1]["content"]
+    assert answer.startswith(f"{content}\n")
+    assert "43" in content
 
 
 def test_unknown_slash_command_gets_the_nearest(
@@ -215,8 +282,11 @@ def test_bench_ends_with_one_json_line_that_says_where_it_was_born(
     shapes = ["--batch", "1,3", "--context", "70", "--repeats", "3", "--warmup", "1"]
     for what in ("step", "prefill"):
         assert main(["bench", what, *shapes, "--json", str(written), "--device", "cpu"]) == 0
-        last = capsys.readouterr().out.splitlines()[-1]
+        said = capsys.readouterr()
+        last = said.out.splitlines()[-1]
         report = json.loads(last)
+        for batch in (1, 3):  # as they come: whoever stops the bench keeps them
+            assert re.search(rf"^{batch} x 70 +[\d.]+ s  [\d.]+ ms, [\d,.]+ tok/s", said.err, re.MULTILINE)
         assert written.read_text() == last + "\n"
         assert report.keys() >= {"commit", "host", "gpu", "model", "dtype", "seed", "copy_gb_per_s", "time"}
         assert [result["batch"] for result in report["rows"]] == [1, 3]
@@ -225,3 +295,14 @@ def test_bench_ends_with_one_json_line_that_says_where_it_was_born(
             assert result["tok_s"] == pytest.approx(num_tokens / result["ms"] * 1e3, rel=0.01)
             assert 0 < result["of_floor"] < 1
             assert result["ms_min"] <= result["ms"]
+
+
+def test_bench_says_which_batch_does_not_fit_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = ["--context", "70", "--repeats", "2", "--memory-gb", "0.01", "--device", "cpu"]
+    exit_code, said = fails(capsys, "bench", "step", "--batch", "1,64", *shapes)
+    assert exit_code == 1
+    what, why, todo = error_in(said).splitlines()
+    assert what == "error: A batch of 64 does not fit the cache"
+    room = re.search(r"room for (\d+) requests", why)
+    assert room is not None
+    assert f"--batch {room[1]} or less" in todo

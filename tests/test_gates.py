@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from penstock.cli import main
 from penstock.errors import PenstockError
-from penstock.eval import gates
 from penstock.eval.gates import GATES, REPORTED, THRESHOLDS, draw_problems, run_gates, score
 from penstock.eval.problems.conversation import Conversation
 from penstock.eval.problems.reply import Reply
+from penstock.progress import Phase
 
 LIMIT = 12
 Answer = tuple[int, dict[str, Any]]
@@ -123,7 +126,7 @@ def raw_answer(conversation: Conversation) -> Answer:
 
 
 def run_main(capsys: pytest.CaptureFixture[str], url: str, *words: str) -> tuple[int, dict[str, Any], str]:
-    code = gates.main(["--base-url", url, "--limit", str(LIMIT), *words])
+    code = main(["eval", "gates", "--base-url", url, "--limit", str(LIMIT), *words])
     printed = capsys.readouterr()
     return code, json.loads(printed.out.strip().splitlines()[-1]), printed.out
 
@@ -293,7 +296,7 @@ def test_mtp_acceptance_can_come_from_a_file(
     code, line, _ = run_main(capsys, serve(split_answer).url, "--mtp", str(file))
     assert (code, line["gates"]["mtp_acceptance"]) == (1, 0.69)
     file.write_text("{}")
-    assert gates.main(["--base-url", serve(split_answer).url, "--mtp", str(file)]) == 1
+    assert main(["eval", "gates", "--base-url", serve(split_answer).url, "--mtp", str(file)]) == 1
     assert "mtp_acceptance" in capsys.readouterr().err
 
 
@@ -306,8 +309,35 @@ def test_wrong_replies_are_shown_on_request(
 
 
 def test_a_missing_server_is_an_error_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gates.main(["--base-url", "http://127.0.0.1:9"]) == 1
+    assert main(["eval", "gates", "--base-url", "http://127.0.0.1:9"]) == 1
     assert "penstock serve" in capsys.readouterr().err
+
+
+def test_each_gate_says_how_many_were_asked_and_the_result_is_written(
+    serve: Callable[..., Served], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "new" / "gates.json"
+    assert (
+        main(["eval", "gates", "--base-url", serve(split_answer).url, "--limit", "4", "--output", str(file)])
+        == 0
+    )
+    said = capsys.readouterr()
+    for gate in (*GATES, *REPORTED):
+        num_asked = 4 if gate in GATES else 2
+        assert re.search(
+            rf"^{gate.name} +[\d.]+ s  {num_asked} of {num_asked} asked$", said.err, re.MULTILINE
+        )
+    assert file.read_text() == said.out.splitlines()[-1] + "\n"
+    assert json.loads(file.read_text()).keys() >= {"gates", "time", "commit", "version"}
+
+
+def test_every_reply_of_a_gate_is_news() -> None:
+    told: list[Phase] = []
+    run_gates(
+        lambda problem: problem.completion, num_problems=3, bars=lambda: contextlib.nullcontext(told.append)
+    )
+    fractions = [phase.fraction for phase in told if phase.name == "recall"]
+    assert fractions == [None, *(pytest.approx(share / 3) for share in (1, 2, 3)), 1.0]
 
 
 def test_the_same_gates_run_in_process() -> None:

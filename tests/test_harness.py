@@ -13,8 +13,11 @@ import pytest
 from command_line import ROOT, environment, fails
 from judged_server import TINY, TOKENIZER, count_prompt, judged_server
 from penstock.cli import main
+from penstock.commands.eval import MEASUREMENTS
+from penstock.commands.flags import flags_of
 from penstock.errors import PenstockError
 from penstock.eval.correctness.grading import GATE, Grades, ends_with_number
+from penstock.eval.correctness.run_correctness import CorrectnessSettings
 from penstock.eval.recount import Recount, TokenCounter
 from penstock.eval.results import format_table
 from penstock.eval.score import WEIGHTS, weighted_sum
@@ -313,11 +316,16 @@ def test_levels_that_were_not_measured_count_for_nothing(
         ),
         (["score", "--correctness", str(VLLM), "--throughput", str(VLLM)], "holds no share of right answers"),
         (["throughput", "--baseline", str(ROOT / "pyproject.toml")], "cannot be read"),
-        (["throughput", "--limit", "3"], "eval throughput has no flag --limit"),
         (["throughput", "--concurrency", "0"], "--concurrency is 0"),
         (["throughput", "--tokenizer", "absent"], "--tokenizer absent cannot be read"),
         (["throughput", "--body", "[]"], "--body is '[]'"),
         (["throughput", "--output", str(ROOT)], "cannot be written"),
+        (["latency", "--output", "/proc/x.json"], "--output /proc/x.json cannot be written"),
+        (["gates", "--output", "/proc/x/y.json"], "--output /proc/x/y.json cannot be written"),
+        (["gates", "--json", "/proc/x.json"], "--json /proc/x.json cannot be written"),
+        (["gates", "--json", "a", "--output", "b"], "--output and --json are both given"),
+        (["gates", "--limit", "0"], "--limit is 0"),
+        (["gates", "--base-url", "htp://127.0.0.1"], "htp://127.0.0.1 is not the address of a server"),
         (["correctness", "--problems", "hard"], "--problems is 'hard'"),
         (["correctness", "--data", "absent.jsonl"], "--data absent.jsonl is not a file"),
         (["gates", "--concurrency", "1,2"], "eval gates takes one number"),
@@ -333,6 +341,50 @@ def test_a_mistake_is_said_before_anything_is_measured(
     assert exit_code == 1
     assert said.startswith("error: ")
     assert message in said
+
+
+@pytest.mark.parametrize(
+    ("words", "owners"),
+    [
+        (["throughput", "--limit", "3"], "correctness, quality, gates"),
+        (["gates", "--runs", "3"], "latency"),
+        (["report", "--seed", "3"], "correctness, throughput, latency, quality, gates"),
+    ],
+)
+def test_a_flag_of_other_measurements_is_not_understood_and_they_are_named(
+    words: list[str], owners: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exit_code, said = fails(capsys, "eval", *words)
+    assert exit_code == 2
+    what, why, _ = said.splitlines()
+    assert what == f"error: eval {words[0]} has no flag {words[1]}"
+    assert why == f"  It belongs to {owners}."
+
+
+def test_the_seed_of_the_help_is_the_seed_that_is_used() -> None:
+    seeds = {
+        name: flag.field.default
+        for name, measurement in MEASUREMENTS.items()
+        for flag in flags_of(measurement.settings)
+        if flag.field.name == "seed"
+    }
+    (said,) = [flag.field.metadata["help"] for flag in flags_of(CorrectnessSettings) if flag.name == "--seed"]
+    others = [name for name, seed in seeds.items() if seed != seeds["correctness"]]
+    assert {seeds[name] for name in others} == {0}
+    assert said.endswith(f"(default: {seeds['correctness']}; {', '.join(others)}: 0)")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_result_that_cannot_be_written_is_printed_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    correctness = tmp_path / "c.json"
+    correctness.write_text('{"exact_match": {"flexible": 1.0}}')
+    words = ["--correctness", str(correctness), "--throughput", str(VLLM), "--output", "/dev/full"]
+    assert main(["eval", "score", *words]) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["benchmark"] == "score"
+    assert said.err.startswith("error: --output /dev/full cannot be written\n  No space left on device.\n")
 
 
 def test_without_lm_eval_the_line_that_installs_it_is_said(

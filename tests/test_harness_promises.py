@@ -154,6 +154,19 @@ def test_a_server_that_is_not_there_is_said_so(capsys: pytest.CaptureFixture[str
     assert "error: Nothing answers at http://127.0.0.1:9" in capsys.readouterr().err
 
 
+def test_a_server_that_is_asked_in_the_wrong_protocol_gets_one_error_and_no_verdicts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with judged_server() as server:
+        url = server.url.replace("http://", "https://")
+        assert main(["eval", "check-server", "--base-url", url]) == 1
+    said = capsys.readouterr()
+    what, why, todo = said.err.splitlines()
+    assert (what, said.out) == (f"error: {url} cannot be asked by https", "")
+    assert "SSL" in why
+    assert "http://" in todo
+
+
 def test_the_address_may_end_in_v1() -> None:
     with judged_server() as server:
         assert Target.of(f"{server.url}/v1/").path == "/v1/chat/completions"

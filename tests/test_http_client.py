@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.http_client import HttpClient
 
 
@@ -49,6 +49,13 @@ def test_a_base_url_may_end_as_clients_of_the_api_write_it(suffix: str, path: st
     with answering("HTTP/1.1 200 OK", "", '{"a": [1]}') as (url, heard):
         assert client(url + suffix).json("GET", "/v1/x") == {"a": [1]}
     assert heard[0].startswith(f"GET {path} HTTP/1.1\r\n")
+
+
+@pytest.mark.parametrize("url", ["htp://127.0.0.1", "ftp://host", "http://host:99999", "host:many", "//host"])
+def test_what_is_no_address_of_a_server_is_refused_before_anybody_is_asked(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        client(url)
+    assert caught.value.what == f"{url} is not the address of a server"
 
 
 def test_events_are_read_until_done() -> None:

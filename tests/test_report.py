@@ -268,6 +268,35 @@ def test_recounted_tokens_are_projected_before_the_servers_own_count(tmp_path: P
     assert "throughput.json: nothing came through with 16 at a time." in page.text
 
 
+def test_sentences_about_a_server_are_of_one_run_and_name_it(tmp_path: Path) -> None:
+    """The one that the score is projected from, whatever another file found."""
+    spread = dict.fromkeys(("p50", "p90", "p95", "p99", "max"), 1.25)
+    faster = [{"concurrency": c, "verified_tok_s": 9999.0, "failed": 0, "ttft_ms": spread} for c in (1, 64)]
+    judged = {"benchmark": "throughput", "model": "Qwen3.5-35B-A3B", "input_tokens": 1024, "max_tokens": 512}
+    write(tmp_path, "harness.json", {**judged, "levels": faster})
+    write(tmp_path, "serving.json", serving(ONE_GPU))
+    report = compose(read_all([str(tmp_path)], "RESULTS"), read_all([PUBLISHED], "--baseline"))
+    leads = {section.slug: section.lead for section in report.sections}
+    assert "gives 6,714 tokens a second" in leads["throughput"]
+    assert "comes after 2.00 ms (serving.json)" in leads["waiting"]
+    for slug in ("throughput", "score", "waiting"):
+        assert set(re.findall(r"\w+\.json", leads[slug])) == {"serving.json"}, leads[slug]
+    assert [headline.value for headline in report.headlines[:2]] == ["6,714", "2.00"]
+    page = Page(render(report))
+    assert {"64 at a time, harness.json", "64 at a time, serving.json"} <= set(page.drawn["waiting"])
+
+
+def test_gates_are_counted_by_run(tmp_path: Path) -> None:
+    details = {
+        name: {"share": 1.0, "threshold": 0.95, "passed": name != "recall"} for name in ("sums", "recall")
+    }
+    for file in ("first.json", "second.json"):
+        write(tmp_path, file, {"benchmark": "gates", "model": "tiny", "details": details})
+    text = show(str(tmp_path)).text
+    for file in ("first.json", "second.json"):
+        assert f"1 of 2 gates are passed by tiny ({file})." in text
+
+
 def test_others_are_drawn_beside_the_same_model_only(tmp_path: Path) -> None:
     page = show(write(tmp_path, "serving.json", serving(ONE_GPU)))
     assert "12,810" in page.cells["throughput"]
@@ -290,7 +319,8 @@ def test_what_the_harness_writes_is_on_the_page(tmp_path: Path) -> None:
     assert {"91.4\N{NO-BREAK SPACE}%", "passed", "70.0\N{NO-BREAK SPACE}%", "MISSED"} <= set(
         page.cells["correctness"]
     )
-    assert "1 of 2 gates are passed." in page.text
+    assert "The gate of correctness is passed (correctness.json)." in page.text
+    assert "The gate of quality is missed (quality.json)." in page.text
 
 
 def test_names_from_files_are_text_and_never_markup(tmp_path: Path) -> None:

@@ -29,6 +29,14 @@ class Scripts:
             self.port = listener.getsockname()[1]
 
     @property
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "RUN_DIR": str(self.run_dir), "OMP_NUM_THREADS": "1"}
+
+    @property
+    def _pid_file(self) -> Path:
+        return self.run_dir / f"server-{self.port}.pid"
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
@@ -42,15 +50,31 @@ class Scripts:
         return subprocess.run(
             [script, "--port", str(self.port), *flags],
             cwd=REPOSITORY,
-            env={**os.environ, "RUN_DIR": str(self.run_dir), "OMP_NUM_THREADS": "1"},
+            env=self._environment,
             capture_output=True,
             text=True,
             timeout=240,
         )
 
+    def begin(self) -> subprocess.Popen[str]:
+        """Without waiting for it, in a process group of its own."""
+        return subprocess.Popen(
+            ["env", "--default-signal=INT", "./start_server.sh", "--port", str(self.port), *FLAGS],
+            cwd=REPOSITORY,
+            env=self._environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    @property
+    def has_supervisor(self) -> bool:
+        return bool(self._pid_file.exists() and self._pid_file.read_text().strip())
+
     @property
     def supervisor_pid(self) -> int:
-        return int((self.run_dir / f"server-{self.port}.pid").read_text())
+        return int(self._pid_file.read_text())
 
     @property
     def server_pid(self) -> int | None:
@@ -99,6 +123,19 @@ def test_a_server_is_started_once_comes_back_when_killed_and_is_stopped_once(scr
     nothing = scripts.stop()
     assert (nothing.returncode, "No server" in nothing.stdout) == (0, True)
     assert [path.suffix for path in scripts.run_dir.iterdir()] == [".log"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_whoever_gives_up_waiting_leaves_no_server_behind(scripts: Scripts, number: signal.Signals) -> None:
+    starting = scripts.begin()
+    assert eventually(lambda: scripts.has_supervisor, 30.0)
+    supervisor = scripts.supervisor_pid
+    os.killpg(starting.pid, number)  # as a terminal does it: what the script runs hears it too
+    _, said = starting.communicate(timeout=60)
+    assert starting.returncode == 128 + number
+    assert "Not ready yet, and stopped again" in said
+    assert not is_alive(supervisor)
+    assert not scripts.has_supervisor
 
 
 def test_what_keeps_a_server_from_starting_is_said_in_its_own_words(scripts: Scripts) -> None:

@@ -67,6 +67,8 @@ def test_a_cut_model_keeps_its_widths() -> None:
 
 
 def test_there_is_nothing_to_tune_on_a_cpu() -> None:
-    done = penstock("tune", "--device", "cpu", "--layers", "4", "--batch", "1")
+    """Which is said before a model is loaded, or found too large to be."""
+    done = penstock("tune", "-m", "Qwen3.5-35B-A3B", "--device", "cpu", "--batch", "1,2,4")
     assert done.returncode == 1
     assert "error: There is nothing to tune on a CPU" in done.stderr
+    assert "weights" not in done.stderr

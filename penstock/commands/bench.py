@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands import bench_serve, birth, breakdown
 from penstock.commands.console import PhaseList, print_table
-from penstock.commands.flags import add_flags, read_count, read_counts, read_settings
+from penstock.commands.flags import UsageError, add_flags, read_count, read_counts, read_settings
 from penstock.commands.measure import (
     CHECK_TOKENS,
     COLUMNS,
@@ -25,12 +24,14 @@ from penstock.commands.measure import (
     check_decode,
     is_on_gpu,
     measure_limits,
+    require_room,
 )
 from penstock.commands.roofline import Roofline
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError
-from penstock.models.source import find_model
-from penstock.progress import timed
+from penstock.eval.results import deliver_line, prepare_output
+from penstock.models.source import ModelSource, find_model
+from penstock.progress import Phase, timed
 from penstock.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -64,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sampled", action="store_true", help="draw with temperature, top_k and top_p")
     parser.add_argument("--breakdown", action="store_true", help="time a step's kernels too (GPU)")
     parser.add_argument("--json", metavar="FILE", help="write the JSON object to this file too")
-    # The shapes that are timed decide how many rows and tokens the engine needs room for.
     add_flags(parser, EngineConfig, title="the engine", skip=bench_serve.SERVER_FLAGS)
     bench_serve.add_arguments(parser)
     parser.set_defaults(**OWN_DEFAULTS)
@@ -72,12 +72,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.what == "serve":
-        for name, default in OWN_DEFAULTS.items():
-            if getattr(arguments, name) != default:
-                raise ConfigError(f"bench serve has no flag --{name}", "It belongs to the other benches.")
+        _refuse_own_flags(arguments)
         return bench_serve.run(arguments)
     bench_serve.refuse_flags(arguments)
     _check_shapes(arguments)
+    prepare_output(arguments.json, "--json")
+    config = _engine_config(arguments)
+    source = find_model(config.model)
+    _require_positions(arguments, config, source)
+    with PhaseList() as phases:
+        with timed("libraries", phases):
+            from penstock.engine.direct import DirectEngine
+            from penstock.engine.engine import Engine
+        engine = DirectEngine(Engine.from_source(source, config, phases))
+        require_room(engine, max(arguments.batch), _most_tokens(arguments, config))
+        with timed("check", phases):
+            difference = check_decode(engine)
+        with timed("limits", phases):
+            limits = measure_limits(engine)
+    info, runner = engine.engine.info, engine.engine.runner
+    roofline = Roofline.of(runner.model, source.config, runner.model.dtype.itemsize)  # type: ignore[attr-defined]
+    bench = Bench(engine, roofline, limits, arguments.warmup, arguments.repeats)
+    measurements, breakdowns = [], []
+    for context, batch in itertools.product(arguments.context, arguments.batch):
+        measurement, found = _measure(arguments, bench, batch, context)
+        measurements.append(measurement)
+        if found is not None:
+            name = f"batch {batch}, context {context:,}: {found.step_us:.0f} us, busy {found.busy:.1%}"
+            print_table(breakdown.COLUMNS, found.as_rows(), name)
+            breakdowns.append({"batch": batch, "context": context, **found.as_dict()})
+    title = f"{arguments.what}: {source.name}, {info.dtype}, {_gpu_name(engine) or birth.cpu_name()}"
+    print_table(COLUMNS, [measurement.as_row() for measurement in measurements], title)
+    report = _report(arguments, config, bench, difference, measurements)
+    if breakdowns:
+        report["breakdowns"] = breakdowns
+    deliver_line(json.dumps(report), arguments.json, "--json")
+    return 0
+
+
+def _measure(
+    arguments: argparse.Namespace, bench: Bench, batch: int, context: int
+) -> tuple[Measurement, breakdown.Breakdown | None]:
+    """One shape, said as soon as it is known: a Ctrl-C loses only those that were not measured."""
+    sampling = SAMPLED if arguments.sampled else SamplingParams()
+    found, name = None, f"{batch} x {context:,}"
+    with PhaseList() as phases, timed(name, phases) as report:
+        if arguments.what == "prefill":
+            measurement = bench.prefills(batch, context)
+        elif arguments.what == "engine":
+            measurement, found = bench.whole_engine(batch, context, sampling)
+        else:
+            measurement = bench.steps(batch, context, sampling)
+            if arguments.breakdown and is_on_gpu(bench.engine):
+                found = bench.step_breakdown(batch, context, sampling)
+        report(Phase(name, measurement.in_words()))
+    return measurement, found
+
+
+def _refuse_own_flags(arguments: argparse.Namespace) -> None:
+    for name, default in OWN_DEFAULTS.items():
+        if getattr(arguments, name) != default:
+            raise UsageError(
+                f"bench serve has no flag --{name}",
+                "It belongs to the other benches.",
+                "Run `penstock bench --help` for everything they take.",
+            )
+
+
+def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """The shapes that are timed decide what the engine needs room for."""
     settings = read_settings(EngineConfig, arguments)
     settings["max_rows"] = max(arguments.batch)
     longest = max(arguments.context) + arguments.warmup + arguments.repeats + PROFILED_STEPS + 2
@@ -85,44 +148,30 @@ def run(arguments: argparse.Namespace) -> int:
     settings["max_model_len"] = max(longest, CHECK_TOKENS + 1)
     settings["prefix_cache"] = False  # the second repeat would find the first one's work
     config: EngineConfig = from_mapping(EngineConfig, settings)
-    with PhaseList() as phases:
-        with timed("libraries", phases):
-            from penstock.engine.direct import DirectEngine
-            from penstock.engine.engine import Engine
-        source = find_model(config.model)
-        engine = DirectEngine(Engine.from_source(source, config, phases))
-        with timed("check", phases):
-            difference = check_decode(engine)
-    info, runner = engine.engine.info, engine.engine.runner
-    roofline = Roofline.of(runner.model, source.config, runner.model.dtype.itemsize)  # type: ignore[attr-defined]
-    bench = Bench(engine, roofline, measure_limits(engine), arguments.warmup, arguments.repeats)
-    sampling = SAMPLED if arguments.sampled else SamplingParams()
-    measurements, breakdowns = [], []
-    title = f"{arguments.what}: {source.name}, {info.dtype}, {_gpu_name(engine) or birth.cpu_name()}"
-    for context, batch in itertools.product(arguments.context, arguments.batch):
-        found = None
-        if arguments.what == "prefill":
-            measurements.append(bench.prefills(batch, context))
-        elif arguments.what == "engine":
-            measurement, found = bench.whole_engine(batch, context, sampling)
-            measurements.append(measurement)
-        else:
-            measurements.append(bench.steps(batch, context, sampling))
-            if arguments.breakdown and is_on_gpu(engine):
-                found = bench.step_breakdown(batch, context, sampling)
-        if found is not None:
-            name = f"batch {batch}, context {context:,}: {found.step_us:.0f} us, busy {found.busy:.1%}"
-            print_table(breakdown.COLUMNS, found.as_rows(), name)
-            breakdowns.append({"batch": batch, "context": context, **found.as_dict()})
-    print_table(COLUMNS, [measurement.as_row() for measurement in measurements], title)
-    report = _report(arguments, config, bench, difference, measurements)
-    if breakdowns:
-        report["breakdowns"] = breakdowns
-    line = json.dumps(report)
-    if arguments.json:
-        Path(arguments.json).expanduser().write_text(line + "\n")
-    print(line)
-    return 0
+    return config
+
+
+def _require_positions(arguments: argparse.Namespace, config: EngineConfig, source: ModelSource) -> None:
+    """Before the weights are loaded: a context that the model does not have."""
+    fields = source.config.get("text_config", source.config)
+    known, longest = fields.get("max_position_embeddings"), config.max_model_len
+    if not isinstance(known, int) or longest is None or longest <= known:
+        return
+    context = max(arguments.context)
+    room = known - (longest - context)
+    raise ConfigError(
+        f"--context {context:,} is too long for {source.name}",
+        f"The model knows {known:,} positions; with the steps that are timed, it would need {longest:,}.",
+        f"Give --context {room} or less." if room > 0 else "Give fewer --repeats.",
+    )
+
+
+def _most_tokens(arguments: argparse.Namespace, config: EngineConfig) -> int:
+    """That one request of the longest shape has in the cache."""
+    if arguments.what == "engine":
+        return config.max_model_len or 0
+    num_steps = 0 if arguments.what == "prefill" else arguments.warmup + arguments.repeats
+    return int(max(arguments.context) + num_steps)
 
 
 def _check_shapes(arguments: argparse.Namespace) -> None:

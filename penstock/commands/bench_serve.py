@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.commands import birth
 from penstock.commands.console import PhaseList, print_note, print_table
-from penstock.commands.flags import Flag, add_flags, flags_of, read_settings
+from penstock.commands.flags import Flag, UsageError, add_flags, flags_of, read_settings
 from penstock.commands.load_levels import (
     Level,
     LoadSettings,
@@ -24,6 +24,7 @@ from penstock.commands.load_levels import (
     load_fields,
     load_in_words,
     plan_levels,
+    read_recorded,
     refuse_contradictions,
 )
 from penstock.commands.load_plot import plot_levels, require_matplotlib
@@ -33,6 +34,7 @@ from penstock.errors import ConfigError
 from penstock.eval.chat_requests import ChatRequests
 from penstock.eval.load import Job, LoadClients, LoadProgress, LoadResult, OnProgress
 from penstock.eval.load_summary import LoadSummary, Spread, summarise
+from penstock.eval.results import deliver_line, prepare_output
 from penstock.eval.sized_prompts import PromptMaker, fit_prompts
 from penstock.eval.stream_client import Target
 from penstock.eval.traces import Arrival
@@ -58,9 +60,10 @@ def refuse_flags(arguments: argparse.Namespace) -> None:
     names = [flag.field.name for flag in flags_of(LoadSettings)] + [*SERVER_FLAGS, *TEXT_FLAGS]
     for name in names:
         if hasattr(arguments, name):
-            raise ConfigError(
+            raise UsageError(
                 f"bench {arguments.what} has no flag {flag_name(name)}",
                 "It belongs to `penstock bench serve`.",
+                "Run `penstock bench --help` for everything they take.",
             )
 
 
@@ -69,15 +72,18 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_contradictions(given)
     settings: LoadSettings = from_mapping(LoadSettings, given)
     extra_fields = settings.extra_fields
+    prepare_output(settings.plot, "--plot")
+    prepare_output(arguments.json, "--json")
     if settings.plot:
         require_matplotlib()
+    recorded = read_recorded(settings)
     with _server(settings, arguments) as server:
         model = getattr(arguments, "model", "") if settings.base_url else ""
         requests = ChatRequests(server.url, model, extra=extra_fields, timeout_s=settings.timeout)
         with PhaseList() as phases, timed("prompts", phases) as report:
             prompts = fit_prompts(requests.count_tokens, settings.seed)
             report(Phase("prompts", _describe(prompts)))
-        levels, num_clamped = plan_levels(settings, prompts, requests.max_model_len())
+        levels, num_clamped = plan_levels(settings, recorded, prompts, requests.max_model_len())
         target = Target.of(server.url)
         with LoadClients(settings.clients) as clients:
             bench = _ServeBench(settings, requests, prompts, clients, target, arguments.warmup)
@@ -102,12 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
         {"concurrency": level.concurrency, "rate": level.rate, **summary.as_dict()}
         for level, summary in results
     ]
+    deliver_line(json.dumps({"bench": "serve", **fields, "rows": rows}), arguments.json, "--json")
     if settings.plot:
         plot_levels(Path(settings.plot).expanduser(), title, rows)
-    line = json.dumps({"bench": "serve", **fields, "rows": rows})
-    if arguments.json:
-        Path(arguments.json).expanduser().write_text(line + "\n")
-    print(line)
     return int(any(summary.num_errors for _, summary in results))
 
 

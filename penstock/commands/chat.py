@@ -119,6 +119,7 @@ class Conversation:
 
     def _show(self, pieces: Generator[tuple[str, bool]], stop: StopSwitch) -> str:
         answer = ""
+        was_reasoning = False
         num_pieces = 0
         started = first = time.perf_counter()
         with contextlib.closing(pieces), contextlib.suppress(KeyboardInterrupt):
@@ -126,6 +127,9 @@ class Conversation:
                 first = first if num_pieces else time.perf_counter()
                 num_pieces += 1
                 answer += "" if is_reasoning else piece
+                if was_reasoning and not is_reasoning:
+                    print("\n")
+                was_reasoning = is_reasoning
                 print(paint(piece, "dim", sys.stdout) if is_reasoning else piece, end="", flush=True)
                 if stop.is_set:
                     break
@@ -166,13 +170,15 @@ class Conversation:
         print(f"Reasoning is {choice}.")
 
     def _save(self, path: str) -> None:
+        _require_path("save", path)
         saved = {"system": self.system, "messages": self.messages}
-        with _file_errors(path):
+        with _file_errors(path, "written", "Name a file in a folder of yours: /save talk.json"):
             Path(path).expanduser().write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n")
         print(f"Saved {len(self.messages)} messages to {path}.")
 
     def _load(self, path: str) -> None:
-        with _file_errors(path):
+        _require_path("load", path)
+        with _file_errors(path, "read", "Name a file that /save has written: /load talk.json"):
             saved = json.loads(Path(path).expanduser().read_text())
             messages = [{"role": m["role"], "content": m["content"]} for m in saved["messages"]]
             self.system, self.messages = saved.get("system", ""), messages
@@ -183,14 +189,17 @@ def _leave(_: str) -> None:
     raise EOFError
 
 
+def _require_path(command: str, path: str) -> None:
+    if not path:
+        raise PenstockError(f"/{command} needs a file", "None was named.", f"Name one: /{command} talk.json")
+
+
 @contextlib.contextmanager
-def _file_errors(path: str) -> Iterator[None]:
+def _file_errors(path: str, done: str, todo: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise PenstockError(
-            f"{path or 'no file'}: {error.strerror}", todo="Name a file: /save talk.json"
-        ) from None
+        raise PenstockError(f"{path} cannot be {done}", f"{error.strerror or error}.", todo) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise PenstockError(f"{path} is not a saved conversation", "It was not written by /save.") from None
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.commands import birth
 from penstock.commands.console import PhaseList
-from penstock.commands.flags import add_flags, flags_of, read_counts, read_settings
+from penstock.commands.flags import UsageError, add_flags, flags_of, read_counts, read_settings
 from penstock.config import from_mapping
 from penstock.errors import ConfigError
 from penstock.eval import check_server, gates, score
@@ -60,7 +60,7 @@ MEASUREMENTS = {
     "score": Measurement(score.ScoreSettings, score.run),
     "latency": Measurement(run_latency.LatencySettings, run_latency.run),
     "quality": Measurement(run_quality.QualitySettings, run_quality.run),
-    "gates": Measurement(gates.GateSettings, lambda settings, reporter: gates.run(settings)),
+    "gates": Measurement(gates.GateSettings, gates.run),
     "report": Measurement(run_report.ReportSettings, lambda settings, reporter: run_report.run(settings)),
 }
 
@@ -102,12 +102,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _refuse_flags_of_others(arguments: argparse.Namespace, measurement: Measurement) -> None:
     """A flag of another measurement must not pass unheard."""
     own = {flag.field.name for flag in flags_of(measurement.settings)}
+    owners: dict[str, list[str]] = {}
     for name, other in MEASUREMENTS.items():
         for flag in flags_of(other.settings):
             if flag.field.name not in own and hasattr(arguments, flag.field.name):
-                raise ConfigError(
-                    f"eval {arguments.what} has no flag {flag.name}", f"It belongs to `penstock eval {name}`."
-                )
+                owners.setdefault(flag.name, []).append(name)
+    if owners:
+        flag_name, (first, *others) = next(iter(owners.items()))
+        raise UsageError(
+            f"eval {arguments.what} has no flag {flag_name}",
+            f"It belongs to {first}{''.join(f', {name}' for name in others)}.",
+            "Run `penstock eval --help` for everything they take.",
+        )
 
 
 def _read_concurrency(arguments: argparse.Namespace, measurement: Measurement) -> Any:

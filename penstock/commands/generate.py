@@ -1,4 +1,7 @@
-"""`penstock generate`: one prompt, its continuation on stdout as it comes, nothing else there."""
+"""`penstock generate`: one prompt, its continuation on stdout as it comes, nothing else there.
+
+Several answers (--n) come when all are complete, each after its number.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import sys
 from penstock.commands.flags import add_engine_flags
 from penstock.commands.local import load_llm
 from penstock.commands.sampling import add_sampling_flags, read_sampling
+from penstock.errors import ConfigError, PenstockError
 
 USAGE = "penstock generate TEXT [-m MODEL] [flags]"
 DESCRIPTION = "Continue a text, or with --chat answer it as a message."
@@ -36,14 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     sampling = read_sampling(arguments)  # a wrong number should not wait for the weights
+    if sampling.logprobs is not None and not arguments.json:
+        raise ConfigError(
+            "--logprobs is given without --json", "Plain text has no place for them.", "Add --json."
+        )
     text = sys.stdin.read() if arguments.text == "-" else arguments.text
     llm = load_llm(arguments)
     prompt = llm.encode_chat([{"role": "user", "content": text}]) if arguments.chat else text
-    if arguments.json:
-        answers = [dataclasses.asdict(completion) for completion in llm.generate(prompt, sampling)]
-        print(json.dumps({"model": llm.engine.info.model_name, "prompt": text, "completions": answers}))
+    if not arguments.json and sampling.n == 1:
+        for piece in llm.stream(prompt, sampling):
+            print(piece, end="", flush=True)
+        print()
         return 0
-    for piece in llm.stream(prompt, dataclasses.replace(sampling, n=1, logprobs=None)):
-        print(piece, end="", flush=True)
-    print()
+    completions = llm.generate(prompt, sampling)
+    if arguments.json:
+        answers = [dataclasses.asdict(completion) for completion in completions]
+        print(json.dumps({"model": llm.engine.info.model_name, "prompt": text, "completions": answers}))
+    else:
+        for number, completion in enumerate(completions, 1):
+            print(f"[{number}] {completion.text}")
+    for completion in completions:
+        if completion.finish == "error":
+            raise PenstockError("An answer ended with an error", completion.error or "The engine gave none.")
     return 0

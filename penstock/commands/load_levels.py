@@ -97,21 +97,33 @@ def refuse_contradictions(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{flag_name(name)} is given without --trace", "It is about a trace.")
 
 
+def read_recorded(settings: LoadSettings) -> list[Arrival]:
+    """What --trace names, read before a server starts for it; nothing where there is no trace."""
+    if not settings.trace:
+        return []
+    return read_trace(Path(settings.trace).expanduser(), speedup=settings.speedup, limit=settings.limit)
+
+
 def plan_levels(
-    settings: LoadSettings, prompts: PromptMaker, max_model_len: int | None
+    settings: LoadSettings, recorded: list[Arrival], prompts: PromptMaker, max_model_len: int | None
 ) -> tuple[list[Level], int]:
     """The levels, and how many requests of a trace had to change their length."""
     if settings.trace:
-        path = Path(settings.trace).expanduser()
-        recorded = read_trace(path, speedup=settings.speedup, limit=settings.limit)
         clamp = Clamp(prompts.min_len, settings.max_input_len, settings.max_output_len, max_model_len)
         arrivals = [clamp.apply(arrival) for arrival in recorded]
         num_clamped = sum(before != after for before, after in zip(recorded, arrivals))
-        return [Level(path.name, "trace", 0, None, arrivals)], num_clamped
+        return [Level(Path(settings.trace).name, "trace", 0, None, arrivals)], num_clamped
+    if settings.input_len < prompts.min_len:
+        raise ConfigError(
+            f"--input-len is {settings.input_len}",
+            f"The server's chat template alone takes {prompts.num_template_tokens} tokens.",
+            f"Give --input-len {prompts.min_len} or more.",
+        )
     if settings.shared_prefix >= settings.input_len - prompts.num_template_tokens:
         raise ConfigError(
             f"--shared-prefix is {settings.shared_prefix} of {settings.input_len} tokens",
             f"The chat template takes {prompts.num_template_tokens}, and prompts must differ in the rest.",
+            "Lower --shared-prefix, or raise --input-len.",
         )
     lengths = (settings.input_len, settings.output_len)
     if settings.rate and settings.rate != math.inf:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from penstock.commands.console import PhaseList
 from penstock.commands.flags import read_settings
 from penstock.config import EngineConfig, ServeConfig
 from penstock.progress import timed
+from penstock.text.dialects import ContentDelta, Delta, ReasoningDelta, StreamParser, dialect_of
 from penstock.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -42,12 +43,24 @@ class LocalModel:
         return self.llm.engine.info.model_name
 
     def stream(self, messages: list[dict[str, str]], thinking: bool | None) -> Generator[tuple[str, bool]]:
-        template: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
-        answer = ""
+        """Pieces of the answer, each with whether it belongs to the reasoning."""
+        variables: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+        prompt = self.llm.template.render(messages, **variables)
+        dialect = dialect_of(self.llm.template.source)
+        is_thinking = dialect.thinking is not None and dialect.thinking.is_open_after(prompt)
+        parser = StreamParser(dialect, in_thinking=is_thinking, parses_tools=False)
+        reply = ""
         self.num_tokens = None
         try:
-            for piece in self.llm.stream_chat(messages, self.sampling, **template):
-                answer += piece
-                yield piece, False
+            for piece in self.llm.stream(self.llm.tokenizer.encode(prompt), self.sampling):
+                reply += piece
+                yield from _texts_of(parser.feed(piece))
+            yield from _texts_of(parser.close("stop"))
         finally:
-            self.num_tokens = len(self.llm.tokenizer.encode(answer))
+            self.num_tokens = len(self.llm.tokenizer.encode(reply))
+
+
+def _texts_of(deltas: list[Delta]) -> Iterator[tuple[str, bool]]:
+    for delta in deltas:
+        if isinstance(delta, ContentDelta | ReasoningDelta):
+            yield delta.text, isinstance(delta, ReasoningDelta)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.commands.breakdown import Breakdown, break_down
 from penstock.commands.roofline import Roofline
-from penstock.errors import PenstockError
+from penstock.errors import CapacityError, PenstockError
 from penstock.types import Admission, Request, RowPlan, SamplingParams, Sequence, StepPlan
 
 if TYPE_CHECKING:
@@ -58,6 +58,13 @@ class Measurement:
             return 0.0
         deciles = statistics.quantiles(self.seconds, n=10, method="inclusive")
         return (deciles[-1] - deciles[0]) / (2 * self.median_s)
+
+    def in_words(self) -> str:
+        """For whoever watches, or stops the bench before its table comes."""
+        return (
+            f"{self.median_s * 1e3:.3f} ms, {self.num_tokens / self.median_s:,.1f} tok/s, "
+            f"{self.floor_s / self.median_s:.1%} of the floor"
+        )
 
     def as_row(self) -> list[str]:
         return [
@@ -220,6 +227,24 @@ def fill_with_noise(engine: Engine) -> None:
     for cache in engine.runner.caches:
         for name in cache.__slots__:
             getattr(cache, name).normal_(std=0.1)
+
+
+def require_room(engine: DirectEngine, batch: int, num_tokens: int) -> None:
+    """The shapes to come must fit: an engine gives itself fewer rows and pages where memory is short."""
+    info = engine.engine.info
+    if batch > info.max_rows:
+        raise CapacityError(
+            f"A batch of {batch} does not fit the cache",
+            f"In its {info.cache_bytes / 1e9:.2f} GB there is room for {info.max_rows} requests.",
+            f"Give --batch {info.max_rows} or less, or raise --memory-gb.",
+        )
+    num_needed, num_free = batch * -(-num_tokens // info.page_size), info.num_pages - 1  # page 0 is nobody's
+    if info.num_pages and num_needed > num_free:
+        raise CapacityError(
+            f"A batch of {batch} with {num_tokens:,} tokens each does not fit the cache",
+            f"It takes {num_needed:,} pages of {info.page_size} tokens, and there are {num_free:,}.",
+            "Lower --batch or --context, or raise --memory-gb.",
+        )
 
 
 def check_decode(engine: DirectEngine) -> float:

@@ -25,12 +25,14 @@ HELPS = {
     "stop_token_ids": "end at any of these tokens",
     "ignore_eos": "go on when the model would end",
     "logprobs": "with --json: log-probabilities of the chosen and of the N likeliest tokens",
-    "n": "with --json: how many answers to draw",
+    "n": "how many answers to draw",
 }
+# Not for people: penstock.text.grammar writes grammars, and only the API has a place for a prompt's.
+INTERNAL = ("grammar", "grammar_starts_after", "prompt_logprobs")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, skip: Collection[str] = ()) -> None:
-    add_flags(parser, SamplingParams, title="how text is drawn", helps=HELPS, skip=skip)
+    add_flags(parser, SamplingParams, title="how text is drawn", helps=HELPS, skip={*INTERNAL, *skip})
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:

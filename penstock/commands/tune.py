@@ -63,14 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     config: EngineConfig = from_mapping(EngineConfig, settings)
     with PhaseList() as phases:
         with timed("libraries", phases):
-            from penstock.engine.engine import Engine
+            from penstock.engine.engine import Engine, pick_device
             from penstock.ops.triton import tuning
+        _require_gpu(pick_device(config.device))
         engine = Engine.from_source(cut_layers(find_model(config.model), arguments.layers), config, phases)
         device = engine.runner.rows.device
-        if device.type != "cuda":
-            raise ConfigError(
-                "There is nothing to tune on a CPU", f"The device is {device}.", "Run this on a GPU."
-            )
         path = Path(arguments.out) if arguments.out else tuning.TABLES / f"{tuning.table_name(device)}.json"
         table: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"tiles": {}}
         kept = []
@@ -82,6 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
                     _write(path, table)  # at once: hours may follow, and a Ctrl-C
     print_table(COLUMNS, kept, f"{len(kept)} tiles are better than the rule; written to {path}")
     return 0
+
+
+def _require_gpu(device: str) -> None:
+    """Before anything is loaded: tiles are those of a GPU's kernels."""
+    if not device.startswith("cuda"):
+        raise ConfigError(
+            "There is nothing to tune on a CPU", f"The device is {device}.", "Run this on a GPU."
+        )
 
 
 def _write(path: Path, table: dict[str, Any]) -> None:

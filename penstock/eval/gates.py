@@ -1,6 +1,6 @@
 """What a model must be able to do to be shipped: held-out problems of each kind, and the share to get right.
 
-    penstock eval gates [--base-url URL] [--json F] [--limit N] [--seed S] [--concurrency 8]
+    penstock eval gates [--base-url URL] [--output F] [--limit N] [--seed S] [--concurrency 8]
 
 Asks any server of the OpenAI API, or any function from a conversation to a reply; `run_gates` is the same for
 both. Prints a table and, as its last line, one JSON object; exits with 1 when a gate is missed. What is
@@ -9,10 +9,7 @@ measured without a threshold (`REPORTED`) stands beside the gates and closes non
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +19,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from penstock import __version__
 from penstock.config import setting
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.eval.endpoint import Endpoint
 from penstock.eval.problems import recall, refusals, small_talk, spot_checks, tool_calls, word_problems
 from penstock.eval.problems.conversation import Conversation
 from penstock.eval.problems.draw import pick
 from penstock.eval.problems.reply import Reply
+from penstock.eval.results import Bars, Reporter, no_bars, prepare_output, require_at_least
+from penstock.progress import Phase, timed
 
 Ask = Callable[[Conversation], Reply | str]
 
@@ -146,9 +144,10 @@ def run_gates(
     concurrency: int = 1,
     mtp_acceptance: float | None = None,
     on_result: Callable[[GateResult], None] = lambda result: None,
+    bars: Bars = no_bars,
 ) -> list[GateResult]:
     """Asks every gate's problems. MTP acceptance is not measured by asking: it is judged as given."""
-    results = ask_problems(ask, GATES, num_problems, seed, concurrency, on_result)
+    results = ask_problems(ask, GATES, num_problems, seed, concurrency, on_result, bars)
     return [*results, judge_acceptance(mtp_acceptance)]
 
 
@@ -159,6 +158,7 @@ def ask_problems(
     seed: int,
     concurrency: int,
     on_result: Callable[[GateResult], None] = lambda result: None,
+    bars: Bars = no_bars,
 ) -> list[GateResult]:
     """`ask` gives a `Reply`, or the text that follows the generation prompt.
 
@@ -168,9 +168,13 @@ def ask_problems(
     with ThreadPoolExecutor(max_workers=max(1, concurrency)) as pool:
         for gate in gates:
             problems = draw_problems(gate, num_problems, seed)
-            result = score(
-                gate, problems, list(pool.map(lambda problem: _ask_safely(ask, problem), problems))
-            )
+            replies: list[Reply | str | None] = []
+            with bars() as phases, timed(gate.name, phases) as report:
+                for reply in pool.map(lambda problem: _ask_safely(ask, problem), problems):
+                    replies.append(reply)
+                    asked = f"{len(replies)} of {num_problems} asked"
+                    report(Phase(gate.name, asked, len(replies) / num_problems))
+            result = score(gate, problems, replies)
             on_result(result)
             results.append(result)
     return results
@@ -233,11 +237,19 @@ class GateSettings:
     concurrency: int = setting(8, "requests at once")
     mtp: str | None = setting(None, 'JSON file with {"mtp_acceptance": share}')
     show: int = setting(0, "print N wrong replies per gate")
-    json: str | None = setting(None, "also write the last line to this file")
+    output: str | None = setting(None, "also write the last line to this file")
+    json: str | None = setting(None, "the same as --output, as `penstock bench` calls it")
+
+    def __post_init__(self) -> None:
+        require_at_least(1, limit=self.limit, concurrency=self.concurrency)
+        if self.output and self.json:
+            raise ConfigError("--output and --json are both given", "They name the same file: give one.")
 
 
-def run(settings: GateSettings) -> int:
+def run(settings: GateSettings, reporter: Reporter) -> int:
     """Asks the server, reports, and returns the exit code."""
+    output = settings.output or settings.json
+    prepare_output(output, "--output" if settings.output else "--json")
     endpoint = Endpoint(settings.base_url, settings.model)
     given = _read_acceptance(Path(settings.mtp)) if settings.mtp else None
     before, start = endpoint.draft_counts(), time.monotonic()
@@ -253,35 +265,32 @@ def run(settings: GateSettings) -> int:
         concurrency=settings.concurrency,
         mtp_acceptance=given,
         on_result=show,
+        bars=reporter.bars,
     )
     after = endpoint.draft_counts()
     if given is None and before is not None and after is not None:
         results[-1] = judge_acceptance(after.acceptance_since(before))
     num_reported = num_problems_reported(settings.limit)
-    reported = ask_problems(endpoint.ask, REPORTED, num_reported, settings.seed, settings.concurrency, show)
+    reported = ask_problems(
+        endpoint.ask, REPORTED, num_reported, settings.seed, settings.concurrency, show, reporter.bars
+    )
     elapsed_s = time.monotonic() - start
     is_missed = any(result.is_missed for result in results)
-    line = json.dumps(
-        {
-            "benchmark": "gates",
-            "passed": not is_missed,
-            "gates": {result.name: result.share for result in results},
-            "reported": {result.name: result.share for result in reported},
-            "details": {result.name: result.as_json() for result in (*results, *reported)},
-            "model": endpoint.model,
-            "base_url": settings.base_url,
-            "limit": settings.limit,
-            "seed": settings.seed,
-            "concurrency": settings.concurrency,
-            "elapsed_s": round(elapsed_s, 1),
-            "penstock": __version__,
-            "machine": platform.platform(),
-        }
-    )
+    fields = {
+        "benchmark": "gates",
+        "passed": not is_missed,
+        "gates": {result.name: result.share for result in results},
+        "reported": {result.name: result.share for result in reported},
+        "details": {result.name: result.as_json() for result in (*results, *reported)},
+        "model": endpoint.model,
+        "base_url": settings.base_url,
+        "limit": settings.limit,
+        "seed": settings.seed,
+        "concurrency": settings.concurrency,
+        "elapsed_s": round(elapsed_s, 1),
+    }
     print(format_table([*results, *reported]))
-    if settings.json:
-        Path(settings.json).write_text(line + "\n", encoding="utf-8")
-    print(line)
+    reporter.deliver(fields, output)
     return int(is_missed)
 
 
@@ -295,19 +304,3 @@ def _read_acceptance(file: Path) -> float:
             'Give a JSON file such as {"mtp_acceptance": 0.75}.',
         ) from error
     return share
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="penstock eval gates", description=__doc__.partition("\n")[0])
-    for each in dataclasses.fields(GateSettings):
-        kind = int if isinstance(each.default, int) else str
-        parser.add_argument(f"--{each.name.replace('_', '-')}", type=kind, default=each.default)
-    try:
-        return run(GateSettings(**vars(parser.parse_args(words))))
-    except PenstockError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,9 +6,8 @@ Where bars are drawn and what is known of this machine is given by the command t
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,11 @@ from penstock.progress import OnPhase
 Bars = Callable[[], AbstractContextManager[OnPhase]]
 
 
+def no_bars() -> AbstractContextManager[OnPhase]:
+    """For whoever measures in a program of their own, where nobody watches."""
+    return nullcontext(lambda phase: None)
+
+
 @dataclass(frozen=True, slots=True)
 class Reporter:
     """Whom a measurement tells what: `bars` opens a place for phases, `origin` begins every JSON line."""
@@ -27,28 +31,55 @@ class Reporter:
     origin: Mapping[str, Any]
 
     def deliver(self, fields: Mapping[str, Any], output: str | None) -> None:
-        """Prints the JSON line and, where a file was asked for, writes it there as well."""
-        print(self.write(fields, output), flush=True)
+        """Prints the JSON line and then, where a file was asked for, writes it there as well."""
+        deliver_line(self._line(fields), output)
 
-    def write(self, fields: Mapping[str, Any], output: str | None) -> str:
-        """The JSON line, written where a file was asked for."""
-        line = json.dumps({**fields, **self.origin})
-        if output:
-            Path(output).expanduser().write_text(line + "\n", encoding="utf-8")
-        return line
+    def write(self, fields: Mapping[str, Any], output: str | None) -> None:
+        """Only to the file, for a measurement that people read in lines of its own."""
+        write_output(self._line(fields), output)
+
+    def _line(self, fields: Mapping[str, Any]) -> str:
+        return json.dumps({**fields, **self.origin})
 
 
-def prepare_output(output: str | None) -> None:
+def prepare_output(output: str | None, flag: str = "--output") -> None:
     """Finds out before a long measurement, not after it, that its file cannot be written."""
     if not output:
         return
     file = Path(output).expanduser()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists() and not file.is_file() and not file.is_dir():
+            return  # a pipe would wait here for its reader
+        is_new = not file.exists()
+        file.open("a").close()  # permissions alone say yes to root, also where nobody can write
+        if is_new:
+            file.unlink()
     except OSError as error:
-        raise ConfigError(f"--output {output} cannot be written", f"{error}.") from error
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"--output {output} cannot be written", "Name a file in a folder of yours.")
+        raise _unwritable(flag, output, error) from error
+
+
+def write_output(line: str, output: str | None, flag: str = "--output") -> None:
+    if not output:
+        return
+    try:
+        Path(output).expanduser().write_text(line + "\n", encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(flag, output, error) from error
+
+
+def deliver_line(line: str, output: str | None, flag: str = "--output") -> None:
+    """Printed before it is written: a disk that is full costs the file and not the measurement."""
+    print(line, flush=True)
+    write_output(line, output, flag)
+
+
+def _unwritable(flag: str, output: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{flag} {output} cannot be written",
+        f"{error.strerror or error}.",
+        f"Name a file in a folder of yours, or leave {flag} out.",
+    )
 
 
 def read_results(flag: str, path: str) -> dict[str, Any]:

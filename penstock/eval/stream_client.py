@@ -17,13 +17,12 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import httptools
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.http_client import key_header
+from penstock.http_client import key_header, read_address, tls_failure
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_MESSAGE_CHARS = 300
@@ -42,7 +41,7 @@ class Target:
     @classmethod
     def of(cls, base_url: str) -> Target:
         """Of the addresses a name has, the first that lets us in."""
-        url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
+        url = read_address(base_url)
         is_https = url.scheme == "https"
         host, port = url.hostname or "127.0.0.1", url.port or (443 if is_https else 80)
         path = url.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
@@ -50,6 +49,10 @@ class Target:
             # A name may stand for several addresses of which only some answer, as localhost often does.
             with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S) as connection:
                 address = connection.getpeername()[0]
+                if is_https:
+                    _certificates().wrap_socket(connection, server_hostname=host).close()
+        except ssl.SSLError as error:
+            raise tls_failure(base_url, error) from error
         except OSError as error:
             raise PenstockError(
                 f"Nothing answers at {base_url}",

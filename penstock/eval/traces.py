@@ -42,7 +42,9 @@ def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None) ->
             rows = _read_json_lines(file) if first.startswith("{") else _read_csv(file)
             recorded = list(itertools.islice(rows, limit))
     except OSError as error:
-        raise PenstockError(f"Cannot read the trace {path}", f"{error.strerror or error}.") from error
+        raise PenstockError(
+            f"Cannot read the trace {path}", f"{error.strerror or error}.", "Name a file that is there."
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise PenstockError(
             f"{path} is not a trace that can be replayed",

@@ -27,15 +27,24 @@ def correctness_section(results: Results) -> Section | Absent:
         for run in runs
         for gate in run.gates
     ]
-    gated = [gate for run in runs for gate in run.gates if gate.has_passed is not None]
-    num_passed = sum(bool(gate.has_passed) for gate in gated)
-    models = ", ".join(dict.fromkeys(run.origin.model for run in runs if run.origin.model))
-    lead = f"{num_passed} of {len(gated)} gates are passed{f' by {models}' if models else ''}."
+    lead = " ".join(filter(None, map(_gates_in_words, runs))) or "What was asked is reported, not gated."
     about = "Share of right answers by gate, beside the share that is needed."
     chart = BarChart("correctness", "Right answers", about, tuple(bars), "line: what is needed", 1.0)
     columns = ("gate", "model", "right", "needed", "counted", "")
     notes = tuple(f"{run.origin.model}, {run.kind}: {run.origin.file}." for run in runs)
     return Section("correctness", title, lead, (chart, Table("Gates", columns, tuple(rows))), notes)
+
+
+def _gates_in_words(run: GateRun) -> str:
+    """A sentence for each run: another run's gates are other problems, also where they have the same name."""
+    verdicts = [gate.has_passed for gate in run.gates if gate.has_passed is not None]
+    model = f" by {run.origin.model}" if run.origin.model else ""
+    if len(verdicts) == 1:
+        done = "passed" if verdicts[0] else "missed"
+        return f"The gate of {run.kind} is {done}{model} ({run.origin.file})."
+    if not verdicts:
+        return ""
+    return f"{sum(verdicts)} of {len(verdicts)} gates are passed{model} ({run.origin.file})."
 
 
 def _prefix(run: GateRun, runs: list[GateRun]) -> str:
@@ -53,20 +62,20 @@ def _verdict(gate: Gate) -> str:
 
 def replies_section(results: Results) -> Section | Absent:
     title = "Whole replies"
-    replies = [reply for latency in results.latency for reply in latency.replies]
-    if not replies:
+    found = [(latency.origin.file, reply) for latency in results.latency for reply in latency.replies]
+    if not found:
         return Absent(title, "No file of `penstock eval latency` is among the results.")
     bars, rows = [], []
-    for reply in replies:
+    for _, reply in found:
         size = f"{reply.num_prompt_tokens:,} + {reply.num_reply_tokens:,}"
         marks = (Mark(reply.published_ms, Role.RIVAL),) if reply.published_ms else ()
         bars.append(Bar(f"{size} tokens", reply.median_ms, f"{short(reply.median_ms)} ms", marks=marks))
         numbers = (reply.median_ms, reply.p90_ms, reply.published_ms, reply.speed_up)
         rows.append((size, *("–" if number is None else short(number) for number in numbers)))
-    fastest = min(replies, key=lambda reply: reply.median_ms)
+    file, fastest = min(found, key=lambda pair: pair[1].median_ms)
     lead = (
         f"A reply of {fastest.num_reply_tokens:,} tokens to {fastest.num_prompt_tokens:,} takes "
-        f"{short(fastest.median_ms)} ms, one client alone."
+        f"{short(fastest.median_ms)} ms, one client alone ({file})."
     )
     about = "Milliseconds of one whole reply to one client, by tokens of prompt and reply."
     has_marks = any(bar.marks for bar in bars)

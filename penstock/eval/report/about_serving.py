@@ -55,10 +55,17 @@ def rivals_of(ours: Sequence[Serving], others: Results) -> list[Serving]:
     return sorted(fitting, key=lambda other: -len(other.levels))
 
 
+def main_serving(results: Results) -> Serving | None:
+    """The one run that every sentence about a server is taken from: what the score is projected from."""
+    base, _ = projection_of(results)
+    return base or next((serving for serving in results.serving if speeds(serving)), None)
+
+
 def throughput_section(results: Results, others: Results) -> Section | Absent:
     title = "Throughput"
     ours = [serving for serving in results.serving if speeds(serving)]
-    if not ours:
+    main = main_serving(results)
+    if main is None:
         why = "No file of `penstock bench serve` or `penstock eval throughput` has a level."
         return Absent(title, why)
     rivals = rivals_of(ours, others)
@@ -80,10 +87,10 @@ def throughput_section(results: Results, others: Results) -> Section | Absent:
     chart = LineChart(
         "throughput", "Throughput by requests at a time", about, "requests at a time", label, tuple(series)
     )
-    busiest = max(closed_levels(ours[0]).values(), key=lambda level: level.tok_s)
+    busiest = max(closed_levels(main).values(), key=lambda level: level.tok_s)
     lead = (
-        f"{_hardware(ours[0]) or 'The server'} gives {short(busiest.tok_s)} tokens a second, prompts and "
-        f"replies together, with {busiest.concurrency} requests at a time."
+        f"{_hardware(main) or 'The server'} gives {short(busiest.tok_s)} tokens a second, prompts and "
+        f"replies together, with {busiest.concurrency} requests at a time ({main.origin.file})."
     )
     notes = [f"{rival.name} ({_hardware(rival)}): {rival.source}." for rival in rivals if rival.source]
     if rivals and any(level.output_len for serving in ours for level in serving.levels):
@@ -133,10 +140,16 @@ def _lengths(level: Level) -> str:
     return f"{level.input_len:,} + {level.output_len:,}"
 
 
-def _load_names(levels: Sequence[Level]) -> list[str]:
-    """Lengths are said where they differ, once below the charts where they do not."""
-    is_same = len({_lengths(level) for level in levels}) == 1
-    return [_load_name(level) if is_same else f"{_load_name(level)}, {_lengths(level)}" for level in levels]
+def _load_names(levels: Sequence[tuple[str, Level]]) -> list[str]:
+    """Files and lengths are said where they differ, the lengths once below the charts where they do not."""
+    has_files = len({file for file, _ in levels}) > 1
+    has_lengths = len({_lengths(level) for _, level in levels}) > 1
+    return [
+        ", ".join(
+            (_load_name(level), *([_lengths(level)] if has_lengths else []), *([file] if has_files else []))
+        )
+        for file, level in levels
+    ]
 
 
 def _load_name(level: Level) -> str:
@@ -149,10 +162,11 @@ def _load_name(level: Level) -> str:
 
 def waiting_section(results: Results) -> Section | Absent:
     title = "Waiting"
-    levels = [level for serving in results.serving for level in serving.levels if level.ttft or level.itl]
-    if not levels:
+    timed = [serving for serving in results.serving if _timed_levels(serving)]
+    if not timed:
         return Absent(title, "No level of `penstock bench serve` has percentiles of TTFT or ITL.")
-    names = _load_names(levels)
+    pairs = [(serving.origin.file, level) for serving in timed for level in _timed_levels(serving)]
+    names, levels = _load_names(pairs), [level for _, level in pairs]
     first = [(name, level.ttft) for name, level in zip(names, levels) if level.ttft]
     between = [(name, level.itl) for name, level in zip(names, levels) if level.itl]
     parts: list[RangeChart | Table] = []
@@ -161,25 +175,34 @@ def waiting_section(results: Results) -> Section | Absent:
     if between:
         parts += _spread_parts("itl", "Time between tokens, ms", between)
     notes = ["Dot: the median. Ticks: p90 and p95. Ring: p99. Thin line: to the slowest."]
-    if names[0] == _load_name(levels[0]) and levels[0].input_len and levels[0].output_len:
+    if len({_lengths(level) for level in levels}) == 1 and levels[0].input_len and levels[0].output_len:
         notes.append(f"Prompts of {levels[0].input_len:,} tokens, replies of {levels[0].output_len:,}.")
     if failed := sum(level.num_failed or 0 for level in levels):
         notes.append(f"{failed:,} requests failed; only replies without an error are timed.")
-    return Section("waiting", title, _waiting_lead(levels), tuple(parts), tuple(notes))
+    main = main_serving(results)
+    source = main if main in timed else timed[0]
+    return Section("waiting", title, _waiting_lead(source), tuple(parts), tuple(notes))
 
 
-def _waiting_lead(levels: Sequence[Level]) -> str:
+def _timed_levels(serving: Serving) -> list[Level]:
+    return [level for level in serving.levels if level.ttft or level.itl]
+
+
+def _waiting_lead(serving: Serving) -> str:
     sentences = []
+    levels, file = _timed_levels(serving), serving.origin.file
     first = [(level, level.ttft) for level in levels if level.ttft]
     between = [(level, level.itl) for level in levels if level.itl]
     if first:
         level, spread = min(first, key=lambda pair: pair[1].p50)
-        sentences.append(f"With {_load_name(level)} the first token comes after {short(spread.p50)} ms.")
+        sentences.append(
+            f"With {_load_name(level)} the first token comes after {short(spread.p50)} ms ({file})."
+        )
     if between:
         level, spread = max(between, key=lambda pair: pair[0].concurrency)
         sentences.append(
             f"With {_load_name(level)} the others follow every {short(spread.p50)} ms, "
-            f"99 of 100 within {short(spread.p99)} ms."
+            f"99 of 100 within {short(spread.p99)} ms ({file})."
         )
     return " ".join(sentences)
 
@@ -246,7 +269,7 @@ def score_section(results: Results, others: Results) -> Section | Absent:
     notes = []
     if base is not None:
         parts.append(_projection_table(projected))
-        lead = f"Projected from one GPU, not measured on {NUM_GPUS}: {short(total)}."
+        lead = f"Projected from one GPU ({base.origin.file}), not measured on {NUM_GPUS}: {short(total)}."
         if rivals:
             baseline = rivals[0].score or weighted_sum(speeds(rivals[0]))
             lead += f" That is {short(total / baseline)} times the {short(baseline)} of {rivals[0].name}."

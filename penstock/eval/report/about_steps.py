@@ -83,10 +83,10 @@ def decode_section(results: Results, others: Results) -> Section | Absent:
     verdict = f" The goal is met at {len(met)} of {len(goal_ms)} batch sizes." if goal_ms else ""
     lead = (
         f"One request gets a token every {short(first.ms)} ms; {last.batch} together take "
-        f"{short(last.ms)} ms a step.{verdict}"
+        f"{short(last.ms)} ms a step ({bench.origin.file}).{verdict}"
     )
     if len(steps) == 1:
-        lead = f"A step of {first.batch} takes {short(first.ms)} ms.{verdict}"
+        lead = f"A step of {first.batch} takes {short(first.ms)} ms ({bench.origin.file}).{verdict}"
     copy = f" ({short(bench.copy_gb_per_s)} GB/s)" if bench.copy_gb_per_s else ""
     floor = (
         f"The floor is the fewest bytes a step can move, at the speed of a large copy in the same run{copy}."
@@ -170,7 +170,7 @@ def roofline_section(results: Results) -> Section | Absent:
     title = "Share of the roofline"
     main = main_decode(results)
     steps = [step for step in main.steps if step.of_floor] if main else []
-    if not steps:
+    if main is None or not steps:
         return Absent(title, "No greedy step of `penstock bench step` has `of_floor`.")
     best = max(steps, key=lambda step: step.of_floor or 0.0)
     bars = tuple(
@@ -180,7 +180,8 @@ def roofline_section(results: Results) -> Section | Absent:
     chart = BarChart(
         "roofline", "Share of the memory's speed that a step uses", about, bars, "full width: the floor", 1.0
     )
-    lead = f"At batch {best.batch} a step runs at {percent(best.of_floor or 0.0)} of what the memory allows."
+    share, file = percent(best.of_floor or 0.0), main.bench.origin.file
+    lead = f"At batch {best.batch} a step runs at {share} of what the memory allows ({file})."
     return Section("roofline", title, lead, (chart,))
 
 
@@ -207,7 +208,7 @@ def prefill_section(results: Results, others: Results) -> Section | Absent:
             _or_dash(step.tok_s),
         )
         rows.append(row)
-    fastest = max((step for _, step in pairs), key=lambda step: step.tok_s or 0.0)
+    source, fastest = max(pairs, key=lambda pair: pair[1].tok_s or 0.0)
     about = "Prompt tokens a second by number and length of the prompts in one pass."
     has_goals = any(bar.marks for bar in bars)
     chart = BarChart(
@@ -217,7 +218,7 @@ def prefill_section(results: Results, others: Results) -> Section | Absent:
     files = ", ".join(bench.origin.file for bench in benches)
     lead = (
         f"{fastest.batch} × {fastest.context:,} tokens go through at {short(fastest.tok_s or 0.0)} "
-        "tokens a second."
+        f"tokens a second ({source.origin.file})."
     )
     return Section("prefill", title, lead, (chart, Table(f"Whole passes ({files})", columns, tuple(rows))))
 
@@ -227,10 +228,7 @@ def kernels_section(results: Results) -> Section | Absent:
     found = [breakdown for bench in results.steps for breakdown in bench.breakdowns]
     if not found:
         return Absent(title, "No file of `penstock bench engine` has a breakdown by kernel.")
-    busy = [
-        f"{percent(each.busy)} of the time at batch {each.batch}" for each in found if each.busy is not None
-    ]
-    lead = f"The GPU is at work {' and '.join(busy)}." if busy else "What the GPU does in a step."
+    lead = " ".join(filter(None, map(_busy_in_words, results.steps))) or "What the GPU does in a step."
     return Section(
         "kernels",
         title,
@@ -241,6 +239,15 @@ def kernels_section(results: Results) -> Section | Absent:
             "ended, so they may add up to more than the step.",
         ),
     )
+
+
+def _busy_in_words(bench: StepBench) -> str:
+    shares = [
+        f"{percent(each.busy)} of the time at batch {each.batch}"
+        for each in bench.breakdowns
+        if each.busy is not None
+    ]
+    return f"The GPU is at work {' and '.join(shares)} ({bench.origin.file})." if shares else ""
 
 
 def _kernel_chart(breakdown: Breakdown) -> BarChart:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.eval.report.about_answers import correctness_section, origin_section, replies_section
 from penstock.eval.report.about_serving import (
     closed_levels,
+    main_serving,
     projection_of,
     score_section,
     throughput_section,
@@ -85,7 +86,8 @@ def _different(texts: Iterable[str | None]) -> list[str]:
 
 def _headlines(results: Results) -> tuple[Headline, ...]:
     found = []
-    levels = [level for serving in results.serving for level in closed_levels(serving).values()]
+    main_server = main_serving(results)
+    levels = list(closed_levels(main_server).values()) if main_server else []
     if levels:
         level = max(levels, key=lambda each: each.tok_s)
         about = f"served in and out, {level.concurrency} requests at a time"
