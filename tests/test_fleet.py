@@ -145,13 +145,15 @@ class World:
 
     def __init__(self, num_engines: int, **settings: Any) -> None:
         self.engines: list[list[FakeEngine]] = [[] for _ in range(num_engines)]
-        self.next_failure: PenstockError | None = None
+        self.next_failure: Exception | None = None  # ours: of an engine; another: of launching one
         launches = [self._launch_at(index) for index in range(num_engines)]
         self.fleet = Fleet(launches, ServeConfig(**settings), lambda _: None)  # type: ignore[arg-type]
 
     def _launch_at(self, index: int) -> Callable[[OnPhase], Awaitable[FakeEngine]]:
         async def launch(on_phase: OnPhase) -> FakeEngine:
             failure, self.next_failure = self.next_failure, None
+            if not isinstance(failure, PenstockError | None):
+                raise failure
             self.engines[index].append(FakeEngine(failure, max_model_len=4096 - index))
             return self.engines[index][-1]
 
@@ -406,8 +408,8 @@ def test_a_request_that_waits_for_an_engine_waits_only_so_long_and_leaves_nothin
             for replica in world.fleet._replicas:
                 replica._num_short_lives = 20  # the next start is far away
             world.fleet.abort("leaving")
-            with pytest.raises(EngineDeadError):
-                world.fleet.require_ready()
+            assert (world.fleet.info, world.fleet.phase.name) == (None, "starting")
+            world.fleet.require_ready()
             started = time.monotonic()
             while patient.error is None:
                 await asyncio.sleep(0.01)
@@ -415,6 +417,8 @@ def test_a_request_that_waits_for_an_engine_waits_only_so_long_and_leaves_nothin
             assert isinstance(patient.error, EngineDeadError)
             assert leaving.error is None
             assert world.fleet.num_outstanding == 0
+            world.submit(ask("new"))  # waits, as they did
+            assert world.fleet.num_outstanding == 1
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica_module, "FIRST_DELAY_S", 0.1)
@@ -480,11 +484,16 @@ def test_a_rolling_restart_replaces_every_engine_while_others_serve_and_loses_no
     asyncio.run(scenario())
 
 
-def test_a_rolling_restart_never_gives_a_request_up_however_often_it_moves() -> None:
+@pytest.mark.parametrize(
+    ("num_engines", "num_restarts"), [(2 * MAX_ENGINES_LOST, 3), (1, MAX_ENGINES_LOST + 2)]
+)
+def test_a_rolling_restart_never_gives_a_request_up_however_often_it_moves(
+    num_engines: int, num_restarts: int
+) -> None:
     async def scenario() -> None:
-        async with world_of(2 * MAX_ENGINES_LOST, drain_timeout=0.01) as world:
+        async with world_of(num_engines, drain_timeout=0.01) as world:
             reader = world.submit(ask("r"))
-            for _ in range(3):  # without a single token
+            for _ in range(num_restarts):  # without a single token
                 await world.fleet.restart()
             assert world.fleet.num_moves > MAX_ENGINES_LOST
             world.finish()
@@ -510,28 +519,65 @@ def test_an_engine_that_is_asked_to_leave_finishes_what_it_has() -> None:
     asyncio.run(scenario())
 
 
-def test_an_engine_that_cannot_start_ends_the_fleet_at_first_and_is_tried_again_later() -> None:
+def test_the_only_engine_is_replaced_without_a_request_refused_or_lost() -> None:
+    async def scenario() -> None:
+        async with world_of(1, drain_timeout=0.1) as world:
+            old, requests, readers = world.current[0], [], []
+
+            def take_another() -> None:
+                world.fleet.require_ready()
+                requests.append(ask(f"r{len(requests)}", max_tokens=60))
+                readers.append(world.submit(requests[-1]))
+
+            take_another()
+            restarting = asyncio.create_task(world.fleet.restart())
+            await settle()
+            take_another()
+            assert len(old.rows) == 2  # it has not gone yet
+            assert world.fleet.info is not None
+            old.step()
+            while old.failure is None:
+                await asyncio.sleep(0)
+            assert (world.fleet.info, world.fleet.phase.name) == (None, "starting")
+            take_another()
+            await restarting
+            assert len(world.engines[0]) == 2
+            world.finish()
+            for request, reader in zip(requests, readers):
+                assert (reader.token_ids, reader.error) == (whole_reply(request), None)
+            world.assert_nothing_left()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
+
+
+@pytest.mark.parametrize("failure", [CapacityError("no memory"), OSError("no memory")])
+def test_an_engine_that_cannot_start_ends_the_fleet_at_first_and_is_tried_again_later(
+    failure: Exception,
+) -> None:
+    is_known = isinstance(failure, PenstockError)
+    problem = "no memory" if is_known else "The engine process could not be started"
+
     async def scenario() -> None:
         world = World(2)
-        world.next_failure = CapacityError("no memory")
-        with pytest.raises(CapacityError):
+        world.next_failure = failure
+        await world.fleet.wait_launched()
+        with pytest.raises(CapacityError if is_known else EngineDeadError, match="no memory"):
             await world.fleet.wait_ready()
         await world.fleet.close()
 
         async with world_of(2) as world:
-            world.next_failure = CapacityError("no memory")
+            world.next_failure = failure
             world.current[0].kill(DEATH)
             await settle()
-            assert len(world.engines[0]) == 3
             assert world.current[0].is_ready
             first, second = await world.fleet.report()
-            assert (first.restarts, first.problem, first.state) == (2, "no memory", "ready")
+            assert (first.restarts, first.problem, first.state) == (2, problem, "ready")
             assert (second.restarts, second.problem) == (0, None)
             total = sum_stats([first, second])
             assert total is not None
             assert (total.num_pages, total.prefix) == (8, {"hit": 2})
 
-    asyncio.run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), 10.0))
 
 
 def test_the_queue_is_bounded_for_all_engines_together_and_the_tightest_context_holds() -> None:

@@ -54,12 +54,15 @@ def app_of(is_ready: bool = True, **settings: Any) -> Any:
 
 
 def call(
-    app: Any, path: str, headers: dict[str, str] | None = None, method: str = "GET", body: bytes = b""
+    app: Any, path: str, headers: dict[str, str] | None = None, method: str = "GET", body: bytes | None = b""
 ) -> Answered:
-    """One request as a server hands it over, with a path that no client library has tidied up."""
+    """One request as a server hands it over, with a path that no client library has tidied up; `body` None:
+    the client leaves before it has sent one."""
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
+        if body is None:
+            return {"type": "http.disconnect"}
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: dict[str, Any]) -> None:
@@ -280,6 +283,28 @@ def test_every_answer_is_counted_by_its_status() -> None:
     counted = app.state.serving.metrics
     assert counted.num_answers == {401: 2, 200: 1, 404: 1}
     assert 'penstock_answers_total{status="401"} 2' in render(counted, [], 0)
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_counted_as_gone() -> None:
+    app = app_of()
+    call(app, "/v1/completions", method="POST", body=None)
+    assert app.state.serving.metrics.num_answers == {499: 1}
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+def test_a_defect_of_ours_is_an_answer_as_any_other(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Here: a server whose engine is nothing that could be asked."""
+    app = app_of(cors_origin=("https://good.example",))
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
+    headers = {"origin": "https://good.example", "x-request-id": "trace-me"}
+    answered = call(app, path, headers, "POST", body)
+    assert answered.status == 500
+    assert answered.json["error"]["message"]
+    assert "AttributeError" not in answered.body.decode()
+    assert "AttributeError" in caplog.text
+    assert answered.headers["x-request-id"] == "trace-me"
+    assert answered.headers["access-control-allow-origin"] == "https://good.example"
+    assert app.state.serving.metrics.num_answers == {500: 1}
 
 
 def test_bodies_are_refused_while_too_much_is_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,15 @@ import json
 import os
 import resource
 import signal
+import tempfile
+from pathlib import Path
 
 import openai
 import pytest
 
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, ContextLengthError, EngineDeadError, ModelNotFoundError
+from penstock.serve import client as client_module
 from penstock.serve.client import EngineClient
 from penstock.serve.server import allow_many_connections, open_port
 from penstock.types import Request, SamplingParams, TokenDelta
@@ -185,7 +188,42 @@ async def assert_a_killed_engine_is_not_heard(client: EngineClient) -> None:
     assert isinstance(last.error, EngineDeadError)
 
 
-def test_an_engine_that_cannot_start_tells_its_client_why() -> None:
+def test_a_signal_while_the_server_starts_ends_it_in_good_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        with start_server(wait_for="listening") as server:
+            server.process.send_signal(signal.SIGHUP)  # no reason to end: the engines will be new
+            assert eventually(lambda: bool(os.listdir(folder)))  # the engine's socket
+            engine_pids = server.engine_pids
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(timeout=10.0) == 0
+            assert os.listdir(folder) == []
+            assert eventually(lambda: not any(map(is_alive, engine_pids)), 5.0)
+
+
+def test_without_a_folder_for_its_socket_an_engine_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with client_module._socket_folder() as folder:
+        assert Path(folder).parent == Path("/tmp")
+        assert Path(folder).stat().st_mode & 0o777 == 0o700
+    long_folder = tmp_path / ("x" * 100)
+    long_folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long_folder))
+    monkeypatch.setattr(client_module, "MAX_SOCKET_FOLDER_BYTES", 1000)
+    with pytest.raises(EngineDeadError, match="too long") as caught:
+        asyncio.run(EngineClient.launch(EngineConfig(), on_phase=lambda _: None))
+    assert "TMPDIR" in caught.value.todo
+
+
+def test_an_engine_that_cannot_start_tells_its_client_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That the path of TMPDIR is too long for a socket keeps none from starting."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
+    (tmp_path / ("x" * 100)).mkdir()
+
     async def scenario() -> None:
         config = EngineConfig(model="no-such-model")
         client = await EngineClient.launch(config, on_phase=lambda _: None)

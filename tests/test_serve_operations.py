@@ -124,7 +124,8 @@ def test_every_request_is_one_line_of_the_log_with_its_id_and_without_its_words(
 
 
 def test_an_invocation_is_what_its_shape_says(server: Server) -> None:
-    for change in ({"prompt": "Once"}, {"messages": MESSAGES, "thinking": True}):
+    no_thinking = {"prompt": "Once", "thinking": {"type": "disabled"}}
+    for change in ({"prompt": "Once"}, no_thinking, {"messages": MESSAGES, "thinking": True}):
         body = {"max_tokens": 6, **FREE, **change}
         same = "/v1/completions" if "prompt" in change else "/v1/chat/completions"
         invoked, direct = server.post(body, "/invocations").json(), server.post(body, same).json()
@@ -152,7 +153,8 @@ def test_an_invocation_thinks_only_when_it_is_told_to(server: Server) -> None:
         assert num_prompt_tokens("/invocations", **chat, **asked) == on
     prompt = MESSAGES[0]["content"]
     assert num_prompt_tokens("/invocations", prompt=prompt, thinking=True) == on
-    assert num_prompt_tokens("/invocations", prompt=prompt, thinking=False) < off
+    for declined in (False, {"type": "disabled"}):
+        assert num_prompt_tokens("/invocations", prompt=prompt, thinking=declined) < off
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "x", "messages": MESSAGES}, {"prompt": None}])

@@ -15,10 +15,10 @@ from penstock.serve import openapi, operations, sagemaker, sessions
 from penstock.serve.access import access_middleware
 from penstock.serve.anthropic import routes as anthropic_routes
 from penstock.serve.error_answers import (
+    UnexpectedErrors,
     answer_disconnect,
     answer_http_error,
     answer_penstock_error,
-    answer_unexpected_error,
 )
 from penstock.serve.openai import routes as openai_routes
 from penstock.serve.request_log import RequestLog
@@ -41,11 +41,11 @@ def create_app(serving: Serving) -> Starlette:
             PenstockError: answer_penstock_error,
             HTTPException: answer_http_error,
             ClientDisconnect: answer_disconnect,
-            Exception: answer_unexpected_error,
         },
         middleware=[
             Middleware(RequestLog, metrics=serving.metrics),
             *access_middleware(serving.config),
+            Middleware(UnexpectedErrors),
         ],
     )
     app.router.redirect_slashes = False  # a redirect would lose the body of a POST and say where it goes

@@ -28,6 +28,8 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.types import EngineInfo, Request, SamplingParams
 
 LONG_TOKEN = 16  # characters; few tokens of a text have as many
+MAX_COUNTED_CHARS = 4 * 1024**2  # of a chat that is only tokenized: as many as a text may have
+MAX_COUNTS = 2  # at a time: threads, and the process of the chat template, are there for replies first
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class TextEngine:
         self._template_defaults = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._loop_guard = loop_guard
         self._system_prompt = system_prompt
+        self._counting = asyncio.Semaphore(MAX_COUNTS)
         self._dialect = dialect_of(template.source)
         self._thought = Thought(None)
         if self._dialect.thinking is not None:
@@ -120,17 +123,29 @@ class TextEngine:
         return _submit(stream, requests, reply_to)
 
     async def tokenize(self, asked: TokenizeRequest, tenant: str) -> list[int]:
-        encode = self._tokenizer.encode
-        if asked.chat is not None:
-            text = await asyncio.to_thread(self._render, asked.chat, asked.add_generation_prompt)
-            return await asyncio.to_thread(encode, text + asked.chat.reply_start, False, tenant)
-        return await asyncio.to_thread(encode, asked.text, asked.add_special_tokens, tenant)
+        async with self._counting:
+            return await asyncio.to_thread(self._tokenize, asked, tenant)
 
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
     async def detokenize(self, token_ids: list[int]) -> str:
         return await asyncio.to_thread(self._tokenizer.decode, token_ids, False)
+
+    def _tokenize(self, asked: TokenizeRequest, tenant: str) -> list[int]:
+        chat = asked.chat
+        if chat is None:
+            return self._tokenizer.encode(asked.text, asked.add_special_tokens, tenant)
+        num_chars = _num_chars([chat.messages, chat.tools])
+        if num_chars > MAX_COUNTED_CHARS:
+            raise RequestError(
+                "the messages are too long to be tokenized",
+                f"They and the tools have {num_chars} characters; at most {MAX_COUNTED_CHARS} are taken.",
+                "Send them in parts.",
+                param="messages",
+            )
+        text = self._render(chat, asked.add_generation_prompt)
+        return self._tokenizer.encode(text + chat.reply_start, False, tenant)
 
     def _prepare_chat(self, chat: ChatRequest) -> _ChatPrompt:
         text = self._render(chat)
@@ -236,6 +251,20 @@ def _cut_to_context(sampling: SamplingParams, room: int) -> SamplingParams:
     if sampling.max_tokens is None:
         return sampling
     return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
+
+
+def _num_chars(value: Any) -> int:
+    """Of all texts in a JSON value."""
+    num_chars, rest = 0, [value]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, str):
+            num_chars += len(value)
+        elif isinstance(value, dict):
+            rest += value.values()
+        elif isinstance(value, list):
+            rest += value
+    return num_chars
 
 
 def _submit(

@@ -50,6 +50,8 @@ from penstock.wire import (
 
 log = logging.getLogger("penstock.serve")
 
+# A socket's path may have 107 bytes on Linux and 103 on other systems; ours takes 30 beyond this folder's.
+MAX_SOCKET_FOLDER_BYTES = 70
 EXIT_GRACE_S = 5.0
 EXIT_NOTICE_S = 0.5  # how long the news of a death may wait for its cause
 
@@ -97,16 +99,19 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         connected: asyncio.Future[ServerChannel] = loop.create_future()
 
-        with tempfile.TemporaryDirectory(prefix="penstock-") as folder:  # mode 0700: only we can connect
-            path = os.path.join(folder, "engine.sock")
-            listener = await loop.create_unix_server(lambda: ServerChannel(connected.set_result), path)
-            try:
-                process = await _start_worker(path, config, environment or {})
-                channel = await _wait_connected(process, connected)
-            except OSError as error:
-                raise EngineDeadError("The engine process could not be started", f"{error}.") from error
-            finally:
-                listener.close()
+        try:
+            with _socket_folder() as folder:
+                path = os.path.join(folder, "engine.sock")
+                listener = await loop.create_unix_server(lambda: ServerChannel(connected.set_result), path)
+                with contextlib.closing(listener):
+                    process = await _start_worker(path, config, environment or {})
+                    channel = await _wait_connected(process, connected)
+        except OSError as error:
+            raise EngineDeadError(
+                "The engine process could not be started",
+                f"{error}.",
+                "If this is about a path, set TMPDIR to a folder that exists and whose path is short.",
+            ) from error
         return cls(process, channel, on_phase)
 
     @property
@@ -281,6 +286,13 @@ def _dead_engine() -> EngineDeadError:
     return EngineDeadError(
         "The engine is not running", "Its process ended.", "Ask the operator of this server."
     )
+
+
+def _socket_folder() -> tempfile.TemporaryDirectory[str]:
+    """Mode 0700: only we can connect. In /tmp where TMPDIR is gone, or too long for a socket's path."""
+    chosen = tempfile.gettempdir()
+    is_usable = os.path.isdir(chosen) and len(os.fsencode(chosen)) <= MAX_SOCKET_FOLDER_BYTES
+    return tempfile.TemporaryDirectory(prefix="penstock-", dir=chosen if is_usable else "/tmp")
 
 
 async def _wait_connected(

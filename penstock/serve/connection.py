@@ -1,7 +1,8 @@
 """Connections: what a client may cost before it has asked anything, and a way to answer that costs little.
 
 uvicorn's HTTP, with limits on how long and how large a request's head and framing may be, and on how long its
-body may take. Half-sent requests are cut off, so that a thousand of them hold nothing for long.
+body may take. Half-sent requests are cut off, so that a thousand of them hold nothing for long, and so are
+clients that do not read what they asked for.
 
 Through ASGI every event of a stream is a message passed down a chain of coroutines, and a task to wake first:
 three times the work of sending it. So a streamed answer opens and ends through ASGI, and writes its events to
@@ -20,6 +21,9 @@ from penstock.errors import OverloadedError
 
 # A client that reads slower than tokens come is cut off here: some thousands of events that nobody has read.
 MAX_BACKLOG_BYTES = 1024 * 1024
+# One that reads nothing at all, though there is something to read, after so many looks at it in a row.
+LOOK_AT_UNREAD_S = 3.0
+MAX_LOOKS_AT_UNREAD = 10
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEAD_S = 10.0  # or the read timeout, where that is shorter
 # A chunk of one byte takes six; more framing than this for each byte of body is an attack.
@@ -28,6 +32,8 @@ MAX_FRAMING_PER_BYTE = 8
 KEEP_ALIVE_S = 75
 # After the time for a body is over: for the route, which answers that in its API's own words.
 ANSWER_GRACE_S = 1.0
+# Before uvicorn ends what runs when it shuts down, and logs that as a failure of ours.
+CUT_OFF_BEFORE_S = 0.5
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -42,7 +48,8 @@ class HttpConnection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.timeout_keep_alive = KEEP_ALIVE_S
-        self._reading: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None  # the clock of a request
+        self._being_read: asyncio.TimerHandle | None = None  # the clock of its answer
         self._num_messages = 0  # that have begun
         self._is_in_message = False
         self._num_framing_bytes = 0  # of the message: all that is not its body
@@ -55,7 +62,17 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()
+        self._stop_watching_reader()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_watching_reader()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -97,9 +114,43 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.transport.is_closing():  # which takes until the client has read everything
+            self._watch_reader()
         if self.timeout_keep_alive_task is not None and not self._is_in_message:
             # The connection may be idle for long: what belonged to the request need not stay.
             self.cycle = self.scope = self.headers = None  # type: ignore[assignment]
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._watch_reader()
+
+    def shutdown(self) -> None:
+        """The server ends. Whoever still reads may, until its time is over."""
+        super().shutdown()
+        time_left_s = self.config.timeout_graceful_shutdown or 0
+        self.loop.call_later(max(0.0, time_left_s - CUT_OFF_BEFORE_S), self.transport.abort)
+
+    def _watch_reader(self) -> None:
+        if self._being_read is None:
+            self._look_at_unread(-1, 0)
+
+    def _look_at_unread(self, num_unread_before: int, num_looks: int) -> None:
+        """Cuts a client off for whom the same bytes wait look after look. One that reads slowly may.
+
+        Many looks, since what is read and what is written meanwhile may make up for each other once.
+        """
+        num_unread = self.transport.get_write_buffer_size()
+        num_looks = num_looks + 1 if num_unread == num_unread_before else 0
+        if num_looks >= MAX_LOOKS_AT_UNREAD:
+            self.transport.abort()
+            return
+        look = self._look_at_unread
+        self._being_read = self.loop.call_later(LOOK_AT_UNREAD_S, look, num_unread, num_looks)
+
+    def _stop_watching_reader(self) -> None:
+        if self._being_read is not None:
+            self._being_read.cancel()
+            self._being_read = None
 
     def _give_time(self, seconds: float) -> None:
         self._stop_clock()
@@ -149,7 +200,8 @@ class EventWriter:
             self.write(early)
 
     def write(self, events: bytes) -> None:
-        """Never waits: what the client has not read stays in the transport's buffer, up to a limit."""
+        """Never waits: what the client has not read stays in the transport's buffer, up to a limit. Beyond it
+        the connection ends there and then: no last word would ever reach that client."""
         if not self._is_open:
             self._early += events
             num_unread = len(self._early)
@@ -159,6 +211,8 @@ class EventWriter:
             self._transport.write(b"%x\r\n%b\r\n" % (len(events), events))
             num_unread = self._transport.get_write_buffer_size()
         if num_unread > MAX_BACKLOG_BYTES:
+            if self._is_open:
+                self._transport.abort()
             raise OverloadedError(
                 "The reply was not read",
                 f"More than {MAX_BACKLOG_BYTES} bytes of it were waiting to be sent.",

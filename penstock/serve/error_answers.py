@@ -6,15 +6,20 @@ client never sees a stack trace.
 
 from __future__ import annotations
 
+import logging
+
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import AuthenticationError, DeadlineError, OverloadedError, PenstockError
 from penstock.serve.answer import JSON_TYPE, unexpected_error
 from penstock.serve.anthropic import replies as anthropic_replies
 from penstock.serve.openai import replies as openai_replies
+from penstock.serve.request_log import CLIENT_CLOSED
+
+log = logging.getLogger("penstock.serve")
 
 RETRY_AFTER_S = 1
 ANTHROPIC_PATH = "/v1/messages"
@@ -78,10 +83,29 @@ def _methods_of(request: Request) -> list[str]:
 
 
 async def answer_disconnect(request: Request, error: Exception) -> Response:
-    """Nobody reads this; the framework wants an answer nevertheless."""
-    return Response(status_code=400)
+    """Nobody reads this; the framework wants an answer nevertheless, and the log a status."""
+    return Response(status_code=CLIENT_CLOSED)
 
 
-async def answer_unexpected_error(request: Request, error: Exception) -> Response:
-    """The traceback goes to the log: the framework raises the error again after this answer."""
-    return answer_error(request.scope, unexpected_error())
+class UnexpectedErrors:
+    """Answers for a defect of ours, whose traceback goes to the log. Stands behind all others, so that this
+    answer is counted, has an id, and can be read by pages of other origins, as every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def note_beginning(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_beginning)
+        except Exception:
+            if has_begun:  # the server logs it and closes the connection: nothing else can be told any more
+                raise
+            log.exception("a request failed unexpectedly")
+            await answer_error(scope, unexpected_error())(scope, receive, send)

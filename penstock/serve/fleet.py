@@ -137,14 +137,18 @@ class Fleet:
     @property
     def info(self) -> EngineInfo | None:
         """None while there is no engine; of several the tightest limit holds."""
-        if len(self._infos) < len(self._replicas) or not self._available():
-            return None
-        return min(self._infos.values(), key=lambda info: info.max_model_len)
+        return self._tightest_info() if self._have_all_come_up and self._available() else None
 
     @property
     def phase(self) -> Phase:
         """Where the replica is that everybody waits for."""
-        return next((r.phase for r in self._replicas if r.state != "ready"), Phase("ready"))
+        for replica in self._replicas:
+            if replica.state == "starting":
+                assert replica.client is not None
+                return replica.client.phase
+            if replica.state == "dead":  # and what it was at has ended with it
+                return Phase("starting")
+        return Phase("ready")
 
     async def wait_launched(self) -> None:
         """Until every engine's process has begun, or one cannot."""
@@ -158,14 +162,13 @@ class Fleet:
         return next(iter(self._infos.values()))
 
     def require_ready(self) -> EngineInfo:
-        """Raises why a new request would not be taken now."""
-        info = self.info
-        if self.failure is not None or info is None:
+        """Raises why a new request would not be taken now. One that finds no engine for a while is."""
+        if self.failure is not None or not self._have_all_come_up:
             raise EngineDeadError(
                 "The engine is not running", f"It is at: {self.phase.name}.", "Try again when /health is 200."
             )
         self._require_room(1)
-        return info
+        return self._tightest_info()
 
     def submit(self, receivers: Sequence[tuple[Request, Receiver]]) -> None:
         """Takes all the requests, or none of them."""
@@ -177,7 +180,7 @@ class Fleet:
             journey = Journey(self, _with_seed(request), receiver)
             self._journeys[request.id] = journey
             self._idle.clear()
-            self._place(journey)
+            self._place(journey, self._available())
 
     def abort(self, request_id: str) -> None:
         """Its receiver hears no more of it."""
@@ -246,12 +249,12 @@ class Fleet:
         if journey.num_engines_lost > MAX_ENGINES_LOST:
             journey.give_up(_lost(f"{journey.num_engines_lost} engines ended while they worked on it."))
         else:
-            self._move(journey)
+            self._move(journey, self._available())
 
-    def _move(self, journey: Journey) -> None:
+    def _move(self, journey: Journey, available: list[int]) -> None:
         self.num_moves += 1
         journey.leave()
-        self._place(journey)
+        self._place(journey, available)
 
     def _require_room(self, num_requests: int) -> None:
         num_here, max_queue = len(self._journeys), self._config.max_queue
@@ -262,11 +265,21 @@ class Fleet:
                 "Try again later.",
             )
 
-    def _available(self) -> list[int]:
+    @property
+    def _have_all_come_up(self) -> bool:
+        return len(self._infos) == len(self._replicas)
+
+    def _tightest_info(self) -> EngineInfo:
+        return min(self._infos.values(), key=lambda info: info.max_model_len)
+
+    def _ready(self) -> list[int]:
         return [replica.index for replica in self._replicas if replica.state == "ready"]
 
-    def _place(self, journey: Journey) -> None:
-        available = self._available()
+    def _available(self) -> list[int]:
+        """Who is about to leave is asked as well, if there is nobody else."""
+        return self._ready() or [one.index for one in self._replicas if one.state == "leaving"]
+
+    def _place(self, journey: Journey, available: list[int]) -> None:
         if not available:
             loop, timeout_s = asyncio.get_running_loop(), self._config.resume_timeout
             error = _lost(f"No engine came back within {timeout_s:g} s.")
@@ -284,7 +297,7 @@ class Fleet:
         waiting = sorted(self._waiting, key=lambda journey: not journey.said)
         for journey in waiting:
             self._waiting.pop(journey).cancel()
-            self._place(journey)
+            self._place(journey, self._available())
 
     async def _keep(self, replica: Replica) -> None:
         """Has an engine live at this place, one after the other."""
@@ -292,12 +305,13 @@ class Fleet:
             started = time.monotonic()
             try:
                 self._infos[replica.index] = await replica.start(self._first_phases(replica))
-            except PenstockError as error:
-                if len(self._infos) < len(self._replicas):  # what keeps it from starting will do so again
-                    self._fail(error)
+            except Exception as error:
+                reason = _reason_of(error)
+                if not self._have_all_come_up:  # what keeps it from starting will do so again
+                    self._fail(reason)
                     return
-                log.error("engine %d did not start: %s", replica.index, error)
-                replica.problem = error.what
+                log.error("engine %d did not start: %s", replica.index, reason)
+                replica.problem = reason.what
             else:
                 self._welcome(replica, time.monotonic() - started)
                 await replica.watch()
@@ -313,7 +327,7 @@ class Fleet:
             is_last = num_up == num_all
             detail = f"{num_up} of {num_all} are up"
             self._on_phase(Phase("replicas", detail, num_up / num_all, seconds if is_last else None))
-        if len(self._infos) == len(self._replicas):
+        if self._have_all_come_up:
             self._settled.set()
         self._place_waiting()
 
@@ -329,6 +343,8 @@ class Fleet:
             replica.has_spoken.set()
 
     async def _replace(self, replica: Replica) -> None:
+        """What runs may end, up to a time; what is left then goes on elsewhere, or with the next engine here.
+        The only engine there is takes new requests until it goes."""
         replica.is_leaving = True
         client, load = replica.client, self._router.loads[replica.index]
         assert client is not None
@@ -337,7 +353,7 @@ class Fleet:
             await asyncio.sleep(LEAVING_POLL_S)
         for journey in [one for one in self._journeys.values() if one.client is client]:
             client.abort(journey.request.id)
-            self._move(journey)
+            self._move(journey, self._ready())
         await client.close()
         while replica.state != "ready" and not self._is_draining:  # it may take several attempts
             await asyncio.sleep(LEAVING_POLL_S)
@@ -364,6 +380,14 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
 def _log_crash(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("nobody keeps this engine any more", exc_info=task.exception())
+
+
+def _reason_of(error: Exception) -> PenstockError:
+    """Why an engine did not start. Whatever it is, the next one is tried as after any other."""
+    if isinstance(error, PenstockError):
+        return error
+    log.error("an engine's start failed unexpectedly", exc_info=error)
+    return EngineDeadError("The engine process could not be started", f"{type(error).__name__}: {error}.")
 
 
 def _with_seed(request: Request) -> Request:

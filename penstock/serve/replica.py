@@ -18,7 +18,7 @@ from typing import Literal
 
 from penstock.config import ServeConfig
 from penstock.errors import EngineDeadError
-from penstock.progress import OnPhase, Phase
+from penstock.progress import OnPhase
 from penstock.serve.client import EngineClient
 from penstock.types import EngineInfo, EngineStats, SessionInfo
 
@@ -53,7 +53,6 @@ class Replica:
         self.is_leaving = False  # it finishes what it has and gets nothing new
         self.num_restarts = 0
         self.problem: str | None = None
-        self.phase = Phase("starting")
         self.has_spoken = asyncio.Event()  # its first process has begun, or cannot
         self._launch = launch
         self._max_unanswered_pings = max(1, round(config.hang_timeout / PING_INTERVAL_S))
@@ -72,13 +71,8 @@ class Replica:
 
     async def start(self, on_phase: OnPhase) -> EngineInfo:
         """Returns when the engine can serve; raises why it never will."""
-
-        def note(phase: Phase) -> None:
-            self.phase = phase
-            on_phase(phase)
-
         self.client = None
-        self.client = await self._launch(note)
+        self.client = await self._launch(on_phase)
         self.has_spoken.set()
         info = await self.client.wait_ready()
         self._ready_at = time.monotonic()

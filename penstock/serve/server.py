@@ -6,13 +6,16 @@ when running replies have ended. The engine processes never survive it. Prints n
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import errno
 import functools
 import os
 import resource
+import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -36,7 +39,7 @@ def run(engine_config: EngineConfig, serve_config: ServeConfig, on_phase: OnPhas
     """Serves until SIGINT or SIGTERM; raises what kept the server or its engines from starting."""
     allow_many_connections()
     listener = open_port(serve_config.host, serve_config.port)
-    with listener:
+    with listener, contextlib.suppress(asyncio.CancelledError):  # a signal came before there was HTTP
         uvloop.run(_serve(listener, engine_config, serve_config, on_phase))
 
 
@@ -73,6 +76,7 @@ async def _serve(
     listener: socket.socket, engine_config: EngineConfig, serve_config: ServeConfig, on_phase: OnPhase
 ) -> None:
     """Everything here that takes long, libraries included, comes after the engines have begun to load."""
+    _end_on_signals()
     started = time.perf_counter()
     url = _url_of(listener, serve_config.host)
     on_phase(Phase("listening", url, 1.0, 0.0))
@@ -105,6 +109,22 @@ async def _serve(
         )
     finally:
         await fleet.close(EXIT_GRACE_S if has_ended_well else 0.0)
+
+
+def _end_on_signals() -> None:
+    """Until the HTTP server gives signals another meaning: nobody has been answered, so the first ends
+    everything, in good order. SIGHUP asks for new engines, which these are, unless a terminal was closed."""
+    loop, serving = asyncio.get_running_loop(), asyncio.current_task()
+    assert serving is not None
+
+    def end() -> None:
+        if not serving.cancelling():
+            serving.cancel()
+
+    loop.add_signal_handler(signal.SIGINT, end)
+    loop.add_signal_handler(signal.SIGTERM, end)
+    has_terminal = sys.stdin is not None and sys.stdin.isatty()
+    loop.add_signal_handler(signal.SIGHUP, end if has_terminal else lambda: None)
 
 
 def _start_fleet(
