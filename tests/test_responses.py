@@ -89,6 +89,28 @@ def test_the_store_keeps_its_limits_of_number_bytes_and_age() -> None:
     assert (len(store), store.num_bytes) == (0, 0)
 
 
+def test_who_keeps_most_makes_nobody_elses_responses_go() -> None:
+    small = [Item(role="user", content="x")]
+    store = ResponseStore(max_responses=8, max_bytes=10_000)
+    for name in ("few_0", "few_1"):
+        store.keep(name, b"{}", small, tenant="few")
+    for number in range(20):
+        store.keep(f"many_{number}", b"{}", small, tenant="many")
+    assert len(store) == 8
+    assert store.items_of("many_14", "x", "many")
+    for number in range(20):
+        store.keep(f"large_{number}", b"y" * 3000, [], tenant="large")
+    store.keep("huge", b"z" * 10_001, [], tenant="huge")
+    assert store.body_of("few_0", "few") == store.body_of("few_1", "few") == b"{}"
+    assert store.body_of("large_19", "large")
+    with pytest.raises(UnknownResponseError):
+        store.body_of("huge", "huge")
+    assert store.num_bytes <= 10_000
+    for number in range(8):  # those with as much as others have lose their own
+        store.keep(f"third_{number}", b"{}", small, tenant="third")
+    assert store.body_of("few_1", "few")
+
+
 def text_part(text: str) -> dict[str, str]:
     return {"type": "input_text", "text": text}
 

@@ -309,6 +309,16 @@ def test_what_would_cost_too_much_is_refused_before_it_does(server: Server, name
     assert answer.elapsed.total_seconds() < SLOWEST_S
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+def test_a_chat_that_is_only_counted_may_be_no_longer_than_a_text(server: Server, path: str) -> None:
+    words = "word " * 10**6
+    long, short = (
+        server.post({"messages": [{"role": "user", "content": words[:n]}]}, path) for n in (None, 50)
+    )
+    assert (long.status_code, short.status_code) == (400, 200), long.text[:500]
+    assert "5000" in long.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("depth", [100, 400, 900, 990, 5000, 100_000])
 def test_depth_is_never_a_5xx(server: Server, depth: int) -> None:
     chat = '{"max_tokens": 1, "messages": [{"role": "user", "content": "x"}'

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from penstock.assets import default_model
 from penstock.errors import CheckpointError, RequestError
+from penstock.serve.openai.requests import parse_chat
+from penstock.text import template_worker
 from penstock.text.template import ChatTemplate
 
 OWN_TEMPLATE = default_model() / "chat_template.jinja"
@@ -271,7 +273,28 @@ def test_a_model_without_template_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no chat template") as refusal:
         ChatTemplate.load(tmp_path).render(HELLO)
     assert "chat_template.jinja" in refusal.value.todo
-    assert str(tmp_path) in refusal.value.why
+    assert "tokenizer_config.json" in refusal.value.why
+    assert str(tmp_path) not in str(refusal.value)
+
+
+def test_who_sends_messages_learns_which_line_failed_and_not_where_the_model_lies(tmp_path: Path) -> None:
+    template = ChatTemplate.load(folder_with(tmp_path, "chat_template.jinja", "\n{{ messages[0].a.b.c }}"))
+    with pytest.raises(RequestError, match=r"Line 2 of chat_template\.jinja: ") as refusal:
+        template.render(HELLO)
+    assert str(tmp_path) not in str(refusal.value)
+
+
+def test_a_request_replaces_nothing_that_a_template_calls_or_writes() -> None:
+    template = ChatTemplate("{{ bos_token }}", special_tokens={"bos_token": "<s>"})
+    functions = template_worker._compiled("", ()).globals
+    assert {"raise_exception", "strftime_now", "namespace", "range"} <= functions.keys()
+    for name in (*functions, "bos_token"):
+        with pytest.raises(RequestError, match=name) as refusal:
+            template.render(HELLO, **{name: 1})
+        assert refusal.value.param == "chat_template_kwargs"
+        body = {"messages": HELLO, "chat_template_kwargs": {name: 1}}
+        with pytest.raises(RequestError, match=name):
+            parse_chat(json.dumps(body).encode())
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ import pytest
 
 from penstock.assets import default_model
 from penstock.errors import CheckpointError, RequestError
-from penstock.serve.chat import TextEngine
+from penstock.serve.chat import MAX_COUNTS, TextEngine
 from penstock.serve.metrics import Metrics
-from penstock.serve.openai.requests import ChatRequest
+from penstock.serve.openai.requests import ChatRequest, TokenizeRequest
 from penstock.text.template import BASE_CPU_SECONDS, BASE_FUEL, ChatTemplate
 from penstock.text.template_process import MEMORY_LIMIT_BYTES, shared_process
 from penstock.text.tokenizer import Tokenizer
@@ -225,6 +225,32 @@ def test_a_slow_template_does_not_hold_up_the_server() -> None:
             await asked
 
     asyncio.run(serve())
+
+
+def test_counting_tokens_leaves_threads_to_replies() -> None:
+    """However many ask for it at the same time."""
+    at_once: list[int] = []
+    running: set[object] = set()
+
+    class SlowTokenizer:
+        def encode(self, *arguments: object) -> list[int]:
+            me = object()
+            running.add(me)
+            at_once.append(len(running))
+            time.sleep(0.02)
+            running.remove(me)
+            return [1]
+
+    async def serve() -> None:
+        engine = TextEngine(None, SlowTokenizer(), ChatTemplate("x"), Metrics())  # type: ignore[arg-type]
+        asked = TokenizeRequest(
+            text="x", chat=None, add_special_tokens=False, add_generation_prompt=False, shows_texts=False
+        )
+        counts = await asyncio.gather(*(engine.tokenize(asked, "") for _ in range(10)))
+        assert counts == [[1]] * 10
+
+    asyncio.run(serve())
+    assert max(at_once) == MAX_COUNTS
 
 
 FAMILY = """

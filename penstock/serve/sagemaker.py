@@ -1,7 +1,7 @@
 """What SageMaker's containers answer: /ping when it can serve, and /invocations for whatever there is to do.
 
 An invocation is a chat when it has messages, and a completion when it has a prompt, as OpenAI's endpoints
-take them; only that thinking is off here unless `thinking: true` asks for it. A prompt that shall be thought
+take them; only that thinking is off here unless `thinking` asks for it. A prompt that shall be thought
 about becomes a chat of one message, since it is the chat template that knows how a model thinks.
 """
 
@@ -14,13 +14,15 @@ from starlette.routing import Route
 
 from penstock.errors import RequestError
 from penstock.serve.answer import Answer, read_body
+from penstock.serve.openai.body import decode_body
+from penstock.serve.openai.chat_options import Thinking, thinking_switch
 from penstock.serve.openai.messages import Message
 from penstock.serve.openai.requests import (
+    MAX_ID_VALUES,
     ChatBody,
     CompletionBody,
     chat_request,
     completion_request,
-    decode_body,
 )
 from penstock.serve.openai.routes import OpenAIRoutes
 from penstock.serve.serving import Serving
@@ -32,10 +34,15 @@ class Invocation(msgspec.Struct):
 
     messages: msgspec.Raw = msgspec.Raw(b"null")
     prompt: msgspec.Raw = msgspec.Raw(b"null")
-    thinking: msgspec.Raw = msgspec.Raw(b"null")
+    thinking: bool | Thinking | None = None
 
     def has(self, name: str) -> bool:
-        return bytes(getattr(self, name)) not in (b"null", b"false")
+        return bytes(getattr(self, name)) != b"null"
+
+    @property
+    def speaks_of_thinking(self) -> bool:
+        """And does not turn it off. How much of it "auto" means is the chat template's affair."""
+        return self.thinking is not None and thinking_switch(self.thinking) is not False
 
 
 class PromptToThinkAbout(ChatBody, kw_only=True):
@@ -63,11 +70,11 @@ class Invocations:
 
     async def invoke(self, request: Request) -> Answer:
         body = await read_body(request)
-        shape = decode_body(body, Invocation)
+        shape = decode_body(body, Invocation, MAX_ID_VALUES)
         if shape.has("messages") == shape.has("prompt"):
             raise RequestError("A prompt or messages are needed, and not both", param="prompt")
         request_id = request.scope["request_id"]
-        is_thinking = shape.has("thinking")
+        is_thinking = shape.speaks_of_thinking
         if shape.has("messages"):
             fields = decode_body(body, ChatBody)
         elif is_thinking:
@@ -75,7 +82,7 @@ class Invocations:
             asked.messages = [Message("user", asked.prompt)]
             fields = asked
         else:
-            completion = completion_request(decode_body(body, CompletionBody))
+            completion = completion_request(decode_body(body, CompletionBody, MAX_ID_VALUES))
             return self._openai.answer_completion(request_id, in_session(completion, request))
         if not (is_thinking or fields.enable_thinking is not None or fields.reasoning_effort):
             fields.enable_thinking = False

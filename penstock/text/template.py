@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 
 from penstock.errors import CheckpointError, RequestError
+from penstock.text.json_values import MAX_VALUES, has_more_values
 from penstock.text.template_process import MEMORY_LIMIT_BYTES, Answer, Failure, shared_process
 
 TEMPLATE_FILE = "chat_template.jinja"
-RESERVED_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "chat_template", "tokenize"})
 SPECIAL_TOKEN_NAMES = (
     "bos_token",
     "eos_token",
@@ -31,6 +31,21 @@ SPECIAL_TOKEN_NAMES = (
     "pad_token",
     "cls_token",
     "mask_token",
+)
+# What a template finds without a request's doing (template_worker.py): a variable of the name would hide it.
+TEMPLATE_GLOBALS = (
+    "cycler",
+    "debug",
+    "dict",
+    "joiner",
+    "namespace",
+    "raise_exception",
+    "range",
+    "strftime_now",
+    *SPECIAL_TOKEN_NAMES,
+)
+RESERVED_NAMES = frozenset(
+    {"messages", "tools", "add_generation_prompt", "chat_template", "tokenize", *TEMPLATE_GLOBALS}
 )
 
 # A turn of the Qwen3.5 template burns about 150; a runaway loop burns 500,000 in some 15 ms.
@@ -90,11 +105,11 @@ class ChatTemplate:
     def __init__(
         self,
         source: str | None,
-        origin: str = "the chat template",
+        file: Path | None = None,  # where it was found
         special_tokens: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.source = source
-        self._origin = origin
+        self._file = file
         self._special_tokens = dict(special_tokens)
         self._variables = frozenset() if source is None else self._names_it_reads()
 
@@ -107,8 +122,8 @@ class ChatTemplate:
             path = default_model()
         path = Path(path)
         folder = path if path.is_dir() else path.parent
-        source, origin = find_template(folder)
-        return cls(source, origin, _special_tokens(folder))
+        source, file = find_template(folder)
+        return cls(source, file, _special_tokens(folder))
 
     @property
     def variables(self) -> frozenset[str]:
@@ -127,7 +142,7 @@ class ChatTemplate:
         if self.source is None:
             raise RequestError(
                 "this model has no chat template",
-                f"{self._origin}.",
+                f"Its folder has no {TEMPLATE_FILE}, and no chat_template in a tokenizer_config.json.",
                 f"Use the completions endpoint, or put a {TEMPLATE_FILE} into the model's folder.",
                 param="messages",
             )
@@ -156,16 +171,15 @@ class ChatTemplate:
     def _names_it_reads(self) -> frozenset[str]:
         """What compiling, without rendering, finds out."""
         limits = Limits.of(0, 0)
+        origin = self._file or "the chat template"  # all of its path: the operator reads this
         try:
             answer = self._ask(limits, None)
         except UnicodeEncodeError as error:  # JSON can spell halves of characters
-            raise CheckpointError(
-                f"{self._origin} is not text", f"{error}.", "Fetch the file again."
-            ) from error
+            raise CheckpointError(f"{origin} is not text", f"{error}.", "Fetch the file again.") from error
         if answer.failure is not None:
             limit = limits.reached(answer.failure)
             raise CheckpointError(
-                f"{self._origin} does not parse" if limit is None else f"{self._origin} cannot be compiled",
+                f"{origin} does not parse" if limit is None else f"{origin} cannot be compiled",
                 f"Line {answer.failure.line}: {answer.failure.reason}." if limit is None else limit[1],
                 "Fetch the file again, or correct the template.",
             )
@@ -191,7 +205,8 @@ class ChatTemplate:
             )
         return RequestError(
             "the chat template cannot render these messages",
-            f"Line {failure.line} of {self._origin}: {failure.reason}.",
+            # Without the folder: a client need not know how the server's disk is laid out.
+            f"Line {failure.line} of {self._file.name if self._file else 'it'}: {failure.reason}.",
             "Check the roles, the content and the tool calls of the messages.",
             param="messages",
         )
@@ -206,19 +221,19 @@ def _cannot_be_given(why: str) -> RequestError:
     )
 
 
-def find_template(folder: Path) -> tuple[str | None, str]:
-    """The template's source and where it was found; without one, None and where it was looked for."""
+def find_template(folder: Path) -> tuple[str | None, Path | None]:
+    """The template's source and the file it was found in; None and None where there is none."""
     file = folder / TEMPLATE_FILE
     if file.is_file():
-        return _read_text(file), str(file)
+        return _read_text(file), file
     for name in ("tokenizer_config.json", "chat_template.json"):
         config = folder / name
         if not config.is_file():
             continue
         source = _choose(read_json(config).get("chat_template"), config)
         if source is not None:
-            return source, str(config)
-    return None, f"There is no {TEMPLATE_FILE} in {folder} and no chat_template in its tokenizer_config.json"
+            return source, config
+    return None, None
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -252,27 +267,40 @@ def parse_arguments(messages: list[dict[str, Any]]) -> None:
 
     Clients send back what the API gave them, a string; templates loop over the names and values.
     """
+    called = list(_functions_with_text_arguments(messages))
+    if has_more_values([function["arguments"].encode(errors="replace") for _, function in called]):
+        raise RequestError(
+            "the arguments of the tool calls consist of too many values",
+            f"Those of all messages may have {MAX_VALUES:,} together.",
+            "Leave calls out that no longer matter.",
+            param="messages",
+        )
+    for index, function in called:
+        text = function["arguments"]
+        try:
+            arguments = json.loads(text or "{}")
+        except ValueError as error:
+            arguments, why = None, f"They are not JSON: {error}."
+        else:
+            why = f"They are a JSON {type(arguments).__name__}."
+        if not isinstance(arguments, dict):
+            raise RequestError(
+                f"messages[{index}] has a tool call whose arguments are {text[:80]!r}",
+                why,
+                "Send the arguments as a JSON object, or as a string that holds one.",
+                param="messages",
+            )
+        function["arguments"] = arguments
+
+
+def _functions_with_text_arguments(messages: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """With the index of their message."""
     for index, message in enumerate(messages):
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         for call in calls if isinstance(calls, list) else ():
             function = call.get("function", call) if isinstance(call, dict) else None
-            if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-                continue
-            text = function["arguments"]
-            try:
-                arguments = json.loads(text or "{}")
-            except ValueError as error:
-                arguments, why = None, f"They are not JSON: {error}."
-            else:
-                why = f"They are a JSON {type(arguments).__name__}."
-            if not isinstance(arguments, dict):
-                raise RequestError(
-                    f"messages[{index}] has a tool call whose arguments are {text[:80]!r}",
-                    why,
-                    "Send the arguments as a JSON object, or as a string that holds one.",
-                    param="messages",
-                )
-            function["arguments"] = arguments
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                yield index, function
 
 
 def _choose(found: Any, config: Path) -> str | None:

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.openai.body import decode_body, wrong_field
 from penstock.serve.openai.chat_options import (
     JsonForm,
     NamedFunction,
@@ -26,7 +27,7 @@ from penstock.serve.openai.chat_options import (
     thinking_budget,
     thinking_switch,
 )
-from penstock.serve.openai.requests import ChatRequest, StopString, decode_body, wrong_field
+from penstock.serve.openai.requests import ChatRequest, StopString
 from penstock.types import SamplingParams
 
 # Claude Code's first system block. It differs in every request, and nothing behind it could be found cached.
@@ -160,7 +161,7 @@ def _chat_request(
     reply_start = ""
     if turns and turns[-1].role == "assistant":
         reply_start = _reply_start(turns.pop(), f"messages[{len(fields.messages) - 1}]")
-    tools = [_plain_tool(tool, index) for index, tool in enumerate(fields.tools or ())] or None
+    tools = _plain_tools(fields.tools or []) or None
     choice = _openai_choice(fields.tool_choice)
     return ChatRequest(
         messages=[*_system_message(instructions), *_plain_messages(turns)],
@@ -196,6 +197,20 @@ def _json_form(config: OutputConfig | None) -> JsonForm | None:
             param="output_config.format.type",
         )
     return JsonForm(config.format.schema, is_strict=True)
+
+
+def _plain_tools(tools: list[OfferedTool]) -> list[PlainTool]:
+    places: dict[str, int] = {}
+    for index, tool in enumerate(tools):
+        first = places.setdefault(tool.name, index)
+        if first != index:  # Anthropic refuses them, too
+            raise RequestError(
+                f"tools[{index}] has the name of tools[{first}], {tool.name[:64]!r}",
+                "A call says by its name which tool is meant.",
+                "Give every tool a name of its own.",
+                param=f"tools[{index}].name",
+            )
+    return [_plain_tool(tool, index) for index, tool in enumerate(tools)]
 
 
 def _plain_tool(tool: OfferedTool, index: int) -> PlainTool:

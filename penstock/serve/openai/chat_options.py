@@ -83,6 +83,9 @@ class JsonForm:
 
 
 def plain_tools(tools: Sequence[Tool]) -> list[PlainTool]:
+    """Of those with the same name the last, at the place of the first: OpenAI takes them, and clients that
+    look a called tool up by its name find the last.
+    """
     for index, tool in enumerate(tools):
         if tool.type != "function":
             raise RequestError(
@@ -94,7 +97,7 @@ def plain_tools(tools: Sequence[Tool]) -> list[PlainTool]:
                 "Names have up to 128 letters, digits and the characters _ . : -",
                 param="tools",
             )
-    return [_plain_tool(tool) for tool in tools]
+    return list({tool.function.name: _plain_tool(tool) for tool in tools}.values())
 
 
 def _plain_tool(tool: Tool) -> PlainTool:
@@ -118,8 +121,7 @@ def chosen_tools(
                 "It must be auto or required.",
                 param="tool_choice.allowed_tools.mode",
             )
-        named = [demanded_tools(tool, tools) or () for tool in choice.allowed_tools.tools]
-        tools = [tool for group in named for tool in group]
+        tools = _named_tools([tool.function.name for tool in choice.allowed_tools.tools], tools)
         return tools, demanded_tools(choice.allowed_tools.mode, tools)
     if isinstance(choice, ToolChoice):
         if choice.type != "function" or choice.function is None:
@@ -137,14 +139,7 @@ def demanded_tools(choice: str | NamedTool | None, tools: list[PlainTool] | None
     if choice in (None, "auto", "none"):
         return None
     if isinstance(choice, NamedTool):
-        named = [tool for tool in tools or () if tool["function"]["name"] == choice.function.name]
-        if not named:
-            raise RequestError(
-                f"tool_choice names {choice.function.name[:64]!r}",
-                "There is no such tool among tools.",
-                param="tool_choice",
-            )
-        return named
+        return _named_tools([choice.function.name], tools)
     if choice != "required":
         raise RequestError(
             f"tool_choice is {str(choice)[:32]!r}",
@@ -154,6 +149,17 @@ def demanded_tools(choice: str | NamedTool | None, tools: list[PlainTool] | None
     if not tools:
         raise RequestError("tool_choice is required, but there are no tools", param="tool_choice")
     return tools
+
+
+def _named_tools(names: Sequence[str], tools: list[PlainTool] | None) -> list[PlainTool]:
+    known = {tool["function"]["name"] for tool in tools or ()}
+    for name in names:
+        if name not in known:
+            raise RequestError(
+                f"tool_choice names {name[:64]!r}", "There is no such tool among tools.", param="tool_choice"
+            )
+    chosen = set(names)
+    return [tool for tool in tools or () if tool["function"]["name"] in chosen]
 
 
 def json_form(form: ResponseFormat | None) -> JsonForm | None:

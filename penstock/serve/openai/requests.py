@@ -7,14 +7,14 @@ names it. Nothing here renders, tokenises or generates; replies are written in r
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.openai.body import decode_body
 from penstock.serve.openai.chat_options import (
     JsonForm,
     PlainTool,
@@ -35,7 +35,10 @@ from penstock.types import SamplingParams
 
 MAX_REPLIES = 128  # prompts x n of one call
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
-MAX_TOKENS_ASKED = 4 * 1024**2  # of /tokenize, in characters, and of /detokenize
+MAX_IDS = 2**20  # of one call, in prompts or to be detokenised: as many as the longest contexts hold
+MAX_ID_VALUES = MAX_IDS + 2**12  # of a body with ids, all else included
+MAX_CHARS_ASKED = 4 * 1024**2  # of /tokenize
+MAX_TEMPLATE_ARGUMENTS = 64
 MAX_TIMEOUT_S = 7 * 24 * 3600
 MAX_PRIORITY = 1000
 MAX_SESSION_ID_CHARS = 256
@@ -43,6 +46,7 @@ MAX_SESSION_ID_CHARS = 256
 Scalar = bool | int | float | str | None
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+TemplateArguments = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_ARGUMENTS)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -110,7 +114,7 @@ class ChatBody(SamplingFields, kw_only=True):
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     thinking: bool | Thinking | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
@@ -129,17 +133,17 @@ class CompletionBody(SamplingFields, kw_only=True):
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """A text, or a chat as its template renders it."""
 
-    prompt: Annotated[str, Meta(max_length=MAX_TOKENS_ASKED)] | None = None
+    prompt: Annotated[str, Meta(max_length=MAX_CHARS_ASKED)] | None = None
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
-    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS_ASKED)]
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_IDS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +228,7 @@ def chat_request(fields: ChatBody) -> ChatRequest:
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    return completion_request(decode_body(body, CompletionBody))
+    return completion_request(decode_body(body, CompletionBody, MAX_ID_VALUES))
 
 
 def completion_request(fields: CompletionBody) -> CompletionRequest:
@@ -278,30 +282,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
 
 
 def parse_detokenize(body: bytes) -> list[int]:
-    return decode_body(body, DetokenizeBody).tokens
-
-
-Body = TypeVar("Body", bound=msgspec.Struct)
-_FIELD_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
-_MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
-
-
-def decode_body(body: bytes, kind: type[Body]) -> Body:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        raise wrong_field(error) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError("The body is not JSON", f"{error}.", "Send a JSON object in UTF-8.") from error
-
-
-def wrong_field(error: msgspec.ValidationError, where: str = "") -> RequestError:
-    """Names the field that is missing or of a wrong type; `where`: the part of the body that was read."""
-    message = str(error)
-    matches = (_FIELD_PATH.search(message), _MISSING_FIELD.search(message))
-    names = [where, *(match.group(1) for match in matches if match is not None)]
-    param = ".".join(name for name in names if name).removesuffix("[...]") or None
-    return RequestError(f"{param or 'body'}: {_FIELD_PATH.sub('', message)}", param=param)
+    return decode_body(body, DetokenizeBody, MAX_ID_VALUES).tokens
 
 
 def _includes_usage(fields: SamplingFields) -> bool:
@@ -356,7 +337,8 @@ def _template_arguments(fields: ChatBody) -> dict[str, Scalar]:
         if name in RESERVED_NAMES:
             raise RequestError(
                 f"chat_template_kwargs has {name}",
-                "The request itself says what that is.",
+                "The request itself, or the template, says what that is.",
+                "Leave it out.",
                 param="chat_template_kwargs",
             )
         arguments[name] = value

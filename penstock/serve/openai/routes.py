@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -106,9 +107,13 @@ class OpenAIRoutes:
             "count": len(tokens),
             "max_model_len": self._max_model_len(),
         }
-        if asked.shows_texts:
-            found["token_strs"] = [self._text.token_text(token_id) for token_id in tokens]
+        if asked.shows_texts:  # in a thread: there may be millions
+            found["token_strs"] = await asyncio.to_thread(self._token_texts, tokens)
         return json_response(found)
+
+    def _token_texts(self, token_ids: list[int]) -> list[str]:
+        texts = {token_id: self._text.token_text(token_id) for token_id in set(token_ids)}
+        return [texts[token_id] for token_id in token_ids]
 
     async def detokenize(self, request: Request) -> Response:
         tokens = parse_detokenize(await read_body(request))

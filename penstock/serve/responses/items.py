@@ -13,7 +13,10 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.text.json_values import MAX_VALUES, has_more_values
 
+MAX_ITEMS = 8192  # of a conversation
+PARAGRAPH = "\n\n"
 ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
 TEXT_PARTS = ("input_text", "output_text", "text")
 PlainMessage = dict[str, Any]
@@ -39,25 +42,65 @@ class Item(msgspec.Struct, omit_defaults=True):
     output: str | list[Part] | None = None
 
 
-Items = Annotated[list[Item], Meta(min_length=1, max_length=8192)]
+Items = Annotated[list[Item], Meta(min_length=1, max_length=MAX_ITEMS)]
 
 
 def plain_messages(history: list[Item], items: list[Item], instructions: str | None) -> list[PlainMessage]:
     """The conversation as chat templates expect it: instructions, what was kept, what was sent."""
+    whole = [*history, *items]
+    _check_size(whole)
     conversation = _Conversation(instructions)
-    for index, item in enumerate([*history, *items], -len(history)):
+    for index, item in enumerate(whole, -len(history)):
         conversation.add(item, f"input[{index}]")
-    return conversation.messages
+    return conversation.messages()
+
+
+def _check_size(items: list[Item]) -> None:
+    """What is decoded, rendered and kept of it, others wait for."""
+    if len(items) > MAX_ITEMS:
+        raise RequestError(
+            f"The conversation has {len(items)} items",
+            f"It may have {MAX_ITEMS}, those that were kept included.",
+            "Send a shorter one as input.",
+            param="input",
+        )
+    if has_more_values([item.arguments.encode() for item in items if item.arguments is not None]):
+        raise RequestError(
+            "The arguments of the calls consist of too many values",
+            f"Those of a conversation may have {MAX_VALUES:,} together.",
+            "Leave calls out that no longer matter.",
+            param="input",
+        )
+
+
+class _Message:
+    """One that may grow: its content by paragraphs, its thought by pieces."""
+
+    def __init__(self, role: str, *paragraphs: str, **others: str) -> None:
+        self.role = role
+        self.paragraphs = list(paragraphs)
+        self.thoughts: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+        self._others = others
+
+    def plain(self) -> PlainMessage:
+        message = {"role": self.role, "content": PARAGRAPH.join(self.paragraphs), **self._others}
+        if self.thoughts:
+            message["reasoning_content"] = "".join(self.thoughts)
+        return message | ({"tool_calls": self.calls} if self.calls else {})
 
 
 class _Conversation:
     """Messages so far, of which the last may be the model's and still grow."""
 
     def __init__(self, instructions: str | None) -> None:
-        self.messages: list[PlainMessage] = []
+        self._messages: list[_Message] = []
         self._called: dict[str, str] = {}  # names by call id
         if instructions:
-            self.messages.append({"role": "system", "content": instructions})
+            self._messages.append(_Message("system", instructions))
+
+    def messages(self) -> list[PlainMessage]:
+        return [message.plain() for message in self._messages]
 
     def add(self, item: Item, where: str) -> None:
         kind = item.type or "message"
@@ -91,23 +134,24 @@ class _Conversation:
         role, text = ROLES[item.role], _text(item.content, f"{where}.content")
         if role == "assistant":
             self._say(text)
-        elif role == "system" and all(message["role"] == "system" for message in self.messages):
+        elif role == "system" and all(message.role == "system" for message in self._messages):
             self._instruct(text)
         else:
-            self.messages.append({"role": role, "content": text})
+            self._messages.append(_Message(role, text))
 
     def _instruct(self, text: str) -> None:
         """Instructions at the start are one message: most templates know only one."""
-        if self.messages:
-            self.messages[0]["content"] += f"\n\n{text}"
+        if self._messages:
+            self._messages[0].paragraphs.append(text)
         else:
-            self.messages.append({"role": "system", "content": text})
+            self._messages.append(_Message("system", text))
 
     def _say(self, text: str) -> None:
         turn = self._turn()
-        if turn["content"] and "tool_calls" not in turn:
+        if turn.paragraphs and not turn.calls:
             turn = self._begin_turn()
-        turn["content"] += f"\n\n{text}" if turn["content"] else text
+        if text:
+            turn.paragraphs.append(text)
 
     def _add_thought(self, item: Item, where: str) -> None:
         """A thought that was not sent back, as when only its summary is known, is none."""
@@ -115,9 +159,9 @@ class _Conversation:
         if not text:
             return
         turn = self._turn()
-        if turn["content"] or "tool_calls" in turn:
+        if turn.paragraphs or turn.calls:
             turn = self._begin_turn()
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+        turn.thoughts.append(text)
 
     def _add_call(self, item: Item, where: str) -> None:
         if item.call_id is None or item.name is None or item.arguments is None:
@@ -126,7 +170,7 @@ class _Conversation:
             )
         function = {"name": item.name, "arguments": _arguments(item.arguments or "{}", f"{where}.arguments")}
         call = {"id": item.call_id, "type": "function", "function": function}
-        self._turn().setdefault("tool_calls", []).append(call)
+        self._turn().calls.append(call)
         self._called[item.call_id] = item.name
 
     def _add_result(self, item: Item, where: str) -> None:
@@ -139,24 +183,18 @@ class _Conversation:
             )
         if item.output is None:
             raise RequestError(f"{where} has no output", param=f"{where}.output")
-        self.messages.append(
-            {
-                "role": "tool",
-                "tool_call_id": item.call_id,
-                "name": self._called[item.call_id],
-                "content": _text(item.output, f"{where}.output"),
-            }
-        )
+        output, name = _text(item.output, f"{where}.output"), self._called[item.call_id]
+        self._messages.append(_Message("tool", output, tool_call_id=item.call_id, name=name))
 
-    def _turn(self) -> PlainMessage:
+    def _turn(self) -> _Message:
         """The model's turn that is open; a new one after another voice."""
-        if self.messages and self.messages[-1]["role"] == "assistant":
-            return self.messages[-1]
+        if self._messages and self._messages[-1].role == "assistant":
+            return self._messages[-1]
         return self._begin_turn()
 
-    def _begin_turn(self) -> PlainMessage:
-        self.messages.append({"role": "assistant", "content": ""})
-        return self.messages[-1]
+    def _begin_turn(self) -> _Message:
+        self._messages.append(_Message("assistant"))
+        return self._messages[-1]
 
 
 def _text(content: str | list[Part], where: str, types: tuple[str, ...] = TEXT_PARTS) -> str:

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.openai.body import decode_body
 from penstock.serve.openai.chat_options import (
     AllowedTools,
     JsonForm,
@@ -34,7 +35,7 @@ from penstock.serve.openai.chat_options import (
     json_form,
     plain_tools,
 )
-from penstock.serve.openai.requests import DRAW_NAMES, ChatRequest, DrawFields, decode_body, given_fields
+from penstock.serve.openai.requests import DRAW_NAMES, ChatRequest, DrawFields, given_fields
 from penstock.serve.responses.items import Item, Items, plain_messages
 from penstock.types import SamplingParams
 

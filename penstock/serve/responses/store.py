@@ -1,8 +1,10 @@
 """Responses that are kept, so that they can be read again and conversations can go on from them.
 
-In memory only: up to a number of responses, of bytes and of hours, whichever is reached first; then the
-oldest go. Each is kept with its whole conversation, as JSON: none depends on another, and what it takes
-is known exactly. Ids are drawn at random: only whoever was answered knows one. Knows no HTTP.
+In memory only: up to a number of responses, of bytes and of hours, whichever is reached first. What is too
+old goes; for what is too much, the oldest of the tenant who has most, so that nobody's requests make others'
+responses go while they have fewer. Each is kept with its whole conversation, as JSON: none depends on
+another, and what it takes is known exactly. Ids are drawn at random: only whoever was answered knows one.
+Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -42,6 +44,14 @@ class _Kept:
         return len(self.body) + len(self.items)
 
 
+@dataclass(slots=True)
+class _Shelf:
+    """What one tenant has here."""
+
+    ids: OrderedDict[str, None] = field(default_factory=OrderedDict)  # the oldest first
+    num_bytes: int = 0
+
+
 def new_id() -> str:
     return f"resp_{secrets.token_hex(16)}"
 
@@ -59,6 +69,7 @@ class ResponseStore:
         self._max_age_s = max_age_s
         self._clock = clock
         self._kept: OrderedDict[str, _Kept] = OrderedDict()  # the oldest first
+        self._shelves: dict[str, _Shelf] = {}  # by tenant; none is empty
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -68,7 +79,11 @@ class ResponseStore:
         kept = _Kept(tenant, body, msgspec.json.encode(items), self._clock())
         self._kept[id] = kept
         self.num_bytes += kept.num_bytes
+        shelf = self._shelves.setdefault(tenant, _Shelf())
+        shelf.ids[id] = None
+        shelf.num_bytes += kept.num_bytes
         self._forget_old()
+        self._forget_surplus()
 
     def body_of(self, id: str, tenant: str = "") -> bytes:
         return self._find(id, tenant).body
@@ -87,7 +102,7 @@ class ResponseStore:
         if kept is None or kept.tenant != tenant:
             raise UnknownResponseError(
                 f"There is no response {id[:64]!r} here",
-                f"The last {self._max_responses} are kept for {self._max_age_s / 3600:.0f} hours, in up to "
+                f"Up to {self._max_responses} are kept for {self._max_age_s / 3600:.0f} hours, in up to "
                 f"{self._max_bytes} bytes of memory; those asked for with store: false are not.",
                 "Send the conversation as input.",
                 param=param,
@@ -98,10 +113,24 @@ class ResponseStore:
         oldest_at = self._clock() - self._max_age_s
         while self._kept:
             id, kept = next(iter(self._kept.items()))
-            is_full = len(self._kept) > self._max_responses or self.num_bytes > self._max_bytes
-            if not is_full and kept.at >= oldest_at:
+            if kept.at >= oldest_at:
                 return
             self._forget(id)
 
+    def _forget_surplus(self) -> None:
+        while self.num_bytes > self._max_bytes:
+            self._forget_oldest_of(max(self._shelves.values(), key=lambda shelf: shelf.num_bytes))
+        while len(self._kept) > self._max_responses:
+            self._forget_oldest_of(max(self._shelves.values(), key=lambda shelf: len(shelf.ids)))
+
+    def _forget_oldest_of(self, shelf: _Shelf) -> None:
+        self._forget(next(iter(shelf.ids)))
+
     def _forget(self, id: str) -> None:
-        self.num_bytes -= self._kept.pop(id).num_bytes
+        kept = self._kept.pop(id)
+        self.num_bytes -= kept.num_bytes
+        shelf = self._shelves[kept.tenant]
+        del shelf.ids[id]
+        shelf.num_bytes -= kept.num_bytes
+        if not shelf.ids:
+            del self._shelves[kept.tenant]
