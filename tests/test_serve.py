@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -475,7 +476,7 @@ def test_leaving_before_a_json_answer_frees_its_pages(server: Server) -> None:
     assert eventually(server.is_idle, LONG_BEFORE_THE_END_S)
 
 
-def test_a_client_that_does_not_read_is_cut_off_with_an_error_and_holds_nobody_up(server: Server) -> None:
+def test_a_client_that_does_not_read_is_cut_off_and_holds_nobody_up(server: Server) -> None:
     body = {"messages": MESSAGES, "n": 24, "logprobs": True, "top_logprobs": 20, "stream": True, **FREE}
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -487,8 +488,9 @@ def test_a_client_that_does_not_read_is_cut_off_with_an_error_and_holds_nobody_u
 
         connection.settimeout(10.0)
         text = b""
-        while not text.endswith(b"0\r\n\r\n"):
-            text += connection.recv(2**20)
+        with contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(2**20):
+                text += piece
+    assert text.startswith(b"HTTP/1.1 200")
     assert b"[DONE]" not in text
-    last = text.rsplit(b"data: ", 1)[1].partition(b"\n")[0]
-    assert json.loads(last)["error"]["code"] == "overloaded"
+    assert not text.endswith(b"0\r\n\r\n"), "the stream looks complete"

@@ -197,7 +197,7 @@ class TextEngine:
                 raise ContextLengthError(
                     f"the prompt is too long: more than {num_tokens} tokens > {max_model_len - 1} maximum",
                     f"The context holds {max_model_len} tokens; the text has {len(text)} characters.",
-                    "Shorten the prompt or serve with a larger --max-model-len.",
+                    "Shorten the prompt, or serve with a larger --max-model-len if the model knows more positions.",
                     param="prompt",
                 )
         return self._tokenizer.encode(text, add_special_tokens, tenant)
