@@ -22,7 +22,7 @@ from penstock.serve.system_prompt import with_system_prompt
 from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
 from penstock.text.dialects import StreamParser, dialect_of
 from penstock.text.loop_guard import LoopGuard
-from penstock.text.prompt import build_requests
+from penstock.text.prompt import SHORTEN, build_requests
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import EngineInfo, Request, SamplingParams
@@ -197,7 +197,7 @@ class TextEngine:
                 raise ContextLengthError(
                     f"the prompt is too long: more than {num_tokens} tokens > {max_model_len - 1} maximum",
                     f"The context holds {max_model_len} tokens; the text has {len(text)} characters.",
-                    "Shorten the prompt, or serve with a larger --max-model-len if the model knows more positions.",
+                    SHORTEN,
                     param="prompt",
                 )
         return self._tokenizer.encode(text, add_special_tokens, tenant)

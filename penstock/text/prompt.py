@@ -13,6 +13,8 @@ from penstock.errors import ContextLengthError, RequestError
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Request, SamplingParams
 
+SHORTEN = "Shorten the prompt, or serve with a larger --max-model-len if the model knows more positions."
+
 
 def build_requests(
     id: str,
@@ -78,12 +80,11 @@ def _places_of(token_ids: Collection[int], prompt: tuple[int, ...]) -> tuple[int
 
 def _resolve_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, max_model_len: int) -> int:
     room = max_model_len - num_prompt_tokens
-    todo = "Shorten the prompt, or serve with a larger --max-model-len if the model knows more positions."
     if room < 1:
         raise ContextLengthError(
             f"the prompt is too long: {num_prompt_tokens} tokens > {max_model_len - 1} maximum",
             f"The context holds {max_model_len} tokens, and the reply needs at least 1 of them.",
-            todo,
+            SHORTEN,
             param="prompt",
         )
     max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
@@ -91,7 +92,7 @@ def _resolve_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, max_mo
         raise ContextLengthError(
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}",
             f"Together {num_prompt_tokens + max_tokens}; the context holds {max_model_len}.",
-            f"Ask for at most {room} tokens, or: {todo[0].lower()}{todo[1:]}",
+            f"Ask for at most {room} tokens, or: {SHORTEN[0].lower()}{SHORTEN[1:]}",
             param="max_tokens",
         )
     if sampling.min_tokens > max_tokens:
