@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from command_line import ROOT
+from penstock.errors import CapacityError
 from penstock.forge import decisions
 from penstock.forge import measure as measuring
 from penstock.forge.emit import emit
@@ -36,7 +37,7 @@ from penstock.forge.sandbox import Played
 from penstock.forge.search import Engine, Search, _key
 from penstock.forge.target import Target
 from penstock.forge.traces import Call, Trace
-from penstock.forge.trial import Bar, Exam, Outcome
+from penstock.forge.trial import Bar, Exam, Outcome, count_slots, widest_batch
 from penstock.forge.writer import Proposal, Writer
 from test_forge import SIZES, SMALL, make_target
 
@@ -51,7 +52,8 @@ BENCHES = {"prefill 8": "prefill", "decode 1": "decode", "decode 8": "decode", "
 def gpu_target(name: str) -> Target:
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     names += ("num_key_value_heads", "head_dim", "vocab_size")
-    return Target.of({**SMALL, **dict(zip(names, SHAPES[name]))}, Path("."), "cuda")
+    sizes = dict(zip(names, SHAPES[name]))
+    return Target.of({**SMALL, **sizes, "torch_dtype": "bfloat16"}, Path("."), "cuda")
 
 
 class Metronome:
@@ -241,6 +243,26 @@ def test_what_has_disappointed_waits_for_what_was_never_tried(
     ideas = [(row.idea.partition(":")[0], row.verdict) for row in search.ledger.rows]
     assert ideas[:3] == [("weight_rows", "discarded")] * 2 + [("vector_rows", "kept")]
     assert ideas[3][0] != "weight_rows"
+
+
+@pytest.mark.parametrize(
+    ("max_len", "num_slots", "widest"), [(2048, 129, 64), (8192, 57, 16), (16384, 28, 8), (131072, 0, 0)]
+)
+def test_an_exam_has_no_more_requests_than_captured_engines_have_place_for(
+    max_len: int, num_slots: int, widest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of 8 B beside others on an H200; the longer its texts may be, the fewer fit."""
+    target = gpu_target("32x4096")
+    target = replace(target, shape=target.shape._replace(max_len=max_len))
+    free = target.weight_bytes + int(123.2e9)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    if not num_slots:
+        with pytest.raises(CapacityError, match="131,072 tokens") as raised:
+            count_slots(target)
+        assert "max_position_embeddings" in raised.value.todo
+        return
+    assert count_slots(target) == num_slots
+    assert widest_batch(num_slots) == widest
 
 
 def test_there_is_no_opening_where_launching_is_not_what_takes_time() -> None:

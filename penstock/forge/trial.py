@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from penstock.errors import CapacityError
 from penstock.forge import gate
+from penstock.forge.fragments.cache_slots import MAX_SLOTS, MEMORY_SHARE
 from penstock.forge.measure import Bench, Sizes, Timing, draw_benches, measure, score
 from penstock.forge.oracle import Case, Distance, Oracle, allowed_distance, typical_case
 from penstock.forge.phases import Phases
@@ -19,6 +21,7 @@ from penstock.forge.screen import refusal
 from penstock.forge.target import Target
 from penstock.forge.traces import correctness_traces
 
+LEAST_SLOTS = 20  # for the requests of a mixed trace, and a spare one
 CROWD = 65  # one more than the rows that steps are captured for
 CPU_CACHE_BYTES = 4 << 30  # a part of what a trial on a CPU may have beside the weights
 PROFILED_CALLS = 3  # of a trace: reading a profile takes longer than what it is of
@@ -44,14 +47,18 @@ class Exam:
     ) -> Exam:
         phases = phases or Phases()
         crowd = CROWD if _has_room(target) else 0  # asked before the oracle takes some of it
+        num_slots = count_slots(target)
         knowing = Oracle(target)
         phases.end("weights")
+        max_batch = widest_batch(num_slots) if target.is_cuda else 24
         traces = correctness_traces(
-            target.shape, seed, num_random=num_random, max_batch=64 if target.is_cuda else 24, crowd=crowd
+            target.shape, seed, num_random=num_random, max_batch=max_batch, crowd=crowd
         )
         random.Random(seed).shuffle(traces)
         cases = [knowing.answer(trace) for trace in traces]
         phases.end("cases")
+        sizes = sizes or Sizes.of(target)
+        sizes = replace(sizes, batches=tuple(batch for batch in sizes.batches if batch < num_slots))
         benches = draw_benches(target, knowing, seed + 1, sizes)
         phases.end("benches")
         allowed = allowed_distance(knowing.rounding(typical_case(cases)))
@@ -160,6 +167,27 @@ def _profile(hosted: Hosted, benches: Sequence[Bench]) -> dict[str, float]:
         profile = hosted.profile(bench.case.calls[:stop], (start, stop))
         parts |= {f"{family}.{kind}": seconds / (stop - start) for kind, seconds in profile.items()}
     return parts
+
+
+def count_slots(target: Target) -> int:
+    """How many requests, each with room for the longest text, captured engines have place for at once."""
+    if not target.is_cuda:
+        return MAX_SLOTS
+    free_bytes = torch.cuda.mem_get_info(target.device)[0] - target.weight_bytes
+    slot_bytes = target.shape.max_len * target.kv_bytes_per_token
+    num_slots = min(MAX_SLOTS, int(max(0, free_bytes) * MEMORY_SHARE) // slot_bytes)
+    if num_slots < LEAST_SLOTS:
+        raise CapacityError(
+            f"{LEAST_SLOTS} requests of {target.shape.max_len:,} tokens do not fit beside the weights",
+            f"Each takes {slot_bytes / 1e9:.2f} GB, and {max(0, free_bytes) / 1e9:.1f} GB would be free.",
+            "Forge for a smaller max_position_embeddings, or on a GPU with more memory.",
+        )
+    return num_slots
+
+
+def widest_batch(num_slots: int) -> int:
+    """Of a trace of calls, where all of it may be replaced at once: new prompts go to new places."""
+    return next(batch for batch in (64, 32, 16, 8, 4) if 2 * batch < num_slots)
 
 
 def _has_room(target: Target) -> bool:
