@@ -315,7 +315,12 @@ def test_out_is_checked_before_anything_is_begun(
     begun: list[str] = []
     monkeypatch.setattr("penstock.commands.forge.ForkServer", begun.append)
     (tmp_path / "file").write_text("")
-    for out, said in ((tmp_path, "is a folder"), (tmp_path / "file" / "deep" / "engine.py", "is no folder")):
+    cannot_be = [
+        (tmp_path, "is a folder"),
+        (tmp_path / "file" / "deep" / "engine.py", "is no folder"),
+        (Path("/proc/engine.py"), "cannot be written"),
+    ]
+    for out, said in cannot_be:
         exit_code, told = fails(capsys, "forge", "--out", str(out), "--config", "nowhere.json")
         assert (exit_code, said in told, begun) == (1, True, [])
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.commands import bench_serve, birth, breakdown
 from penstock.commands.console import PhaseList, print_table
-from penstock.commands.flags import UsageError, add_flags, read_count, read_counts, read_settings
+from penstock.commands.flags import add_flags, foreign_flag, read_count, read_counts, read_settings
 from penstock.commands.measure import (
     CHECK_TOKENS,
     COLUMNS,
@@ -26,7 +26,7 @@ from penstock.commands.measure import (
     measure_limits,
     require_room,
 )
-from penstock.commands.roofline import Roofline
+from penstock.commands.roofline import Roofline, text_config
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError
 from penstock.eval.results import deliver_line, prepare_output
@@ -132,11 +132,7 @@ def _measure(
 def _refuse_own_flags(arguments: argparse.Namespace) -> None:
     for name, default in OWN_DEFAULTS.items():
         if getattr(arguments, name) != default:
-            raise UsageError(
-                f"bench serve has no flag --{name}",
-                "It belongs to the other benches.",
-                "Run `penstock bench --help` for everything they take.",
-            )
+            raise foreign_flag("bench serve", f"--{name}", "the other benches")
 
 
 def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
@@ -153,8 +149,7 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
 
 def _require_positions(arguments: argparse.Namespace, config: EngineConfig, source: ModelSource) -> None:
     """Before the weights are loaded: a context that the model does not have."""
-    fields = source.config.get("text_config", source.config)
-    known, longest = fields.get("max_position_embeddings"), config.max_model_len
+    known, longest = text_config(source.config).get("max_position_embeddings"), config.max_model_len
     if not isinstance(known, int) or longest is None or longest <= known:
         return
     context = max(arguments.context)

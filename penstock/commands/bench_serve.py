@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.commands import birth
 from penstock.commands.console import PhaseList, print_note, print_table
-from penstock.commands.flags import Flag, UsageError, add_flags, flags_of, read_settings
+from penstock.commands.flags import Flag, add_flags, flags_of, foreign_flag, read_settings
 from penstock.commands.load_levels import (
     Level,
     LoadSettings,
@@ -60,11 +60,7 @@ def refuse_flags(arguments: argparse.Namespace) -> None:
     names = [flag.field.name for flag in flags_of(LoadSettings)] + [*SERVER_FLAGS, *TEXT_FLAGS]
     for name in names:
         if hasattr(arguments, name):
-            raise UsageError(
-                f"bench {arguments.what} has no flag {flag_name(name)}",
-                "It belongs to `penstock bench serve`.",
-                "Run `penstock bench --help` for everything they take.",
-            )
+            raise foreign_flag(f"bench {arguments.what}", flag_name(name), "`penstock bench serve`")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.commands import birth
 from penstock.commands.console import PhaseList
-from penstock.commands.flags import UsageError, add_flags, flags_of, read_counts, read_settings
+from penstock.commands.flags import add_flags, flags_of, foreign_flag, read_counts, read_settings
 from penstock.config import from_mapping
 from penstock.errors import ConfigError
 from penstock.eval import check_server, gates, score
@@ -108,12 +108,8 @@ def _refuse_flags_of_others(arguments: argparse.Namespace, measurement: Measurem
             if flag.field.name not in own and hasattr(arguments, flag.field.name):
                 owners.setdefault(flag.name, []).append(name)
     if owners:
-        flag_name, (first, *others) = next(iter(owners.items()))
-        raise UsageError(
-            f"eval {arguments.what} has no flag {flag_name}",
-            f"It belongs to {first}{''.join(f', {name}' for name in others)}.",
-            "Run `penstock eval --help` for everything they take.",
-        )
+        flag_name, names = next(iter(owners.items()))
+        raise foreign_flag(f"eval {arguments.what}", flag_name, ", ".join(names))
 
 
 def _read_concurrency(arguments: argparse.Namespace, measurement: Measurement) -> Any:

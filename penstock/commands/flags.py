@@ -30,6 +30,13 @@ class UsageError(PenstockError):
     """A command line that cannot be understood; the program ends with exit code 2."""
 
 
+def foreign_flag(command: str, flag: str, owners: str) -> UsageError:
+    """For a flag that is known, but to others of the same family of commands."""
+    family = command.partition(" ")[0]
+    help_line = f"Run `penstock {family} --help` for everything they take."
+    return UsageError(f"{command} has no flag {flag}", f"It belongs to {owners}.", help_line)
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises `UsageError` and answers an unknown flag with the nearest one."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import signal
 from pathlib import Path
 
 from penstock.errors import ConfigError
+from penstock.eval.results import prepare_output
 from penstock.forge.fork_server import ForkServer
 
 DESCRIPTION = "Writes an engine for one model on this machine: plan, write, check, measure, keep the best."
@@ -77,11 +77,10 @@ def check_out(out: Path) -> None:
         raise ConfigError(f"--out {out} is a folder", "An engine is one file.", todo)
     parent = out.absolute().parent
     found = next(folder for folder in (parent, *parent.parents) if folder.exists())
-    if not found.is_dir() or not os.access(found, os.W_OK | os.X_OK):
-        why = "not writable" if found.is_dir() else "no folder"
-        raise ConfigError(
-            f"--out {out} cannot be written", f"{found} is {why}.", "Name another place with --out."
-        )
+    if not found.is_dir():
+        todo = "Name another place with --out."
+        raise ConfigError(f"--out {out} cannot be written", f"{found} is no folder.", todo)
+    prepare_output(str(out), "--out")
 
 
 def _run(arguments: argparse.Namespace, server: ForkServer) -> int:

@@ -34,7 +34,6 @@ log = logging.getLogger("penstock.engine")
 
 # Least GB of a GPU, tokens in a step on it, and in one of several requests.
 STEP_TOKENS = ((80, 32768, 16384), (40, 16384, 16384), (0, 4096, 4096))
-KEYS_AT_ONCE = 16  # of a page, at least, in kernels
 GRAMMAR_WAIT_S = 0.01  # for a grammar, when there is nothing else to do; longest delay of an abort then
 
 
@@ -318,11 +317,11 @@ def _session_limits(config: EngineConfig, pools: PoolSizes) -> SessionLimits:
 
 
 def check_page_size(config: EngineConfig, device: torch.device) -> None:
-    if device.type == "cuda" and config.page_size % KEYS_AT_ONCE:
+    if device.type == "cuda" and config.page_size % ops.LEAST_KEYS:
         raise ConfigError(
             f"page_size is {config.page_size} and the model runs on a GPU",
-            f"Its kernels read {KEYS_AT_ONCE} keys of a page at once.",
-            f"Use a multiple of {KEYS_AT_ONCE}; 64 is the default.",
+            f"Its kernels read {ops.LEAST_KEYS} keys of a page at once.",
+            f"Use a multiple of {ops.LEAST_KEYS}; 64 is the default.",
         )
 
 

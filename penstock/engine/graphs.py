@@ -37,7 +37,7 @@ class Model(Protocol):
     layers: nn.ModuleList
 
     def __call__(
-        self, inputs: StepInputs, caches: Sequence[LayerCache | None], only_last: bool = False
+        self, inputs: StepInputs, caches: Caches, only_last: bool = False
     ) -> Tensor:  # [T, H], or [R, H]
         """With `only_last` for each row's last token, and then the last layer is computed for no other.
         Layers without a cache are left out, see `excerpt_of`."""
@@ -132,14 +132,14 @@ class DecodeGraphs:
         sizes = graph_sizes(rows.max_rows)
         self._steps = {size: DecodeStep(model, caches, rows, size, deterministic) for size in sizes}
         excerpt = excerpt_of(model, caches)
-        self._excerpts = {size: DecodeStep(model, excerpt, rows, size, deterministic) for size in sizes}
+        self._new_excerpt = partial(DecodeStep, model, excerpt, rows, deterministic=deterministic)
         self._captured: dict[tuple[int, Ending], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     @property
     def launches(self) -> Launches:
         """Of every kernel: sizes between two powers of two have nearly all those of the larger one."""
-        by_bucket = {(size - 1).bit_length(): size for size in self._excerpts}
-        launches = {size: partial(_launch_endings, step) for size, step in self._excerpts.items()}
+        by_bucket = {(size - 1).bit_length(): size for size in self._steps}
+        launches = {size: partial(_launch_endings, self._new_excerpt(size=size)) for size in self._steps}
         return Launches.split(launches, ahead=by_bucket.values())
 
     def capture(self, pool: Any, on_phase: OnPhase) -> None:

@@ -395,15 +395,17 @@ class Search:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Whoever presses Ctrl-C again, and again, still finds the report, which takes a moment."""
+    """Whoever interrupts again, and again, still finds the report, which takes a moment."""
     if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    endings = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(ending, signal.SIG_IGN) for ending in endings]
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for ending, handler in zip(endings, before):
+            signal.signal(ending, handler)
 
 
 def _key(design: Design) -> str:

@@ -17,7 +17,7 @@ from penstock.ops.reference import attention, delta_net, masking, matmul, moe, n
 from penstock.ops.reference import decode_rows as _decode_rows
 from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rope import rope_table
-from penstock.ops.reference.rows import CHUNK, Chunks, cut_chunks
+from penstock.ops.reference.rows import CHUNK, LEAST_KEYS, Chunks, cut_chunks
 from penstock.ops.reference.sampling import edit_logits, penalize_repeats, token_logprobs
 
 linear = op(matmul.linear)
@@ -35,6 +35,7 @@ sample = op(sampling.sample)
 
 __all__ = [
     "CHUNK",
+    "LEAST_KEYS",
     "Chunks",
     "cut_chunks",
     "decode_rows",

@@ -16,7 +16,13 @@ from typing import Any
 from penstock.errors import ContextLengthError, RequestError
 from penstock.serve.fleet import Fleet
 from penstock.serve.metrics import Metrics, TokenTimer
-from penstock.serve.openai.requests import ChatRequest, CompletionRequest, TextRequest, TokenizeRequest
+from penstock.serve.openai.requests import (
+    MAX_CHARS_ASKED,
+    ChatRequest,
+    CompletionRequest,
+    TextRequest,
+    TokenizeRequest,
+)
 from penstock.serve.reply_form import form_param, grammar_of
 from penstock.serve.system_prompt import with_system_prompt
 from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
@@ -28,7 +34,6 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.types import EngineInfo, Request, SamplingParams
 
 LONG_TOKEN = 16  # characters; few tokens of a text have as many
-MAX_COUNTED_CHARS = 4 * 1024**2  # of a chat that is only tokenized: as many as a text may have
 MAX_COUNTS = 2  # at a time: threads, and the process of the chat template, are there for replies first
 
 
@@ -137,10 +142,10 @@ class TextEngine:
         if chat is None:
             return self._tokenizer.encode(asked.text, asked.add_special_tokens, tenant)
         num_chars = _num_chars([chat.messages, chat.tools])
-        if num_chars > MAX_COUNTED_CHARS:
+        if num_chars > MAX_CHARS_ASKED:
             raise RequestError(
                 "the messages are too long to be tokenized",
-                f"They and the tools have {num_chars} characters; at most {MAX_COUNTED_CHARS} are taken.",
+                f"They and the tools have {num_chars} characters; at most {MAX_CHARS_ASKED} are taken.",
                 "Send them in parts.",
                 param="messages",
             )

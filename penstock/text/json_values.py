@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.errors import RequestError
+
 # As many are decoded in some 30 ms, which is little for others who wait. Conversations have fewer by far.
 MAX_VALUES = 2**18
 MAX_STRINGS = 2 * MAX_VALUES + 1  # a member of an object is two of them
@@ -23,6 +25,17 @@ def has_more_values(texts: Sequence[bytes], limit: int = MAX_VALUES) -> bool:
     if sum(map(most_values, texts)) <= limit:  # so it is with nearly all, and costs least
         return False
     return sum(_num_values(text, limit) for text in texts) > limit
+
+
+def refuse_many_arguments(texts: Sequence[bytes], param: str) -> None:
+    """Of all tool calls in a conversation, whose arguments are JSON in strings."""
+    if has_more_values(texts):
+        raise RequestError(
+            "the arguments of the tool calls consist of too many values",
+            f"Those of a conversation may have {MAX_VALUES:,} together.",
+            "Leave calls out that no longer matter.",
+            param=param,
+        )
 
 
 def most_values(text: bytes) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import CheckpointError, RequestError
-from penstock.text.json_values import MAX_VALUES, has_more_values
+from penstock.text.json_values import refuse_many_arguments
 from penstock.text.template_process import MEMORY_LIMIT_BYTES, Answer, Failure, shared_process
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -268,13 +268,8 @@ def parse_arguments(messages: list[dict[str, Any]]) -> None:
     Clients send back what the API gave them, a string; templates loop over the names and values.
     """
     called = list(_functions_with_text_arguments(messages))
-    if has_more_values([function["arguments"].encode(errors="replace") for _, function in called]):
-        raise RequestError(
-            "the arguments of the tool calls consist of too many values",
-            f"Those of all messages may have {MAX_VALUES:,} together.",
-            "Leave calls out that no longer matter.",
-            param="messages",
-        )
+    texts = [function["arguments"].encode(errors="replace") for _, function in called]
+    refuse_many_arguments(texts, "messages")
     for index, function in called:
         text = function["arguments"]
         try:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
+LEAST_KEYS = 16  # of a page, that attention kernels read at once
 
 
 class Span(Protocol):

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.reference import attention as reference
-from penstock.ops.reference.rows import Chunks, Span, decode_runs
+from penstock.ops.reference.rows import LEAST_KEYS, Chunks, Span, decode_runs
 from penstock.ops.triton import decode_attention as decodes
 from penstock.ops.triton import prefill_attention as prefills
 from penstock.ops.triton.launch import (
@@ -95,7 +95,7 @@ def paged_attention(
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hq * D]
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
-    if keys.shape[1] % 16:
+    if keys.shape[1] % LEAST_KEYS:
         step = (query_start, context_lens, spans, chunks, scale, window, gate)
         return reference.paged_attention(q, keys, values, page_table, *step, deterministic=deterministic)
     out = q.new_empty(len(q), q.shape[1] * q.shape[2])

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
-from penstock.text.json_values import MAX_VALUES, has_more_values
+from penstock.text.json_values import refuse_many_arguments
 
 MAX_ITEMS = 8192  # of a conversation
 PARAGRAPH = "\n\n"
@@ -64,13 +64,7 @@ def _check_size(items: list[Item]) -> None:
             "Send a shorter one as input.",
             param="input",
         )
-    if has_more_values([item.arguments.encode() for item in items if item.arguments is not None]):
-        raise RequestError(
-            "The arguments of the calls consist of too many values",
-            f"Those of a conversation may have {MAX_VALUES:,} together.",
-            "Leave calls out that no longer matter.",
-            param="input",
-        )
+    refuse_many_arguments([item.arguments.encode() for item in items if item.arguments is not None], "input")
 
 
 class _Message:
