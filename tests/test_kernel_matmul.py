@@ -21,7 +21,6 @@ KERNELS = ["linear", "norm_linear", "swiglu_linear"]
 VECTOR: Tile = {"form": 0, "block_n": 16, "block_m": 128, "held": 2, "num_warps": 1}
 TENSOR: Tile = {
     "form": 1,
-    "is_fused": 1,
     "block_t": 16,
     "block_n": 32,
     "block_m": 64,
@@ -33,8 +32,7 @@ FORMS: dict[str, Tile] = {
     "vector": VECTOR,
     "vector-one-chunk": {**VECTOR, "block_m": 512, "held": 1},
     "tensor": TENSOR,
-    "tensor-prepared-apart": {**TENSOR, "is_fused": 0},
-    "tensor-prepared-apart-in-splits": {**TENSOR, "is_fused": 0, "num_splits": 3},
+    "tensor-in-splits": {**TENSOR, "num_splits": 3},
     "library": {"form": 2},
 }
 

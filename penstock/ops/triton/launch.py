@@ -89,6 +89,7 @@ def num_processors(device: torch.device) -> int:
 
 
 SMALL_MEMORY = 99 * 1024  # bytes of shared memory that a program may have on every card
+LARGE_MEMORY = 227 * 1024  # on the cards of data centres
 
 
 @functools.cache

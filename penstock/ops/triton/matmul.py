@@ -5,7 +5,7 @@ A few tokens take the vector form, or the direct one, which is CUDA C++ (`ops/cu
 batch takes the tensor form, and many tokens, where arithmetic sets the pace and not the weight's bytes, the
 library's product. A norm or an activation before the product is part of the vector form, where activations
 are in registers anyway. Tensor cores would wait while each tile of them goes to registers and back: before
-the tensor form they are kernels of their own, but for the norm of few tokens and columns.
+the other forms they are kernels of their own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ DIRECT_TOKENS = 4  # or three: fewer are multiplied in registers as quickly as t
 MANY_ROWS = 1 << 16  # of a head: from three tokens on, multiplying in registers takes longer than reading
 FEW_ROWS = 1 << 12  # the columns of so few are split
 TENSOR_TOKENS = 64  # of more the library's product is quicker: not yet for few rows, nor for a head's
-NORMED_TOKENS, NORMED_COLUMNS = 32, 2048  # at most, for a norm inside the tensor form
 SWIGLU_COLUMNS = 1024
 
 
@@ -97,19 +96,18 @@ def _multiply(kernel: str, product: Product, deterministic: bool) -> Tensor:
     if num_tokens == 0:
         return product.new_out()
     if deterministic:
-        return multiply_tensors(_prepare(product) if product.is_swiglu else product, FIXED_TILE)
+        return multiply_tensors(_prepare(product), FIXED_TILE)
     rule = _rule(kernel, product.shape, bucket(num_tokens), device)
     tile = choose(kernel, product.shape, num_tokens, rule, device)
     if tile["form"] == DIRECT and not can_multiply(product):
-        tile = _triton_rule(kernel, product.shape, bucket(num_tokens), device)
+        tile = _triton_rule(product.shape, bucket(num_tokens), device)
     if tile["form"] == DIRECT:
         return multiply_few_rows(product, tile)
     if tile["form"] == VECTOR:
         return multiply_vectors(product, tile)
     if tile["form"] == LIBRARY:
         return _multiply_by_library(_prepare(product))
-    is_prepared_inside = tile["is_fused"] and not product.is_swiglu
-    return multiply_tensors(product if is_prepared_inside else _prepare(product), tile)
+    return multiply_tensors(_prepare(product), tile)
 
 
 @functools.cache
@@ -117,34 +115,24 @@ def _rule(kernel: str, shape: tuple[int, int], num_tokens: int, device: torch.de
     direct = few_rows_rule(shape) if num_tokens == DIRECT_TOKENS and kernel != "swiglu_linear" else None
     if direct is not None and is_available(device):
         return {"form": DIRECT, **direct}
-    return _triton_rule(kernel, shape, num_tokens, device)
+    return _triton_rule(shape, num_tokens, device)
 
 
 @functools.cache
-def _triton_rule(kernel: str, shape: tuple[int, int], num_tokens: int, device: torch.device) -> Tile:
+def _triton_rule(shape: tuple[int, int], num_tokens: int, device: torch.device) -> Tile:
     if num_tokens <= (2 if shape[0] >= MANY_ROWS else VECTOR_TOKENS):
         return {"form": VECTOR, **vector_rule(shape, num_tokens, device)}
     is_usual = FEW_ROWS < shape[0] < MANY_ROWS
     if num_tokens > (TENSOR_TOKENS if is_usual else 2 * TENSOR_TOKENS):
         return {"form": LIBRARY}
-    tile = tensor_rule(shape, num_tokens, device)
-    return {"form": TENSOR, "is_fused": int(_can_fuse(kernel, shape, tile, num_tokens)), **tile}
-
-
-def _can_fuse(kernel: str, shape: tuple[int, ...], tile: Tile, num_tokens: int) -> bool:
-    """A norm needs whole rows, so it cannot go with splits of the columns."""
-    is_little = num_tokens <= NORMED_TOKENS and shape[1] <= NORMED_COLUMNS
-    return kernel == "norm_linear" and is_little and tile["num_splits"] == 1
+    return {"form": TENSOR, **tensor_rule(shape, num_tokens, device)}
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     """What is worth measuring for a kernel of this file."""
     tiles: list[Tile] = [{"form": VECTOR, **tile} for tile in vector_candidates(shape, num_tokens)]
     if num_tokens > 1:
-        for tile in tensor_candidates(shape, num_tokens):
-            tiles.append(
-                {"form": TENSOR, "is_fused": int(_can_fuse(kernel, shape, tile, num_tokens)), **tile}
-            )
+        tiles += [{"form": TENSOR, **tile} for tile in tensor_candidates(shape, num_tokens)]
     if kernel != "swiglu_linear":
         tiles += [{"form": DIRECT, **tile} for tile in few_rows_candidates(shape, num_tokens)]
     return [*tiles, {"form": LIBRARY}] if num_tokens > 16 else tiles

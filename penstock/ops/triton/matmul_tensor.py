@@ -15,12 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.triton.launch import (
+    LARGE_MEMORY,
+    SMALL_MEMORY,
     CompileCase,
     ask_for,
     cdiv,
     launch_options,
     let_next_start,
     num_processors,
+    shared_memory,
     wait_for_previous,
 )
 from penstock.ops.triton.matmul_product import (
@@ -31,7 +34,8 @@ from penstock.ops.triton.matmul_product import (
 )
 from penstock.ops.triton.tuning import Tile, bucket
 
-SHARED_BYTES = 96 * 1024  # of a program: all that small cards have, and two programs on a large one
+OTHER_BYTES = 3 * 1024  # of a program's shared memory, left to what is not its loop's
+MAX_STAGES = 8
 PREFETCHED_BYTES = 1024  # of every row, towards L2, while the kernel before still runs
 SUMMED_COLUMNS = 512  # of a token, in one program of the second kernel
 
@@ -49,7 +53,6 @@ FIXED_TILE: Tile = {
 @triton.jit(do_not_specialize=["num_tokens"])
 def tensor_product(
     p_x,
-    p_norm,
     p_weight,
     p_bias,
     p_residual,
@@ -58,7 +61,6 @@ def tensor_product(
     N,
     x_stride,
     residual_stride,
-    eps,
     M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -81,20 +83,13 @@ def tensor_product(
     wait_for_previous(PDL)
 
     b_sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    b_squares = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
     for first in tl.range(start, tl.minimum(start + SPLIT, M), BLOCK_M):
         columns = first + tl.arange(0, BLOCK_M)
         b_weight = load_inside(p_rows + columns[None, :], columns[None, :] < M, IS_WHOLE)
         inside = (tokens[:, None] < num_tokens) & (columns[None, :] < M)
         b_x = tl.load(p_tokens + columns[None, :], mask=inside, other=0.0)
-        if p_norm is not None:
-            b_x = b_x.to(tl.float32)
-            b_squares += b_x * b_x
-            b_x = b_x * load_inside(p_norm + columns, columns < M, IS_WHOLE)[None, :]
         b_sums = tl.dot(b_weight, tl.trans(b_x.to(b_weight.dtype)), b_sums, input_precision="ieee")
 
-    if p_norm is not None:
-        b_sums = b_sums * tl.rsqrt(tl.sum(b_squares, axis=1) / M + eps)[None, :]
     is_stored = (rows[:, None] < N) & (tokens[None, :] < num_tokens)
     if p_bias is not None:
         b_sums += tl.load(p_bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
@@ -138,13 +133,13 @@ def sum_parts(
 
 def multiply_tensors(product: Product, tile: Tile) -> Tensor:
     """tile: block_t, block_n, block_m, num_splits, num_warps, num_stages."""
-    assert not product.is_swiglu, "an activation is a kernel of its own before this one"
+    assert product.norm_weight is None, "a norm is a kernel of its own before this one"
+    assert not product.is_swiglu, "an activation too"
     out = product.new_out()  # [T, N]
     num_splits = tile["num_splits"]
     if num_splits == 1:
         _launch(product, tile, out, product.bias, product.residual)
         return out
-    assert product.norm_weight is None, "the norm of a row needs all of its columns in one program"
     num_tokens, N = out.shape
     parts = torch.empty(num_splits, num_tokens, N, dtype=torch.float32, device=out.device)
     _launch(product, tile, parts, None, None)
@@ -174,7 +169,6 @@ def _launch(product: Product, tile: Tile, out: Tensor, bias: Tensor | None, resi
     )
     tensor_product[grid](
         product.x,
-        product.norm_weight,
         product.weight,
         bias,
         residual,
@@ -183,7 +177,6 @@ def _launch(product: Product, tile: Tile, out: Tensor, bias: Tensor | None, resi
         N,
         x_stride,
         residual_stride,
-        product.eps,
         M=M,
         BLOCK_T=tile["block_t"],
         BLOCK_N=tile["block_n"],
@@ -203,44 +196,51 @@ def tensor_rule(shape: tuple[int, ...], num_tokens: int, device: torch.device) -
     num_programs = cdiv(N, block_n) * cdiv(num_tokens, block_t)
     most_splits = max(1, M // (4 * block_m))  # fewer than four steps do not fill a pipeline
     num_splits = min(max(1, round(num_processors(device) / num_programs)), most_splits)
-    return _tile(block_t, block_n, block_m, num_splits, 4)
+    # A program that has a processor to itself may keep as much of the weight on its way as fits there.
+    memory = shared_memory(device)
+    is_shared = num_programs * num_splits > num_processors(device) and memory >= 2 * SMALL_MEMORY
+    return _tile(block_t, block_n, block_m, num_splits, memory // 2 if is_shared else memory)
 
 
 def tensor_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
+    """With loops as deep as every card can hold, and a few of the deepest."""
     N, M = shape
     block_t = min(max(16, bucket(num_tokens)), 128)
     tiles = []
     for block_n, block_m in ((32, 128), (32, 256), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)):
         num_programs = cdiv(N, block_n) * cdiv(num_tokens, block_t)
         splits = [s for s in (1, 2, 4, 8) if s == 1 or (num_programs * s <= 512 and s * 4 * block_m <= M)]
-        tiles += [_tile(block_t, block_n, block_m, num_splits, 4) for num_splits in splits]
+        tiles += [_tile(block_t, block_n, block_m, num_splits, SMALL_MEMORY) for num_splits in splits]
+        if block_n == 64:
+            tiles += [_tile(block_t, block_n, block_m, s, LARGE_MEMORY) for s in splits]
     return tiles
 
 
-def _tile(block_t: int, block_n: int, block_m: int, num_splits: int, num_warps: int) -> Tile:
+def _tile(block_t: int, block_n: int, block_m: int, num_splits: int, shared_bytes: int) -> Tile:
     stage_bytes = (block_n + block_t) * block_m * 2
+    num_stages = (shared_bytes - OTHER_BYTES) // stage_bytes
     return {
         "block_t": block_t,
         "block_n": block_n,
         "block_m": block_m,
         "num_splits": num_splits,
-        "num_warps": num_warps,
-        "num_stages": min(5, max(2, SHARED_BYTES // stage_bytes)),
+        "num_warps": 4,
+        "num_stages": min(MAX_STAGES, max(2, num_stages)),
     }
 
 
 def tensor_compile_cases() -> list[CompileCase]:
-    """A norm before the product, whole; the product in parts; a batch and a residual; the parts."""
-    normed = {"M": 2048, "BLOCK_T": 16, "BLOCK_N": 64, "BLOCK_M": 128, "NUM_SPLITS": 1}
-    split = {"M": 9216, "BLOCK_T": 16, "BLOCK_N": 64, "BLOCK_M": 128, "NUM_SPLITS": 3}
-    wide = {"M": 4096, "BLOCK_T": 128, "BLOCK_N": 64, "BLOCK_M": 64, "NUM_SPLITS": 1}
-    without = dict.fromkeys
-    products = [
-        {**normed, **without(("p_bias", "p_residual"))},
-        {**split, **without(("p_norm", "p_bias", "p_residual"))},
-        {**wide, **without(("p_norm", "p_bias"))},
-    ]
-    options = {"num_warps": 4, "num_stages": 4}
-    cases = [compile_case(tensor_product, {**p, "PREFETCHED": PREFETCHED_BYTES}, **options) for p in products]
+    """A whole product and one in parts on small cards, a batch and a residual on large ones; the parts."""
+    without_both = dict.fromkeys(("p_bias", "p_residual"))
+    whole = _compile_case(2048, _tile(16, 64, 128, 1, SMALL_MEMORY), without_both)
+    split = _compile_case(9216, _tile(64, 64, 128, 3, SMALL_MEMORY), without_both)
+    wide = _compile_case(4096, _tile(128, 64, 64, 1, LARGE_MEMORY), {"p_bias": None})
     parts = {"NUM_SPLITS": 3, "BLOCK_N": SUMMED_COLUMNS, "p_bias": None}
-    return [*cases, compile_case(sum_parts, parts, num_warps=4)]
+    return [whole, split, wide, compile_case(sum_parts, parts, num_warps=4)]
+
+
+def _compile_case(M: int, tile: Tile, without: dict[str, None]) -> CompileCase:
+    names = ("block_t", "block_n", "block_m", "num_splits")
+    constants = {name.upper(): tile[name] for name in names} | {"M": M, "PREFETCHED": PREFETCHED_BYTES}
+    options = {"num_warps": tile["num_warps"], "num_stages": tile["num_stages"]}
+    return compile_case(tensor_product, {**constants, **without}, **options)

@@ -25,6 +25,7 @@ from torch import Tensor
 from penstock.ops.reference import rows
 from penstock.ops.reference.rows import Chunks
 from penstock.ops.triton.launch import (
+    LARGE_MEMORY,
     SMALL_MEMORY,
     CompileCase,
     cdiv,
@@ -163,8 +164,8 @@ def compile_cases() -> list[CompileCase]:
     merge_tile, merge_options = _options(MERGE_TILE)
     return [
         prefill_case(SMALL_MEMORY, gate, splits),
-        prefill_case(227 * 1024, gate, splits),
-        prefill_case(227 * 1024, splits, gate),
+        prefill_case(LARGE_MEMORY, gate, splits),
+        prefill_case(LARGE_MEMORY, splits, gate),
         (_merge_kernel, merge_signature, {**constants, **merge_tile}, merge_options),
     ]
 
