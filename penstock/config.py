@@ -14,6 +14,7 @@ from typing import Any
 from penstock.errors import ConfigError, nearest
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+STATE_DTYPES = {"float32": 4, "float16": 2}  # bytes of an element
 LOG_FORMATS = ("text", "json")
 
 
@@ -30,6 +31,11 @@ class EngineConfig:
     weights_seed: int = setting(0, "seed of --random-weights")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = setting("auto", "of weights, activations and KV", choices=DTYPES)
+    state_dtype: str = setting(
+        "float32",
+        "of the recurrent states of hybrid models; float16 halves them",
+        choices=tuple(STATE_DTYPES),
+    )
     max_model_len: int | None = setting(
         None, "longest context in tokens (default: what the model and memory allow)"
     )
@@ -82,12 +88,25 @@ class EngineConfig:
                 "States are computed in chunks of 64 tokens; a prefix ending inside one rounds differently.",
                 "Use a multiple of 64.",
             )
-        if self.dtype not in DTYPES:
+        if self.deterministic and self.state_dtype != "float32":
             raise ConfigError(
-                f"dtype is {self.dtype!r}",
-                f"It must be one of {', '.join(DTYPES)}.",
-                nearest(self.dtype, DTYPES),
+                f"state_dtype is {self.state_dtype} and deterministic is on",
+                "Such states are rounded where a step ends, which depends on what else is served.",
+                "Leave one of them out.",
             )
+        for name, dtypes in (("dtype", DTYPES), ("state_dtype", tuple(STATE_DTYPES))):
+            value = getattr(self, name)
+            if value not in dtypes:
+                raise ConfigError(
+                    f"{name} is {value!r}",
+                    f"It must be one of {', '.join(dtypes)}.",
+                    nearest(value, dtypes),
+                )
+
+    @property
+    def state_bytes(self) -> int:
+        """Of an element of a recurrent state."""
+        return STATE_DTYPES[self.state_dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

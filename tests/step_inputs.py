@@ -31,12 +31,19 @@ class Row:
     checkpoints: tuple[tuple[int, int], ...] = ()
 
 
-def make_cache(spec: CacheSpec, num_pages: int, num_slots: int, dtype: torch.dtype) -> LayerCache:
+def make_cache(
+    spec: CacheSpec,
+    num_pages: int,
+    num_slots: int,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype = torch.float32,
+) -> LayerCache:
     if isinstance(spec, KVSpec):
         shape = (num_pages, PAGE_SIZE, spec.num_kv_heads, spec.head_dim)
         return KVCache(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)))
+    states = (num_slots, spec.num_value_heads, spec.key_dim, spec.value_dim)
     return StateCache(
-        recurrent=torch.full((num_slots, spec.num_value_heads, spec.key_dim, spec.value_dim), torch.nan),
+        recurrent=torch.full(states, torch.nan, dtype=state_dtype),
         conv=torch.full((num_slots, spec.conv_width, spec.conv_channels), torch.nan, dtype=dtype),
     )
 
@@ -81,6 +88,7 @@ class ByHand:
         max_len: int = 640,
         num_checkpoints: int = 4,
         dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype = torch.float32,
         deterministic: bool = False,
     ) -> None:
         self.model = model
@@ -88,7 +96,9 @@ class ByHand:
         self.num_sequences = num_sequences
         self.pages_each = -(-max_len // PAGE_SIZE)
         num_pages, num_slots = 1 + num_sequences * self.pages_each, 1 + num_sequences + num_checkpoints
-        self.caches = [make_cache(spec, num_pages, num_slots, dtype) for spec in model.cache_specs()]
+        self.caches = [
+            make_cache(spec, num_pages, num_slots, dtype, state_dtype) for spec in model.cache_specs()
+        ]
 
     def row(self, sequence: int, token_ids: Sequence[int], start: int = 0, **given: Any) -> Row:
         pages = [1 + sequence + i * self.num_sequences for i in reversed(range(self.pages_each))]

@@ -354,6 +354,19 @@ def test_wrong_variable_is_named() -> None:
     assert "--max-rows" in caught.value.todo
 
 
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"state_dtype": "bfloat16"}, "float32, float16"),
+        ({"state_dtype": "float16", "deterministic": True}, "where a step ends"),
+    ],
+)
+def test_states_that_cannot_be_are_refused(settings: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match="state_dtype is") as caught:
+        EngineConfig(**settings)
+    assert word in caught.value.why
+
+
 def test_misspelt_variable_does_not_pass_in_silence() -> None:
     assert unknown_variables({"PENSTOCK_MAX_ROWS": "8", "PATH": "/bin"}) == []
     (sentence,) = unknown_variables({"PENSTOCK_MAX_ROW": "8"})

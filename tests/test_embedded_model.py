@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, Qwen3_5MoeForCausalLM
 
 from penstock import LLM, SamplingParams
 from penstock.assets import default_model
 from penstock.eval.problems import word_problems
 from penstock.eval.problems.mixture import sample_training
+from penstock.models.source import find_model
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
+from penstock.weights.load import load_model
 from step_inputs import ByHand, make_cache, make_inputs
 
 MAX_BYTES = 24e6
@@ -130,6 +133,42 @@ def test_greedy_text_is_that_of_transformers(llm: LLM, reference: Qwen3_5MoeForC
                 pad_token_id=0,
             )
         assert list(ours.token_ids) == ids[0, len(prompt) :].tolist(), conversation.kind
+
+
+def test_states_in_float16_cost_less_than_bfloat16_does(llm: LLM, folder: Path) -> None:
+    """Word problems with their solutions, forced token by token: how far predictions go from float32's."""
+    rng = Random("states")
+    problems = [[word_problems.sample(rng, True) for _ in range(3)] for _ in range(4)]
+    texts = [[token for one in some for token in llm.encode_chat(list(one.messages))] for some in problems]
+    length = min(160, *map(len, texts))
+    assert length > 150
+
+    def predict(dtype: torch.dtype, state_dtype: torch.dtype) -> Tensor:  # [tokens, sequences, vocab]
+        name = str(dtype).removeprefix("torch.")
+        model = load_model(
+            find_model(str(folder)),
+            device="cpu",
+            dtype=name,
+            random_weights=False,
+            seed=0,
+            on_phase=lambda _: None,
+        )
+        by_hand = ByHand(model, num_sequences=len(texts), dtype=dtype, state_dtype=state_dtype)
+        steps = []
+        for position in range(length):
+            rows = [by_hand.row(i, [text[position]], position) for i, text in enumerate(texts)]
+            steps.append(torch.cat(by_hand.run(*rows)).float().log_softmax(-1))
+        return torch.stack(steps)
+
+    exact = predict(torch.float32, torch.float32)
+
+    def divergence(others: Tensor) -> float:
+        return float((exact.exp() * (exact - others)).sum(-1).mean())
+
+    of_states = divergence(predict(torch.float32, torch.float16))
+    of_weights = divergence(predict(torch.bfloat16, torch.float32))
+    print(f"{of_states:.1e} with float16 states, {of_weights:.1e} with all but states in bfloat16")
+    assert 0 < of_states < of_weights / 10
 
 
 def test_its_mtp_head_guesses_the_token_after_the_next(llm: LLM) -> None:

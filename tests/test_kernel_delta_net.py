@@ -45,6 +45,7 @@ class Mixer:
         *,
         ring: int = NUM_TAPS,
         num_slots: int = 12,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.key_heads, value_heads, key_dim, value_dim = heads
         self.place = {"device": device, "dtype": dtype}
@@ -57,7 +58,8 @@ class Mixer:
         self.dt_bias = random(value_heads, **in_float, seed=1) - 2
         self.norm_weight = random(value_dim, **in_float, seed=2) + 1
         self.conv = torch.full((num_slots, ring, self.channels), torch.nan, **self.place)
-        self.recurrent = torch.full((num_slots, value_heads, key_dim, value_dim), torch.nan, **in_float)
+        states = (num_slots, value_heads, key_dim, value_dim)
+        self.recurrent = torch.full(states, torch.nan, device=device, dtype=state_dtype)
 
     def start(self, *slots: int) -> Mixer:
         for slot in slots:
@@ -159,6 +161,36 @@ def test_decode_is_the_reference(
     mixed = seen.inputs(len(ROWS))
     assert_near(seen.run(kernel, mixed, ROWS), expected.run(reference, mixed, ROWS), dtype)
     assert_same_slots(seen, expected, ROWS)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("heads", HEADS[:2])
+def test_states_in_float16_are_the_reference(
+    heads: tuple[int, int, int, int], device: str, dtype: torch.dtype
+) -> None:
+    """Computed in float32 and rounded once, when they are written: outputs are as near as ever."""
+    seen, expected = (
+        Mixer(heads, device, dtype, state_dtype=torch.float16).start(*STARTED) for _ in range(2)
+    )
+    mixed = seen.inputs(len(ROWS))
+    assert_near(seen.run(kernel, mixed, ROWS), expected.run(reference, mixed, ROWS), dtype)
+    assert_same_slots(seen, expected, ROWS, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_states_too_large_for_float16_stay_numbers(num_tokens: int, device: str, dtype: torch.dtype) -> None:
+    """One decode, and a row of several tokens; the reference and the kernels alike."""
+    if dtype == torch.float16:
+        pytest.skip("no value of a model in float16 is as large")
+    for op in (reference, kernel):
+        mixer = Mixer(HEADS[2], device, dtype, state_dtype=torch.float16).start(1)
+        mixer.conv_weight *= 1e4
+        mixed = mixer.inputs(num_tokens)
+        mixed[:, : mixer.channels] *= 1e3
+        mixer.run(op, mixed, [Row(1, position=9, num_tokens=num_tokens)])
+        assert mixer.recurrent[1].isfinite().all()
+        assert mixer.recurrent[1].abs().max() == torch.finfo(torch.float16).max
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)

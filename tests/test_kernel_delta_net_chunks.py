@@ -132,6 +132,17 @@ def test_checkpoints_hold_state_and_ring_as_they_stood(ring: int, device: str, d
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_states_in_float16_are_the_reference(device: str, dtype: torch.dtype) -> None:
+    rows = [
+        Row(1, position=62, num_tokens=70, checkpoints=((2, 6), (70, 9))),
+        Row(3, position=0, num_tokens=5),
+    ]
+    seen, expected = (Mixer(SMALL, device, dtype, state_dtype=torch.float16).start(1) for _ in range(2))
+    # Nearly the same number may be rounded up here and down there.
+    assert_is_reference(seen, expected, rows, max(dtype, torch.float16, key=TOLERANCES.__getitem__))
+
+
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("num_taps", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_number_of_taps(num_taps: int, device: str, dtype: torch.dtype) -> None:
     seen, expected = (Mixer(ODD, device, dtype, ring=num_taps).start(1, 2) for _ in range(2))

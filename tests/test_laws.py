@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.engine import Engine
 from penstock.errors import RequestError
+from penstock.layers.inputs import StateCache
 from penstock.types import Request
 from small_models import (
     FAMILIES,
@@ -80,6 +82,26 @@ def test_divergent_prompt_restores_nearest_checkpoint() -> None:
     deltas = run(engine, one)["second"]
     assert deltas[0].num_cached_tokens == 64  # the message start at 70, down to its page
     assert logprobs_of(deltas) == alone(HYBRID_MOE, one, prefix_cache=False)
+
+
+def test_states_in_float16_hardly_change_what_is_said() -> None:
+    """Nor where a prompt was cut or found in the cache, and states rested in between."""
+    settings: dict[str, Any] = {"deterministic": False, "state_dtype": "float16"}
+    engine, whole = make_engine(HYBRID_MOE, **settings), make_engine(HYBRID_MOE, deterministic=False)
+    cut = make_engine(HYBRID_MOE, max_step_tokens=64, **settings)
+    assert 2 * state_bytes(engine) == state_bytes(whole)
+    for name in ("first", "again"):
+        one = request(name, prompt(200, 3), max_tokens=4)
+        expected = [token.logprob for token in logprobs_of(run(whole, one)[name])]
+        for other in (engine, cut):
+            said = [token.logprob for token in logprobs_of(run(other, one)[name])]
+            assert said != expected
+            assert said == pytest.approx(expected, abs=0.02)
+
+
+def state_bytes(engine: Engine) -> int:
+    caches = engine.runner.caches
+    return sum(cache.recurrent[0].nbytes for cache in caches if isinstance(cache, StateCache))
 
 
 def test_overlapped_steps_change_nothing(config: dict[str, Any]) -> None:

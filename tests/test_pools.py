@@ -19,6 +19,7 @@ SLOT_BYTES = 62_914_560 + 1_474_560
 def pools(specs: list[CacheSpec], budget_gb: float, **changes: Any) -> PoolSizes:
     settings: dict[str, Any] = {
         "element_bytes": 2,
+        "state_bytes": 4,
         "page_size": 64,
         "max_rows": 64,
         "max_model_len": None,
@@ -33,6 +34,7 @@ def test_bytes_of_the_published_model() -> None:
     sizes = pools(HYBRID, 60)
     assert sizes.page_bytes == 64 * 20_480
     assert sizes.slot_bytes == SLOT_BYTES
+    assert pools(HYBRID, 60, state_bytes=2).slot_bytes == SLOT_BYTES - 62_914_560 // 2
 
 
 @pytest.mark.parametrize("budget_gb", [1, 5, 20, 60])

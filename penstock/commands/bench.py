@@ -91,7 +91,12 @@ def run(arguments: argparse.Namespace) -> int:
         with timed("limits", phases):
             limits = measure_limits(engine)
     info, runner = engine.engine.info, engine.engine.runner
-    roofline = Roofline.of(runner.model, source.config, runner.model.dtype.itemsize)  # type: ignore[attr-defined]
+    roofline = Roofline.of(
+        runner.model,
+        source.config,
+        runner.model.dtype.itemsize,  # type: ignore[attr-defined]
+        config.state_bytes,
+    )
     bench = Bench(engine, roofline, limits, arguments.warmup, arguments.repeats)
     measurements, breakdowns = [], []
     for context, batch in itertools.product(arguments.context, arguments.batch):
@@ -200,6 +205,7 @@ def _report(
         "weight_bytes": info.weight_bytes,
         "sampled": arguments.sampled,
         "deterministic": config.deterministic,
+        "state_dtype": config.state_dtype,
         "decode_vs_prefill": round(difference, 6),
         "copy_gb_per_s": round(limits.bytes_per_s / 1e9, 2),
         "matmul_tflops": round(limits.operations_per_s / 1e12, 3),

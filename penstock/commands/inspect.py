@@ -40,13 +40,13 @@ class Machine:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    add_flags(parser, EngineConfig, title="the model", only=("model", "dtype"))
+    add_flags(parser, EngineConfig, title="the model", only=("model", "dtype", "state_dtype"))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     config: EngineConfig = from_mapping(EngineConfig, read_settings(EngineConfig, arguments))
-    report = inspect_model(config.model, config.dtype)
+    report = inspect_model(config)
     if arguments.json:
         print(json.dumps(report))
     else:
@@ -54,17 +54,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def inspect_model(name: str, dtype: str) -> dict[str, Any]:
-    source = find_model(name)
+def inspect_model(config: EngineConfig) -> dict[str, Any]:
+    source = find_model(config.model)
     import torch
 
     from penstock.models import build_model
     from penstock.weights.load import resolve_dtype
 
     # What is stored, whatever this machine would compute in: a size should not depend on who asks.
-    torch_dtype = resolve_dtype(dtype, source.config, "cuda")
+    torch_dtype = resolve_dtype(config.dtype, source.config, "cuda")
     model = build_model(source.config, torch_dtype, torch.device("meta"))
-    roofline = Roofline.of(model, source.config, torch_dtype.itemsize)
+    roofline = Roofline.of(model, source.config, torch_dtype.itemsize, config.state_bytes)
     machine = find_machine()
     parameters = roofline.parameters
     free = int(machine.free_bytes * _MEMORY_SHARE) - roofline.weight_bytes

@@ -15,7 +15,6 @@ from typing import Any
 
 from penstock.types import KVSpec, StateSpec
 
-_STATE_BYTES = 4  # recurrent state is float32 whatever the weights are
 _CHUNK = 64  # tokens in one chunk of the chunked delta rule
 
 
@@ -102,6 +101,7 @@ class Roofline:
     parameters: Parameters
     weight_bytes: int  # all of them, as they lie in memory
     element_bytes: int  # of a weight, and of KV
+    state_bytes: int  # of an element of a recurrent state
     hidden_size: int
     query_width: int  # query heads x head width
     attention: tuple[KVSpec, ...]
@@ -109,7 +109,7 @@ class Roofline:
     ends_with_attention: bool
 
     @classmethod
-    def of(cls, model: Any, config: Mapping[str, Any], element_bytes: int) -> Roofline:
+    def of(cls, model: Any, config: Mapping[str, Any], element_bytes: int, state_bytes: int) -> Roofline:
         text, specs = text_config(config), model.cache_specs()
         attention = tuple(spec for spec in specs if isinstance(spec, KVSpec))
         head_dim = attention[0].head_dim if attention else 0
@@ -117,6 +117,7 @@ class Roofline:
             parameters=count_parameters(model, config),
             weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
             element_bytes=element_bytes,
+            state_bytes=state_bytes,
             hidden_size=text["hidden_size"],
             query_width=text["num_attention_heads"] * head_dim,
             attention=attention,
@@ -135,7 +136,7 @@ class Roofline:
 
     @property
     def _recurrent_bytes(self) -> int:
-        return _STATE_BYTES * sum(spec.num_recurrent_elements for spec in self.delta_nets)
+        return self.state_bytes * sum(spec.num_recurrent_elements for spec in self.delta_nets)
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """One token for each of `batch` requests that have `context` tokens in the cache."""

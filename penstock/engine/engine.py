@@ -58,6 +58,7 @@ class Engine:
                 page_size=config.page_size,
                 num_slots=pools.num_slots,
                 dtype=model.dtype,
+                state_dtype=getattr(torch, config.state_dtype),
                 device=device,
             )
         rows = RowTable(
@@ -337,6 +338,7 @@ def _size_pools(model: Any, config: EngineConfig, device: torch.device) -> PoolS
         model.cache_specs(),
         budget_bytes=budget,
         element_bytes=model.dtype.itemsize,
+        state_bytes=config.state_bytes,
         page_size=config.page_size,
         max_rows=config.max_rows or (256 if device.type == "cuda" else 64),
         max_model_len=config.max_model_len,

@@ -43,6 +43,7 @@ def size_pools(
     *,
     budget_bytes: int,
     element_bytes: int,
+    state_bytes: int,  # of an element of a recurrent state
     page_size: int,
     max_rows: int,
     max_model_len: int | None,
@@ -58,7 +59,9 @@ def size_pools(
         )
     page_bytes = page_size * element_bytes * sum(s.num_elements for s in specs if isinstance(s, KVSpec))
     states = [spec for spec in specs if isinstance(spec, StateSpec)]
-    slot_bytes = sum(4 * s.num_recurrent_elements + element_bytes * s.num_conv_elements for s in states)
+    slot_bytes = sum(
+        state_bytes * s.num_recurrent_elements + element_bytes * s.num_conv_elements for s in states
+    )
 
     num_slots = max_checkpoints = 0
     if slot_bytes:

@@ -15,6 +15,7 @@ def allocate_caches(
     page_size: int,
     num_slots: int,
     dtype: torch.dtype,
+    state_dtype: torch.dtype,
     device: torch.device,
 ) -> list[LayerCache]:
     caches: list[LayerCache] = []
@@ -28,11 +29,11 @@ def allocate_caches(
                 )
             )
         else:
-            heads, key_dim, value_dim = spec.num_value_heads, spec.key_dim, spec.value_dim
+            state_shape = (num_slots, spec.num_value_heads, spec.key_dim, spec.value_dim)
             conv_shape = (num_slots, spec.conv_width, spec.conv_channels)
             caches.append(
                 StateCache(
-                    recurrent=torch.zeros((num_slots, heads, key_dim, value_dim), device=device),
+                    recurrent=torch.zeros(state_shape, dtype=state_dtype, device=device),
                     conv=torch.zeros(conv_shape, dtype=dtype, device=device),
                 )
             )

@@ -70,7 +70,7 @@ class KVCache:
 class StateCache:
     """Recurrent and convolution state of one DeltaNet layer. Slot 0 belongs to nobody."""
 
-    recurrent: Tensor  # [slots, Hv, K, V] float32
+    recurrent: Tensor  # [slots, Hv, K, V] float32 or float16
     conv: Tensor  # [slots, W, C]  the input of position p lies at p % W
 
     def forget_nobodys(self) -> None:

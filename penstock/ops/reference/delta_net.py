@@ -4,10 +4,10 @@ Rows of one token take the recurrence, all of them at once; rows of several toke
 chunks of 64 aligned to absolute positions, so that a prompt split at a multiple of 64 gives the same bits.
 With `deterministic` every row is computed alone, and a token at such a position always in the chunked form.
 
-State is read from the initial slots and written to the state and checkpoint slots only. The inputs of the
-convolution are kept as a ring: the input of position p lies at p % W, so a step writes its own tokens'
-entries and no other, unless the row moves to another slot. Positions before 0 count as zero, whatever the
-ring holds.
+State is read from the initial slots and written to the state and checkpoint slots only; it is computed in
+float32 and rounded to what the slots hold. The inputs of the convolution are kept as a ring: the input of
+position p lies at p % W, so a step writes its own tokens' entries and no other, unless the row moves to
+another slot. Positions before 0 count as zero, whatever the ring holds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def gated_delta_net(
     norm_weight: Tensor,  # [V] float32
     eps: float,
     conv: Tensor,  # [slots, W, C]  rings of the convolution's inputs, W >= Kc
-    recurrent: Tensor,  # [slots, Hv, K, V] float32
+    recurrent: Tensor,  # [slots, Hv, K, V] float32 or float16
     query_start: Tensor,  # [R + 1]
     context_lens: Tensor,  # [R]
     state_slots: Tensor,  # [R]
@@ -46,7 +46,8 @@ def gated_delta_net(
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
-    if one_token.is_alone(mixed, deterministic) and len(spans) == 1 and not spans[0].checkpoints:
+    is_alone = one_token.is_alone(mixed, deterministic) and len(spans) == 1 and not spans[0].checkpoints
+    if is_alone and recurrent.dtype == torch.float32:
         position = spans[0].context_len - 1
         weights, slots = (conv_weight, a_log, dt_bias, norm_weight), (state_slots, initial_slots)
         return one_token.gated_delta_net(
@@ -76,10 +77,10 @@ def gated_delta_net(
             heads = q[:, 0], k[:, 0], v[:, 0]
             out[tokens], state = _recurrence(*heads, log_decay[tokens], beta[tokens], state)
             states = {1: state[0]}
-        recurrent.index_copy_(0, state_slots[rows], state)
+        recurrent.index_copy_(0, state_slots[rows], _rounded(state, recurrent.dtype))
         conv.index_copy_(0, state_slots[rows], _add_to_rings(rings, inputs, starts[rows]))
         for num_tokens, slot in piece.span.checkpoints if piece.span else ():
-            recurrent[slot] = states[num_tokens]
+            recurrent[slot] = _rounded(states[num_tokens], recurrent.dtype)
             conv[slot] = _add_to_rings(rings, inputs[:, :num_tokens], starts[rows])[0]
     z = z.unflatten(-1, (-1, value_dim))
     return gated_rms_norm(out, z, norm_weight, eps, deterministic=deterministic).flatten(1)
@@ -92,8 +93,16 @@ def _takes_chunks(span: Span | None) -> TypeGuard[Span]:
 
 def _initial(pool: Tensor, slots: Tensor, starts_empty: Tensor) -> Tensor:
     """The rows' states, copied; zero where nothing came before, whatever the slot holds."""
-    states = pool.index_select(0, slots)
+    states = pool.index_select(0, slots).float()
     return states.masked_fill_(starts_empty.view(-1, *[1] * (pool.dim() - 1)), 0.0)
+
+
+def _rounded(state: Tensor, dtype: torch.dtype) -> Tensor:
+    """As slots hold it: of what is too large, the largest number, as infinity would stay."""
+    if dtype == torch.float32:
+        return state
+    largest = torch.finfo(dtype).max
+    return state.clamp(-largest, largest).to(dtype)
 
 
 def _history(rings: Tensor, starts: Tensor, num_inputs: int) -> Tensor:

@@ -23,6 +23,7 @@ from penstock.ops.reference import delta_net as reference
 from penstock.ops.reference.rows import Chunks, Span, decode_runs
 from penstock.ops.triton import delta_net_chunks
 from penstock.ops.triton.activation import silu, softplus
+from penstock.ops.triton.delta_net_chunks import rounded
 from penstock.ops.triton.launch import (
     CompileCase,
     launch_options,
@@ -45,7 +46,7 @@ def gated_delta_net(
     norm_weight: Tensor,  # [V] float32
     eps: float,
     conv: Tensor,  # [slots, W, C]  rings of the convolution's inputs, W >= Kc
-    recurrent: Tensor,  # [slots, Hv, K, V] float32
+    recurrent: Tensor,  # [slots, Hv, K, V] float32 or float16
     query_start: Tensor,  # [R + 1]
     context_lens: Tensor,  # [R]
     state_slots: Tensor,  # [R]
@@ -209,10 +210,11 @@ def _decode_kernel(
     rate = tl.load(a_log + i_head)
     step_bias = tl.load(dt_bias + i_head)
     b_norm = tl.load(norm_weight + i_v, mask=in_v, other=0.0)
-    # The state as [LANES_K, V / WARP_V, K / LANES_K, WARP_V]. Of this shape the compiler gives a thread four
-    # columns and every warp WARP_V of its own, so that a sum over the keys stays within a warp.
+    # The state as [LANES_K, V / WARP_V, K / LANES_K, WARP_V]. Of this the compiler gives a thread 16 bytes
+    # of columns and every warp WARP_V of its own, so that a sum over the keys stays within a warp.
     NUM_PARTS: tl.constexpr = BLOCK_V // WARP_V
-    LANES_K: tl.constexpr = min(32 * 4 // WARP_V, BLOCK_K)
+    COLUMNS: tl.constexpr = 128 // recurrent.dtype.element_ty.primitive_bitwidth
+    LANES_K: tl.constexpr = min(32 * COLUMNS // WARP_V, BLOCK_K)
     GROUPS_K: tl.constexpr = BLOCK_K // LANES_K
     s_k = tl.arange(0, LANES_K)[:, None] * GROUPS_K + tl.arange(0, GROUPS_K)[None, :]
     s_v = tl.arange(0, NUM_PARTS)[:, None] * WARP_V + tl.arange(0, WARP_V)[None, :]
@@ -223,7 +225,7 @@ def _decode_kernel(
         mask=tl.where(position > 0, in_state, False),
         other=0.0,
         eviction_policy="evict_first",
-    )
+    ).to(tl.float32)
 
     wait_for_previous(PDL)
     p_mixed = mixed + i_row * mixed_stride
@@ -254,9 +256,10 @@ def _decode_kernel(
     b_norm = tl.reshape(b_norm, (NUM_PARTS, WARP_V))
     correction = beta * (b_v - decay * k_scale * k_held)
     read = q_scale * (decay * q_held + k_scale * q_k * correction)
+    b_state = decay * b_state + (k_scale * s_key) * correction[None, :, None, :]
     tl.store(
         recurrent + state_slot * recurrent_stride + state_offsets,
-        decay * b_state + (k_scale * s_key) * correction[None, :, None, :],
+        rounded(b_state, recurrent.dtype.element_ty),
         mask=in_state,
         eviction_policy="evict_first",
     )

@@ -24,6 +24,7 @@ from penstock.ops.triton.activation import silu
 from penstock.ops.triton.delta_net_convolve import CHUNK, convolve_kernel
 from penstock.ops.triton.delta_net_prepare import find_pages, num_page_elements, prepare_kernel
 from penstock.ops.triton.launch import (
+    LARGE_MEMORY,
     SMALL_MEMORY,
     CompileCase,
     cdiv,
@@ -55,7 +56,7 @@ def mix_chunks(
     norm_weight: Tensor,  # [V] float32
     eps: float,
     conv: Tensor,  # [slots, W, C]  rings of the convolution's inputs, W >= Kc
-    recurrent: Tensor,  # [slots, Hv, K, V] float32
+    recurrent: Tensor,  # [slots, Hv, K, V] float32 or float16
     query_start: Tensor,  # [R + 1]
     context_lens: Tensor,  # [R]
     state_slots: Tensor,  # [R]
@@ -225,7 +226,7 @@ def _scan_kernel(
     # products, which tensor cores take from the registers they leave their sums in.
     held = tl.load(
         p_state + initial_slot * recurrent_stride, mask=tl.where(start > 0, in_state, False), other=0.0
-    )
+    ).to(tl.float32)
     num_done = tl.zeros([], tl.int32)
     for i_piece in range(first_piece, past_last_piece):
         # No address depends on another load: the next pieces are then on their way while one is computed.
@@ -262,7 +263,8 @@ def _scan_kernel(
         tl.store(p_out + i_head * VALUE_DIM + i_v[:, None], read.to(out.dtype.element_ty), mask=is_out)
         num_done += num_tokens
         if checkpoint > 0:
-            tl.store(p_state + checkpoint * recurrent_stride, held, mask=in_state)
+            b_saved = rounded(held, recurrent.dtype.element_ty)
+            tl.store(p_state + checkpoint * recurrent_stride, b_saved, mask=in_state)
             _save_rings(
                 conv, checkpoint, initial_slot, p_row, start, num_done, i_head,
                 i_block, i_k, i_v, mixed_stride, conv_stride, NUM_KEY_HEADS, NUM_VALUE_HEADS, KEY_DIM,
@@ -271,12 +273,21 @@ def _scan_kernel(
 
     tl.debug_barrier()  # the slot may be the one it all came from: every thread has read its part of it
     if num_done > 0:
-        tl.store(p_state + state_slot * recurrent_stride, held, mask=in_state)
+        b_saved = rounded(held, recurrent.dtype.element_ty)
+        tl.store(p_state + state_slot * recurrent_stride, b_saved, mask=in_state)
         _save_rings(
             conv, state_slot, initial_slot, p_row, start, num_done, i_head,
             i_block, i_k, i_v, mixed_stride, conv_stride, NUM_KEY_HEADS, NUM_VALUE_HEADS, KEY_DIM,
             VALUE_DIM, RING, BLOCK_RING,
         )  # fmt: skip
+
+
+@triton.jit
+def rounded(b_state, DTYPE: tl.constexpr):
+    """As slots hold it: of what is too large, the largest number, as infinity would stay."""
+    if tl.float16 == DTYPE:
+        b_state = tl.clamp(b_state, -65504.0, 65504.0)
+    return b_state.to(DTYPE)
 
 
 @triton.jit
@@ -414,7 +425,7 @@ def compile_cases() -> list[CompileCase]:
     numbers |= {"pieces": "*i32", "row_pieces": "*i32"}
     strides = dict.fromkeys(("mixed_stride", "conv_stride", "recurrent_stride"), "i32")
     types = {**halves, **floats, **numbers, **strides, "eps": "fp32"}
-    small, large = (_scan_rule(shape, 2, memory) for memory in (SMALL_MEMORY, 227 * 1024))
+    small, large = (_scan_rule(shape, 2, memory) for memory in (SMALL_MEMORY, LARGE_MEMORY))
     cases = [
         (convolve_kernel, CONVOLVE_TILE),
         (prepare_kernel, PREPARE_TILE),
