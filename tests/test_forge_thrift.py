@@ -318,6 +318,34 @@ def test_after_the_first_version_the_opening_is_tried_and_the_first_is_profiled_
     assert ("CUDAGraph" in out.read_text()) == is_right
 
 
+@pytest.mark.parametrize(("left_s", "num_trials"), [(30.0, 2), (3.0, 1)])
+def test_a_slow_first_version_leaves_the_opening_what_time_there_is(
+    left_s: float, num_trials: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trial took all but 30 seconds; the opening takes 2, and those after it are expected to."""
+    allowed: list[float] = []
+
+    def run_trial(sandbox: Any, source: str, *given: Any, seconds: float, **rest: Any) -> Outcome:
+        allowed.append(seconds)
+        is_first = "CUDAGraph" not in source
+        if is_first:
+            search.ledger = Ledger(tmp_path, time.monotonic() - (100.0 - left_s))
+        return Outcome(
+            "", "passed", 100.0 - left_s if is_first else 2.0, timings=timings_of(1.0 if is_first else 0.1)
+        )
+
+    monkeypatch.setattr("penstock.forge.search.run_trial", run_trial)
+    monkeypatch.setattr("penstock.forge.search.profile_engine", lambda *given, **rest: {})
+    box: Any = SimpleNamespace(enforced={}, given_up={})
+    exam, out = Exam([], [], Distance(1.0)), tmp_path / "engine.py"
+    search = Search(gpu_target("32x4096"), H200, exam, box, Ledger(tmp_path), out, budget_s=100.0)
+    search.run()
+    assert len(allowed) == num_trials
+    assert allowed[-1] <= (100.0 if num_trials == 1 else left_s)
+    assert ("CUDAGraph" in out.read_text()) == (num_trials == 2)
+    assert num_trials == 1 or search._has_time(1.0)
+
+
 def test_who_interrupts_twice_waits_for_the_report_and_for_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ FADED = 0.25  # what is left of a promise that was not kept, once something else
 LEAST_GAIN = 1.02  # a smaller one is noise, or not worth the lines
 CLEAR_GAIN = 1.10  # on a GPU; a smaller one is confirmed by timing the reigning engine again
 DOUBTFUL_GAIN = 0.8  # on a CPU, which others use too; everything better is confirmed
+LEAST_TRIAL_S = 5.0  # in less no kernel is compiled
 RECENT_TRIALS = 5  # which tell how long the next one may take
 SEARCH_SHARE = 0.6  # of the time, where a writing model is to have the rest
 MEMORY_IS_SHORT = 0.7
@@ -132,13 +133,21 @@ class Search:
         self._record("search", self.first.idea, "a correct start", "", source, outcome, "kept", alike)
 
     def _try_opening(self) -> None:
-        """From the facts alone, in one step, what a profile would lead to in several."""
+        """From the facts alone, in one step, what a profile would lead to in several.
+
+        However long the first version took, if there is any time: nothing else gains as much, and what makes
+        that version slow is what this one does away with.
+        """
         guess = opening(self.target, self.machine)
-        if guess and self._has_time(1.0):
-            design, why = guess
-            changed = decisions.differences(self._best().design, design)
-            self.tried.add(_key(design))
-            self._judge("search", "; ".join(changed), why, self._write(design), design)
+        if guess is None or self._left_s < LEAST_TRIAL_S or len(self.ledger.rows) >= self.max_trials:
+            return
+        design, why = guess
+        first = self._best()
+        self.tried.add(_key(design))
+        changed = decisions.differences(first.design, design)
+        self._judge("search", "; ".join(changed), why, self._write(design), design)
+        if self._best() is not first:
+            del self.judged_s[:-1]  # trials of engines like the first tell nothing about those to come
 
     def _improve_by_decisions(self) -> bool:
         """False when nothing was left to try, True when time was up."""
