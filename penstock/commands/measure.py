@@ -82,6 +82,7 @@ class Measurement:
         return {
             "batch": self.batch,
             "context": self.context,
+            "tokens": self.num_tokens,
             "ms": round(self.median_s * 1e3, 4),
             "ms_min": round(min(self.seconds) * 1e3, 4),
             "spread": round(self.spread, 4),
