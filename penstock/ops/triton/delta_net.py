@@ -330,7 +330,7 @@ def _add_triples(a, b, c, d, e, f):
 
 
 def compile_cases() -> list[CompileCase]:
-    """The 35B-A3B mixer in bf16: (kernel, signature, constexprs, options)."""
+    """The 35B-A3B mixer in bf16, with states in both dtypes: (kernel, signature, constexprs, options)."""
     pointers = {
         "mixed": "*bf16",
         "conv_weight": "*bf16",
@@ -359,5 +359,9 @@ def compile_cases() -> list[CompileCase]:
     }
     tile = dict(_rule(128, 128))
     constexprs["WARP_V"] = tile.pop("WARP_V")
-    decode = (_decode_kernel, {**pointers, "eps": "fp32", **strides}, constexprs, tile)
-    return [decode, *delta_net_chunks.compile_cases()]
+    signature = {**pointers, "eps": "fp32", **strides}
+    decodes = [
+        (_decode_kernel, {**signature, "recurrent": states}, constexprs, tile)
+        for states in ("*fp32", "*fp16")
+    ]
+    return [*decodes, *delta_net_chunks.compile_cases()]

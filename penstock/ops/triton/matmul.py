@@ -3,9 +3,9 @@
 
 A few tokens take the vector form, or the direct one, which is CUDA C++ (`ops/cuda`) and not everywhere; a
 batch takes the tensor form, and many tokens, where arithmetic sets the pace and not the weight's bytes, the
-library's product. A norm or an activation before the product is part of the vector form, where activations
-are in registers anyway. Tensor cores would wait while each tile of them goes to registers and back: before
-the other forms they are kernels of their own.
+library's product. A norm or an activation before the product is part of the forms for few tokens, where
+activations are in registers anyway. In the tensor form, tensor cores would wait while each tile of them goes
+to registers and back: before it, and before the library's, they are kernels of their own.
 """
 
 from __future__ import annotations
