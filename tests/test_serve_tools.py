@@ -408,6 +408,7 @@ def test_tokens_come_and_go(server: Server, api: openai.OpenAI) -> None:
         ("/detokenize", {"tokens": "x"}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {"tokens": [2**70]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [1, 10**6]}, "tokens"),
     ],
 )
 def test_what_cannot_be_tokenised_is_a_400(

@@ -28,7 +28,7 @@ from penstock.serve.system_prompt import with_system_prompt
 from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
 from penstock.text.dialects import StreamParser, dialect_of
 from penstock.text.loop_guard import LoopGuard
-from penstock.text.prompt import SHORTEN, build_requests
+from penstock.text.prompt import SHORTEN, build_requests, check_ids
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import EngineInfo, Request, SamplingParams
@@ -135,6 +135,7 @@ class TextEngine:
         return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
     async def detokenize(self, token_ids: list[int]) -> str:
+        check_ids("tokens", token_ids, self._tokenizer.vocab_size)
         return await asyncio.to_thread(self._tokenizer.decode, token_ids, False)
 
     def _tokenize(self, asked: TokenizeRequest, tenant: str) -> list[int]:

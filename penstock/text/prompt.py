@@ -28,7 +28,15 @@ def build_requests(
 ) -> list[Request]:
     """`sampling.n` requests for one prompt, each with its own id and, when a seed is given, its own seed."""
     prompt = tuple(token_ids)
-    _check_ids(prompt, sampling, tokenizer.vocab_size)
+    if not prompt:
+        raise RequestError(
+            "the prompt is empty",
+            "It has 0 tokens; a model needs at least 1.",
+            "Send some text.",
+            param="prompt",
+        )
+    check_ids("prompt", prompt, tokenizer.vocab_size)
+    check_ids("logit_bias", sampling.logit_bias, tokenizer.vocab_size)
     max_tokens = _resolve_max_tokens(len(prompt), sampling, max_model_len)
     eos = () if sampling.ignore_eos else tokenizer.eos_token_ids
     end_token_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos)))
@@ -48,23 +56,16 @@ def build_requests(
     ]
 
 
-def _check_ids(prompt: tuple[int, ...], sampling: SamplingParams, vocab_size: int) -> None:
-    if not prompt:
-        raise RequestError(
-            "the prompt is empty",
-            "It has 0 tokens; a model needs at least 1.",
-            "Send some text.",
-            param="prompt",
-        )
-    for name, ids in (("prompt", prompt), ("logit_bias", sampling.logit_bias)):
-        for token_id in (min(ids, default=0), max(ids, default=0)):
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    f"{name} has token id {token_id}",
-                    f"The vocabulary has {vocab_size} ids, 0 to {vocab_size - 1}.",
-                    "Use ids of this model's tokenizer.",
-                    param=name,
-                )
+def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
+    """Refuses ids that stand for no token; `name` is the field they came in."""
+    for token_id in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{name} has token id {token_id}",
+                f"The vocabulary has {vocab_size} ids, 0 to {vocab_size - 1}.",
+                "Use ids of this model's tokenizer.",
+                param=name,
+            )
 
 
 def _places_of(token_ids: Collection[int], prompt: tuple[int, ...]) -> tuple[int, ...]:
