@@ -100,8 +100,7 @@ def time_engine(
         build_s.append(player.build_s)
         for bench in benches:
             case = bench.plays[number % len(bench.plays)]
-            checked = [index for index, answer in enumerate(case.answers) if answer is not None]
-            played = player.play(case.calls, keep=checked, timed=bench.timed, enough_s=enough_s)
+            played = player.play(case.calls, keep=case.answered, timed=bench.timed, enough_s=enough_s)
             stretch = shorten(bench, min(len(played.errors), bench.timed[1]))
             stretches[stretch.name] = stretch
             seconds.setdefault(stretch.name, []).append(played.seconds)

@@ -326,6 +326,10 @@ class StateSpec:
     def num_conv_elements(self) -> int:
         return self.conv_channels * self.conv_width
 
+    def num_bytes(self, element_bytes: int, state_bytes: int) -> int:
+        """The ring is in the model's dtype, S in one of its own."""
+        return state_bytes * self.num_recurrent_elements + element_bytes * self.num_conv_elements
+
 
 CacheSpec = KVSpec | StateSpec
 

@@ -131,8 +131,7 @@ class Roofline:
 
     @property
     def state_bytes_per_request(self) -> int:
-        conv = self.element_bytes * sum(spec.num_conv_elements for spec in self.delta_nets)
-        return self._recurrent_bytes + conv
+        return sum(spec.num_bytes(self.element_bytes, self.state_bytes) for spec in self.delta_nets)
 
     @property
     def _recurrent_bytes(self) -> int:

@@ -58,10 +58,7 @@ def size_pools(
             f"Give --max-model-len {max_position} or less, or leave it out.",
         )
     page_bytes = page_size * element_bytes * sum(s.num_elements for s in specs if isinstance(s, KVSpec))
-    states = [spec for spec in specs if isinstance(spec, StateSpec)]
-    slot_bytes = sum(
-        state_bytes * s.num_recurrent_elements + element_bytes * s.num_conv_elements for s in states
-    )
+    slot_bytes = sum(s.num_bytes(element_bytes, state_bytes) for s in specs if isinstance(s, StateSpec))
 
     num_slots = max_checkpoints = 0
     if slot_bytes:

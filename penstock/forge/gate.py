@@ -40,9 +40,8 @@ def check(player: Player, cases: Sequence[Case], allowed: Distance) -> Verdict:
     """Stops at the first case with a fault. Tokens come from the CPU and from the device in turn."""
     worst, num_calls = 0.0, 0
     for number, case in enumerate(cases):
-        keep = [index for index, answer in enumerate(case.answers) if answer is not None]
         try:
-            played = player.play(case.calls, keep=keep, on_device=number % 2 == 0)
+            played = player.play(case.calls, keep=case.answered, on_device=number % 2 == 0)
         except CandidateError as error:
             return Verdict(f"{case.name}: {error}", worst, num_calls)
         fault, distance_here = compare(case, played, allowed)

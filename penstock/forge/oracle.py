@@ -48,6 +48,11 @@ class Case:
     answers: list[Tensor | None]  # [R, V] float32, on the CPU
     asked: frozenset[str] | None = None  # the requests whose rows are known, where not all are
 
+    @property
+    def answered(self) -> list[int]:
+        """The numbers of the calls whose answers are known."""
+        return [number for number, answer in enumerate(self.answers) if answer is not None]
+
     def rows(self, number: int) -> list[int]:
         """Those of an answer that are known."""
         ids = self.calls[number].ids
@@ -129,7 +134,7 @@ def _room(call: Call, vocab_size: int) -> Tensor | None:
 
 def _known(case: Case, life: Life) -> list[tuple[int, int, int]]:
     """What is asked of a life whose answers the case has, or is to have."""
-    known = {number: case.rows(number) for number, answer in enumerate(case.answers) if answer is not None}
+    known = {number: case.rows(number) for number in case.answered}
     return [one for one in life.asked if one[1] in known.get(one[0], ())]
 
 

@@ -139,7 +139,7 @@ class Search:
         that version slow is what this one does away with.
         """
         guess = opening(self.target, self.machine)
-        if guess is None or self._left_s < LEAST_TRIAL_S or len(self.ledger.rows) >= self.max_trials:
+        if guess is None or not self._has_time(1.0, LEAST_TRIAL_S):
             return
         design, why = guess
         first = self._best()
@@ -226,7 +226,9 @@ class Search:
         """The first version and the best, one after the other: what the report compares."""
         first, best = self.first, self._best()
         assert first is not None
-        is_worthwhile = first is not best and not self.target.is_cuda and self._has_time(1.0, num_trials=2)
+        is_worthwhile = (
+            first is not best and not self.target.is_cuda and self._has_time(1.0, self._expected_s(2))
+        )
         timed = [self._time_again(engine) for engine in (first, best)] if is_worthwhile else []
         if len(timed) == 2 and timed[0] and timed[1]:
             self.first = replace(first, outcome=replace(first.outcome, timings=timed[0]))
@@ -268,13 +270,15 @@ class Search:
         seconds = outcome.profile.get(part, 0.0) + outcome.profile.get(family + ".unseen", 0.0) / NUM_KINDS
         return seconds / whole / 2 if whole else 0.0
 
-    def _has_time(self, share: float, num_trials: int = 1) -> bool:
-        """Whether trials as long as the last few, and the report, would end in time. One that takes longer
-        than there is time is stopped."""
-        is_in_time = self.ledger.age_s + self._expected_s(num_trials) < share * self.budget_s
+    def _has_time(self, share: float, seconds: float | None = None) -> bool:
+        """Whether what takes so long, or else a trial, and the report would end in time. A trial that takes
+        longer than there is time is stopped."""
+        seconds = self._expected_s(1) if seconds is None else seconds
+        is_in_time = self.ledger.age_s + seconds < share * self.budget_s
         return is_in_time and len(self.ledger.rows) < self.max_trials
 
     def _expected_s(self, num_trials: int) -> float:
+        """Of trials as long as the last few."""
         return 1.2 * num_trials * statistics.median(self.judged_s[-RECENT_TRIALS:])
 
     @property
