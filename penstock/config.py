@@ -50,7 +50,8 @@ class EngineConfig:
     )
     page_size: int = setting(64, "tokens in one page of KV")
     memory_gb: float | None = setting(
-        None, "GB for the cache (default: 90 %% of what is free on a GPU, 1 GB on a CPU)"
+        None,
+        "GB for the cache (default: what weights, graphs and the largest step leave on a GPU, 1 GB on a CPU)",
     )
     prefix_cache: bool = setting(True, "reuse the work of prompts that start alike")
     checkpoint_gb: float | None = setting(

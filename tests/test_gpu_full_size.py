@@ -1,6 +1,8 @@
 """Four layers of Qwen3.5-35B-A3B at their real width against transformers, on the same weights, on a GPU.
 
 Both run in bf16, and what is near enough is not chosen: transformers' own distance from its float32 self is.
+Random routers choose other experts in bf16 than in float32 for two tokens of five, and that moves single
+logits far, by chance. So every decode is judged where routing is clear, and the mean of many where it is not.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from clear_routing import make_routing_clear
 from penstock.config import EngineConfig
 from penstock.engine.direct import DirectEngine
 from penstock.engine.engine import Engine
@@ -22,7 +25,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
-NUM_PROMPT, NUM_DECODES = 100, 12
+NUM_SEQUENCES, NUM_PROMPT, NUM_DECODES = 8, 100, 256
 
 
 @pytest.fixture(scope="module")
@@ -33,43 +36,74 @@ def config() -> dict[str, Any]:
     return {**text, "num_hidden_layers": len(layer_types), "layer_types": layer_types}
 
 
-def make_reference(config: dict[str, Any]) -> Any:
+def make_reference(config: dict[str, Any], is_clear: bool, seed: int) -> Any:
     transformers = pytest.importorskip("transformers")
     ours = ("model_type", "attn_output_gate", "dtype")
     known = {key: value for key, value in config.items() if key not in ours}
     with torch.device("cuda"):
-        torch.manual_seed(0)
-        return transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**known)).bfloat16()
+        torch.manual_seed(seed)
+        model = transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**known))
+        if is_clear:
+            generator = torch.Generator("cuda").manual_seed(seed)
+            make_routing_clear(model, config["num_experts_per_tok"], generator)
+        return model.bfloat16()
 
 
 @torch.inference_mode()
 def make_ours(config: dict[str, Any], weights: dict[str, Tensor], **settings: Any) -> DirectEngine:
-    model = build_model(config, torch.bfloat16, torch.device("cuda"))
+    model = build_model(config, torch.bfloat16, torch.device("cuda"), with_drafting_head=False)
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     for name, place in model.placements(weights.keys()).items():
         values = place.convert(weights[name]) if place.convert else weights[name]
         parameters[place.parameter][place.index].copy_(values)
-    given = {"memory_gb": 4, "max_rows": 8, "max_model_len": 1024, "prefix_cache": False}
+    given = {"memory_gb": 4, "max_rows": NUM_SEQUENCES, "max_model_len": 1024, "prefix_cache": False}
     return DirectEngine(Engine(model, EngineConfig(**given, **settings), "cut"))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
 @torch.inference_mode()
-def test_decoded_logits_are_as_near_to_float32_as_transformers_are(
+def distances(
+    config: dict[str, Any], *, deterministic: bool, is_clear: bool, seed: int
+) -> tuple[Tensor, Tensor]:  # [sequences, 1 + decodes] each
+    """From transformers in float32: of our decodes, and of transformers in bf16."""
+    reference = make_reference(config, is_clear, seed)
+    tokens = torch.randint(0, config["vocab_size"], (NUM_SEQUENCES, NUM_PROMPT + NUM_DECODES))
+    half = logits_of(reference, tokens)
+    engine = make_ours(config, dict(reference.state_dict()), deterministic=deterministic)
+    exact = logits_of(reference.float(), tokens)
+    ids = list(range(NUM_SEQUENCES))
+    ours = [engine.prefill(ids, list(tokens[:, :NUM_PROMPT])).cpu()]
+    for step, token_ids in enumerate(tokens[:, NUM_PROMPT:].T):
+        if step % 2:  # in one batch and in two, by turns
+            ours.append(engine.decode(ids, token_ids).cpu())
+        else:
+            halves = (ids[:1], token_ids[:1]), (ids[1:], token_ids[1:])
+            ours.append(torch.cat([engine.decode(*half).cpu() for half in halves]))
+    return (torch.stack(ours, 1) - exact).norm(dim=-1), (half - exact).norm(dim=-1)
+
+
+def logits_of(reference: Any, tokens: Tensor) -> Tensor:  # [sequences, 1 + decodes, vocab] float32
+    wanted = slice(NUM_PROMPT - 1, None)
+    return torch.stack([reference(row[None].cuda()).logits[0, wanted].float().cpu() for row in tokens])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_decode_is_as_near_to_float32_as_transformers_are_and_stays_so(
     config: dict[str, Any], deterministic: bool
 ) -> None:
-    reference = make_reference(config)
-    tokens = torch.randint(0, config["vocab_size"], (NUM_PROMPT + NUM_DECODES,))
-    wanted = slice(NUM_PROMPT - 1, NUM_PROMPT + NUM_DECODES)
-    half = reference(tokens[None].cuda()).logits[0, wanted].float()
-    engine = make_ours(config, dict(reference.state_dict()), deterministic=deterministic)
-    exact = reference.float()(tokens[None].cuda()).logits[0, wanted]
-    seen = [engine.prefill(["alone"], [tokens[:NUM_PROMPT]])[0]]
-    others = [f"other {i}" for i in range(4)]
-    engine.prefill(others, [tokens[i : NUM_PROMPT + i] for i in range(4)])
-    for token in tokens[NUM_PROMPT:]:  # alone and in a batch of five, by turns
-        ids = ["alone"] if token % 2 else ["alone", *others]
-        seen.append(engine.decode(ids, token.expand(len(ids)))[0])
-    allowed = (half - exact).norm(dim=-1)
-    assert ((torch.stack(seen) - exact).norm(dim=-1) <= 1.25 * allowed.max()).all()
-    assert (torch.stack(seen) - exact).norm() <= 1.1 * (half - exact).norm()
+    ours, theirs = distances(config, deterministic=deterministic, is_clear=True, seed=0)
+    assert ours.max() <= theirs.max()
+    assert (ours.mean(1) <= 0.9 * theirs.mean(1)).all()
+    early, late = ours[:, :64].median(), ours[:, -64:].median()
+    assert late <= 1.05 * early, "the state drifts"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_decodes_whose_routing_rounds_are_on_average_nearer_to_float32_than_transformers_are(
+    config: dict[str, Any], deterministic: bool, seed: int
+) -> None:
+    ours, theirs = distances(config, deterministic=deterministic, is_clear=False, seed=seed)
+    assert ours.mean() <= theirs.mean()
+    assert ours.median() <= theirs.median()
+    early, late = ours[:, :64].median(), ours[:, -64:].median()
+    assert late <= 1.25 * early, "what a changed expert left in the state does not fade"

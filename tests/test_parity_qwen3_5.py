@@ -129,6 +129,7 @@ def load(path: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], dtyp
         random_weights=False,
         seed=0,
         on_phase=lambda _: None,
+        with_drafting_head=True,
     )
 
 

@@ -19,21 +19,18 @@ from penstock import ops
 from penstock.cache import Cache, SessionLimits
 from penstock.config import EngineConfig
 from penstock.engine.constraints import Constraints, GrammarCompiler
-from penstock.engine.pools import GB, PoolSizes, size_pools
-from penstock.engine.rows import RowTable
-from penstock.engine.runner import PendingStep, Runner
+from penstock.engine.memory import build_runner
+from penstock.engine.pools import GB, PoolSizes
+from penstock.engine.runner import PendingStep
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.storage import allocate_caches
 from penstock.errors import ConfigError, PenstockError, RequestError
 from penstock.models.source import ModelSource, find_model
-from penstock.progress import OnPhase, Phase, timed
+from penstock.progress import OnPhase, timed
 from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, StepPlan, TokenDelta
 from penstock.weights.load import load_model
 
 log = logging.getLogger("penstock.engine")
 
-# Least GB of a GPU, tokens in a step on it, and in one of several requests.
-STEP_TOKENS = ((80, 32768, 16384), (40, 16384, 16384), (0, 4096, 4096))
 GRAMMAR_WAIT_S = 0.01  # for a grammar, when there is nothing else to do; longest delay of an abort then
 
 
@@ -49,25 +46,8 @@ class Engine:
         """Takes a model whose weights are in place and the memory its cache may use."""
         device = model.device
         check_page_size(config, device)
-        with timed("cache", on_phase) as report:
-            pools = _size_pools(model, config, device)
-            report(Phase("cache", pools.describe(config.page_size)))
-            caches = allocate_caches(
-                model.cache_specs(),
-                num_pages=pools.num_pages,
-                page_size=config.page_size,
-                num_slots=pools.num_slots,
-                dtype=model.dtype,
-                state_dtype=getattr(torch, config.state_dtype),
-                device=device,
-            )
-        rows = RowTable(
-            max_rows=pools.max_rows,
-            max_pages=-(-pools.max_model_len // config.page_size),
-            page_size=config.page_size,
-            vocab_size=model.vocab_size,
-            device=device,
-        )
+        memory, self.runner = build_runner(model, config, name, on_phase)
+        pools = memory.pools
         self.cache = Cache(
             page_size=config.page_size,
             num_pages=pools.num_pages,
@@ -77,16 +57,11 @@ class Engine:
             reply_states=not config.deterministic,  # steps of one token round otherwise than a prefill does
             session_limits=_session_limits(config, pools),
         )
-        self.runner = Runner(model, caches, rows, config.deterministic)
-        max_step_tokens, shared_step_tokens = _step_tokens(config, device)
-        if device.type == "cuda" and config.graphs is not False:
-            with timed("graphs", on_phase) as report:
-                self.runner.capture(max_step_tokens, report)
         self.scheduler = Scheduler(
             self.cache,
             max_rows=pools.max_rows,
-            max_step_tokens=max_step_tokens,
-            shared_step_tokens=shared_step_tokens,
+            max_step_tokens=memory.max_step_tokens,
+            shared_step_tokens=memory.shared_step_tokens,
             mixed_step_tokens=config.mixed_step_tokens or (1024 if device.type == "cuda" else None),
             max_model_len=pools.max_model_len,
         )
@@ -294,17 +269,6 @@ def pick_device(name: str) -> str:
     return name
 
 
-def _step_tokens(config: EngineConfig, device: torch.device) -> tuple[int, int]:
-    """At most, and of several requests. Long prompts are computed best in large steps, as far as there is
-    memory for what lies between ops; of many short ones the first shall not wait for the last."""
-    if config.max_step_tokens is not None:
-        return config.max_step_tokens, config.max_step_tokens
-    if device.type != "cuda":
-        return 512, 512
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return next((most, shared) for least_gb, most, shared in STEP_TOKENS if memory >= least_gb * GB)
-
-
 def _session_limits(config: EngineConfig, pools: PoolSizes) -> SessionLimits:
     """Other prompts keep a quarter of the checkpoints: a state is large, and few are many sessions."""
     num_bytes = pools.num_bytes // 2 if config.session_gb is None else int(config.session_gb * GB)
@@ -324,25 +288,3 @@ def check_page_size(config: EngineConfig, device: torch.device) -> None:
             f"Its kernels read {ops.LEAST_KEYS} keys of a page at once.",
             f"Use a multiple of {ops.LEAST_KEYS}; 64 is the default.",
         )
-
-
-def _size_pools(model: Any, config: EngineConfig, device: torch.device) -> PoolSizes:
-    if config.memory_gb is not None:
-        budget = int(config.memory_gb * GB)
-    elif device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        budget = int(free * 0.9)
-    else:
-        budget = int(GB)
-    return size_pools(
-        model.cache_specs(),
-        budget_bytes=budget,
-        element_bytes=model.dtype.itemsize,
-        state_bytes=config.state_bytes,
-        page_size=config.page_size,
-        max_rows=config.max_rows or (256 if device.type == "cuda" else 64),
-        max_model_len=config.max_model_len,
-        max_position=model.max_position,
-        prefix_cache=config.prefix_cache,
-        checkpoint_bytes=None if config.checkpoint_gb is None else int(config.checkpoint_gb * GB),
-    )

@@ -136,6 +136,11 @@ class DecodeGraphs:
         self._captured: dict[tuple[int, Ending], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     @property
+    def num_captures(self) -> int:
+        """Of whole steps; a choice of tokens is a few kernels."""
+        return sum(1 + _is_whole(size, "greedy") for size in self._steps)
+
+    @property
     def launches(self) -> Launches:
         """Of every kernel: sizes between two powers of two have nearly all those of the larger one."""
         by_bucket = {(size - 1).bit_length(): size for size in self._steps}
@@ -147,10 +152,11 @@ class DecodeGraphs:
         for done, size in enumerate(sizes):
             on_phase(Phase("graphs", f"{size} rows", done / len(sizes)))
             step = self._steps[size]
-            _, logits = self._captured[size, "logits"] = capture(step.logits, pool)
+            graph, logits = capture(step.logits, pool)
             for ending in CHOICES:
                 whole, choice = partial(step.run, ending), partial(step.choose, logits, ending)
                 self._captured[size, ending] = capture(whole if _is_whole(size, ending) else choice, pool)
+            self._captured[size, "logits"] = graph, borrow(logits)
 
     def replay(self, plan: StepPlan, ending: Ending) -> Tensor:  # [rows] int64, or [rows, vocab] float32
         """Valid until the next replay; to be copied on the same stream."""
@@ -209,28 +215,36 @@ class Launches:
         return cls([launches[key] for key in ahead], after)
 
 
-def launch_all(kinds: Sequence[Launches]) -> None:
+def launch_all(kinds: Sequence[Launches]) -> list[Launch]:
+    """Returns those that there is no memory for."""
     ahead = [launch for kind in kinds for launch in kind.ahead]
     after = [launch for kind in kinds for launch in kind.after]
-    for launch in [*launch_in_threads(ahead), *after]:
-        launch()
+    return [launch for launch in [*launch_in_threads(ahead), *after] if not _has_launched(launch)]
 
 
 def launch_in_threads(launches: Sequence[Launch]) -> list[Launch]:
     """All of them at the same time: nearly all of compiling is done without Python's lock, and one kernel
     after the other it would take minutes. Returns those that there was no memory for meanwhile."""
-
-    def has_launched(launch: Launch) -> bool:
-        try:
-            with torch.inference_mode():
-                launch()
-        except torch.OutOfMemoryError:
-            return False
-        return True
-
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        done = list(threads.map(has_launched, launches))
+        done = list(threads.map(_has_launched, launches))
     return [launch for launch, is_done in zip(launches, done) if not is_done]
+
+
+def _has_launched(launch: Launch) -> bool:
+    try:
+        with torch.inference_mode():
+            launch()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """torch has a class for its own allocations; libraries and the driver say it in words."""
+    words = ("out of memory", "ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def is_decode(plan: StepPlan) -> bool:
@@ -255,6 +269,17 @@ def capture(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph,
         finally:
             graph.capture_end()
     return graph, output
+
+
+def borrow(tensor: Tensor) -> Tensor:
+    """The same memory, which its owner may hand on: of graphs in one pool only the last replay's result is
+    ever read, and the logits of all of them would be gigabytes."""
+    return torch.as_tensor(_Memory(tensor.__cuda_array_interface__))
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    __cuda_array_interface__: dict[str, Any]
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from penstock.errors import CapacityError, ConfigError
 from penstock.types import CacheSpec, KVSpec, StateSpec
 
 GB = 1e9
+CHECKPOINT_SHARE = 3  # of scarce slots, the part that running sequences leave to the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,11 @@ class PoolSizes:
     @property
     def num_bytes(self) -> int:
         return self.num_pages * self.page_bytes + self.num_slots * self.slot_bytes
+
+    @property
+    def shapes(self) -> tuple[int, int]:
+        """What kernels and graphs are made for."""
+        return self.max_rows, self.max_model_len
 
     def describe(self, page_size: int) -> str:
         parts = [f"{self.num_bytes / GB:.2f} GB"]
@@ -69,10 +75,14 @@ def size_pools(
                 f"One sequence's state takes {slot_bytes / GB:.3f} GB; states may use half of the budget.",
                 f"Give at least --memory-gb {4 * slot_bytes / GB:.2f}.",
             )
-        max_rows = min(max_rows, affordable)
-        if prefix_cache:
-            wanted = max_rows if checkpoint_bytes is None else checkpoint_bytes // slot_bytes
-            max_checkpoints = min(wanted, affordable - max_rows)
+        if prefix_cache and checkpoint_bytes is None:
+            max_rows = min(max_rows, affordable - affordable // CHECKPOINT_SHARE)
+            max_checkpoints = min(max_rows, affordable - max_rows)
+        elif prefix_cache and checkpoint_bytes is not None:
+            max_rows = min(max_rows, affordable)
+            max_checkpoints = min(checkpoint_bytes // slot_bytes, affordable - max_rows)
+        else:
+            max_rows = min(max_rows, affordable)
         num_slots = 1 + max_rows + max_checkpoints
 
     num_pages = 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.graphs import Caches, Launches, Model, capture, excerpt_of, run_for_last_tokens
+from penstock.engine.graphs import Caches, Launches, Model, borrow, capture, excerpt_of, run_for_last_tokens
 from penstock.engine.packing import RowCounts, StepSize, pack_padded
 from penstock.engine.rows import RowTable
 from penstock.layers.inputs import LayerCache
@@ -84,6 +84,10 @@ class PromptGraphs:
         self._steps: dict[StepSize, tuple[PromptStep, torch.cuda.CUDAGraph, Tensor]] = {}
 
     @property
+    def num_captures(self) -> int:
+        return len(self._sizes)
+
+    @property
     def launches(self) -> Launches:
         """Of every kernel, see `DecodeGraphs`; the longest prompts have memory one at a time."""
         sizes = [*self._long_sizes, *self._sizes]
@@ -100,7 +104,8 @@ class PromptGraphs:
         for done, size in enumerate(sizes):
             on_phase(Phase("graphs", f"{size.num_tokens} tokens", done / len(sizes)))
             step = self._new_step(size)
-            self._steps[size] = step, *capture(step.run, pool)
+            graph, logits = capture(step.run, pool)
+            self._steps[size] = step, graph, borrow(logits)
 
     def size_for(self, rows: Sequence[RowPlan]) -> StepSize | None:
         counts = RowCounts.of(rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.engine.packing import pack_step, span_of
+from penstock.engine.pools import PoolSizes
 from penstock.layers.inputs import RowSpan, StepInputs
 from penstock.types import Admission, LogitEdit, RowPlan, SamplingParams, StepPlan
 
@@ -81,6 +82,16 @@ class RowTable:
         self.generated: Tensor | None = None  # [rows, vocab] int32, made when a request first has penalties
         self.in_prompt: Tensor | None = None  # [rows, vocab] bool
         self._params = [SamplingParams()] * num_rows
+
+    @classmethod
+    def for_pools(cls, pools: PoolSizes, model: Any, page_size: int) -> RowTable:
+        return cls(
+            max_rows=pools.max_rows,
+            max_pages=-(-pools.max_model_len // page_size),
+            page_size=page_size,
+            vocab_size=model.vocab_size,
+            device=model.device,
+        )
 
     def knob(self, name: str, rows: Tensor) -> Tensor:  # [L] float32
         return self.knobs[rows, _KNOBS.index(name)]

@@ -16,7 +16,7 @@ from penstock.engine.graphs import DecodeGraphs, Model, is_decode, launch_all, r
 from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.rows import RowTable, SampleInputs, Wishes
 from penstock.layers.inputs import LayerCache
-from penstock.progress import OnPhase, Phase
+from penstock.progress import OnPhase
 from penstock.types import Followers, StepOutput, StepPlan, TokenLogprob
 
 FOLLOWER_ROWS = 64  # of logits at a time: a vocabulary has hundreds of thousands
@@ -114,15 +114,22 @@ class Runner:
     graphs: DecodeGraphs | None = None
     prompt_graphs: PromptGraphs | None = None
 
+    def graphs_to_capture(self, max_step_tokens: int) -> tuple[PromptGraphs, DecodeGraphs]:
+        given = (self.model, self.caches, self.rows, self.deterministic)
+        return PromptGraphs(*given, max_step_tokens), DecodeGraphs(*given)
+
+    @torch.inference_mode()
+    def warm_up(self, max_step_tokens: int) -> None:
+        """Launches every kernel once, if there is memory for its step: a capture can compile none."""
+        launch_all([graphs.launches for graphs in self.graphs_to_capture(max_step_tokens)])
+        for cache in self.caches:
+            cache.forget_nobodys()  # what steps wrote over each other
+        torch._C._cuda_clearCublasWorkspaces()  # each thread has had one
+
     @torch.inference_mode()
     def capture(self, max_step_tokens: int, on_phase: OnPhase) -> None:
         """From here on decode steps and short prompts are replayed instead of launched."""
-        given = (self.model, self.caches, self.rows, self.deterministic)
-        prompts, decodes = PromptGraphs(*given, max_step_tokens), DecodeGraphs(*given)
-        on_phase(Phase("graphs", "compiling kernels"))
-        launch_all([prompts.launches, decodes.launches])
-        for cache in self.caches:
-            cache.forget_nobodys()  # what they wrote over each other
+        prompts, decodes = self.graphs_to_capture(max_step_tokens)
         torch.cuda.empty_cache()  # graphs cannot take what is kept for others
         pool = torch.cuda.graph_pool_handle()  # one for all: only one of them runs at a time
         for graphs in (prompts, decodes):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# model_type of config.json -> module with `build(config, dtype, device)`
+# model_type of config.json -> module with `build(config, dtype, device, with_drafting_head)`
 ARCHITECTURES: Mapping[str, str] = {
     "llama": "penstock.models.llama",
     "mistral": "penstock.models.llama",
@@ -27,10 +27,12 @@ ARCHITECTURES: Mapping[str, str] = {
 }
 
 
-def build_model(config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> nn.Module:
+def build_model(
+    config: dict[str, Any], dtype: torch.dtype, device: torch.device, *, with_drafting_head: bool = True
+) -> nn.Module:
     """The model a config.json describes, its parameters on the device and not yet filled."""
     module = importlib.import_module(ARCHITECTURES[model_type_of(config)])
-    model: nn.Module = module.build(config, dtype, device)
+    model: nn.Module = module.build(config, dtype, device, with_drafting_head)
     return model
 
 

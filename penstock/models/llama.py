@@ -399,5 +399,8 @@ def _fused_expert_places(config: LlamaConfig, ours: str) -> Places:
     yield "mlp.experts.down_proj", Placement(f"{ours}mlp.down", (num_experts, hidden, width))
 
 
-def build(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Llama:
+def build(
+    config: Mapping[str, Any], dtype: torch.dtype, device: torch.device, with_drafting_head: bool
+) -> Llama:
+    """No release of these families has a drafting head."""
     return Llama(LlamaConfig.from_dict(config), dtype, device)

@@ -6,6 +6,7 @@ checkpoint spells its tensors, `qwen3_5_mtp` is the drafting head.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -27,8 +28,11 @@ from penstock.ops import linear, norm_linear, rms_norm
 from penstock.types import CacheSpec
 
 
-def build(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device | str) -> Qwen3_5:
-    return Qwen3_5(Qwen3_5Config.from_dict(config), dtype, device)
+def build(
+    config: Mapping[str, Any], dtype: torch.dtype, device: torch.device | str, with_drafting_head: bool
+) -> Qwen3_5:
+    read = Qwen3_5Config.from_dict(config)
+    return Qwen3_5(dataclasses.replace(read, has_mtp=read.has_mtp and with_drafting_head), dtype, device)
 
 
 class Layer(nn.Module):

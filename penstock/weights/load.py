@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,14 @@ NEWS_INTERVAL_S = 0.2
 
 
 def load_model(
-    source: ModelSource, *, device: str, dtype: str, random_weights: bool, seed: int, on_phase: OnPhase
+    source: ModelSource,
+    *,
+    device: str,
+    dtype: str,
+    random_weights: bool,
+    seed: int,
+    on_phase: OnPhase,
+    with_drafting_head: bool = False,  # it takes memory, and a plain step does not read it
 ) -> nn.Module:
     """The model of a source on a device, ready to run."""
     if source.path is None and not random_weights:
@@ -42,9 +50,10 @@ def load_model(
     if not random_weights:
         _refuse_quantized(source)
     torch_dtype = resolve_dtype(dtype, source.config, device)
-    _check_fits(source, torch_dtype, torch.device(device))
+    build = partial(build_model, source.config, torch_dtype, with_drafting_head=with_drafting_head)
+    _check_fits(source, torch_dtype, torch.device(device), build)
     progress = _Progress(on_phase)
-    model = build_model(source.config, torch_dtype, torch.device(device))
+    model = build(torch.device(device))
     if random_weights or source.path is None:
         _fill(model, seed, progress)
     else:
@@ -92,7 +101,9 @@ def _refuse_quantized(source: ModelSource) -> None:
         )
 
 
-def _check_fits(source: ModelSource, dtype: torch.dtype, device: torch.device) -> None:
+def _check_fits(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, build: Callable[[torch.device], nn.Module]
+) -> None:
     """Before any memory is taken: a model that is too large would take the whole machine with it."""
     if device.type == "cuda":
         available, _ = torch.cuda.mem_get_info(device)
@@ -101,7 +112,7 @@ def _check_fits(source: ModelSource, dtype: torch.dtype, device: torch.device) -
     else:
         return
     try:
-        sizing = build_model(source.config, dtype, torch.device("meta"))
+        sizing = build(torch.device("meta"))
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise

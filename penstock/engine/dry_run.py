@@ -1,0 +1,138 @@
+"""The largest steps of an engine, launched at start on a scratch cache, to see what memory they take.
+
+They compile the kernels that a capture needs, too: it can neither compile nor load one. What they compute is
+thrown away: every row reads and writes page 0 and slot 0.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from penstock.config import EngineConfig
+from penstock.engine.graphs import is_out_of_memory
+from penstock.engine.pools import PoolSizes
+from penstock.engine.rows import RowTable
+from penstock.engine.runner import Runner
+from penstock.engine.storage import allocate_caches
+from penstock.types import MAX_LOGPROBS, Admission, Followers, LogitEdit, RowPlan, SamplingParams, StepPlan
+
+LEAST_STEP_TOKENS = 512
+
+# What a step may be asked for at most. Each takes tensors of [rows, vocabulary].
+EVERY_OPTION = SamplingParams(
+    temperature=1.0,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={0: 1.0},
+    logprobs=MAX_LOGPROBS,
+)
+
+FRAGMENT_SHARE = 1.1  # of a peak: blocks are rounded up, and one graph's do not always fit another's
+LAYER_GRAPH_BYTES = 256 * 1024  # what the driver keeps for a layer in a graph
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    num_tokens: int
+    num_bytes: int
+
+
+class DryRun:
+    def __init__(self, model: Any, config: EngineConfig, pools: PoolSizes) -> None:
+        self.model = model
+        self.device = model.device
+        self.max_row_tokens = pools.max_model_len
+        self.captures = config.graphs is not False
+        caches = allocate_caches(
+            model.cache_specs(),
+            num_pages=2,
+            page_size=config.page_size,
+            num_slots=2,
+            dtype=model.dtype,
+            state_dtype=getattr(torch, config.state_dtype),
+            device=model.device,
+        )
+        rows = RowTable.for_pools(pools, model, config.page_size)
+        self.runner = Runner(model, caches, rows, config.deterministic)
+
+    @torch.inference_mode()
+    def largest_step(self, max_tokens: int, limit: int) -> StepBytes | None:
+        """The most tokens, at most `max_tokens`, of a step that takes no more than `limit` bytes, or the
+        smallest that there is memory for. None: there is memory for none."""
+        if self.captures:
+            self.runner.warm_up(max_tokens)
+        decode_bytes = self._peak(self._launch_decodes)
+        if decode_bytes is None:
+            return None
+        num_tokens = max_tokens
+        while True:
+            prompt_bytes = self._peak(partial(self._launch_prompts, num_tokens))
+            is_least = num_tokens <= LEAST_STEP_TOKENS
+            if prompt_bytes is not None and (prompt_bytes <= limit or is_least):
+                return StepBytes(num_tokens, int(FRAGMENT_SHARE * max(prompt_bytes, decode_bytes)))
+            if is_least:
+                return None
+            num_tokens = max(num_tokens // 2, LEAST_STEP_TOKENS)
+
+    @torch.inference_mode()
+    def graph_bytes(self, max_step_tokens: int) -> int:
+        """An estimate for all graphs: their steps share one pool, and the driver keeps every kernel."""
+        num_bytes, num_captures = 0, 0
+        for graphs in self.runner.graphs_to_capture(max_step_tokens):
+            *_, launch_largest = graphs.launches.after or [lambda: None]
+            num_bytes = max(num_bytes, self._peak(launch_largest) or 0)
+            num_captures += graphs.num_captures
+        return int(FRAGMENT_SHARE * num_bytes) + num_captures * len(self.model.layers) * LAYER_GRAPH_BYTES
+
+    def _peak(self, launch: Callable[[], object]) -> int | None:
+        """What it takes at most while it runs. None: more than there is."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        try:
+            launch()
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def _launch_prompts(self, num_tokens: int) -> None:
+        """All of whose tokens are scored."""
+        lens = [self.max_row_tokens] * (num_tokens // self.max_row_tokens)
+        lens += [num_tokens % self.max_row_tokens] if num_tokens % self.max_row_tokens else []
+        table = self.runner.rows
+        tokens = tuple(place % table.vocab_size for place in range(max(lens)))
+        rows = [
+            RowPlan(row, 0, tokens[:n], samples=True, followers=Followers(tokens[1:n], MAX_LOGPROBS))
+            for row, n in enumerate(lens[: table.max_rows])
+        ]
+        self.runner.launch(StepPlan(0, tuple(rows))).wait()
+
+    def _launch_decodes(self) -> None:
+        """As many as may run, with every option."""
+        numbers = range(self.runner.rows.max_rows)
+        plan = StepPlan(
+            step=0,
+            rows=tuple(RowPlan(row, 1, (), samples=True) for row in numbers),
+            admissions=tuple(Admission(row, EVERY_OPTION, 0, 1, history=(0,)) for row in numbers),
+            logit_edits=tuple(LogitEdit.forbid(row, 0) for row in numbers),
+        )
+        self.runner.launch(plan).wait()
+
+
+def free_bytes(device: torch.device) -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]

@@ -1,0 +1,180 @@
+"""What the memory of a GPU is planned for: whatever is free, a plan keeps to it or says what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.config import EngineConfig
+from penstock.engine import memory
+from penstock.engine.dry_run import EVERY_OPTION, LEAST_STEP_TOKENS, DryRun, StepBytes
+from penstock.engine.engine import Engine
+from penstock.engine.graphs import is_out_of_memory
+from penstock.engine.memory import MemoryPlan, plan_memory
+from penstock.engine.pools import GB, PoolSizes
+from penstock.errors import CapacityError
+from penstock.types import CacheSpec, KVSpec, Request, StateSpec
+from small_models import FAMILIES, make_engine
+
+QWEN3_5_35B: list[CacheSpec] = [KVSpec(2, 256)] * 10 + [StateSpec(32, 128, 128, 8192, 4)] * 30
+LLAMA_8B: list[CacheSpec] = [KVSpec(8, 128)] * 32
+LIBRARY_BYTES = int(1.0 * GB)
+GRAPH_BYTES = int(0.5 * GB)
+
+
+class FakeDryRun:
+    """A step takes 80 KB a token, as one of Qwen3.5-35B-A3B does, and its kernels take memory for good."""
+
+    def __init__(self, model: Any, config: EngineConfig, pools: PoolSizes) -> None:
+        self.device = model.device
+        self.device.free -= LIBRARY_BYTES
+
+    def largest_step(self, max_tokens: int, limit: int) -> StepBytes | None:
+        num_tokens = max_tokens
+        while num_tokens * 80_000 > limit and num_tokens > LEAST_STEP_TOKENS:
+            num_tokens //= 2
+        return StepBytes(num_tokens, num_tokens * 80_000) if self.device.free > 0 else None
+
+    def graph_bytes(self, max_step_tokens: int) -> int:
+        return GRAPH_BYTES
+
+
+def plan_for(
+    free_gb: float, monkeypatch: pytest.MonkeyPatch, specs: list[CacheSpec] = QWEN3_5_35B, **settings: Any
+) -> MemoryPlan:
+    device = SimpleNamespace(type="cuda", free=int(free_gb * GB))
+    model = SimpleNamespace(
+        device=device, dtype=torch.bfloat16, max_position=262_144, cache_specs=lambda: specs
+    )
+    monkeypatch.setattr(memory, "DryRun", FakeDryRun)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: device.free)
+    properties = SimpleNamespace(total_memory=85e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return plan_memory(model, EngineConfig(**settings), "a model", lambda _: None)[0]
+
+
+@pytest.mark.parametrize("specs", [QWEN3_5_35B, LLAMA_8B])
+@pytest.mark.parametrize("free_gb", [2.7, 4, 6, 9.2, 14, 30, 80])
+def test_a_plan_keeps_to_what_is_free(
+    free_gb: float, specs: list[CacheSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_for(free_gb, monkeypatch, specs)
+    uses = plan.pools.num_bytes + plan.step_bytes + plan.graph_bytes + plan.reserve_bytes + LIBRARY_BYTES
+    assert 0.9 * free_gb * GB <= uses <= free_gb * GB
+    assert plan.step_bytes <= free_gb * GB / memory.STEP_SHARE
+    assert plan.shared_step_tokens <= plan.max_step_tokens
+
+
+@pytest.mark.parametrize("free_gb", [0.01, 0.5, 1, 1.5])
+def test_too_little_memory_to_run_is_said_in_a_sentence(
+    free_gb: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CapacityError, match="leaves too little memory to run it") as raised:
+        plan_for(free_gb, monkeypatch)
+    assert f"{free_gb:.2f} GB are free" in raised.value.why
+    assert "--max-rows" in raised.value.todo
+
+
+def test_steps_shrink_with_memory_and_are_as_large_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan_for(80, monkeypatch).max_step_tokens == 32768
+    assert plan_for(9.2, monkeypatch).max_step_tokens == 8192
+    assert plan_for(2.7, monkeypatch).max_step_tokens == 4096
+    assert plan_for(9.2, monkeypatch, max_step_tokens=32768).max_step_tokens == 32768
+
+
+def test_scarce_memory_still_has_rows_and_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = plan_for(9.2, monkeypatch).pools
+    assert pools.max_rows >= 16
+    assert pools.max_rows // 3 <= pools.max_checkpoints <= pools.max_rows
+
+
+def test_what_was_asked_for_and_does_not_fit_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CapacityError, match="--memory-gb 8 is more than") as given:
+        plan_for(9.2, monkeypatch, memory_gb=8)
+    assert "GB are left" in given.value.why
+    with pytest.raises(CapacityError, match="262,144 tokens does not fit") as length:
+        plan_for(4, monkeypatch, max_model_len=262_144)
+    assert "--max-model-len" in length.value.todo
+
+
+def test_plan_says_what_every_part_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = plan_for(9.2, monkeypatch).describe()
+    assert "GB for a step of 8,192 tokens" in text
+    assert "0.50 GB for graphs" in text
+
+
+@pytest.fixture(params=FAMILIES)
+def dry_run(request: pytest.FixtureRequest) -> DryRun:
+    model = make_engine(FAMILIES[request.param]).runner.model
+    pools = PoolSizes(4, 100, 2, 2, 0, 1, 1)
+    return DryRun(model, EngineConfig(page_size=64), pools)
+
+
+@torch.inference_mode()
+def test_dry_run_launches_the_largest_steps(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+    launch = type(dry_run.runner).launch
+
+    def watch(runner: Any, plan: Any) -> Any:
+        launched.append(plan)
+        return launch(runner, plan)
+
+    monkeypatch.setattr(type(dry_run.runner), "launch", watch)
+    dry_run._launch_decodes()
+    dry_run._launch_prompts(250)
+    dry_run._launch_prompts(1000)
+    assert [plan.num_tokens for plan in launched] == [4, 250, 400]
+    assert all(row.followers is not None for row in launched[1].rows)
+
+
+def test_steps_are_halved_until_they_fit(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def largest(fits: int, free: int = 10**9) -> int | None:
+        peaks = {"_launch_decodes": 1000}
+
+        def peak(launch: Any) -> int | None:
+            num_bytes = peaks.get(getattr(launch, "__name__", ""), 0) or launch.args[0]
+            return num_bytes if num_bytes <= free else None
+
+        monkeypatch.setattr(dry_run, "_peak", peak)
+        step = dry_run.largest_step(32768, fits)
+        return None if step is None else step.num_tokens
+
+    dry_run.captures = False
+    assert largest(40_000) == 32768
+    assert largest(20_000) == 16384
+    assert largest(20_000, free=5_000) == 4096
+    assert largest(100) == LEAST_STEP_TOKENS
+    assert largest(20_000, free=1_000) == LEAST_STEP_TOKENS
+    assert largest(20_000, free=900) is None
+
+
+def test_libraries_that_find_no_memory_say_it_in_their_own_words() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+    )
+    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("left_gb", [6.0, 4.0, 3.5])
+def test_an_engine_beside_a_hog_runs_its_largest_requests(left_gb: float) -> None:
+    free, _ = torch.cuda.mem_get_info()
+    hog = torch.empty(int(free - left_gb * GB), dtype=torch.uint8, device="cuda")
+    engine = Engine.from_config(EngineConfig(model="Qwen3.5-0.8B", random_weights=True))
+    every = dataclasses.replace(EVERY_OPTION, max_tokens=4)
+    num_long = min(32768, engine.info.max_model_len - 8)
+    long = Request(id="long", token_ids=tuple(i % 999 for i in range(num_long)), sampling=every)
+    for request in [*(Request(id=f"{i}", token_ids=(1, 2, i), sampling=every) for i in range(300)), long]:
+        engine.submit(request)
+    finished = []
+    while engine.has_work:
+        finished += [delta.finish for delta in engine.step() if delta.finish is not None]
+    assert finished == ["length"] * 301
+    del hog
