@@ -1,0 +1,77 @@
+"""Runs every test that needs a GPU, several at a time, and records the outcome with its commit and machine.
+
+Kernels compile on the CPU, so one process per core is quick; tests that take all memory of the GPU run alone,
+after the others. Run it whenever a kernel, a layer or the engine's use of memory has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+from penstock.commands.birth import certificate, gpu_name
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+ALONE = ("test_memory.py",)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--commit", help="where there is no git to ask")
+    parser.add_argument("--workers", type=int, default=max(1, min(12, (os.cpu_count() or 1) - 2)))
+    flags = parser.parse_args()
+    started = time.monotonic()
+    beside = [str(path) for path in sorted(TESTS.glob("test_*.py")) if path.name not in ALONE]
+    runs = [_run(beside, "-n", str(flags.workers), "--dist", "worksteal")]
+    runs += [_run([str(TESTS / name)]) for name in ALONE]
+    files: dict[str, dict[str, int]] = {}
+    failures: list[str] = []
+    for cases in runs:
+        for name, test, outcome in cases:
+            counts = files.setdefault(name, {"passed": 0, "failed": 0})
+            if outcome != "skipped":
+                counts[outcome] += 1
+            if outcome == "failed":
+                failures.append(f"{name}::{test}")
+    report: dict[str, Any] = {"bench": "gpu tests", **certificate(), "gpu": gpu_name()}
+    report["commit"] = flags.commit or report["commit"]
+    report |= {
+        "passed": sum(counts["passed"] for counts in files.values()),
+        "failed": len(failures),
+        "seconds": round(time.monotonic() - started, 1),
+        "failures": failures,
+        "files": {name: counts for name, counts in sorted(files.items()) if any(counts.values())},
+    }
+    flags.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+    return 1 if failures or not report["passed"] else 0
+
+
+def _run(paths: list[str], *words: str) -> list[tuple[str, str, str]]:
+    """(file, test, outcome) of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        xml = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={xml}", *words, *paths]
+        subprocess.run(command, cwd=TESTS.parent, check=False)
+        cases = ElementTree.parse(xml).getroot().iter("testcase")
+        return [_outcome_of(case) for case in cases]
+
+
+def _outcome_of(case: ElementTree.Element) -> tuple[str, str, str]:
+    kinds = {child.tag for child in case}
+    outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+    name = case.get("classname", "").rpartition(".")[2]
+    return f"{name}.py", case.get("name", ""), outcome
+
+
+if __name__ == "__main__":
+    sys.exit(main())
