@@ -39,6 +39,7 @@ from training.layers import is_among_largest
 from training.model import Qwen35Moe, count_parameters, init_weights
 from training.optimizer import FlatAdamW
 from training.run import Run, RunSettings
+from training.start import WRITING, start_weights
 from training.step import COLUMNS, BatchInputs, Trainer, compute_loss
 from training.tokenizer import ASSETS, train_tokenizer
 
@@ -363,6 +364,18 @@ def test_loss_is_the_mean_over_completion_tokens() -> None:
     torch.testing.assert_close(halved.detach(), wanted / 2)
 
 
+def test_the_first_token_of_a_reply_weighs_as_many_as_it_is_given() -> None:
+    model, inputs = make_model(COPY_MODEL), BatchInputs.random(3, 12, COPY_MODEL.vocab_size, CPU)
+    plain = replace(COPY_TRAINING, mtp_weight=0.0, balance_weight=0.0, targets_per_full_step=1)
+    alone = replace(inputs, lengths=inputs.first_targets + 1)  # rows of one target: the first
+    with torch.no_grad():
+        first = float(compute_loss(model, alone, plain, 2)[0])
+        whole = float(compute_loss(model, inputs, plain, 2)[0])
+        found = float(compute_loss(model, inputs, replace(plain, first_token_weight=5.0), 2)[0])
+    assert found == pytest.approx((6 * whole + 4 * first) / 10, rel=1e-5)
+    assert found != pytest.approx(whole, rel=1e-3)
+
+
 def test_flat_update_equals_torch_adamw() -> None:
     config = TrainConfig(max_grad_norm=0.5)
     ours, theirs = make_model(tiny()), make_model(tiny())
@@ -475,6 +488,30 @@ def test_a_run_can_start_from_an_exported_model(tmp_path: Path) -> None:
     started = Run(CopyCorpus(), COPY_MODEL, COPY_TRAINING, settings)
     for name, tensor in taught.model.state_dict().items():
         torch.testing.assert_close(started.model.state_dict()[name], tensor, rtol=1e-2, atol=1e-3)  # bf16
+
+
+def test_layers_added_on_top_change_nothing_until_they_are_trained(tmp_path: Path) -> None:
+    shallow = make_model(COPY_MODEL)
+    export(shallow, tmp_path, SPECIAL)
+    stored = Qwen35Moe(COPY_MODEL, chunk=16)
+    start_weights(stored, 0, tmp_path)
+    deep = Qwen35Moe(replace(COPY_MODEL, num_layers=4), chunk=16)
+    start_weights(deep, 0, tmp_path)
+    token_ids = draw_tokens(2, 30, COPY_MODEL.vocab_size)
+    counted = torch.ones_like(token_ids, dtype=torch.float32)
+    torch.testing.assert_close(deep(token_ids, counted)[0], stored(token_ids, counted)[0], rtol=0, atol=0)
+    deep.logits(deep(token_ids, counted)[0]).square().sum().backward()
+    for layer in deep.decoder_layers[2:4]:
+        written = [p for name, p in layer.named_parameters() if name.endswith(WRITING)]
+        assert len(written) == 3
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in written)
+
+
+def test_layers_are_added_in_whole_groups_and_never_taken_away(tmp_path: Path) -> None:
+    export(make_model(replace(COPY_MODEL, num_layers=4)), tmp_path, SPECIAL)
+    for num_layers in (2, 5):
+        with pytest.raises(CheckpointError, match="cannot start from"):
+            start_weights(Qwen35Moe(replace(COPY_MODEL, num_layers=num_layers)), 0, tmp_path)
 
 
 def test_a_resumed_run_goes_on_from_its_own_weights_and_not_from_where_it_was_started(tmp_path: Path) -> None:
