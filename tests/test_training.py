@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import os
 import signal
+import tarfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +25,7 @@ from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer, Qwen3_5MoeRMSNorm
 
 from penstock.errors import CheckpointError
+from penstock.eval.gates import GATES
 from penstock.eval.problems import spot_checks, tool_calls, word_problems
 from penstock.eval.problems.mixture import SHARES
 from penstock.text.template import ChatTemplate
@@ -35,6 +39,7 @@ from training.evaluate import count_accepted_drafts, evaluate, generate
 from training.examine import ask, load_model
 from training.examine import main as examine
 from training.export import check_with_transformers, export
+from training.improve import STAGES, Improvement, Stage
 from training.layers import is_among_largest
 from training.model import Qwen35Moe, count_parameters, init_weights
 from training.optimizer import FlatAdamW
@@ -639,6 +644,32 @@ def test_an_examination_judges_as_the_gates_do(tmp_path: Path, capsys: pytest.Ca
     assert found["gates"]["spot_checks"]["right"] == 3
     assert found["reported"].keys() == {"refusals"}
     assert "not gated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_a_stage_names_kinds_that_exist_and_rehearses_what_the_gates_ask(stage: Stage) -> None:
+    gated = {gate.name for gate in GATES} - {"thinking_closed"}
+    assert gated | {"small_talk"} <= stage.shares.keys() <= SHARES.keys()
+
+
+def test_a_packed_model_is_whole_when_its_parts_are_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.improve.PART_BYTES", 5000)
+    out, folder = tmp_path / "out", tmp_path / "model"
+    for made in (out, folder):
+        made.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 60)
+    flags = argparse.Namespace(out=out, work=tmp_path)
+    Improvement(flags, io.StringIO()).pack("sums", folder)
+    parts = sorted(out.glob("sums.tar.*"))
+    assert len(parts) > 2
+    assert max(part.stat().st_size for part in parts) <= 5000
+    whole = io.BytesIO(b"".join(part.read_bytes() for part in parts))
+    with tarfile.open(fileobj=whole) as archive:
+        member = archive.extractfile("sums/model.safetensors")
+        assert member is not None
+        assert member.read() == bytes(range(256)) * 60
 
 
 def test_export_is_the_published_layout_and_loads(tmp_path: Path) -> None:
