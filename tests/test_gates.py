@@ -345,7 +345,7 @@ def test_the_same_gates_run_in_process() -> None:
         return conversation.completion
 
     results = run_gates(ask, num_problems=8, seed=4, mtp_acceptance=0.8)
-    assert [result.share for result in results] == [1.0] * 5 + [0.8]
+    assert [result.share for result in results] == [1.0] * len(GATES) + [0.8]
     assert not any(result.is_missed for result in results)
 
     def fail(conversation: Conversation) -> Reply:

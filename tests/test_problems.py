@@ -17,8 +17,17 @@ from typing import Any
 
 import pytest
 
-from penstock.eval.problems import recall, refusals, small_talk, spot_checks, tool_calls, word_problems
-from penstock.eval.problems.conversation import Conversation, ExactCalls, FinalNumber, Mentions
+from penstock.eval.problems import (
+    harness_sums,
+    recall,
+    refusals,
+    small_talk,
+    spot_checks,
+    tool_calls,
+    tool_choice,
+    word_problems,
+)
+from penstock.eval.problems.conversation import Conversation, ExactCalls, ExactText, FinalNumber, Mentions
 from penstock.eval.problems.draw import is_held_out
 from penstock.eval.problems.invented_tools import invent_tool
 from penstock.eval.problems.measure_scenes import hours_to_minutes
@@ -35,7 +44,9 @@ from training.tokenizer import CONTROL_TOKENS, PLAIN_TOKENS, Model, save_tokeniz
 KINDS = {
     "word_problems": word_problems,
     "spot_checks": spot_checks,
+    "harness_sums": harness_sums,
     "tool_calls": tool_calls,
+    "tool_choice": tool_choice,
     "refusals": refusals,
     "recall": recall,
     "small_talk": small_talk,
@@ -200,6 +211,65 @@ def test_a_call_is_no_refusal_even_when_it_cannot_be_read() -> None:
         assert conversation.accepts(thought + REFUSAL)
         for text in (call, call.removesuffix(CALL_END), f"I use f.\n\n{call}", ""):
             assert not conversation.accepts(thought + text)
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_tool_is_called_as_it_is_offered_or_refused_when_it_is_not(held_out: bool) -> None:
+    seen = Counter[str]()
+    known = {tool.name for tool in CATALOG}
+    for conversation in draw(tool_choice, 2000, held_out):
+        last, names = conversation.messages[-1], offered_names(conversation)
+        calls = [call["function"]["name"] for call in last.get("tool_calls", ())]
+        assert len(names) == len(conversation.tools or ()) >= 1
+        if calls:
+            assert set(calls) <= names
+            seen["called", calls[0] in known] += 1
+        else:
+            assert last["content"] == REFUSAL
+            seen["refused", True] += 1
+    assert 700 < seen["refused", True] < 900
+    assert min(seen["called", True], seen["called", False]) > 350
+
+
+def test_every_request_comes_with_its_tool_and_without_it() -> None:
+    """Only the offer tells whether to call: words of a request never do."""
+    with_tool, without = Counter[str](), Counter[str]()
+    for conversation in draw(tool_choice, 4000):
+        first_word = question_of(conversation).split()[0]
+        (with_tool if "tool_calls" in conversation.messages[-1] else without)[first_word] += 1
+    common = [words for words, count in (with_tool + without).items() if count >= 60]
+    assert len(common) >= 5
+    for words in common:
+        assert 0.4 < with_tool[words] / (with_tool + without)[words] < 0.8, words
+
+
+def test_sums_of_harnesses_are_right_whatever_their_wording() -> None:
+    """By the expression where one is written: Python computes it too."""
+    num_computed = 0
+    for conversation in draw(harness_sums, 3000):
+        assert isinstance(conversation.check, ExactText)
+        assert conversation.check.text == conversation.messages[-1]["content"]
+        question = question_of(conversation).replace(",", "").replace("−", "-")
+        for sign in ("x", "×", "·"):
+            question = question.replace(sign, "*") if re.search(rf"\d {sign} \d", question) else question
+        question = question.replace("÷", "/")
+        written = re.findall(r"\(?\d+(?: ?[-+*/] ?\(?\d+\)?)+", question)
+        if len(written) == 1 and written[0].count("(") == written[0].count(")"):
+            num_computed += 1
+            assert eval(written[0]) == int(conversation.check.text), question
+    assert num_computed > 1200
+
+
+def test_wordings_that_are_held_out_are_never_trained_on() -> None:
+    trained, held_out = harness_sums.TRAINED, harness_sums.HELD_OUT
+    assert not {*held_out.asking} & {*trained.asking, *spot_checks.QUESTIONS}
+    assert not {*held_out.instructions} & {*trained.instructions} - {""}
+    assert held_out.telling.keys() == trained.telling.keys() == harness_sums.WRITTEN.keys()
+    for form, patterns in held_out.telling.items():
+        assert not {*patterns} & {*trained.telling[form]}
+    asked = [{question_of(c) for c in draw(harness_sums, 4000, flag)} for flag in (False, True)]
+    assert not asked[0] & asked[1]
+    assert sum("Please add" in question for question in asked[1]) > 5
 
 
 def offered_names(conversation: Conversation) -> set[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import os
 import signal
+import tarfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +25,7 @@ from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer, Qwen3_5MoeRMSNorm
 
 from penstock.errors import CheckpointError
+from penstock.eval.gates import GATES
 from penstock.eval.problems import spot_checks, tool_calls, word_problems
 from penstock.eval.problems.mixture import SHARES
 from penstock.text.template import ChatTemplate
@@ -35,10 +39,12 @@ from training.evaluate import count_accepted_drafts, evaluate, generate
 from training.examine import ask, load_model
 from training.examine import main as examine
 from training.export import check_with_transformers, export
+from training.improve import STAGES, Improvement, Stage
 from training.layers import is_among_largest
 from training.model import Qwen35Moe, count_parameters, init_weights
 from training.optimizer import FlatAdamW
 from training.run import Run, RunSettings
+from training.start import WRITING, start_weights
 from training.step import COLUMNS, BatchInputs, Trainer, compute_loss
 from training.tokenizer import ASSETS, train_tokenizer
 
@@ -363,6 +369,18 @@ def test_loss_is_the_mean_over_completion_tokens() -> None:
     torch.testing.assert_close(halved.detach(), wanted / 2)
 
 
+def test_the_first_token_of_a_reply_weighs_as_many_as_it_is_given() -> None:
+    model, inputs = make_model(COPY_MODEL), BatchInputs.random(3, 12, COPY_MODEL.vocab_size, CPU)
+    plain = replace(COPY_TRAINING, mtp_weight=0.0, balance_weight=0.0, targets_per_full_step=1)
+    alone = replace(inputs, lengths=inputs.first_targets + 1)  # rows of one target: the first
+    with torch.no_grad():
+        first = float(compute_loss(model, alone, plain, 2)[0])
+        whole = float(compute_loss(model, inputs, plain, 2)[0])
+        found = float(compute_loss(model, inputs, replace(plain, first_token_weight=5.0), 2)[0])
+    assert found == pytest.approx((6 * whole + 4 * first) / 10, rel=1e-5)
+    assert found != pytest.approx(whole, rel=1e-3)
+
+
 def test_flat_update_equals_torch_adamw() -> None:
     config = TrainConfig(max_grad_norm=0.5)
     ours, theirs = make_model(tiny()), make_model(tiny())
@@ -475,6 +493,30 @@ def test_a_run_can_start_from_an_exported_model(tmp_path: Path) -> None:
     started = Run(CopyCorpus(), COPY_MODEL, COPY_TRAINING, settings)
     for name, tensor in taught.model.state_dict().items():
         torch.testing.assert_close(started.model.state_dict()[name], tensor, rtol=1e-2, atol=1e-3)  # bf16
+
+
+def test_layers_added_on_top_change_nothing_until_they_are_trained(tmp_path: Path) -> None:
+    shallow = make_model(COPY_MODEL)
+    export(shallow, tmp_path, SPECIAL)
+    stored = Qwen35Moe(COPY_MODEL, chunk=16)
+    start_weights(stored, 0, tmp_path)
+    deep = Qwen35Moe(replace(COPY_MODEL, num_layers=4), chunk=16)
+    start_weights(deep, 0, tmp_path)
+    token_ids = draw_tokens(2, 30, COPY_MODEL.vocab_size)
+    counted = torch.ones_like(token_ids, dtype=torch.float32)
+    torch.testing.assert_close(deep(token_ids, counted)[0], stored(token_ids, counted)[0], rtol=0, atol=0)
+    deep.logits(deep(token_ids, counted)[0]).square().sum().backward()
+    for layer in deep.decoder_layers[2:4]:
+        written = [p for name, p in layer.named_parameters() if name.endswith(WRITING)]
+        assert len(written) == 3
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in written)
+
+
+def test_layers_are_added_in_whole_groups_and_never_taken_away(tmp_path: Path) -> None:
+    export(make_model(replace(COPY_MODEL, num_layers=4)), tmp_path, SPECIAL)
+    for num_layers in (2, 5):
+        with pytest.raises(CheckpointError, match="cannot start from"):
+            start_weights(Qwen35Moe(replace(COPY_MODEL, num_layers=num_layers)), 0, tmp_path)
 
 
 def test_a_resumed_run_goes_on_from_its_own_weights_and_not_from_where_it_was_started(tmp_path: Path) -> None:
@@ -602,6 +644,32 @@ def test_an_examination_judges_as_the_gates_do(tmp_path: Path, capsys: pytest.Ca
     assert found["gates"]["spot_checks"]["right"] == 3
     assert found["reported"].keys() == {"refusals"}
     assert "not gated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_a_stage_names_kinds_that_exist_and_rehearses_what_the_gates_ask(stage: Stage) -> None:
+    gated = {gate.name for gate in GATES} - {"thinking_closed"}
+    assert gated | {"small_talk"} <= stage.shares.keys() <= SHARES.keys()
+
+
+def test_a_packed_model_is_whole_when_its_parts_are_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.improve.PART_BYTES", 5000)
+    out, folder = tmp_path / "out", tmp_path / "model"
+    for made in (out, folder):
+        made.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 60)
+    flags = argparse.Namespace(out=out, work=tmp_path)
+    Improvement(flags, io.StringIO()).pack("sums", folder)
+    parts = sorted(out.glob("sums.tar.*"))
+    assert len(parts) > 2
+    assert max(part.stat().st_size for part in parts) <= 5000
+    whole = io.BytesIO(b"".join(part.read_bytes() for part in parts))
+    with tarfile.open(fileobj=whole) as archive:
+        member = archive.extractfile("sums/model.safetensors")
+        assert member is not None
+        assert member.read() == bytes(range(256)) * 60
 
 
 def test_export_is_the_published_layout_and_loads(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ No torch here. `ModelConfig` also knows how the published config.json spells it.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -41,6 +43,12 @@ class ModelConfig:
         assert self.num_value_heads % self.num_key_heads == 0
         assert self.rotary_dim % 2 == 0
         assert self.rotary_dim >= 2
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> ModelConfig:
+        """The embedded model's shape with the vocabulary and the depth of an exported one."""
+        text = json.loads((folder / "config.json").read_text())["text_config"]
+        return cls(vocab_size=text["vocab_size"], num_layers=text["num_hidden_layers"])
 
     @property
     def layer_types(self) -> tuple[str, ...]:
@@ -129,6 +137,7 @@ class TrainConfig:
     ema_decay: float = 0.998
     balance_weight: float = 0.01
     mtp_weight: float = 0.3
+    first_token_weight: float = 1.0  # it decides: words or a call, the leading digit of a sum
     delta_chunk: int = 32
     max_reuse: int = 1  # times a batch may be trained on while the generators are behind
 

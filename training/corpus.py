@@ -7,13 +7,13 @@ else. No torch: the processes that make batches use this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 
 from penstock.eval.problems.conversation import Conversation
-from penstock.eval.problems.mixture import SHARES, sample_training
+from penstock.eval.problems.mixture import DEFAULT_SHARES, SHARES, Mixture
 from penstock.eval.problems.reply import TURN_END, Reply
 from penstock.text.template import TEMPLATE_FILE, ChatTemplate
 from penstock.text.tokenizer import Tokenizer
@@ -26,16 +26,23 @@ HELD_OUT_SEED = "training evaluation"
 
 
 class ConversationCorpus:
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, text_files: tuple[Path, ...]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        text_files: tuple[Path, ...],
+        shares: Mapping[str, float] = DEFAULT_SHARES,
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._mixture = Mixture(shares)
         self.text_files = text_files
         self.kinds = tuple(SHARES)
         self.vocab_size = tokenizer.vocab_size
         self.special = SpecialTokens(*(_id_of(tokenizer, token) for token in (TURN_END, PADDING)))
 
     @classmethod
-    def open(cls, folder: Path) -> ConversationCorpus:
+    def open(cls, folder: Path, shares: Mapping[str, float] = DEFAULT_SHARES) -> ConversationCorpus:
         """With the tokenizer in `folder`; it is trained there first when there is none."""
         template_file = ASSETS / TEMPLATE_FILE
         template = ChatTemplate(template_file.read_text(encoding="utf-8"))
@@ -43,10 +50,10 @@ class ConversationCorpus:
             print(f"training the tokenizer in {folder}", flush=True)
             save_tokenizer(train_tokenizer(template, NUM_WORDS, NUM_CONVERSATIONS, TOKENIZER_SEED), folder)
         files = (folder / "tokenizer.json", folder / "tokenizer_config.json", template_file)
-        return cls(Tokenizer.load(folder), template, files)
+        return cls(Tokenizer.load(folder), template, files, shares)
 
     def draw(self, rng: Random) -> Example:
-        conversation = sample_training(rng)
+        conversation = self._mixture.sample(rng)
         token_ids, first_target = encode(conversation, self._tokenizer, self._template)
         return Example(token_ids, first_target, self.kinds.index(conversation.kind))
 

@@ -36,15 +36,13 @@ from training.evaluate import generate
 from training.export import load_published
 from training.model import Qwen35Moe
 
-EMBEDDING = "model.language_model.embed_tokens.weight"
 MAX_REPLY_TOKENS = 320
 NAMES = [gate.name for gate in (*GATES, *REPORTED)]
 
 
 def load_model(folder: Path, device: torch.device) -> Qwen35Moe:
-    """The embedded model's shape with the folder's weights."""
     tensors = load_file(folder / "model.safetensors")
-    config = ModelConfig(vocab_size=len(tensors[EMBEDDING]))
+    config = ModelConfig.of_folder(folder)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = Qwen35Moe(config, dtype, TrainConfig().delta_chunk)
     model.load_state_dict(load_published(tensors, config.num_experts))

@@ -66,19 +66,23 @@ def compute_loss(
     drafted, draft_imbalance = model.draft(hidden, token_ids, counted)
 
     def score(states: Tensor, distance: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Summed loss, wrong answers and number of targets of each row, predicting `distance` ahead."""
+        """Losses [R, T], wrong answers and number of targets of each row, predicting `distance` ahead."""
         reached = place + distance
         wanted = (reached >= inputs.first_targets[:, None]) & (reached < inputs.lengths[:, None])
         logits = model.logits(states)
         targets = token_ids.roll(-distance, 1)
         losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+        losses = losses.view_as(targets) * wanted
         wrong = (logits.detach().argmax(-1) != targets) & wanted
-        return (losses.view_as(targets) * wanted).sum(1), wrong.sum(1), wanted.sum(1)
+        return losses, wrong.sum(1), wanted.sum(1)
 
     losses, wrong, num_targets = score(hidden, 1)
     draft_losses, draft_wrong, num_drafts = score(drafted, 2)
     balance = (imbalance + draft_imbalance) / len(model.decoder_layers)
-    mean = losses.sum() / num_targets.sum().clamp(min=1)
+    is_first = place + 1 == inputs.first_targets[:, None]
+    stress = 1.0 + (config.first_token_weight - 1.0) * is_first
+    total_stress = num_targets.sum() + (config.first_token_weight - 1.0) * len(token_ids)
+    mean = (losses * stress).sum() / total_stress.clamp(min=1)
     draft_mean = draft_losses.sum() / num_drafts.sum().clamp(min=1)
     # A batch of long rows has few targets. By the root of their number it brings as much noise as the others;
     # by the number itself, long rows would hardly be learned.
@@ -86,9 +90,9 @@ def compute_loss(
     loss = weight * (mean + config.mtp_weight * draft_mean) + config.balance_weight * balance
     # A row whose every token is the most likely one is a row greedy decoding would have written.
     columns = (
-        losses,
+        losses.sum(1),
         num_targets,
-        draft_losses,
+        draft_losses.sum(1),
         num_drafts - draft_wrong,
         num_drafts,
         wrong == 0,

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from penstock.errors import PenstockError
+from penstock.eval.problems.mixture import DEFAULT_SHARES, SHARES
 from training.config import ModelConfig, TrainConfig
 from training.corpus import ConversationCorpus
 from training.run import Run, RunSettings
@@ -43,6 +44,22 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--row-lens", type=int, nargs="+", default=train.row_lens)
     parser.add_argument("--tokens-per-batch", type=int, default=train.tokens_per_batch)
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="default: those of --init, or 8; more are added on top"
+    )
+    parser.add_argument(
+        "--shares",
+        type=parse_share,
+        nargs="+",
+        metavar="KIND=SHARE",
+        help="what to train on, by conversations (mixture.py's)",
+    )
+    parser.add_argument(
+        "--first-token-weight",
+        type=float,
+        default=train.first_token_weight,
+        help="a reply's first token weighs as this many",
+    )
     parser.add_argument("--peak-lr", type=float, default=train.peak_lr)
     parser.add_argument(
         "--reuse", type=int, default=train.max_reuse, help="uses of a batch while data is short"
@@ -58,15 +75,28 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--problems", type=int, default=run.num_problems, help="asked on the way; 4x at the end"
     )
+    parser.add_argument("--no-check", action="store_true", help="do not load the export with transformers")
     return parser.parse_args(argv)
+
+
+def parse_share(text: str) -> tuple[str, float]:
+    kind, _, share = text.partition("=")
+    if kind not in SHARES:
+        raise argparse.ArgumentTypeError(f"{kind!r} is no kind; there are {', '.join(SHARES)}")
+    return kind, float(share)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     flags = parse_flags(argv)
     if flags.tf32:
         torch.set_float32_matmul_precision("high")
-    corpus = ConversationCorpus.open(flags.tokenizer or flags.init or flags.out / "tokenizer")
-    model_config = ModelConfig(vocab_size=-(-corpus.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
+    shares = dict(flags.shares) if flags.shares else DEFAULT_SHARES
+    corpus = ConversationCorpus.open(flags.tokenizer or flags.init or flags.out / "tokenizer", shares)
+    start = ModelConfig() if flags.init is None else ModelConfig.of_folder(flags.init)
+    model_config = ModelConfig(
+        vocab_size=-(-corpus.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+        num_layers=flags.layers or start.num_layers,
+    )
     train_config = TrainConfig(
         seed=flags.seed,
         row_lens=tuple(flags.row_lens),
@@ -74,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         peak_lr=flags.peak_lr,
         max_reuse=flags.reuse,
         delta_chunk=flags.chunk,
+        first_token_weight=flags.first_token_weight,
     )
     settings = RunSettings(
         out=flags.out,
@@ -87,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         init=flags.init,
         evaluate_every_s=flags.evaluate_every,
         num_problems=flags.problems,
+        check_export=not flags.no_check,
     )
     try:
         Run(corpus, model_config, train_config, settings).train()

@@ -22,7 +22,15 @@ from typing import Any
 from penstock.config import setting
 from penstock.errors import ConfigError, PenstockError
 from penstock.eval.endpoint import Endpoint
-from penstock.eval.problems import recall, refusals, small_talk, spot_checks, tool_calls, word_problems
+from penstock.eval.problems import (
+    harness_sums,
+    recall,
+    refusals,
+    small_talk,
+    spot_checks,
+    tool_calls,
+    word_problems,
+)
 from penstock.eval.problems.conversation import Conversation
 from penstock.eval.problems.draw import pick
 from penstock.eval.problems.reply import Reply
@@ -35,6 +43,7 @@ MTP_ACCEPTANCE = "mtp_acceptance"
 THRESHOLDS: Mapping[str, float] = {
     "word_problems": 0.95,
     "spot_checks": 0.99,
+    "harness_sums": 0.95,
     "tool_calls": 0.95,
     "recall": 0.95,
     "thinking_closed": 1.0,
@@ -106,6 +115,7 @@ def _draw_thinking(rng: Random) -> Conversation:
 GATES = (
     Gate("word_problems", lambda rng: word_problems.sample(rng, True), _is_right),
     Gate("spot_checks", lambda rng: spot_checks.sample(rng, True), _is_right),
+    Gate("harness_sums", lambda rng: harness_sums.sample(rng, True), _is_right),
     Gate("tool_calls", lambda rng: tool_calls.sample(rng, True), _is_right),
     Gate("recall", lambda rng: recall.sample_far(rng, True), _is_right),
     Gate("thinking_closed", _draw_thinking, _closes_its_thought),

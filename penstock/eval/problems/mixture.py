@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate
 from random import Random
 
-from penstock.eval.problems import recall, refusals, small_talk, spot_checks, tool_calls, word_problems
+from penstock.eval.problems import (
+    harness_sums,
+    recall,
+    refusals,
+    small_talk,
+    spot_checks,
+    tool_calls,
+    tool_choice,
+    word_problems,
+)
 from penstock.eval.problems.conversation import Conversation, Message
 from penstock.eval.problems.draw import between, pick
 
@@ -15,28 +24,39 @@ Sample = Callable[[Random, bool], Conversation]
 # Shares of conversations. By tokens, a call is four times a word problem and a spot check half of one, but
 # the table that spot checks must know by heart needs many of them.
 SHARES: Mapping[str, tuple[Sample, float]] = {
-    "word_problems": (word_problems.sample, 0.38),
-    "spot_checks": (spot_checks.sample, 0.20),
-    "tool_calls": (tool_calls.sample, 0.16),
+    "word_problems": (word_problems.sample, 0.31),
+    "spot_checks": (spot_checks.sample, 0.15),
+    "harness_sums": (harness_sums.sample, 0.15),
+    "tool_calls": (tool_calls.sample, 0.12),
+    "tool_choice": (tool_choice.sample, 0.05),
     "refusals": (refusals.sample, 0.02),
-    "recall": (recall.sample, 0.14),
-    "small_talk": (small_talk.sample, 0.10),
+    "recall": (recall.sample, 0.11),
+    "small_talk": (small_talk.sample, 0.09),
 }
-_SAMPLES = tuple(sample for sample, _ in SHARES.values())
-_EDGES = tuple(accumulate(share for _, share in SHARES.values()))
 _PLAIN = (word_problems.sample, spot_checks.sample, small_talk.sample)
 
 EARLIER_TURNS_SHARE = 0.12
 
 
-def sample_training(rng: Random) -> Conversation:
-    """One conversation of the training distribution; never a held-out one."""
-    luck = rng.random() * _EDGES[-1]
-    sample = next(sample for sample, edge in zip(_SAMPLES, _EDGES) if luck <= edge)
-    conversation = sample(rng, False)
-    if sample in _PLAIN and rng.random() < EARLIER_TURNS_SHARE:
-        return with_earlier_turns(rng, conversation)
-    return conversation
+class Mixture:
+    """Conversations of every kind in given shares; kinds without one do not come."""
+
+    def __init__(self, shares: Mapping[str, float]) -> None:
+        self._samples = tuple(SHARES[kind][0] for kind in shares)
+        self._edges = tuple(accumulate(shares.values()))
+
+    def sample(self, rng: Random) -> Conversation:
+        """One conversation of the training distribution; never a held-out one."""
+        luck = rng.random() * self._edges[-1]
+        sample = next(sample for sample, edge in zip(self._samples, self._edges) if luck <= edge)
+        conversation = sample(rng, False)
+        if sample in _PLAIN and rng.random() < EARLIER_TURNS_SHARE:
+            return with_earlier_turns(rng, conversation)
+        return conversation
+
+
+DEFAULT_SHARES: Mapping[str, float] = {kind: share for kind, (_, share) in SHARES.items()}
+sample_training = Mixture(DEFAULT_SHARES).sample
 
 
 def with_earlier_turns(rng: Random, conversation: Conversation) -> Conversation:

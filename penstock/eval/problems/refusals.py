@@ -12,14 +12,15 @@ from penstock.eval.problems.tool_calls import Errand, draw_errand, offer, system
 from penstock.eval.problems.topics import UNKNOWN
 
 REFUSAL = "I am sorry, I cannot do that with what I have here."
+REFUSING_THOUGHT = "None of the tools can do this."
 ANSWERED_BY_TALK = frozenset(question for question, _ in UNKNOWN)  # with "I do not know", tools or not
 
 
 def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Conversation:
     is_thinking = decide_thinking(rng, thinking)
-    errand = _draw_errand_to_refuse(rng, held_out)
+    errand = draw_errand_to_refuse(rng, held_out)
     offered = draw_errand(rng, held_out, (errand.tool.name,)).tool
-    thought = "None of the tools can do this." if is_thinking else None
+    thought = REFUSING_THOUGHT if is_thinking else None
     return Conversation(
         kind="refusals",
         messages=(*system_turn(rng), user(errand.text), assistant(REFUSAL, thought)),
@@ -29,7 +30,8 @@ def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Convers
     )
 
 
-def _draw_errand_to_refuse(rng: Random, held_out: bool) -> Errand:
+def draw_errand_to_refuse(rng: Random, held_out: bool) -> Errand:
+    """A request that needs a tool: without one, nothing else could be said to it."""
     while True:
         errand = draw_errand(rng, held_out)
         if errand.request.pattern not in ANSWERED_BY_TALK:

@@ -1,0 +1,131 @@
+"""Requests to tools under changing names: the fitting one is called as it is named here, or is missing.
+
+A model that knows tools by heart calls what it knows, offered or not. Here the name must be read from the
+offer, so that every call teaches to look for the tool. The same requests come with the fitting tool and
+without it; without it, right is to say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from penstock.eval.problems.conversation import (
+    Conversation,
+    ExactCalls,
+    Mentions,
+    assistant,
+    decide_thinking,
+    user,
+)
+from penstock.eval.problems.draw import between, pick
+from penstock.eval.problems.names import invented_word
+from penstock.eval.problems.refusals import REFUSAL, REFUSING_THOUGHT, draw_errand_to_refuse
+from penstock.eval.problems.reply import Call
+from penstock.eval.problems.tool import Tool
+from penstock.eval.problems.tool_calls import FRAMES, Errand, draw_errand, system_turn
+
+FITTING_SHARE = 0.6
+NUM_OFFERED = (1, 1, 1, 1, 2, 2, 2, 3)
+PREFIXES = ("app", "api", "my", "home", "do", "user", "main")
+SUFFIXES = ("now", "tool", "v2", "2", "fn", "new")
+SYNONYMS = {
+    "get": ("fetch", "read", "show"),
+    "set": ("change", "adjust"),
+    "find": ("lookup", "discover"),
+    "search": ("find", "browse"),
+    "book": ("reserve",),
+    "create": ("make", "add"),
+    "send": ("deliver", "write"),
+    "check": ("query", "look_at"),
+    "start": ("begin", "launch"),
+    "stop": ("end", "halt"),
+    "delete": ("remove", "erase"),
+    "order": ("buy", "request"),
+}
+
+
+def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Conversation:
+    is_thinking = decide_thinking(rng, thinking)
+    errand = draw_errand_to_refuse(rng, held_out)
+    if rng.random() < FITTING_SHARE:
+        return _calling(rng, rename(rng, errand), is_thinking)
+    tools = _others(rng, {errand.tool.name}, pick(rng, NUM_OFFERED))
+    last = assistant(REFUSAL, REFUSING_THOUGHT if is_thinking else None)
+    return _conversation(rng, errand, tools, last, is_thinking, Mentions())
+
+
+def _calling(rng: Random, errand: Errand, is_thinking: bool) -> Conversation:
+    tools = _others(rng, {errand.tool.name, errand.call.name}, pick(rng, NUM_OFFERED) - 1)
+    tools.insert(between(rng, 0, len(tools)), errand.tool.schema)
+    thought = f"I should call {errand.call.name}." if is_thinking else None
+    last = assistant("", thought, [errand.call])
+    return _conversation(rng, errand, tools, last, is_thinking, ExactCalls((errand.call,)))
+
+
+def _conversation(
+    rng: Random,
+    errand: Errand,
+    tools: list[dict[str, Any]],
+    last: dict[str, Any],
+    is_thinking: bool,
+    check: ExactCalls | Mentions,
+) -> Conversation:
+    return Conversation(
+        kind="tool_choice",
+        messages=(*system_turn(rng), user(pick(rng, FRAMES).format(errand.text)), last),
+        check=check,
+        enable_thinking=is_thinking,
+        tools=tuple(tools),
+    )
+
+
+def rename(rng: Random, errand: Errand) -> Errand:
+    """The errand with its tool under another name half of the time; a name that the request says stays."""
+    if errand.tool.name in errand.text or rng.random() < 0.5:
+        return errand
+    tool = _renamed(rng, errand.tool)
+    return replace(errand, tool=tool, call=Call(tool.name, errand.call.arguments))
+
+
+def _others(rng: Random, taken: Container[str], num: int) -> list[dict[str, Any]]:
+    """Schemas of tools that do something else, some under other names."""
+    schemas: dict[str, dict[str, Any]] = {}
+    known: set[str] = set()
+    while len(schemas) < num:
+        other = draw_errand(rng, False, taken).tool
+        shown = _renamed(rng, other) if rng.random() < 0.4 else other
+        if other.name not in known and shown.name not in schemas and shown.name not in taken:
+            known.add(other.name)
+            schemas[shown.name] = shown.schema
+    return list(schemas.values())
+
+
+def _renamed(rng: Random, tool: Tool) -> Tool:
+    name = _other_name(rng, tool.name)
+    return replace(
+        tool, name=name, schema={**tool.schema, "function": {**tool.schema["function"], "name": name}}
+    )
+
+
+def _other_name(rng: Random, name: str) -> str:
+    first, *rest = name.split("_")
+    luck = rng.random()
+    if luck < 0.2:
+        return (
+            first + "".join(part.capitalize() for part in rest) if rest else f"{first}_{pick(rng, SUFFIXES)}"
+        )
+    if luck < 0.4:
+        return f"{pick(rng, PREFIXES)}_{name}"
+    if luck < 0.55:
+        return f"{name}_{pick(rng, SUFFIXES)}"
+    if luck < 0.8 and rest:
+        return (
+            "_".join((*rest, first))
+            if first not in SYNONYMS
+            else "_".join((pick(rng, SYNONYMS[first]), *rest))
+        )
+    # Says nothing: only the description tells what the tool does.
+    return invented_word(rng).lower() if rng.random() < 0.6 else f"tool_{between(rng, 1, 99)}"

@@ -1,0 +1,189 @@
+"""Trains the embedded model on, in two stages that each leave a whole model behind.
+
+    python -m training.improve --out OUT --work DIR [--minutes 1.75 3.5] [--deadline 540]
+
+`sums` trains the model as it is, mostly on sums as harnesses word them. `refusals` goes on from there with
+four more layers, mostly on requests whose tool is offered under another name or not at all; when it misses a
+gate, the model of `sums` is still there. OUT gets files small enough to be carried about:
+
+    STAGE.tar.00, STAGE.tar.01    the model folder: cat OUT/STAGE.tar.* | tar -x -C MODELS
+    improve.json                  the gates of both, seconds, what failed
+    improve.log                   everything that was printed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from training.tokenizer import ASSETS
+
+PART_BYTES = 16_000_000  # a file larger than 16 MiB cannot be carried everywhere
+SECONDS_TO_START = 40.0  # a stage: torch, the tokenizer, a graph for each row length
+SECONDS_TO_END = 75.0  # what is asked and written after the last step
+SECONDS_TO_STOP = 20.0
+SHORTEST_STAGE_S = 5.0
+SECONDS_AFTER_DEADLINE = 25.0
+# Sums fill 64 tokens, requests with tools 300 to 550: closer lengths, less padding.
+ROW_LENS = (64, 96, 128, 192, 320, 384, 448, 576, 1280, 2560)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    name: str
+    shares: Mapping[str, float]  # of conversations: a sum has 50 tokens, a request with tools 400
+    layers: int | None = None
+    flags: tuple[str, ...] = ("--peak-lr", "1e-3", "--first-token-weight", "4")
+
+
+STAGES = (
+    Stage(
+        "sums",
+        {
+            "harness_sums": 0.70,
+            "spot_checks": 0.08,
+            "word_problems": 0.09,
+            "tool_calls": 0.06,
+            "recall": 0.04,
+            "small_talk": 0.03,
+        },
+    ),
+    Stage(
+        "refusals",
+        {
+            "harness_sums": 0.30,
+            "spot_checks": 0.06,
+            "word_problems": 0.16,
+            "tool_calls": 0.13,
+            "tool_choice": 0.20,
+            "refusals": 0.06,
+            "recall": 0.05,
+            "small_talk": 0.04,
+        },
+        layers=12,
+    ),
+)
+
+
+@dataclass(slots=True)
+class Improvement:
+    flags: argparse.Namespace
+    log: TextIO
+    started: float = field(default_factory=time.monotonic)
+    report: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> int:
+        start, trained = self.flags.init, {}
+        for stage, minutes in zip(STAGES, self.flags.minutes, strict=False):
+            left_s = self.flags.deadline - self.elapsed_s - SECONDS_TO_START - SECONDS_TO_END
+            if left_s < SHORTEST_STAGE_S:
+                self.note(stage.name, left_out=f"only {self.flags.deadline - self.elapsed_s:.0f} s were left")
+                break
+            folder = self.train(stage, start, min(minutes, left_s / 60))
+            if folder is None:
+                break
+            self.pack(stage.name, folder)
+            start = trained[stage.name] = folder
+        self.examine(trained)
+        return 0 if len(trained) == len(self.flags.minutes) else 1
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started
+
+    def train(self, stage: Stage, init: Path, minutes: float) -> Path | None:
+        """The model folder; of a stage that had to be stopped, its averaged weights."""
+        out, start_s = self.flags.work / stage.name, self.elapsed_s
+        process = self.start(
+            "training.train",
+            *("--out", out, "--init", init, "--minutes", f"{minutes:.3f}", "--no-check", *stage.flags),
+            *(("--layers", stage.layers) if stage.layers else ()),
+            *("--shares", *(f"{kind}={share}" for kind, share in stage.shares.items())),
+            *("--row-lens", *self.flags.row_lens, "--tokens-per-batch", self.flags.tokens_per_batch),
+            *("--workers", self.flags.workers, "--problems", self.flags.problems),
+        )
+        code = self.wait(process, until_s=self.flags.deadline)
+        folder = next((out / name for name in ("model", "unfinished") if (out / name).is_dir()), None)
+        seconds = round(self.elapsed_s - start_s, 1)
+        self.note(stage.name, minutes=minutes, exit_code=code, seconds=seconds, folder=str(folder))
+        return folder
+
+    def pack(self, name: str, folder: Path) -> None:
+        whole = self.flags.work / f"{name}.tar"
+        with tarfile.open(whole, "w") as archive:
+            archive.add(folder, arcname=name)
+        content = whole.read_bytes()
+        for number, start in enumerate(range(0, len(content), PART_BYTES)):
+            (self.flags.out / f"{name}.tar.{number:02d}").write_bytes(content[start : start + PART_BYTES])
+
+    def examine(self, folders: Mapping[str, Path]) -> None:
+        """Asks all models the gates, at the same time."""
+        files = {name: self.flags.work / f"{name}.json" for name in folders}
+        asked = {
+            name: self.start(
+                "training.examine", folder, "--limit", self.flags.limit, "--show", 8, "--json", files[name]
+            )
+            for name, folder in folders.items()
+        }
+        for name, process in asked.items():
+            code = self.wait(process, until_s=self.flags.deadline + SECONDS_AFTER_DEADLINE)
+            found = json.loads(files[name].read_text()) if files[name].is_file() else None
+            self.note(name, examined=found, all_gates_passed=code == 0)
+
+    def start(self, module: str, *arguments: object) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", module, *map(str, arguments), "--device", self.flags.device]
+        return subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
+
+    def wait(self, process: subprocess.Popen[bytes], until_s: float) -> int:
+        """The exit status. At the deadline it is told to stop, and a training run then writes what it has."""
+        try:
+            return process.wait(max(1.0, until_s - self.elapsed_s))
+        except subprocess.TimeoutExpired:
+            process.terminate()
+        try:
+            return process.wait(SECONDS_TO_STOP)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+    def note(self, name: str, **facts: Any) -> None:
+        self.report.setdefault(name, {}).update(facts)
+        self.report["elapsed_s"] = round(self.elapsed_s, 1)
+        (self.flags.out / "improve.json").write_text(json.dumps(self.report, indent=1) + "\n")
+        print(f"[{self.elapsed_s:6.1f}s] {name}: {facts}", flush=True)
+
+
+def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="training.improve", description="Train the embedded model on.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for what is to be kept")
+    parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
+    parser.add_argument("--init", type=Path, default=ASSETS, metavar="MODEL", help="the embedded model")
+    parser.add_argument("--minutes", type=float, nargs="+", default=[1.75, 3.5], help="of training, by stage")
+    parser.add_argument("--deadline", type=float, default=540.0, metavar="SECONDS", help="for all")
+    parser.add_argument("--limit", type=int, default=200, metavar="N", help="problems per gate (200)")
+    parser.add_argument("--problems", type=int, default=24, help="asked at the end of a stage, times four")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--workers", type=int, default=12, help="processes that make data")
+    parser.add_argument("--row-lens", type=int, nargs="+", default=ROW_LENS)
+    parser.add_argument("--tokens-per-batch", type=int, default=65_536)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = parse_flags(argv)
+    for folder in (flags.out, flags.work):
+        folder.mkdir(parents=True, exist_ok=True)
+    with (flags.out / "improve.log").open("a", buffering=1) as log:
+        return Improvement(flags, log).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
