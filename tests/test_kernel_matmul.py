@@ -212,6 +212,7 @@ def test_a_wider_result_is_not_rounded_on_its_way(
     assert dtype == torch.float32 or (seen != seen.to(dtype).float()).float().mean() > 0.5
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("device", "dtype"), NARROW_PLACES)
@@ -227,6 +228,7 @@ def test_a_row_of_nan_leaves_the_other_rows_alone(
     assert torch.equal(after[others], before[others])
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_a_deterministic_row_is_the_same_alone_and_in_any_batch(

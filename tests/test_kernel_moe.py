@@ -86,6 +86,7 @@ def test_of_equal_experts_the_lowest_are_chosen(device: str, dtype: torch.dtype,
     assert_near(weights, torch.full_like(weights, 1 / K), dtype)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("num_tokens", [3, 18])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_a_token_of_nan_gets_experts_that_exist_and_spoils_no_other(
@@ -101,6 +102,7 @@ def test_a_token_of_nan_gets_experts_that_exist_and_spoils_no_other(
     assert torch.equal(weights[others], clean_weights[others])
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("num_tokens", [3, 18])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_the_counts_of_arrivals_are_zero_again_after_every_launch(
@@ -202,6 +204,7 @@ def test_all_tokens_may_choose_the_same_experts(
     assert_near(seen, experts.expected(), dtype)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_deterministic_routing_of_a_token_is_the_same_alone_and_among_others(
     device: str, dtype: torch.dtype
@@ -217,6 +220,7 @@ def test_deterministic_routing_of_a_token_is_the_same_alone_and_among_others(
             assert torch.equal(one, all_rows[rows])
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_deterministic_experts_of_a_token_give_the_same_alone_and_among_others(
     device: str, dtype: torch.dtype
