@@ -1,10 +1,14 @@
-"""Makes Triton's interpreter quick where it is slow without need; what it computes stays the same.
+"""Makes Triton's interpreter quick where it is slow without need, and its products the same on every CPU.
 
 A launch puts the interpreter's functions in the place of the language's, and every device function that a
 kernel calls would do so again. A reduction or scan with a function of our own is done element by element,
 each wrapped into a tensor: a hundred thousand Python calls for one state of a DeltaNet head, where whole
 slices can be combined in the same order. Where an interpreter is made otherwise inside, nothing is replaced
 and the tests only take longer.
+
+A product would be numpy's, whose BLAS rounds an element by its place in the tile on some CPUs (OpenBLAS with
+AVX2), where tensor cores sum every element of a tile in one order. Here it is a sum in the order of K, so
+a kernel that promises the same bits for a row in any batch is held to it on every machine.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ def quicken() -> None:
         owner = getattr(interpreter, name, None)
         if hasattr(owner, slow):
             setattr(owner, slow, quick)
+    builder = getattr(interpreter, "InterpreterBuilder", None)
+    if hasattr(builder, "create_dot"):
+        builder.create_dot = _dot_in_order
 
 
 def _once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -72,3 +79,13 @@ def _scan_slices(ops: Any, parts: tuple[Any, ...]) -> list[Any]:
     return [
         ops.to_tensor(np.stack(column, axis=ops.axis), part.dtype) for column, part in zip(columns, parts)
     ]
+
+
+def _dot_in_order(
+    builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
+) -> Any:
+    """a [.., M, K] @ b [.., K, N] + d: K comes first, so whole slices [.., M, N] are added one by one."""
+    dtype = d.data.dtype
+    rows, columns = np.moveaxis(a.data, -1, 0), np.moveaxis(b.data, -2, 0)  # [K, .., M], [K, .., N]
+    products = rows[..., :, None].astype(dtype) * columns[..., None, :].astype(dtype)
+    return interpreter.TensorHandle(np.add.reduce(products, axis=0) + d.data, d.dtype.scalar)

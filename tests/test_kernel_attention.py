@@ -184,6 +184,7 @@ def test_number_of_splits_follows_from_shapes(monkeypatch: pytest.MonkeyPatch) -
     assert plan(1, long, True) == plan(1000, long, True)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_deterministic_decode_is_the_same_to_the_bit_alone_and_in_any_batch(
     device: str, dtype: torch.dtype
@@ -207,6 +208,7 @@ def test_padded_rows_of_a_graph_leave_the_others_alone(device: str, dtype: torch
         assert_near(decode.attend(deterministic=deterministic)[2:4], real.expected(), dtype)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_rows_of_several_tokens_and_decodes_share_a_step(device: str, dtype: torch.dtype) -> None:
     lens, contexts = (1, 1, 70, 3, 0, 1), (65, 1, 100, 129, 7, 30)
@@ -322,6 +324,7 @@ def test_rope_and_store_is_its_reference(
         check_store(projected, dtype, interleaved)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_rope_and_store_is_the_same_to_the_bit_alone_and_in_any_batch(
     device: str, dtype: torch.dtype

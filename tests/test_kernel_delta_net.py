@@ -232,6 +232,7 @@ def test_extreme_gates_and_inputs_are_the_reference(device: str, dtype: torch.dt
     assert_same_slots(seen, expected, rows)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_padded_rows_of_a_graph_change_nothing_but_slot_0(device: str, dtype: torch.dtype) -> None:
     rows = [Row(1, position=5), Row(2, position=0)]
@@ -244,6 +245,7 @@ def test_padded_rows_of_a_graph_change_nothing_but_slot_0(device: str, dtype: to
     assert_same_slots(among, alone, rows, touched=[0])
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_strides_and_integer_widths_change_no_bit(device: str, dtype: torch.dtype) -> None:
     rows = ROWS[:4]
@@ -275,6 +277,7 @@ def test_decodes_and_prefills_share_a_step(device: str, dtype: torch.dtype) -> N
     assert_same_slots(seen, expected, [row for row in rows if row.num_tokens] + kept, dtype=dtype)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_deterministic_rows_have_the_same_bits_in_any_step(device: str, dtype: torch.dtype) -> None:
     rows = [*ROWS[:2], Row(8, position=0, num_tokens=3), *ROWS[-2:]]

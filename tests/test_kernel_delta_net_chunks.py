@@ -222,6 +222,7 @@ def test_inputs_may_be_a_view_and_integers_narrow(device: str, dtype: torch.dtyp
     assert torch.equal(seen.conv[1], expected.conv[1])
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_deterministic_rows_have_the_same_bits_in_any_step(device: str, dtype: torch.dtype) -> None:
     rows = [ROWS[0], ROWS[5], Row(12, position=0, num_tokens=7)]
@@ -234,6 +235,7 @@ def test_deterministic_rows_have_the_same_bits_in_any_step(device: str, dtype: t
     assert_same_bits(together, apart)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(("start", "splits"), [(0, (64, 66)), (60, (68, 62))])
 def test_deterministic_prompts_split_at_chunks_have_the_same_bits(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_checks import FULL_SIZE, ON_GPU, PLACES, assert_near, random
+from kernel_checks import FULL_SIZE, INTERPRETED, ON_GPU, PLACES, assert_near, random
 from penstock.ops.reference import matmul as reference
 from penstock.ops.triton import matmul as kernels
 from penstock.ops.triton.tuning import Question, Tile, trials
@@ -162,6 +162,33 @@ def test_weights_go_straight_to_the_tensor_cores(
     assert_near(seen, case.expected(), dtype)
 
 
+DIRECT: Tile = {"form": 3, "row_tiles": 1, "num_warps": 4, "held": 4, "blocks": 1}
+
+
+@pytest.mark.parametrize(
+    ("form", "device"),
+    [
+        *(pytest.param(form, "cpu", marks=INTERPRETED) for form in FORMS),
+        *(pytest.param(form, "cuda", marks=ON_GPU) for form in (*FORMS, "direct")),
+    ],
+)
+@pytest.mark.parametrize("num_tokens", [3, 4])
+@pytest.mark.parametrize("size", [3e4, 1e-4], ids=["large", "small"])
+def test_a_norm_of_values_at_the_ends_of_float16_is_that_of_the_reference(
+    form: str, device: str, num_tokens: int, size: float
+) -> None:
+    """x times the norm's weight has no place in float16, or loses its digits there; normed it has."""
+    case = Case("norm_linear", num_tokens, N=43, M=384, dtype=torch.float16, device=device)
+    largest = case.x.float().abs().max()
+    case.x = (case.x.float() / largest * size).half()
+    case.norm_weight = case.norm_weight.abs() + 8.0 if size > 1 else case.norm_weight * 1e-2
+    case.weight = (case.weight.float() / (8 if size > 1 else 1e-2)).half()
+    expected = case.expected()
+    assert expected.isfinite().all()
+    tile = DIRECT if form == "direct" else FORMS[form]
+    assert_near(case.run(tile=tile), expected, torch.float16)
+
+
 @pytest.mark.parametrize("kernel", ["linear", "swiglu_linear"])
 @pytest.mark.parametrize("M", [440, 448], ids=["last-step-not-full", "all-steps-full"])
 @pytest.mark.parametrize(("device", "dtype"), NARROW_PLACES)
@@ -199,7 +226,7 @@ def test_activations_may_be_columns_of_a_wider_tensor(
     assert_near(case.run(slice(2, 3), tile=FORMS[form]), expected[2:3], dtype)
 
 
-@pytest.mark.parametrize("form", [name for name in FORMS if name != "library"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_a_wider_result_is_not_rounded_on_its_way(
@@ -212,6 +239,43 @@ def test_a_wider_result_is_not_rounded_on_its_way(
     assert dtype == torch.float32 or (seen != seen.to(dtype).float()).float().mean() > 0.5
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3, 64, 129, 300])
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        pytest.param("cpu", torch.float16, marks=INTERPRETED, id="interpreted-fp16"),
+        pytest.param("cuda", torch.float16, marks=ON_GPU, id="compiled-fp16"),
+        pytest.param("cuda", torch.bfloat16, marks=ON_GPU, id="compiled-bf16"),
+    ],
+)
+def test_a_head_gives_float32_logits_at_every_batch(
+    num_tokens: int, extras: bool, device: str, dtype: torch.dtype
+) -> None:
+    """In the form that the rule chooses: for many tokens, the library's."""
+    case = Case("norm_linear", num_tokens, N=40, M=96, dtype=dtype, device=device, extras=extras)
+    seen, expected = case.run(out_dtype=torch.float32), case.expected(out_dtype=torch.float32)
+    assert seen.dtype == torch.float32
+    assert_near(seen, expected, dtype)
+    assert (seen != seen.to(dtype).float()).float().mean() > 0.5, "logits were rounded on their way"
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+def test_float32_logits_of_many_rows_can_be_captured(device: str) -> None:
+    case = Case("norm_linear", 256, N=65536, M=2048, dtype=torch.bfloat16, device=device, extras=False)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    expected = case.run(out_dtype=torch.float32)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        seen = case.run(out_dtype=torch.float32)
+    graph.replay()
+    assert_near(seen, expected, torch.float32)
+    widened_bytes = 4 * case.weight.numel()
+    assert torch.cuda.max_memory_allocated() - before < widened_bytes, "the weight was copied"
+
+
+@pytest.mark.bitwise
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("device", "dtype"), NARROW_PLACES)
@@ -227,6 +291,7 @@ def test_a_row_of_nan_leaves_the_other_rows_alone(
     assert torch.equal(after[others], before[others])
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_a_deterministic_row_is_the_same_alone_and_in_any_batch(

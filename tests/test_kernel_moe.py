@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from kernel_checks import FULL_SIZE, PLACES, assert_near, random
+from penstock.layers.mlp import SparseMLP
 from penstock.ops.reference import moe as reference
-from penstock.ops.triton import moe, moe_route
+from penstock.ops.reference.moe import new_counters
+from penstock.ops.triton import moe
 from penstock.ops.triton.tuning import Question, Tile, trials
 
 E, K, H, I, SHARED_I = 16, 4, 96, 40, 56
@@ -86,6 +88,7 @@ def test_of_equal_experts_the_lowest_are_chosen(device: str, dtype: torch.dtype,
     assert_near(weights, torch.full_like(weights, 1 / K), dtype)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("num_tokens", [3, 18])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_a_token_of_nan_gets_experts_that_exist_and_spoils_no_other(
@@ -101,15 +104,81 @@ def test_a_token_of_nan_gets_experts_that_exist_and_spoils_no_other(
     assert torch.equal(weights[others], clean_weights[others])
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("num_tokens", [3, 18])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_the_counts_of_arrivals_are_zero_again_after_every_launch(
-    device: str, dtype: torch.dtype, num_tokens: int
+def test_counters_are_zero_again_after_every_launch(device: str, dtype: torch.dtype, num_tokens: int) -> None:
+    inputs, counters = router_inputs(num_tokens, device, dtype), new_counters(E, device)
+    given = (*inputs, K, True, gate(device, dtype))
+    first, second = (moe.norm_route(*given, counters) for _ in range(2))
+    assert not counters.any()
+    without = moe.norm_route(*given)
+    for one, other, third in zip(first, second, without):
+        assert one is not None
+        assert torch.equal(one, other)
+        assert torch.equal(one, third)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 18])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_a_launch_counts_in_its_own_counters_alone(device: str, dtype: torch.dtype, num_tokens: int) -> None:
+    """Those of another engine may be in the middle of a launch; too few are left alone."""
+    given = (*router_inputs(num_tokens, device, dtype), K, True, gate(device, dtype))
+    _, weights, ids, _ = moe.norm_route(*given)
+    too_few = torch.full((1,), 7, dtype=torch.int32, device=device)
+    _, seen_weights, seen_ids, _ = moe.norm_route(*given, too_few)
+    assert torch.equal(seen_ids, ids)
+    assert torch.equal(seen_weights, weights)
+    assert too_few.tolist() == [7]
+    one, two = (sparse_layer(device, dtype) for _ in range(2))
+    assert one.counters.data_ptr() != two.counters.data_ptr()
+    assert "counters" not in one.state_dict(), "no checkpoint has them"
+
+
+def sparse_layer(device: str, dtype: torch.dtype) -> SparseMLP:
+    return SparseMLP(
+        hidden_size=H,
+        num_experts=E,
+        experts_per_token=K,
+        expert_size=I,
+        shared_expert_size=SHARED_I,
+        normalize=True,
+        eps=EPS,
+        dtype=dtype,
+        device=device,
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [8, 64, 2048])
+@pytest.mark.parametrize(("device", "dtype"), FULL_SIZE)
+def test_two_layers_may_run_at_once_on_two_streams(
+    device: str, dtype: torch.dtype, num_tokens: int, full_size: tuple[Tensor, ...]
 ) -> None:
-    inputs = router_inputs(num_tokens, device, dtype)
-    first, second = (moe.norm_route(*inputs, K, True, gate(device, dtype)) for _ in range(2))
-    assert not moe_route._arrivals(inputs[0].device).any()
-    assert all(torch.equal(one, other) for one, other in zip(first, second) if one is not None)
+    """As two engines in one process do: each with its own counters, a thousand launches each."""
+    router, shared_gate, *experts, shared_gate_up, shared_down = full_size
+    hidden = random(num_tokens, 2048, dtype=dtype, device=device)
+    route = (hidden, torch.ones(2048, device=device), EPS, router, 8, True, shared_gate)
+
+    def run(counters: Tensor) -> Tensor:
+        x, weights, ids, shared_weight = moe.norm_route(*route, counters)
+        rest = (*experts, hidden, shared_weight, shared_gate_up, shared_down, counters)
+        return moe.sparse_mlp(x, weights, ids, *rest)
+
+    expected = run(new_counters(256, device))
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    owned = [new_counters(256, device) for _ in streams]
+    torch.cuda.synchronize()
+    seen: list[Tensor] = []
+    for _ in range(1000 if num_tokens < 100 else 50):
+        for stream, counters in zip(streams, owned):
+            with torch.cuda.stream(stream):
+                seen.append(run(counters))
+        seen = seen[-8:]
+    torch.cuda.synchronize()
+    for one in seen:
+        assert_near(one, expected, dtype)
+    assert not any(counters.any() for counters in owned)
 
 
 class Experts:
@@ -202,6 +271,7 @@ def test_all_tokens_may_choose_the_same_experts(
     assert_near(seen, experts.expected(), dtype)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_deterministic_routing_of_a_token_is_the_same_alone_and_among_others(
     device: str, dtype: torch.dtype
@@ -217,6 +287,7 @@ def test_deterministic_routing_of_a_token_is_the_same_alone_and_among_others(
             assert torch.equal(one, all_rows[rows])
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_deterministic_experts_of_a_token_give_the_same_alone_and_among_others(
     device: str, dtype: torch.dtype

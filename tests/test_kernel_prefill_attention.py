@@ -185,6 +185,7 @@ def test_prefill_is_its_reference_for_any_page_size(device: str, dtype: torch.dt
     assert_near(step.attend(), step.expected(), dtype)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("window", [0, 70])
 def test_deterministic_prefill_is_the_same_to_the_bit_in_any_step_and_any_split(
@@ -203,6 +204,7 @@ def test_deterministic_prefill_is_the_same_to_the_bit_in_any_step_and_any_split(
     assert_near(together, step.expected(window)[9:], dtype)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_a_checkpoint_within_a_row_changes_nothing(device: str, dtype: torch.dtype) -> None:
     span = RowSpan(100, 110)
@@ -211,6 +213,7 @@ def test_a_checkpoint_within_a_row_changes_nothing(device: str, dtype: torch.dty
     assert torch.equal(step.attend(), saving.attend())
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_pieces_without_tokens_write_nothing(device: str, dtype: torch.dtype) -> None:
     step = make_step(RAGGED[3:], 2, 1, 32, dtype=dtype, device=device)

@@ -25,6 +25,8 @@ from small_models import (
     tokens_of,
 )
 
+pytestmark = pytest.mark.bitwise
+
 LENGTHS = (1, 63, 64, 65, 200)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.layers.inputs import RowSpan
-from penstock.ops.reference import activation, one_token
+from penstock.ops.reference import activation, matmul, one_token
 from penstock.ops.reference.moe import run_experts_gathered, run_experts_grouped
 from qwen3_5_float64 import delta_rule_by_token
 
@@ -43,6 +43,7 @@ def assert_one_token_is_like_many(run: Callable[[], Sequence[Tensor]], patch: py
     torch.testing.assert_close(alone, run(), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize(
     ("ours", "torchs"),
     [
@@ -62,6 +63,7 @@ def test_activations_are_exact_and_the_same_at_every_place(
         assert torch.equal(torch.cat([ours(part.clone(), True) for part in x.split(size)]), ours(x, True))
 
 
+@pytest.mark.bitwise
 def test_rms_norms() -> None:
     x, gate, weight = randn(5, 3, 24), randn(5, 3, 24, seed=1), randn(24) + 1
     exact = F.rms_norm(x.double(), (24,), weight.double(), EPS)
@@ -96,15 +98,43 @@ def test_a_wider_result_is_not_rounded_on_its_way(
     assert ours.dtype == torch.float32
     assert_close(ours, exact, 1e-6)
     narrow = ops.norm_linear(x, norm, EPS, weight, deterministic=deterministic)
-    assert torch.equal(narrow, ours.bfloat16())
+    assert narrow.dtype == torch.bfloat16
+    assert_close(narrow, ours, 2**-8)
 
 
+@pytest.mark.bitwise
 def test_deterministic_matmul_gives_a_row_the_same_bits_in_any_batch() -> None:
     x, weight, norm = randn(70, 96), randn(200, 96), randn(96) + 1
     whole = ops.norm_linear(x, norm, EPS, weight, deterministic=True)
     for begin, end in (*((row, row + 1) for row in range(70)), (3, 20), (10, 70)):
         part = ops.norm_linear(x[begin:end], norm, EPS, weight, deterministic=True)
         assert torch.equal(part, whole[begin:end])
+
+
+def test_deterministic_matmul_keeps_its_bits_with_a_blas_that_rounds_by_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As OpenBLAS does with AVX2: here every other row of a tile is summed from its end."""
+    multiply = F.linear
+
+    def multiply_by_place(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out, reversed_out = multiply(x, weight, bias), multiply(x.flip(-1), weight.flip(-1), bias)
+        out[1::2] = reversed_out[1::2]
+        return out
+
+    x, weight = randn(20, 96), randn(200, 96)
+    assert not torch.equal(multiply_by_place(x, weight)[1:], multiply_by_place(x[1:], weight))
+    monkeypatch.setattr(F, "linear", multiply_by_place)
+    matmul._tile_height.cache_clear()
+    try:
+        whole = ops.linear(x, weight, deterministic=True)
+        parts = [
+            ops.linear(x[begin:end], weight, deterministic=True) for begin, end in ((0, 1), (1, 9), (9, 20))
+        ]
+    finally:
+        matmul._tile_height.cache_clear()
+    assert torch.equal(torch.cat(parts), whole)
+    assert_close(whole, x.double() @ weight.double().T)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -225,6 +255,7 @@ def test_decode_attention_of_one_row_is_softmax_attention(
     assert_close(paged.attend(window), paged.expected(window))
 
 
+@pytest.mark.bitwise
 def test_decode_attention_is_the_same_whatever_the_page_table_is_padded_to() -> None:
     paged = Paged([(1, 70), (1, 3), (1, 128)], 64)
     before = paged.attend()
@@ -378,6 +409,7 @@ def test_a_checkpoint_holds_the_ring_of_its_moment(start: int, after: int) -> No
     assert torch.equal(mixer.last_inputs(3, start + 80, 7), inputs[-7:])
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_delta_net_rows_do_not_meet_and_touch_only_their_slots(deterministic: bool) -> None:
     """Decodes around prefills, an empty row, a fresh row of one token, a state read from a checkpoint."""
@@ -491,6 +523,7 @@ def test_gathered_experts_are_grouped_experts(monkeypatch: pytest.MonkeyPatch) -
     assert_close(run_experts_gathered(x, ids, gate_up, down), grouped)
 
 
+@pytest.mark.bitwise
 def test_deterministic_experts_give_a_token_the_same_bits_in_any_batch() -> None:
     x, router, gate_up, down = make_experts()
 

@@ -231,6 +231,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair, tmp_path:
     assert sum(error.max() for error in ours) <= sum(error.max() for error in theirs)
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("lens", [(64,), (128, 64), (64, 64, 64)])
 def test_chunked_prefill_equals_one_prefill_bit_for_bit(pair: Pair, lens: tuple[int, ...]) -> None:
     for length in (193, 257):  # the last chunk may be one token, which is no decode
@@ -251,6 +252,7 @@ def test_decode_equals_prefill(pair: Pair) -> None:
     assert_close(by_hand.decode(ids, 0), ByHand(pair.ours).prefill(ids))
 
 
+@pytest.mark.bitwise
 def test_any_batch_equals_alone_bit_for_bit(pair: Pair) -> None:
     """A step of prefills and decodes in any order; neighbours come and go."""
     # By step: (sequence, first token, end).
@@ -287,6 +289,7 @@ def test_any_batch_is_close_to_alone(pair: Pair) -> None:
         assert_close(ours, alone)
 
 
+@pytest.mark.bitwise
 def test_restored_checkpoint_equals_fresh_prefill_bit_for_bit(pair: Pair) -> None:
     ids, other = tokens(200), tokens(200)[:128] + tokens(65, seed=9)
     by_hand = ByHand(pair.ours, deterministic=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from command_line import penstock
-from penstock.commands.tune import _candidates, cut_layers
+from penstock.commands.tune import _candidates, _table_to_write, cut_layers
+from penstock.errors import ConfigError
 from penstock.models.source import find_model
 from penstock.ops.triton import tuning
 
@@ -72,3 +75,79 @@ def test_there_is_nothing_to_tune_on_a_cpu() -> None:
     assert done.returncode == 1
     assert "error: There is nothing to tune on a CPU" in done.stderr
     assert "weights" not in done.stderr
+
+
+TILE = {"block_n": 4}
+
+
+@pytest.fixture
+def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache folder, and a GPU that has a table of the package too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tuning, "table_name", lambda device: "nvidia-h200")
+    return tmp_path / "penstock" / "tiles"
+
+
+def tile_of(key: str) -> tuning.Tile | None:
+    kernel, shape, num_tokens = key.split("/")
+    table = tuning._table.__wrapped__(torch.device("cuda"))
+    return table.get((kernel, tuple(map(int, shape.split("x"))), int(num_tokens)))
+
+
+def test_measured_tiles_lie_in_the_user_s_folder_and_beat_those_of_the_package(own_tables: Path) -> None:
+    path = tuning.own_table_path(torch.device("cuda"))
+    assert path.parent == own_tables
+    shipped = tuning.read_tiles(tuning.TABLES / "nvidia-h200.json")
+    replaced, kept = list(shipped)[:2]
+    before = (tuning.TABLES / "nvidia-h200.json").read_bytes()
+    tuning.write_tiles(path, {replaced: TILE, "linear/8x4/4": TILE})
+    assert tile_of(replaced) == TILE != shipped[replaced]
+    assert tile_of(kept) == shipped[kept]
+    assert tile_of("linear/8x4/4") == TILE
+    assert (tuning.TABLES / "nvidia-h200.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"tiles": 3}',
+        '{"tiles": {"linear/8x4/4": {"block_n": 4}}}',
+        '{"kernels": "of another version", "tiles": {"linear/8x4/4": {"block_n": 4}}}',
+        '{"kernels": "KERNELS", "tiles": {"linear": {"block_n": 4}}}',
+    ],
+)
+def test_an_unusable_table_is_left_alone_and_named(
+    own_tables: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of the package are used instead: a tile of other kernels may not fit these."""
+    path = tuning.own_table_path(torch.device("cuda"))
+    path.parent.mkdir(parents=True)
+    path.write_text(text.replace("KERNELS", tuning.kernels_digest()))
+    assert tuning.read_own_tiles(path) == {}
+    assert str(path) in caplog.text
+    assert path.read_text().startswith(text[:12])
+    assert tile_of("linear/8x4/4") is None
+    assert any(tile_of(key) for key in tuning.read_tiles(tuning.TABLES / "nvidia-h200.json"))
+
+
+def test_what_tune_writes_it_reads_back_and_adds_to(own_tables: Path, tmp_path: Path) -> None:
+    path, tiles = _table_to_write(None, "cuda")
+    assert (path.parent, tiles) == (own_tables, {})
+    assert not path.exists()
+    tuning.write_tiles(path, {"linear/8x4/4": TILE})
+    assert _table_to_write(None, "cuda") == (path, {"linear/8x4/4": TILE})
+    out = tmp_path / "of mine.json"
+    out.write_text('{"tiles": {"linear/8x4/8": {"block_n": 4}}}')
+    assert _table_to_write(str(out), "cuda") == (out, {"linear/8x4/8": TILE})
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tuning, "table_name", lambda device: "nvidia-h200")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        _table_to_write(None, "cuda")

@@ -98,9 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
         config.state_bytes,
     )
     bench = Bench(engine, roofline, limits, arguments.warmup, arguments.repeats)
-    measurements, breakdowns = [], []
+    measurements, breakdowns, checks = [], [], []
     for context, batch in itertools.product(arguments.context, arguments.batch):
-        measurement, found = _measure(arguments, bench, batch, context)
+        measurement, found, check = _measure(arguments, bench, batch, context)
+        checks.append(check)
         measurements.append(measurement)
         if found is not None:
             name = f"batch {batch}, context {context:,}: {found.step_us:.0f} us, busy {found.busy:.1%}"
@@ -108,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
             breakdowns.append({"batch": batch, "context": context, **found.as_dict()})
     title = f"{arguments.what}: {source.name}, {info.dtype}, {_gpu_name(engine) or birth.cpu_name()}"
     print_table(COLUMNS, [measurement.as_row() for measurement in measurements], title)
-    report = _report(arguments, config, bench, difference, measurements)
+    report = {**_report(arguments, config, bench, difference, measurements), "checks": checks}
     if breakdowns:
         report["breakdowns"] = breakdowns
     deliver_line(json.dumps(report), arguments.json, "--json")
@@ -117,11 +118,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure(
     arguments: argparse.Namespace, bench: Bench, batch: int, context: int
-) -> tuple[Measurement, breakdown.Breakdown | None]:
-    """One shape, said as soon as it is known: a Ctrl-C loses only those that were not measured."""
+) -> tuple[Measurement, breakdown.Breakdown | None, dict[str, Any]]:
+    """One shape, checked, then timed, and said at once: a Ctrl-C loses only those that were not measured."""
     sampling = SAMPLED if arguments.sampled else SamplingParams()
     found, name = None, f"{batch} x {context:,}"
     with PhaseList() as phases, timed(name, phases) as report:
+        report(Phase(name, "compared with the references"))
+        check = (bench.check_prefills if arguments.what == "prefill" else bench.check_decodes)(batch, context)
         if arguments.what == "prefill":
             measurement = bench.prefills(batch, context)
         elif arguments.what == "engine":
@@ -131,7 +134,7 @@ def _measure(
             if arguments.breakdown and is_on_gpu(bench.engine):
                 found = bench.step_breakdown(batch, context, sampling)
         report(Phase(name, measurement.in_words()))
-    return measurement, found
+    return measurement, found, check
 
 
 def _refuse_own_flags(arguments: argparse.Namespace) -> None:

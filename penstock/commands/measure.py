@@ -1,6 +1,9 @@
 """How `penstock bench` takes a number: a check first, warm-up, the median of repeats, the spread, the floor.
 
-A time of wrong results is worth nothing, so decoding is compared with prefilling before anything is timed.
+A time of wrong results is worth nothing. So decoding is compared with prefilling before anything is timed,
+which finds a cache that is read or written at the wrong place, and then each shape with the references before
+it is timed, op by op (`op_check`), which finds a kernel that is wrong for it.
+
 Decode steps are timed from the end of one to the end of the next, as a client would see them: on a GPU by its
 own clock, with the host free to run ahead as it does in the engine.
 """
@@ -13,9 +16,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands.breakdown import Breakdown, break_down
+from penstock.commands.op_check import check_graphs, check_ops, layers_of_each_kind
 from penstock.commands.roofline import Roofline
 from penstock.errors import CapacityError, PenstockError
 from penstock.types import Admission, Request, RowPlan, SamplingParams, Sequence, StepPlan
@@ -96,11 +101,13 @@ class Measurement:
 
 COLUMNS = ["batch", "context", "ms", "spread", "tok/s", "GB/s", "floor ms", "of floor"]
 
-# How far decode may be from a prefill of the same tokens, relative to the size of the logits; unrelated ones
-# differ by 1.4. Made-up weights and a router that flips near ties need the room in half precision.
+# How far the median row's decode may be from a prefill of the same tokens, relative to the size of the
+# logits; unrelated ones differ by 1.4. Through all layers, made-up weights and a router that flips near ties
+# need the room in half precision: it is the comparison op by op that is strict.
 TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.4}
 PROFILED_STEPS = 20
 CHECK_TOKENS = 100  # more than one page and no multiple of anything
+CHECK_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +133,35 @@ class Bench:
         decoding.release()
         num_bytes = self.roofline.decode_bytes(batch, context + self.warmup + self.repeats // 2)
         return Measurement(batch, context, batch, seconds, num_bytes, num_bytes / self.limits.bytes_per_s)
+
+    def check_decodes(self, batch: int, context: int) -> dict[str, Any]:
+        """A decode step of the shape: its ops against their references and, on a GPU, its graph."""
+        engine, shape = self.engine.engine, f"{batch} x {context:,}"
+        dtype = engine.info.dtype
+        decoding = Decoding(engine, batch, context, 1, SamplingParams())
+        plan = StepPlan(1, decoding.rows)
+        runner = layers_of_each_kind(engine.runner)
+        found = check_ops(dtype, shape, lambda: runner.logits(plan))
+        report = {"batch": batch, "context": context, "op": found.op, "op_error": round(found.error, 6)}
+        if engine.runner.graphs is not None:
+            reset = partial(fill_with_noise, engine, seed=0)
+            report["graph_error"] = round(check_graphs(dtype, shape, engine.runner, plan, reset), 6)
+        decoding.release()
+        return report
+
+    def check_prefills(self, batch: int, context: int) -> dict[str, Any]:
+        """The first step of the shape's prompts, or as much of each as one step takes."""
+        engine, shape = self.engine.engine, f"{batch} x {context:,}"
+        budget = engine.scheduler.max_step_tokens if batch == 1 else engine.scheduler.shared_step_tokens
+        prompts = random_prompts(self.engine, batch, max(1, min(context, budget // batch)))
+        ids, whole = list(range(batch)), engine.runner
+        engine.runner = layers_of_each_kind(whole)
+        try:
+            found = check_ops(engine.info.dtype, shape, lambda: self.engine.prefill(ids, prompts))
+        finally:
+            engine.runner = whole
+        self.engine.remove(ids)
+        return {"batch": batch, "context": context, "op": found.op, "op_error": round(found.error, 6)}
 
     def step_breakdown(self, batch: int, context: int, sampling: SamplingParams) -> Breakdown:
         decoding = Decoding(self.engine.engine, batch, context, PROFILED_STEPS, sampling)
@@ -224,10 +260,13 @@ class Decoding:
             self.engine.cache.release(sequence)
 
 
-def fill_with_noise(engine: Engine) -> None:
+def fill_with_noise(engine: Engine, seed: int = 0) -> None:
+    import torch
+
+    generator = torch.Generator(engine.runner.rows.device).manual_seed(seed)
     for cache in engine.runner.caches:
         for name in cache.__slots__:
-            getattr(cache, name).normal_(std=0.1)
+            getattr(cache, name).normal_(std=0.1, generator=generator)
 
 
 def require_room(engine: DirectEngine, batch: int, num_tokens: int) -> None:
@@ -249,15 +288,25 @@ def require_room(engine: DirectEngine, batch: int, num_tokens: int) -> None:
 
 
 def check_decode(engine: DirectEngine) -> float:
-    """The relative difference between a decode step and a prefill that ends with the same token."""
-    tokens = random_prompts(engine, 1, CHECK_TOKENS + 1)[0]
-    expected = engine.prefill([0], [tokens])
-    engine.prefill([0], [tokens[:-1]])
-    decoded = engine.decode([0], tokens[-1:])
-    engine.remove([0])
-    difference = float((decoded - expected).norm() / expected.norm())
-    dtype = engine.engine.info.dtype
-    if not difference <= TOLERANCES[dtype]:  # NaN fails this too
+    """The relative difference between decoded rows of unequal lengths, and prefills that end with the same
+    tokens: the median row's, because a router may flip in some."""
+    import torch
+
+    info = engine.engine.info
+    pages_a_row = -(-(CHECK_TOKENS + 1) // info.page_size)
+    num_rows = min(CHECK_ROWS, info.max_rows)
+    if info.num_pages:
+        num_rows = max(1, min(num_rows, (info.num_pages - 1) // pages_a_row))
+    prompts = random_prompts(engine, num_rows, CHECK_TOKENS + 1)
+    prompts = [prompt[: CHECK_TOKENS + 1 - 9 * row] for row, prompt in enumerate(prompts)]
+    ids = list(range(num_rows))
+    expected = engine.prefill(ids, prompts)
+    engine.prefill(ids, [prompt[:-1] for prompt in prompts])
+    decoded = engine.decode(ids, torch.stack([prompt[-1] for prompt in prompts]))
+    engine.remove(ids)
+    differences = (decoded - expected).norm(dim=1) / expected.norm(dim=1)
+    difference, dtype = float(differences.nan_to_num(nan=torch.inf).median()), info.dtype
+    if not difference <= TOLERANCES[dtype]:
         raise PenstockError(
             "Decoding gives other logits than prefilling the same tokens",
             f"They differ by {difference:.2%} of their size; the limit is {TOLERANCES[dtype]:.1%} ({dtype}).",

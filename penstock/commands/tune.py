@@ -2,7 +2,8 @@
 
 Every tile is tried where it will run: in a captured decode step of the model itself, cut to a few layers.
 One kernel after the other, the best so far kept: a tile that is quick alone but slows its neighbours does not
-win. What it writes is read by every engine that starts later on the same kind of GPU.
+win. What it writes, into the user's cache folder, is read by every engine that this user starts later on the
+same kind of GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from penstock.commands.flags import add_flags, read_count, read_counts, read_set
 from penstock.commands.measure import Decoding, time_chain
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError
+from penstock.eval.results import prepare_output
 from penstock.models.source import ModelSource, find_model
 from penstock.progress import Phase, timed
 from penstock.types import SamplingParams
@@ -52,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", type=read_count, default=8, metavar="N", help="of the model that are used"
     )
-    parser.add_argument("--out", metavar="FILE", help="the table to write (default: this GPU's own)")
+    parser.add_argument(
+        "--out", metavar="FILE", help="the table to write (default: this GPU's, in ~/.cache/penstock/tiles)"
+    )
     add_flags(parser, EngineConfig, title="the engine", only=("model", "device", "dtype", "weights_seed"))
 
 
@@ -65,19 +69,21 @@ def run(arguments: argparse.Namespace) -> int:
         with timed("libraries", phases):
             from penstock.engine.engine import Engine, pick_device
             from penstock.ops.triton import tuning
-        _require_gpu(pick_device(config.device))
+        device = pick_device(config.device)
+        _require_gpu(device)
+        path, tiles = _table_to_write(arguments.out, device)
         engine = Engine.from_source(cut_layers(find_model(config.model), arguments.layers), config, phases)
-        device = engine.runner.rows.device
-        path = Path(arguments.out) if arguments.out else tuning.TABLES / f"{tuning.table_name(device)}.json"
-        table: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"tiles": {}}
         kept = []
         for batch in arguments.batch:
             with timed(f"batch {batch}", phases) as report, tuning.trials() as trials:
                 for key, tile, before, after in tune_step(engine, batch, arguments.context, trials, report):
-                    table["tiles"][key] = dict(tile)
+                    tiles[key] = dict(tile)
                     kept.append([key, json.dumps(tile), f"{before * 1e6:.1f}", f"{after * 1e6:.1f}"])
-                    _write(path, table)  # at once: hours may follow, and a Ctrl-C
-    print_table(COLUMNS, kept, f"{len(kept)} tiles are better than the rule; written to {path}")
+                    tuning.write_tiles(path, tiles)  # at once: hours may follow, and a Ctrl-C
+    if not kept:
+        print("No tile is better than those in use; nothing was written.")
+        return 0
+    print_table(COLUMNS, kept, f"{len(kept)} tiles are better than those in use; written to {path}")
     return 0
 
 
@@ -89,10 +95,15 @@ def _require_gpu(device: str) -> None:
         )
 
 
-def _write(path: Path, table: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table["tiles"] = dict(sorted(table["tiles"].items()))
-    path.write_text(json.dumps(table, indent=1) + "\n")
+def _table_to_write(out: str | None, device: str) -> tuple[Path, dict[str, Tile]]:
+    """Where it is, and what stands in it. That it can be written is found out before hours of work."""
+    import torch
+
+    from penstock.ops.triton import tuning
+
+    path = Path(out).expanduser() if out else tuning.own_table_path(torch.device(device))
+    prepare_output(str(path), "--out")
+    return path, tuning.read_tiles(path) if out else tuning.read_own_tiles(path)
 
 
 def cut_layers(source: ModelSource, num_layers: int) -> ModelSource:

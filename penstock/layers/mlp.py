@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from penstock.layers.inputs import StepInputs
 from penstock.layers.parameter import norm_parameter, parameter
-from penstock.ops import norm_linear, norm_route, sparse_mlp, swiglu_linear
+from penstock.ops import new_counters, norm_linear, norm_route, sparse_mlp, swiglu_linear
 
 
 class DenseMLP(nn.Module):
@@ -37,6 +37,8 @@ class DenseMLP(nn.Module):
 class SparseMLP(nn.Module):
     """A token uses `experts_per_token` of `num_experts` experts, and the shared expert if there is one."""
 
+    counters: Tensor  # [n] int32
+
     def __init__(
         self,
         *,
@@ -58,6 +60,7 @@ class SparseMLP(nn.Module):
         self.router = parameter(num_experts, hidden_size, dtype=dtype, device=device)
         self.gate_up = parameter(num_experts, 2 * expert_size, hidden_size, dtype=dtype, device=device)
         self.down = parameter(num_experts, hidden_size, expert_size, dtype=dtype, device=device)
+        self.register_buffer("counters", new_counters(num_experts, device), persistent=False)
         self.shared_gate: nn.Parameter | None = None
         self.shared_gate_up: nn.Parameter | None = None
         self.shared_down: nn.Parameter | None = None
@@ -76,6 +79,7 @@ class SparseMLP(nn.Module):
             self.experts_per_token,
             self.normalize,
             self.shared_gate,
+            self.counters,
             deterministic=deterministic,
         )
         return sparse_mlp(
@@ -88,5 +92,6 @@ class SparseMLP(nn.Module):
             shared_weight,
             self.shared_gate_up,
             self.shared_down,
+            self.counters,
             deterministic=deterministic,
         )

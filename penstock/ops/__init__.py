@@ -15,6 +15,7 @@ go through `op`, which takes it on a GPU.
 from penstock.ops.dispatch import op
 from penstock.ops.reference import attention, delta_net, masking, matmul, moe, norm, sampling
 from penstock.ops.reference import decode_rows as _decode_rows
+from penstock.ops.reference.moe import new_counters
 from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rope import rope_table
 from penstock.ops.reference.rows import CHUNK, LEAST_KEYS, Chunks, cut_chunks
@@ -44,6 +45,7 @@ __all__ = [
     "gated_rms_norm",
     "linear",
     "mask_logits",
+    "new_counters",
     "norm_linear",
     "norm_route",
     "paged_attention",

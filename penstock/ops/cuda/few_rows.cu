@@ -12,6 +12,10 @@
 // The warps of a block share its rows and split the columns. Each asks for its first HELD steps of weights
 // before the kernel ahead is complete, and keeps as many on their way.
 //
+// A norm multiplies x by its weights on the way to the tensor cores, and the sums by 1 / rms at the end: bf16
+// has float32's range, so nothing is lost. fp16 may overflow there, so with it 1 / rms comes first, which reads
+// the tokens once more while the weights are on their way.
+//
 // Given when it is compiled: COLUMNS, WARPS, ROW_TILES (of 16 rows), HELD, BLOCKS (on a multiprocessor, which
 // bounds registers), HAS_NORM, HAS_BIAS, HAS_RESIDUAL, IS_BFLOAT, IS_OUT_FLOAT.
 
@@ -22,6 +26,7 @@ constexpr int STEP_COLUMNS = 32, TOKENS = 8, ROWS = 16 * ROW_TILES, THREADS = 32
 constexpr int STEPS = COLUMNS / (STEP_COLUMNS * WARPS);  // of one warp
 constexpr int HELD_STEPS = HELD < STEPS ? HELD : STEPS;
 constexpr int OUTPUTS = (ROWS * TOKENS + THREADS - 1) / THREADS;  // of one thread
+#define IS_RMS_FIRST (HAS_NORM && !IS_BFLOAT)
 static_assert(COLUMNS == WARPS * STEPS * STEP_COLUMNS, "every warp has the same number of steps");
 
 struct Four {
@@ -94,6 +99,29 @@ __device__ __forceinline__ void multiply(float (&sums)[4], u32 a0, u32 a1, u32 a
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+__device__ __forceinline__ float add_squares(float sum, const Four& token) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float first = low(token.part[i]), second = high(token.part[i]);
+        sum = fmaf(first, first, fmaf(second, second, sum));
+    }
+    return sum;
+}
+
+// The four threads of a token each have the squares of a quarter of the warp's columns.
+__device__ __forceinline__ void share_squares(float (&sums)[WARPS][TOKENS], float own, int warp, int lane) {
+    own += __shfl_xor_sync(0xffffffffu, own, 1);
+    own += __shfl_xor_sync(0xffffffffu, own, 2);
+    if (lane % 4 == 0) sums[warp][lane / 4] = own;
+}
+
+__device__ __forceinline__ float inverse_rms(const float (&square_sums)[WARPS][TOKENS], int token, float eps) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) sum += square_sums[warp][token];
+    return rsqrtf(sum / COLUMNS + eps);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 few_rows(const u16* x, const float* norm, const u16* weight, const u16* bias, const u16* residual, void* out,
          int num_tokens, int num_rows, int x_stride, int residual_stride, float eps) {
@@ -148,19 +176,32 @@ few_rows(const u16* x, const float* norm, const u16* weight, const u16* bias, co
     }
 
     float sums[ROW_TILES][4] = {};
+#if HAS_NORM
+    __shared__ float square_sums[WARPS][TOKENS];
     float squares = 0.0f;
+#endif
+#if IS_RMS_FIRST
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+        squares = add_squares(squares, load_again(own_token + step * STEP_COLUMNS));
+    share_squares(square_sums, squares, warp, lane);
+    __syncthreads();
+    const float own_inverse_rms = inverse_rms(square_sums, group, eps);
+#endif
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         Four token = next;
         if (step + 1 < STEPS) next = load_again(own_token + (step + 1) * STEP_COLUMNS);
 #if HAS_NORM
         const float* scale = norms + first_column + step * STEP_COLUMNS;
+#if !IS_RMS_FIRST
+        squares = add_squares(squares, token);
+        const float own_inverse_rms = 1.0f;
+#endif
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float first = low(token.part[i]), second = high(token.part[i]);
-            squares = fmaf(first, first, fmaf(second, second, squares));
-            token.part[i] = pack(first * scale[2 * i], second * scale[2 * i + 1]);
-        }
+        for (int i = 0; i < 4; ++i)
+            token.part[i] = pack(low(token.part[i]) * own_inverse_rms * scale[2 * i],
+                                 high(token.part[i]) * own_inverse_rms * scale[2 * i + 1]);
 #endif
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile) {
@@ -183,11 +224,8 @@ few_rows(const u16* x, const float* norm, const u16* weight, const u16* bias, co
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             row_sums[warp][2 * quarter + i % 2][16 * tile + group + 8 * (i / 2)] = sums[tile][i];
-#if HAS_NORM
-    __shared__ float square_sums[WARPS][TOKENS];
-    squares += __shfl_xor_sync(0xffffffffu, squares, 1);
-    squares += __shfl_xor_sync(0xffffffffu, squares, 2);
-    if (quarter == 0) square_sums[warp][group] = squares;
+#if HAS_NORM && !IS_RMS_FIRST
+    share_squares(square_sums, squares, warp, lane);
 #endif
     __syncthreads();
 #pragma unroll
@@ -197,11 +235,8 @@ few_rows(const u16* x, const float* norm, const u16* weight, const u16* bias, co
         float sum = 0.0f;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) sum += row_sums[w][token][row];
-#if HAS_NORM
-        float square_sum = 0.0f;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) square_sum += square_sums[w][token];
-        sum *= rsqrtf(square_sum / COLUMNS + eps);
+#if HAS_NORM && !IS_RMS_FIRST
+        sum *= inverse_rms(square_sums, token, eps);
 #endif
         sum += added[i];
         const long long stored = (long long)token * num_rows + first_row + row;

@@ -10,16 +10,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import sys
-import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from penstock.ops.cache_folder import cache_folder, write_whole
 from penstock.ops.triton.launch import has_dependent_launch
 
 START_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -104,11 +104,12 @@ def compile_source(source: str, constants: Mapping[str, int], architecture: str)
     major, minor = c_int(), c_int()
     compiler.nvrtcVersion(byref(major), byref(minor))
     told = "\n".join([f"{major.value}.{minor.value}", *options, source])
-    path = _folder() / f"{hashlib.blake2b(told.encode(), digest_size=16).hexdigest()}.cubin"
+    path = cache_folder("kernels") / f"{hashlib.blake2b(told.encode(), digest_size=16).hexdigest()}.cubin"
     if path.exists():
         return path.read_bytes()
     image = _compile(compiler, source, options)
-    _keep(path, image)
+    with suppress(OSError):  # without a place to write, it is compiled again
+        write_whole(path, image)
     return image
 
 
@@ -128,22 +129,6 @@ def _compile(compiler: ctypes.CDLL, source: str, options: list[str]) -> bytes:
         return image.raw
     finally:
         compiler.nvrtcDestroyProgram(byref(handle))
-
-
-def _folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "penstock" / "kernels"
-
-
-def _keep(path: Path, image: bytes) -> None:
-    """Whole or not at all, since others may be reading; without a place to write, it is compiled again."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(image)
-        os.replace(file.name, path)
-    except OSError:
-        pass
 
 
 @functools.cache

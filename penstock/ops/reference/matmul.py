@@ -1,11 +1,13 @@
 """Matrix products with what belongs to them: a norm or an activation before, a residual after.
 
 `deterministic` makes a token's result independent of the other tokens of the step: rows are multiplied in
-tiles of one fixed height, because a BLAS picks its summation order by the shape it is given. Without an
-`out_dtype` of their own, results have the dtype of the inputs.
+tiles of one fixed height, because a BLAS picks its summation order by the shape it is given, and some by the
+place in it. Without an `out_dtype` of their own, results have the dtype of the inputs.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +81,18 @@ def _widened_linear(
 
 def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_tokens = x.shape[0]
-    padded = F.pad(x, (0, 0, 0, -num_tokens % TILE))
-    tiles = [F.linear(tile, weight, bias) for tile in padded.split(TILE)]
+    height = TILE if x.is_cuda else _tile_height(*weight.shape, weight.dtype)
+    padded = F.pad(x, (0, 0, 0, -num_tokens % height))
+    tiles = [F.linear(tile, weight, bias) for tile in padded.split(height)]
     return torch.cat(tiles)[:num_tokens] if tiles else x.new_empty(0, weight.shape[0])
+
+
+@functools.cache
+def _tile_height(num_rows: int, num_columns: int, dtype: torch.dtype) -> int:
+    """TILE, or 1 where this CPU's BLAS rounds a token by its place in a tile: tried with one token in all."""
+    num_rows = min(num_rows, max(1, WIDENED_ELEMENTS // num_columns))
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(num_rows, num_columns, generator=random).to(dtype)
+    token = torch.randn(1, num_columns, generator=random).to(dtype)
+    results = F.linear(token.repeat(TILE, 1), weight)
+    return TILE if torch.equal(results, results[:1].expand_as(results)) else 1

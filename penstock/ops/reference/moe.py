@@ -16,6 +16,15 @@ from penstock.ops.reference.matmul import linear, swiglu, swiglu_linear
 from penstock.ops.reference.norm import norm_tokens
 
 GATHERED_BYTES = 256 * 2**20  # of expert weights copied at a time
+NUM_COUNTERS = 4096  # or as many as experts: tokens, or tiles of 16 tokens, of a step
+
+
+def new_counters(num_experts: int, device: torch.device | str) -> Tensor:  # [n] int32
+    """Zeros in which the kernels of one layer count, and which each of them leaves as zeros.
+
+    They belong to the layer: launches that may overlap, as those of two engines do, must not share them.
+    """
+    return torch.zeros(max(NUM_COUNTERS, num_experts + 1), dtype=torch.int32, device=device)
 
 
 def norm_route(
@@ -26,6 +35,7 @@ def norm_route(
     k: int,
     normalize: bool = True,
     shared_gate: Tensor | None = None,  # [1, H]
+    counters: Tensor | None = None,  # of `new_counters`; without them a kernel makes its own
     *,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # [T, H], [T, k], [T, k], [T, 1]
@@ -60,6 +70,7 @@ def sparse_mlp(
     shared_weight: Tensor | None = None,  # [T, 1] float32
     shared_gate_up: Tensor | None = None,  # [2I', H]
     shared_down: Tensor | None = None,  # [H, I']
+    counters: Tensor | None = None,  # of `new_counters`; without them a kernel makes its own
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, H]

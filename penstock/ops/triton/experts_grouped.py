@@ -45,6 +45,7 @@ def run(
     shared_weight: Tensor | None,  # [T, 1] float32
     shared_gate_up: Tensor | None,  # [2I', H]
     shared_down: Tensor | None,  # [H, I']
+    counters: Tensor | None,  # [n] int32
 ) -> None:
     (num_tokens, k), (num_experts, width, inner_width) = ids.shape, down.shape
     shared_width = 0 if shared_down is None else shared_down.shape[1]
@@ -54,7 +55,7 @@ def run(
     rules = _rules(bucket(num_tokens) * k // num_experts, x.element_size(), has_dependent_launch(x.device))
 
     height = choose("expert_list_grouped", shape, num_tokens, rules["list"], x.device)["BLOCK_M"]
-    order, tiles = list_pairs(ids, num_experts, slots, height)
+    order, tiles = list_pairs(ids, num_experts, slots, height, counters)
     inner = x.new_empty(num_tokens * slots, widest)
     outputs = x.new_empty(num_tokens * slots, width)
     dims = {

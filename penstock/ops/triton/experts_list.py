@@ -8,8 +8,6 @@ the host knows no more than how many tiles the worst routing would have.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -23,11 +21,13 @@ from penstock.ops.triton.launch import (
     next_power_of_2,
     wait_for_previous,
 )
-from penstock.ops.triton.moe_route import arrives_last
+from penstock.ops.triton.moe_route import arrives_last, zeroed
 from penstock.ops.triton.tuning import bucket
 
 
-def list_pairs(ids: Tensor, num_experts: int, slots: int, height: int) -> tuple[Tensor, Tensor]:
+def list_pairs(
+    ids: Tensor, num_experts: int, slots: int, height: int, counters: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """order [(E + 1) * T]: the pairs of expert e are those from place e * T on.
     tiles [n, 4]: an expert, the place of its first pair there, the row of that pair among all by expert,
     and how many pairs: none in the last tiles, since n is what the worst routing needs."""
@@ -40,7 +40,9 @@ def list_pairs(ids: Tensor, num_experts: int, slots: int, height: int) -> tuple[
     block = 256 if bucket(num_tokens) <= 2048 else 1024
     _list_tiles_kernel[cdiv(num_tokens * slots, block),](
         ids,
-        _counts(ids.device, num_experts),
+        zeroed(
+            counters, num_experts + 1, ids.device
+        ),  # the pairs of every expert, and programs that are done
         order,
         tiles,
         num_tokens,
@@ -55,16 +57,6 @@ def list_pairs(ids: Tensor, num_experts: int, slots: int, height: int) -> tuple[
         **launch_options(ids.device),
     )
     return order, tiles
-
-
-@functools.cache
-def _counts(device: torch.device, num_experts: int) -> Tensor:
-    """Zeros, and zeros again after every launch: the pairs of every expert, and how many programs are done.
-
-    One for a device, since a captured graph keeps its address: steps of one device run one after another.
-    It must be made outside of a capture, as the warm-up before one does.
-    """
-    return torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])

@@ -150,10 +150,22 @@ def _multiply_by_library(product: Product) -> Tensor:
         return product.residual.addmm_(
             product.x, product.weight.t()
         )  # anywhere else it would be copied first
-    out = F.linear(product.x, product.weight, product.bias)
+    if product.out_dtype == product.x.dtype:
+        out = F.linear(product.x, product.weight, product.bias)
+    else:
+        out = _multiply_unrounded(product)
+        if product.bias is not None:
+            out += product.bias
     if product.residual is not None:
         out += product.residual
-    return out.to(product.out_dtype)
+    return out
+
+
+def _multiply_unrounded(product: Product) -> Tensor:
+    """The library's sums as they are, in float32: rounded to the inputs' dtype first, near logits tie."""
+    if product.x.is_cuda:
+        return torch.mm(product.x, product.weight.t(), out_dtype=product.out_dtype)
+    return F.linear(product.x.to(product.out_dtype), product.weight.to(product.out_dtype))
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:

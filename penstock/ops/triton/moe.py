@@ -29,6 +29,7 @@ def sparse_mlp(
     shared_weight: Tensor | None = None,  # [T, 1] float32
     shared_gate_up: Tensor | None = None,  # [2I', H]
     shared_down: Tensor | None = None,  # [H, I']
+    counters: Tensor | None = None,  # of `new_counters`; without them a kernel makes its own
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, H]
@@ -45,6 +46,7 @@ def sparse_mlp(
                 None if shared_weight is None else shared_weight[some],
                 shared_gate_up,
                 shared_down,
+                counters,
                 deterministic=deterministic,
             )
             for some in parts
@@ -62,7 +64,7 @@ def sparse_mlp(
     elif form == TENSOR:
         experts_tensor.run(*arguments, deterministic=deterministic)
     else:
-        experts_grouped.run(*arguments)
+        experts_grouped.run(*arguments, counters)
     return out
 
 

@@ -10,7 +10,6 @@ form: a program has all of the router for its tokens, so it norms them once and 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ VECTOR_TOKENS = 16  # more than these share the router's rows in tiles
 TILE_TOKENS = 256  # more than these keep all multiprocessors busy without dividing the router among them
 # Also for results that do not depend on the batch.
 TILE: Tile = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
-MAX_ARRIVALS = 1 << 16  # tokens of a vector form, token tiles of a tile form
 CHOOSE_TOKENS = tl.constexpr(16)  # of a tile, chosen for at a time: what the registers of a program hold
 
 LOWEST_RANK = tl.constexpr(-(1 << 31))
@@ -48,6 +46,7 @@ def norm_route(
     k: int,
     normalize: bool = True,
     shared_gate: Tensor | None = None,  # [1, H]
+    counters: Tensor | None = None,  # of `new_counters`; without them a kernel makes its own
     *,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # [T, H], [T, k] float32, [T, k] int32, [T, 1] float32
@@ -75,7 +74,10 @@ def norm_route(
         return x, weights, ids, shared_weight
 
     logits = hidden.new_empty(num_tokens, num_experts + 1, dtype=torch.float32)
-    tensors = (*given, x, logits, _arrivals(hidden.device), *chosen)
+    # Programs that have brought their logits, by token in the vector form and else by tile.
+    num_counted = max(VECTOR_TOKENS, cdiv(num_tokens, TILE["BLOCK_M"]))
+    arrivals = zeroed(counters, num_counted, hidden.device)
+    tensors = (*given, x, logits, arrivals, *chosen)
     if num_tokens <= VECTOR_TOKENS and not deterministic:
         tile = choose("route_vector", shape, num_tokens, _vector_rule(width), hidden.device)
         grid = (cdiv(num_experts, tile["ROWS"]) + has_shared, num_tokens)
@@ -104,14 +106,11 @@ def _route_whole(
     )
 
 
-@functools.cache
-def _arrivals(device: torch.device) -> Tensor:
-    """Zeros, and zeros again after every launch: how many programs have brought their logits.
-
-    One for a device, since a captured graph keeps its address: steps of one device run one after another.
-    It must be made outside of a capture, as the warm-up before one does.
-    """
-    return torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
+def zeroed(counters: Tensor | None, num_needed: int, device: torch.device) -> Tensor:
+    """The caller's counters, or new ones, which cost a launch, where it has none or too few."""
+    if counters is not None and len(counters) >= num_needed:
+        return counters
+    return torch.zeros(num_needed, dtype=torch.int32, device=device)
 
 
 def _vector_rule(width: int) -> Tile:

@@ -1,27 +1,36 @@
 """Which tile a kernel runs with: a measured table for the shapes of the presets, a rule for all others.
 
-A kernel asks `choose(kernel, shape, num_tokens, default, device)`. The tables are JSON files in `tables/`,
-one a GPU, written by `penstock tune`: {"<kernel>/<N>x<K>/<tokens>": {"block_n": 8, ...}}. Token counts are
-rounded up to a power of two, so that a table stays short. Nothing is measured here.
+A kernel asks `choose(kernel, shape, num_tokens, default, device)`. The tables are JSON files, one a GPU:
+{"tiles": {"<kernel>/<N>x<K>/<tokens>": {"block_n": 8, ...}}}. Some come with the package, in `tables/`; what
+`penstock tune` measured here lies in the user's cache folder and beats them, as long as the kernels are those
+that were measured. Token counts are rounded up to a power of two, so that a table stays short. Nothing is
+measured here.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from penstock.ops.cache_folder import cache_folder, write_whole
 from penstock.ops.triton.launch import next_power_of_2
 
 Tile = Mapping[str, int]  # the constexprs of a kernel, and its num_warps and num_stages
 
+logger = logging.getLogger(__name__)
+
 TABLES = Path(__file__).parent / "tables"
+KERNELS = (Path(__file__).parent, Path(__file__).parents[1] / "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +91,51 @@ def table_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device).lower().replace(" ", "-")
 
 
+def own_table_path(device: torch.device) -> Path:
+    """The table of what was measured on this machine."""
+    return cache_folder("tiles") / f"{table_name(device)}.json"
+
+
+def read_tiles(path: Path) -> dict[str, Tile]:
+    """By key; none where there is no such file."""
+    tiles: dict[str, Tile] = json.loads(path.read_text())["tiles"] if path.exists() else {}
+    return tiles
+
+
+def read_own_tiles(path: Path) -> dict[str, Tile]:
+    """Those that were measured with these kernels: an unusable table costs speed, not the start."""
+    try:
+        tiles = read_tiles(path)
+        is_current = not tiles or json.loads(path.read_text())["kernels"] == kernels_digest()
+        for key in tiles:
+            _read_key(key)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning("%s is no table of tiles and is not used: %r", path, error)
+        return {}
+    if not is_current:
+        logger.warning("%s is not used: the kernels have changed. Run `penstock tune` again.", path)
+    return tiles if is_current else {}
+
+
+def write_tiles(path: Path, tiles: Mapping[str, Tile]) -> None:
+    table: dict[str, Any] = {"kernels": kernels_digest(), "tiles": dict(sorted(tiles.items()))}
+    write_whole(path, (json.dumps(table, indent=1) + "\n").encode())
+
+
+@functools.cache
+def kernels_digest() -> str:
+    """Of the sources: a tile names constants of a kernel, and may not fit another version of it."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(path for folder in KERNELS for path in folder.glob("*.[pc][yu]")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 @functools.cache
 def _table(device: torch.device) -> dict[tuple[str, tuple[int, ...], int], Tile]:
-    path = TABLES / f"{table_name(device)}.json"
-    tiles: dict[str, Tile] = json.loads(path.read_text())["tiles"] if path.exists() else {}
+    tiles = read_tiles(TABLES / f"{table_name(device)}.json")
+    if device.type == "cuda":
+        tiles = {**tiles, **read_own_tiles(own_table_path(device))}
     return {_read_key(key): tile for key, tile in tiles.items()}
 
 

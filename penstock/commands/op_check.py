@@ -1,0 +1,215 @@
+"""Whether a step computes what the references say: every op of it, on the inputs that it has in that step.
+
+Run before a shape is timed, in the form that will be timed: the same rows, contexts and kernels. Layers of
+each kind run once with every op done twice, by what the device chooses and by its reference. Both see the
+same inputs, so nothing adds up and no router flips: a row may differ by the rounding of one op, and the
+limits are those of the dtype. Graphs are then held against the same step launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.engine.runner import Runner
+    from penstock.types import StepPlan
+
+Run = Callable[..., Any]
+Given = dict[str, Any]
+
+# Of what an op adds to a row, relative to its size: half a dozen roundings of the dtype. A row that is a
+# tenth too large, or that has met one wrong expert of eight, is several times further off.
+TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
+ROUNDINGS = {"float32": 2**-22, "float16": 2**-10, "bfloat16": 2**-7}  # of two results to their own dtype
+WHOLE_CHUNK_FACTOR = 3.0  # of the delta rule over whole chunks, which keeps products in the model's dtype
+FEW_TOKENS = 512  # of more, fixed tiles would take the reference minutes
+ROWS_AT_ONCE = 2048
+FAR_ROWS = 0.1  # share of rows that may be anywhere: a graph's step passes all layers, where routers may flip
+
+
+@dataclass(frozen=True, slots=True)
+class OpError:
+    """The row of an op that was the furthest off."""
+
+    op: str
+    error: float  # relative to what the op adds to the row
+    of_limit: float  # above 1 is wrong
+    num_wrong: int  # rows
+    num_rows: int
+
+
+@dataclass(slots=True)
+class OpCheck:
+    """Stands where ops are chosen, and runs both."""
+
+    dtype: str
+    found: list[OpError] = field(default_factory=list)  # in the order of the step
+
+    def __call__(self, reference: Run, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        bound = inspect.signature(reference).bind(*args, **kwargs)
+        bound.apply_defaults()
+        compare = _COMPARISONS.get(reference.__name__)
+        if compare is None:
+            return run(*args, **kwargs)
+        return compare(self, reference, run, dict(bound.arguments))
+
+    def record(self, op: str, seen: Tensor, expected: Tensor, base: Tensor | None = None) -> None:
+        """Row by row; with a base, such as a residual, by what was added to it."""
+        import torch
+
+        parts = []
+        for first in range(0, len(expected), ROWS_AT_ONCE):
+            some = slice(first, first + ROWS_AT_ONCE)
+            there = expected[some].flatten(1).float()
+            added = there if base is None else there - base[some].flatten(1).float()
+            error = (seen[some].flatten(1).float() - there).norm(dim=1)
+            parts.append(torch.stack((error, added.norm(dim=1), there.norm(dim=1))))
+        error, added, there = torch.cat(parts, dim=1)
+        factor = WHOLE_CHUNK_FACTOR if op.startswith("gated_delta_net") and len(error) > FEW_TOKENS else 1.0
+        tolerance, rounding = factor * TOLERANCES[self.dtype], ROUNDINGS[self.dtype]
+        limit = tolerance * added.maximum(0.1 * added.mean()) + rounding * there + 1e-30
+        of_limit = (error / limit).nan_to_num(nan=torch.inf)
+        at = int(of_limit.argmax())
+        found = OpError(
+            op,
+            float(error[at] / added[at].clamp(min=1e-30)),
+            float(of_limit[at]),
+            int((of_limit > 1).sum()),
+            len(error),
+        )
+        self.found.append(found)
+
+    def worst(self) -> OpError:
+        """The first that is wrong, since others may have got its NaN, or else the furthest off."""
+        wrong = (found for found in self.found if not found.of_limit <= 1)
+        return next(wrong, None) or max(self.found, key=lambda found: found.of_limit)
+
+
+def _expected(reference: Run, given: Given) -> Any:
+    """Of few tokens in fixed tiles and row by row: other sums than those of any quick form."""
+    first: Tensor = next(iter(given.values()))
+    if "deterministic" in given and len(first) <= FEW_TOKENS:
+        given = {**given, "deterministic": True}
+    return reference(**given)
+
+
+def _compare_results(check: OpCheck, reference: Run, run: Run, given: Given) -> Any:
+    residual = given.get("residual")
+    if residual is not None:
+        residual = residual.clone()  # the op may write its result there
+    expected = _expected(reference, {**given, "ids": given["ids"].long()} if "ids" in given else given)
+    seen = run(**given)
+    check.record(reference.__name__, seen, expected, residual)
+    return seen
+
+
+def _compare_route(check: OpCheck, reference: Run, run: Run, given: Given) -> Any:
+    """Experts that are nearly as likely may be chosen for each other, with their own weights."""
+    import torch
+
+    expected_x, expected_weights, _, expected_shared = _expected(reference, given)
+    every = {**given, "k": len(given["router"]), "normalize": False}
+    _, probabilities, order, _ = _expected(reference, every)
+    x, weights, ids, shared = seen = run(**given)
+    of_chosen = torch.zeros_like(probabilities).scatter_(1, order, probabilities).gather(1, ids.long())
+    if given["normalize"]:
+        of_chosen = of_chosen / of_chosen.sum(-1, keepdim=True)
+    check.record("norm_route", x, expected_x)
+    check.record("norm_route weights", weights, expected_weights)
+    check.record("norm_route ids", weights, of_chosen)
+    if shared is not None:
+        check.record("norm_route shared expert", shared, expected_shared)
+    return seen
+
+
+def _compare_rope(check: OpCheck, reference: Run, run: Run, given: Given) -> Any:
+    """Also the keys and values that are written; in between nothing is in their places."""
+    places, pools = given["kv_index"], [given[name].flatten(0, 1) for name in ("keys", "values")]
+    expected = _expected(reference, given)
+    stored = [pool[places] for pool in pools]
+    for pool in pools:
+        pool[places] = float("nan")
+    seen = run(**given)
+    check.record("rope_and_store", seen, expected)
+    for name, pool, there in zip(("keys", "values"), pools, stored):
+        check.record(f"rope_and_store {name}", pool[places], there)
+    return seen
+
+
+def _compare_delta_net(check: OpCheck, reference: Run, run: Run, given: Given) -> Any:
+    """Also the states, which the op finds as the reference found them."""
+    slots, pools = given["state_slots"], (given["conv"], given["recurrent"])
+    before = [pool[slots] for pool in pools]
+    expected = _expected(reference, given)
+    states = given["recurrent"][slots]
+    for pool, was in zip(pools, before):
+        pool[slots] = was
+    seen = run(**given)
+    check.record("gated_delta_net", seen, expected)
+    check.record("gated_delta_net states", given["recurrent"][slots], states)
+    return seen
+
+
+_COMPARISONS: dict[str, Callable[[OpCheck, Run, Run, Given], Any]] = {
+    "linear": _compare_results,
+    "norm_linear": _compare_results,
+    "swiglu_linear": _compare_results,
+    "paged_attention": _compare_results,
+    "sparse_mlp": _compare_results,
+    "norm_route": _compare_route,
+    "rope_and_store": _compare_rope,
+    "gated_delta_net": _compare_delta_net,
+}
+
+
+def layers_of_each_kind(runner: Runner) -> Runner:
+    """Launches kernel by kernel, in as many layers as there are kinds, and the last."""
+    from penstock.engine.graphs import excerpt_of
+
+    caches: Any = excerpt_of(runner.model, runner.caches)
+    return dataclasses.replace(runner, caches=caches, graphs=None, prompt_graphs=None)
+
+
+def check_ops(dtype: str, shape: str, step: Callable[[], object]) -> OpError:
+    """The worst of the ops that a step launches one by one. Raises where one is wrong."""
+    from penstock.ops.dispatch import watched
+
+    check = OpCheck(dtype)
+    with watched(check):
+        step()
+    found = check.worst()
+    if not found.of_limit <= 1:
+        raise PenstockError(
+            f"{found.op} computes something else than its reference at {shape}",
+            f"{found.num_wrong:,} of {found.num_rows:,} rows differ, the worst by {found.error:.2%} of what "
+            f"the op adds to it: {found.of_limit:.1f} times the limit of {dtype}.",
+            "This is a bug: a time of wrong results is worth nothing, so none was taken.",
+        )
+    return found
+
+
+def check_graphs(dtype: str, shape: str, runner: Runner, plan: StepPlan, reset: Callable[[], None]) -> float:
+    """The median row's difference between a captured step and the same one launched kernel by kernel."""
+    reset()
+    replayed = runner.logits(plan)
+    reset()
+    launched = dataclasses.replace(runner, graphs=None, prompt_graphs=None).logits(plan)
+    differences = (replayed - launched).norm(dim=1) / launched.norm(dim=1)
+    median, tolerance = float(differences.median()), TOLERANCES[dtype]
+    num_far = int((~(differences <= 5 * tolerance)).sum())
+    if not median <= tolerance or num_far > FAR_ROWS * len(differences):
+        raise PenstockError(
+            f"The captured step gives other logits than its kernels one by one at {shape}",
+            f"The median row differs by {median:.2%}, and {num_far:,} of {len(differences):,} by more than "
+            f"{5 * tolerance:.1%}; the limits are {tolerance:.1%} and {FAR_ROWS:.0%} ({dtype}).",
+            "This is a bug: a time of wrong results is worth nothing, so none was taken.",
+        )
+    return median
