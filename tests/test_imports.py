@@ -9,12 +9,13 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "penstock"
 
-EVERYONE = {"types", "config", "errors", "progress"}
+EVERYONE = {"types", "config", "errors", "progress", "child_python"}
 ALLOWED = {
     "types": {"errors"},
     "config": {"errors"},
     "errors": set(),
     "progress": set(),
+    "child_python": set(),
     "ops": {"ops"},
     "layers": {"layers", "ops"},
     "models": {"models", "layers", "ops", "assets"},
