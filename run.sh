@@ -13,5 +13,5 @@ if [ ! -f "$TARGET/weights/model.pt" ]; then
   "$PYTHON" scripts/generate_toy_weights.py --config "$TARGET/model_config.json" --output "$TARGET/weights"
 fi
 
-exec "$PYTHON" -m penstock forge --config "$TARGET/model_config.json" --weights "$TARGET/weights" \
+exec "$PYTHON" -P penstock/child_python.py penstock forge --config "$TARGET/model_config.json" --weights "$TARGET/weights" \
   --out workspace/engine.py --budget 10m "$@"

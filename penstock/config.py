@@ -153,6 +153,12 @@ class ServeConfig:
     cors_origin: tuple[str, ...] = setting(
         (), "web origin whose pages may call this server, or *; may be repeated"
     )
+    allowed_host: tuple[str, ...] = setting(
+        (), "name by which clients may call a server without keys, or *; may be repeated"
+    )
+    max_connections: int | None = setting(
+        None, "connections; more are answered 503 (default: what open files allow, less a reserve)"
+    )
     max_queue: int = setting(1024, "requests that may wait or run; more are answered 429 with Retry-After")
     max_body_mb: float = setting(32.0, "MB of a request's body; more is answered 413")
     read_timeout: float = setting(
@@ -170,6 +176,7 @@ class ServeConfig:
             "step_timeout": self.step_timeout,
             "resume_timeout": self.resume_timeout,
             "drain_timeout": self.drain_timeout,
+            "max_connections": self.max_connections,
             "max_queue": self.max_queue,
             "max_body_mb": self.max_body_mb,
             "read_timeout": self.read_timeout,
@@ -178,6 +185,11 @@ class ServeConfig:
         for name, value in positive.items():
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}", "It must be more than 0.")
+        for name in self.allowed_host:
+            if not name or "/" in name:
+                raise ConfigError(
+                    f"allowed_host is {name!r}", "It is the name in a URL, without http:// and path."
+                )
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(
                 f"log_format is {self.log_format!r}",

@@ -113,10 +113,12 @@ def start_server(
     serve: dict[str, Any] | None = None,
     wait_for: str = "ready",
     log: IO[str] | None = None,  # where its stderr goes, if not to ours
+    max_files: int | None = None,  # that it may open
 ) -> Iterator[Server]:
     settings = {"engine": {**TINY_ENGINE, **(engine or {})}, "serve": {"port": 0, **(serve or {})}}
+    limit = [] if max_files is None else ["bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash"]
     process = subprocess.Popen(
-        [sys.executable, __file__, json.dumps(settings)],
+        [*limit, sys.executable, __file__, json.dumps(settings)],
         stdin=subprocess.DEVNULL,  # no terminal, whoever runs the tests
         stdout=subprocess.PIPE,
         stderr=log,

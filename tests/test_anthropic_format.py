@@ -32,6 +32,17 @@ from penstock.text.tokenizer import Tokenizer
 # Prompts
 
 
+@pytest.mark.parametrize(
+    "name", ["Read", "mcp__server__tool", "mcp__my-server__do_it", "a" * 128, "functions.get:1", "_", "-"]
+)
+def test_names_of_tools_that_clients_send_are_taken(name: str) -> None:
+    tools = [{"name": name, "input_schema": {"type": "object"}}]
+    body = {"max_tokens": 1, "messages": QUESTION, "tools": tools}
+    asked = parse_messages(json.dumps(body).encode(), None)
+    assert asked.tools is not None
+    assert asked.tools[0]["function"]["name"] == name
+
+
 def prompt_of(**fields: Any) -> list[dict[str, Any]]:
     """The messages as the chat template gets them."""
     body = {"max_tokens": 1, **fields}

@@ -14,6 +14,7 @@ import pytest
 from command_line import ROOT
 from penstock import errors
 from penstock.config import EngineConfig, ServeConfig
+from penstock.serve.browsers import ForbiddenError, MediaTypeError
 from penstock.serve.openapi import OPERATIONS
 from penstock.serve.responses.store import UnknownResponseError
 from penstock.serve.sessions import SessionNotFoundError
@@ -106,7 +107,8 @@ def test_the_table_of_metrics_has_every_metric_and_its_type(server: Server) -> N
 
 
 def test_the_table_of_errors_agrees_with_the_errors() -> None:
-    known = (*vars(errors).values(), SessionNotFoundError, UnknownResponseError)
+    ours = (SessionNotFoundError, UnknownResponseError, ForbiddenError, MediaTypeError)
+    known = (*vars(errors).values(), *ours)
     statuses = {kind.code: kind.status for kind in known if hasattr(kind, "code")}
     listed = {code: int(row[0]) for row in table("Errors") for code in in_code(row[1])}
     plain = {"not_found": 404, "method_not_allowed": 405, "body_too_large": 413}

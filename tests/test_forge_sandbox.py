@@ -300,9 +300,43 @@ def test_profiles_count_no_time_twice() -> None:
         "concurrent.futures.ProcessPoolExecutor()",
         "from .. import judge",
         "__builtins__",
+        "match torch.zeros:\n  case object(__builtins__=b): pass",
+        "match torch.zeros:\n  case object(x): pass",
+        "match [torch.zeros]:\n  case [object(__globals__=b), *_]: pass",
+        "import torch.fx",
+        "from torch import fx",
+        "torch.fx.graph_module._exec_with_source('1', {})",
+        "torch._dynamo.eval_frame",
+        "torch._inductor.codecache.PyCodeCache.load('1')",
+        "torch.utils.benchmark.Timer('1').timeit()",
+        "import typing; typing.get_type_hints(x)",
+        "torch.load('x')",
+        "torch.load('x', weights_only=False)",
+        "torch.load('x', weights_only=not False)",
+        "torch.load('x', weights_only=True, **{'weights_only': False})",
+        "read = torch.load",
+        "from torch import load",
+        "from torch.serialization import load as read",
+        "mine = torch.serialization; mine.load('x')",
+        "import triton.language as tl; tl = torch.serialization; tl.load('x')",
+        "torch.serialization.add_safe_globals([])",
     ],
 )
 def test_the_screen_refuses_what_no_engine_needs(line: str) -> None:
     source = f"import os\nimport torch\n{line}\ndef create_engine(): pass\n"
-    assert "line 3" in refusal(source)
+    assert refusal(source).startswith(("line 3", "line 4"))
     assert not refusal(source.replace(line, "torch.zeros(1)"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.load('x', map_location='cpu', weights_only=True, mmap=True)",
+        "import triton.language as tl; tl.load(1)",
+        "from triton import language; language.load(1)",
+        "match 3:\n  case 3 | 4: pass\n  case [a, *_]: pass\n  case {'b': c}: pass",
+        "class A:\n  def load(self): return self.load()",
+    ],
+)
+def test_the_screen_lets_engines_read_their_weights_and_their_memory(line: str) -> None:
+    assert not refusal(f"import os\nimport torch\n{line}\ndef create_engine(): pass\n")

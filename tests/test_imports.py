@@ -9,12 +9,14 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "penstock"
 
-EVERYONE = {"types", "config", "errors", "progress"}
+EVERYONE = {"types", "config", "errors", "progress", "child_python", "file_kinds"}
 ALLOWED = {
     "types": {"errors"},
     "config": {"errors"},
     "errors": set(),
     "progress": set(),
+    "child_python": set(),
+    "file_kinds": {"errors"},
     "ops": {"ops"},
     "layers": {"layers", "ops"},
     "models": {"models", "layers", "ops", "assets"},

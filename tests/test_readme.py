@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,6 +88,65 @@ def test_every_path_of_the_tree_exists() -> None:
             assert (ROOT / "penstock" / name if inside else ROOT / name).exists(), name
 
 
+# Speeds: each is the rounded number of a file in results/, and none stands there without one
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / "results/h200" / name).read_text())["rows"]
+    return rows
+
+
+def is_rounded(said: str, value: float) -> bool:
+    """Whether a number is this value, as many digits as are said."""
+    decimals = len(said.partition(".")[2])
+    return f"{value:.{decimals}f}" == said.replace(",", "")
+
+
+def table_row(title: str) -> list[str]:
+    (cells,) = re.findall(rf"^\| {re.escape(title)} \|(.*)\|$", README, re.MULTILINE)
+    return [cell.strip() for cell in cells.split("|")]
+
+
+def test_the_table_of_decode_steps_is_what_was_measured() -> None:
+    measured = {row["batch"]: row for row in rows_of("decode.json") if row["context"] == 1536}
+    batches = [int(cell) for cell in table_row("batch")]
+    assert len(batches) > 3
+    for batch, ms, share in zip(
+        batches, table_row("ms a step"), table_row("of the memory's floor"), strict=True
+    ):
+        assert is_rounded(ms, measured[batch]["ms"]), (batch, ms)
+        assert is_rounded(share.removesuffix(" %"), 100 * measured[batch]["of_floor"]), (batch, share)
+
+
+def test_the_sentences_about_prefill_and_serving_are_what_was_measured() -> None:
+    prefill = {(row["batch"], row["context"]): row["ms"] for row in rows_of("prefill.json")}
+    alone, crowd = (next(r for r in rows_of("serving.json") if r["concurrency"] == c) for c in (1, 64))
+    text = " ".join(README.split())
+    number = r"([\d,.]*\d)"
+    for sentence, values in {
+        f"1,024 tokens in {number} ms, 8 x 1,024 in {number}": [prefill[1, 1024], prefill[8, 1024]],
+        f"{number} tok/s with 64 requests at a time, a token every {number} ms": [
+            crowd["tok_s"],
+            crowd["tpot_ms"]["p50"],
+        ],
+        f"the first token after {number} ms, others every {number}": [
+            alone["ttft_ms"]["p50"],
+            alone["tpot_ms"]["p50"],
+        ],
+    }.items():
+        (said,) = re.findall(sentence, text)
+        for claim, value in zip(said, values, strict=True):
+            assert is_rounded(claim, value), (sentence, claim, value)
+
+
 def test_no_speed_is_claimed_without_a_result() -> None:
-    claims = re.findall(r"[\d,.]+ (?:tok/s|tokens/s|GB/s|ms a token|x faster)", README)
-    assert not claims or (ROOT / "results").is_dir(), claims
+    """What others have published is said to be theirs."""
+    ours = re.sub(r"Published by others:.*?\.(?=\s[A-Z])", "", README, flags=re.DOTALL)
+    claims = re.findall(r"([\d,.]*\d) (?:tok/s|tokens/s|GB/s|ms a token|x faster)", ours)
+    assert claims
+    rows = [
+        row for name in ("decode", "prefill", "serving", "serving_loads") for row in rows_of(f"{name}.json")
+    ]
+    results = [row[key] for row in rows for key in ("tok_s", "output_tok_s", "gb_s") if key in row]
+    for claim in claims:
+        assert any(is_rounded(claim, value) for value in results), claim

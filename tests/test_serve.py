@@ -465,7 +465,7 @@ def test_leaving_a_stream_frees_its_pages(server: Server) -> None:
 
 def send_chat(connection: socket.socket, body: dict[str, Any]) -> None:
     data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
 
 

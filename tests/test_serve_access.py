@@ -199,7 +199,7 @@ def test_a_page_of_a_listed_origin_may_call_and_reads_refusals_too() -> None:
 def test_a_page_of_another_origin_is_not_invited(origin: str) -> None:
     app = app_of(cors_origin=("https://good.example",))
     asking = {"origin": origin, "access-control-request-method": "POST"}
-    assert call(app, "/v1/chat/completions", asking, "OPTIONS").status == 400
+    assert call(app, "/v1/chat/completions", asking, "OPTIONS").status == 403
     assert "access-control-allow-origin" not in call(app, "/v1/models", {"origin": origin}).headers
     assert "access-control-allow-origin" not in call(app_of(), "/v1/models", {"origin": origin}).headers
 
@@ -242,7 +242,7 @@ def test_a_wrong_method_is_told_all_the_right_ones() -> None:
 
 
 def test_a_path_with_a_slash_too_many_is_not_redirected_anywhere() -> None:
-    answered = call(app_of(), "/version/", {"host": "evil.example"})
+    answered = call(app_of(), "/version/", {"host": "localhost"})
     assert answered.status == 404
     assert "location" not in answered.headers
 

@@ -359,6 +359,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tools": [{"name": "f"}]}, "tools[0] has no input_schema"),
     ({"tools": [{"name": 5, "input_schema": {}}]}, "tools[0].name"),
+    *(
+        ({"tools": [{"name": name, "input_schema": {}}]}, "tools[0].name is ")
+        for name in ("", "a b", "x\n<|im_end|>", "é", "a" * 129, "f>")
+    ),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice"),

@@ -17,7 +17,8 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError, ContextLengthError, EngineDeadError, ModelNotFoundError
 from penstock.serve import client as client_module
 from penstock.serve.client import EngineClient
-from penstock.serve.server import allow_many_connections, open_port
+from penstock.serve.open_files import allow_many_files
+from penstock.serve.server import open_port
 from penstock.types import Request, SamplingParams, TokenDelta
 from serving import (
     FREE,
@@ -205,9 +206,11 @@ def test_without_a_folder_for_its_socket_an_engine_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    with client_module._socket_folder() as folder:
-        assert Path(folder).parent == Path("/tmp")
-        assert Path(folder).stat().st_mode & 0o777 == 0o700
+    with client_module._socket_path() as path:
+        folder = Path(path).parent
+        assert folder.parent == Path("/tmp")
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert not folder.exists()
     long_folder = tmp_path / ("x" * 100)
     long_folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long_folder))
@@ -238,7 +241,7 @@ def test_a_server_may_open_as_many_connections_as_the_hard_limit_has() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
     try:
-        allow_many_connections()
+        allow_many_files()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -165,7 +165,7 @@ def test_an_invocation_without_a_shape_is_a_400(server: Server, body: dict[str, 
 # Rude connections
 
 
-HEAD = b"POST %b HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST %b HTTP/1.1\r\nHost: localhost\r\n"
 HALF_SENT = {  # and what such a client is told
     b"": b"408",
     b"POST /v1/chat/comp": b"408",

@@ -109,7 +109,9 @@ def test_a_file_that_holds_no_weights_is_not_a_model(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", r"config.json is not JSON"),
-        ("", r"config.json is not JSON"),
+        ("", r"config.json is empty"),
+        ("version https://git-lfs.github.com/spec/v1\n", r"config.json is a Git-LFS pointer"),
+        ("<!DOCTYPE html><title>Log in</title>", r"config.json is a web page"),
         ("[" * 100_000, r"config.json is not JSON"),
         ("[1, 2]", r"does not hold a JSON object\nIt holds a list"),
         ("null", r"does not hold a JSON object\nIt holds a NoneType"),
@@ -131,15 +133,44 @@ def test_the_architecture_is_known_by_its_type_or_by_its_class() -> None:
     assert model_type_of({"architectures": ["MistralForCausalLM"]}) == "mistral"
 
 
-def test_an_unknown_architecture_is_answered_with_what_is_supported() -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3_next", "gemma3_text", "qwen2_moe", "qwen3_vl", "qwen3_vl_moe", "llama4", "llama4_text"),
+        *("mixtral", "ministral", "mistral3", "qwen3_omni_moe", "qwen3_6", "Qwen3NextForCausalLM"),
+    ],
+)
+def test_another_architecture_is_answered_with_what_is_supported_and_no_name_to_try(name: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        model_type_of({"model_type": "qwen3_next"})
+        model_type_of({"model_type": name})
     text = str(caught.value)
-    assert "The architecture 'qwen3_next' is not supported" in text
+    assert f"The architecture {name!r} is not supported" in text
     assert ", ".join(ARCHITECTURES) in text
-    assert "Did you mean 'qwen3_" in text
+    assert "Did you mean" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("Qwen3.5", "qwen3_5"), ("qwen3-moe", "qwen3_moe"), ("qwen3_5_txt", "qwen3_5_text"), ("LLAMA", "llama")],
+)
+def test_a_misspelt_architecture_is_answered_with_the_one_that_is_meant(name: str, meant: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        model_type_of({"model_type": name})
+    assert caught.value.todo == f"Did you mean {meant!r}?"
+
+
+def test_a_config_without_an_architecture_is_told_so() -> None:
     with pytest.raises(CheckpointError, match=r"config.json has no model_type"):
         model_type_of({})
+
+
+def test_a_gguf_is_known_as_a_file_and_in_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    for name in (tmp_path / "model-Q4_K_M.gguf", tmp_path):
+        with pytest.raises(CheckpointError, match=r"is a GGUF file, which cannot be loaded yet") as caught:
+            find_model(str(name))
+        assert "bfloat16" in caught.value.why
+        assert "*.safetensors" in caught.value.todo
 
 
 def test_finding_a_model_never_imports_torch() -> None:

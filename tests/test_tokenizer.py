@@ -183,6 +183,50 @@ def test_a_file_that_cuts_and_pads_texts_does_neither_to_prompts(tiny_folder: Pa
         assert cutting.encode(text) == plain.encode(text)
 
 
+SLOW_PATTERN = r"(?:(a+)+\1)+y"  # which the library gives up on, with a panic of Rust
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+@pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer"])
+def test_a_pattern_that_gives_up_is_a_request_error_and_spoils_nothing_else(
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    part: str,
+    is_quick: bool,
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastokens", None)  # which has another idea of patterns
+    written = json.loads((tiny_folder / "tokenizer.json").read_text())
+    written[part] = {
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": SLOW_PATTERN},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "normalizer": {"type": "Replace", "pattern": {"Regex": SLOW_PATTERN}, "content": "x"},
+    }[part]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+    tokenizer = Tokenizer.load(tmp_path, is_quick=is_quick)
+    with pytest.raises(RequestError, match=r"The tokenizer failed on this text\nIt says: .*retry-limit"):
+        tokenizer.encode("a" * 5000)
+    assert tokenizer.encode("Hello")
+
+
+def test_a_fast_encoder_that_panics_is_not_used(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("fastokens")
+    written = json.loads((tiny_folder / "tokenizer.json").read_text())
+    pattern = SLOW_PATTERN.replace("y", "$q")
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    written["pre_tokenizer"] = split
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+    tokenizer = Tokenizer.load(tmp_path)  # tries both on plain text, among it many an a
+    assert tokenizer.encode("Hello")
+
+
 def test_a_lone_surrogate_is_refused(tiny_folder: Path) -> None:
     with pytest.raises(RequestError, match="surrogate"):
         Tokenizer.load(tiny_folder).encode("a\ud800b")

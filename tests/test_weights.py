@@ -261,10 +261,95 @@ def test_integer_weights_are_refused_by_dtype(tmp_path: Path) -> None:
     assert "model.embed_tokens.weight is int8" in text
 
 
-def test_a_quantised_checkpoint_is_refused_by_its_method(tmp_path: Path) -> None:
-    config = {**CONFIG, "quantization_config": {"quant_method": "fp8"}}
-    text = error_of(lambda: load(write_checkpoint(tmp_path, make_state(), config)))
-    assert "is quantised (fp8)" in text
+MLX = {"group_size": 64, "bits": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "method"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"text_config": {"quantization_config": {"quant_method": "gptq"}}}, "gptq"),
+        ({"quantization": {"quant_algo": "NVFP4"}}, "NVFP4"),
+        ({"quantization": MLX, "quantization_config": MLX}, "by MLX, to 4 bits"),
+        ({"quantization": MLX}, "by MLX, to 4 bits"),
+        ({"quantization_config": {"x": 1}}, "by a method that config.json does not name"),
+    ],
+)
+def test_a_quantised_checkpoint_is_refused_by_its_method(
+    tmp_path: Path, changes: dict[str, Any], method: str
+) -> None:
+    text = error_of(lambda: load(write_checkpoint(tmp_path, make_state(), {**CONFIG, **changes})))
+    assert f"is quantised ({method}), which cannot be loaded yet" in text
+    assert "Loaded are float32, bfloat16 and float16 weights" in text
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.pt"])
+@pytest.mark.parametrize(
+    ("content", "what", "todo"),
+    [
+        (b"", "is empty", "Download or copy these files again."),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            "is a Git-LFS pointer",
+            "git lfs pull",
+        ),
+        (b"GGUF\x03\0\0\0", "is a GGUF file, which cannot be loaded yet", "*.safetensors"),
+        (b"\n<!doctype HTML><p>Please log in</p>", "is a web page", "Download the file itself."),
+    ],
+)
+def test_a_file_that_is_something_else_is_called_by_its_name(
+    tmp_path: Path, name: str, content: bytes, what: str, todo: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / name).write_bytes(content)
+    text = error_of(lambda: load(tmp_path))
+    assert f"{name} {what}" in text
+    assert todo in text.splitlines()[-1]
+    assert "header" not in text
+
+
+def test_pointers_in_place_of_shards_are_told_once_what_to_do(tmp_path: Path) -> None:
+    write_shards(tmp_path, make_state())
+    for shard in tmp_path.glob("*.safetensors"):
+        shard.write_text("version https://git-lfs.github.com/spec/v1\n")
+    text = error_of(lambda: load(tmp_path))
+    assert text.count("is a Git-LFS pointer") == 3
+    assert text.count("git lfs pull") == 1
+
+
+def test_a_folder_with_nothing_but_a_gguf_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert "model.gguf is a GGUF file" in error_of(lambda: load(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda values: values.to_sparse(), "sparse_coo"),
+        (lambda values: values.to_sparse_csr(), "sparse_csr"),
+        (lambda values: values.to("meta"), "meta"),
+        (lambda values: torch.nested.nested_tensor([values]), "nested"),
+        (lambda values: torch.quantize_per_tensor(values, 0.1, 0, torch.qint8), "quantised"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_that_is_no_plain_array_is_named(
+    tmp_path: Path, change: Callable[[Tensor], Tensor], kind: str
+) -> None:
+    state = make_state()
+    state["model.embed_tokens.weight"] = change(state["model.embed_tokens.weight"])
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    torch.save(state, tmp_path / "model.pt")
+    text = error_of(lambda: load(tmp_path))
+    assert f"model.pt holds model.embed_tokens.weight as a {kind} tensor" in text
+
+
+@pytest.mark.parametrize("changes", [{"head_dim": 7}, {"head_dim": None, "hidden_size": 12}])
+def test_an_odd_head_dim_is_refused(changes: dict[str, Any]) -> None:
+    config = {**CONFIG, "num_attention_heads": 4, "num_key_value_heads": 2, **changes}
+    with pytest.raises(CheckpointError, match=r"head_dim in config.json is [37]\nIt must be even"):
+        build_model(config, torch.float32, torch.device("meta"))
 
 
 def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
@@ -298,7 +383,6 @@ def entry(**changes: Any) -> dict[str, Any]:
         (lambda content: content[:-100], "model.safetensors is truncated: "),
         (lambda content: content[:200], "model.safetensors is truncated or not safetensors: its header"),
         (lambda content: content[:5], "model.safetensors is truncated or not safetensors: its header"),
-        (lambda content: b"", "model.safetensors is truncated or not safetensors: its header"),
         (lambda content: b"\xb1" * 5000, "model.safetensors is truncated or not safetensors: its header"),
         (lambda content: content[:8] + b"\xb1" * (len(content) - 8), "its header is not JSON"),
         (lambda content: damage_header(content, [1]), "its header is not a JSON object"),
@@ -379,7 +463,10 @@ def test_a_malicious_pickle_is_refused_and_runs_nothing(tmp_path: Path, form: st
     [
         (lambda path: torch.save([1, 2], path), "model.pt holds a list, not a state dict"),
         (lambda path: torch.save({"model": {}}, path), "'model' is a dict, not a tensor"),
-        (lambda path: path.write_bytes(b""), "model.pt is truncated or not a torch file"),
+        (
+            lambda path: path.write_bytes(b"PK\x03\x04" + b"x" * 99),
+            "model.pt is truncated or not a torch file",
+        ),
         (lambda path: path.write_bytes(b"\xb1" * 999), "model.pt"),
         (lambda path: (torch.save(make_state(), path), os.truncate(path, 5000)), "model.pt"),
     ],

@@ -6,13 +6,13 @@ import contextlib
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from penstock.child_python import module_command
 from penstock.errors import PenstockError
 from penstock.http_client import HttpClient
 from penstock.progress import OnPhase, Phase, timed
@@ -63,7 +63,7 @@ class _Said:
 @contextlib.contextmanager
 def started_server(words: Sequence[str], on_phase: OnPhase) -> Iterator[StartedServer]:
     """Runs `penstock serve` with these flags on a free port; yields when /health says that it is ready."""
-    command = [sys.executable, "-m", "penstock", "serve", "--host", "127.0.0.1", "--port", "0", *words]
+    command = module_command("penstock", "serve", "--host", "127.0.0.1", "--port", "0", *words)
     started_s = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:

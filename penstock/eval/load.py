@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import gc
 import multiprocessing
+import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -83,6 +84,20 @@ class _PartResult:
     cpu: float
 
 
+@contextlib.contextmanager
+def _nothing_imported_from_here() -> Iterator[None]:
+    """A new process begins with `python -c`, which would import from the working directory first."""
+    name, before = "PYTHONSAFEPATH", os.environ.get("PYTHONSAFEPATH")
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 class LoadClients:
     """Client processes that wait for a load. A context: they end with it."""
 
@@ -94,7 +109,8 @@ class LoadClients:
         for counts in self._counts:
             ours, theirs = spawning.Pipe()
             process = spawning.Process(target=_serve_loads, args=(theirs, counts), daemon=True)
-            process.start()
+            with _nothing_imported_from_here():
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)

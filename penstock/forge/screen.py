@@ -30,6 +30,10 @@ ALLOWED_MODULES = {
 REFUSED_MODULES = (
     "concurrent.futures.Process",  # threads wait for compilers; an engine is one process
     "concurrent.futures.process",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.fx",  # turns strings into functions
+    "torch.utils.benchmark",
     "torch.utils.cpp_extension",
     "torch.multiprocessing",
     "torch.distributed",
@@ -56,18 +60,26 @@ REFUSED_NAMES = {
 }
 # Also with an underscore before them, as some modules name what they import.
 REFUSED_ATTRIBUTES = {
+    "ForwardRef",
     "ProcessPoolExecutor",
     "TorchDispatchMode",
     "TorchFunctionMode",
+    "add_safe_globals",
     "attrgetter",
+    "benchmark",
     "builtins",
     "cpp_extension",
     "ctypes",
     "distributed",
+    "dynamo",
+    "evaluate_forward_ref",
     "from_file",
+    "fx",
     "gc",
+    "get_type_hints",
     "hub",
     "importlib",
+    "inductor",
     "inspect",
     "io",
     "load_library",
@@ -125,6 +137,8 @@ def _fault(node: ast.AST) -> str:
         return f"uses {node.id}"
     if isinstance(node, ast.Attribute):
         return _attribute_fault(node)
+    if isinstance(node, ast.MatchClass):  # it reads attributes, by names and by strings
+        return "matches a class pattern; isinstance says as much"
     return ""
 
 
@@ -133,6 +147,8 @@ def _import_fault(node: ast.ImportFrom) -> str:
         return "imports from os; only os.path.join is needed"
     if refused := [each.name for each in node.names if _is_refused(each.name) or each.name == "*"]:
         return f"imports {refused[0]} from {node.module}"
+    if (node.module or "").partition(".")[0] != "triton" and any(each.name == "load" for each in node.names):
+        return f"imports load from {node.module}"
     modules = [node.module or ".", *(f"{node.module}.{each.name}" for each in node.names)]
     return next((f for f in map(_module_fault, modules) if f), "")
 
@@ -168,16 +184,47 @@ class _Imports:
         self.modules = {each.asname or each.name.partition(".")[0] for each in whole}
         self.names = self.modules | {each.asname or each.name for each in parts}
         self.bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+        self.kernels = _names_of_triton(nodes)
+        self.safe_loads = {id(n.func) for n in nodes if isinstance(n, ast.Call) and _loads_tensors_only(n)}
 
     def misuse(self, node: ast.AST) -> str:
         if isinstance(node, ast.Name) and node.id in self.modules and id(node) not in self.bases:
             return f"uses the module {node.id} as a value"
+        if isinstance(node, ast.Attribute) and node.attr == "load" and id(node) not in self.safe_loads:
+            base = _root(node)
+            if base is None or base.id not in self.kernels | {"self"}:
+                return "uses .load without weights_only=True, which can run what a file says"
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             if node.attr.removeprefix("_cuda_") in JUDGES_OWN:
                 return f"changes .{node.attr}, which the judge uses"
-            base: ast.expr = node
-            while isinstance(base, ast.Attribute):
-                base = base.value
-            if isinstance(base, ast.Name) and base.id in self.names:
+            base = _root(node)
+            if base is not None and base.id in self.names:
                 return f"changes .{node.attr} of {base.id}, which is not its own"
         return ""
+
+
+def _root(node: ast.Attribute) -> ast.Name | None:
+    """The a of a.b.c."""
+    base: ast.expr = node
+    while isinstance(base, ast.Attribute):
+        base = base.value
+    return base if isinstance(base, ast.Name) else None
+
+
+def _names_of_triton(nodes: Sequence[ast.AST]) -> set[str]:
+    """What is called by these names loads from the device's memory, not from files."""
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found = [each for each in node.names if each.name.partition(".")[0] == "triton"]
+            names |= {each.asname or "triton" for each in found}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "triton":
+            names |= {each.asname or each.name for each in node.names}
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    return names - bound
+
+
+def _loads_tensors_only(call: ast.Call) -> bool:
+    given = [word.value for word in call.keywords if word.arg == "weights_only"]
+    has_more = any(word.arg is None for word in call.keywords)
+    return not has_more and len(given) == 1 and isinstance(given[0], ast.Constant) and given[0].value is True

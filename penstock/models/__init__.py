@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import CheckpointError, nearest
+from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +27,8 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3_5_moe": "penstock.models.qwen3_5",
     "qwen3_5_moe_text": "penstock.models.qwen3_5",
 }
+
+TYPO = 0.9  # likeness of names of which one is meant to be the other; mixtral and mistral have 0.86
 
 
 def build_model(
@@ -48,10 +52,24 @@ def model_type_of(config: Mapping[str, Any]) -> str:
     raise CheckpointError(
         f"The architecture {seen!r} is not supported" if seen else "config.json has no model_type",
         f"Supported are {', '.join(ARCHITECTURES)}.",
-        (nearest(seen, ARCHITECTURES) or "Use a model of a supported architecture.")
+        (_meant(seen) or "Use a model of one of these; another name in config.json would not make it one.")
         if seen
         else "Add the model_type of the architecture.",
     )
+
+
+def _meant(name: str) -> str:
+    """For a name that is misspelt. One with another number or another word is another architecture."""
+
+    def spelling(name: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", name.lower())
+
+    known = {spelling(key): key for key in ARCHITECTURES}
+    digits = re.sub(r"\D", "", name)
+    for match in difflib.get_close_matches(spelling(name), known, cutoff=TYPO):
+        if re.sub(r"\D", "", match) == digits:
+            return f"Did you mean {known[match]!r}?"
+    return ""
 
 
 _CLASS_NAMES = {

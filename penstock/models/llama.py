@@ -22,7 +22,7 @@ from penstock.layers.parameter import norm_parameter, parameter
 from penstock.layers.rope import Rope, inverse_frequencies
 from penstock.models import model_type_of
 from penstock.models.placement import Placement
-from penstock.models.reading import MAX_LAYERS, MAX_NUMBER, read, read_size
+from penstock.models.reading import MAX_LAYERS, MAX_NUMBER, read, read_size, unusable
 from penstock.ops import norm_linear
 from penstock.types import CacheSpec
 
@@ -148,6 +148,8 @@ class LlamaConfig:
                 "Check that config.json is complete and belongs to this model.",
             )
         head_dim = read_size(config, "head_dim", family.head_dim or hidden_size // num_heads)
+        if head_dim % 2:
+            raise unusable("head_dim", head_dim, "even: rotary embeddings turn pairs of numbers")
         return cls(
             hidden_size=hidden_size,
             intermediate_size=read_size(config, "intermediate_size"),

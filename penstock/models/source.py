@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import CheckpointError, ModelNotFoundError, nearest
+from penstock.file_kinds import gguf, impostor
 from penstock.models.presets import PRESETS
 
 CONFIG_NAMES = ("config.json", "model_config.json")
@@ -56,6 +57,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
             f"{path} cannot be read", f"{error.strerror or error}.", "Check the file and who may read it."
         ) from error
     except (ValueError, RecursionError) as error:
+        if known := impostor(path):
+            raise known from error
         raise CheckpointError(
             f"{path} is not JSON", f"{error}.", "Download or copy the file again."
         ) from error
@@ -70,6 +73,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 def _open_path(path: Path) -> ModelSource:
     folder = path if path.is_dir() else path.parent
+    if not path.is_dir() and path.suffix == ".gguf":
+        raise gguf(path)
     if not path.is_dir() and path.suffix not in WEIGHT_SUFFIXES:
         raise ModelNotFoundError(
             f"{path} is not a model",
@@ -87,6 +92,8 @@ def _find_config(folder: Path) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
+    if files := sorted(folder.glob("*.gguf")):
+        raise gguf(files[0])
     found = sorted(entry.name for entry in folder.iterdir())
     raise CheckpointError(
         f"{folder} has no config.json",

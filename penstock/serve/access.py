@@ -1,7 +1,7 @@
-"""Who is answered: requests with a known key, from pages of known origins.
+"""Who is answered: requests with a known key, from pages of known origins, that say their body is JSON.
 
-Both stand in front of every route, so that a route cannot forget them. Keys are compared by digest and all of
-them each time, so the time an answer takes says nothing about them. Who sends the same key is one tenant:
+All of it stands in front of every route, so that no route can forget it. Keys are compared by digest and all
+of them each time, so the time an answer takes says nothing about them. Who sends the same key is one tenant:
 caches, sessions and responses that are kept are not shared with others.
 """
 
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.config import ServeConfig
 from penstock.errors import AuthenticationError
+from penstock.serve.browsers import JsonBodies, KnownSites
 from penstock.serve.error_answers import answer_error
 from penstock.serve.tenants import tenant_of_key
 
@@ -27,7 +28,8 @@ EXPOSED_HEADERS = ("x-request-id", "retry-after")
 
 def access_middleware(config: ServeConfig) -> list[Middleware]:
     """Origins first: a browser asks for permission without a key, and wants to read a refusal."""
-    middleware = []
+    keys = config.load_api_keys()
+    middleware = [] if keys else [Middleware(KnownSites, config=config)]
     if config.cors_origin:
         middleware.append(
             Middleware(
@@ -38,9 +40,9 @@ def access_middleware(config: ServeConfig) -> list[Middleware]:
                 expose_headers=EXPOSED_HEADERS,
             )
         )
-    if keys := config.load_api_keys():
+    if keys:
         middleware.append(Middleware(ApiKeys, keys=keys))
-    return middleware
+    return [*middleware, Middleware(JsonBodies)]
 
 
 class ApiKeys:
@@ -51,12 +53,14 @@ class ApiKeys:
         self._digests = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         key = _key_of(scope)
-        if self._is_known(key):
+        scope["is_stranger"] = not self._is_known(key)
+        if not scope["is_stranger"]:
             scope["tenant"] = tenant_of_key(key)
+        if not scope["is_stranger"] or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         error = AuthenticationError(
@@ -82,6 +86,11 @@ def tenant_of(scope: Scope) -> str:
     """Whose request it is; nobody's in particular on a server without keys."""
     tenant: str = scope.get("tenant", "")
     return tenant
+
+
+def is_stranger(scope: Scope) -> bool:
+    """Whether it has no key, and there are keys."""
+    return bool(scope.get("is_stranger", False))
 
 
 def _digest(key: str) -> bytes:

@@ -96,7 +96,7 @@ class Answer:
         await Response(body, media_type=JSON_TYPE)(scope, receive, send)
 
     async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events = EventWriter(scope["transport"])
+        events = EventWriter(scope["transport"], scope["http_version"])
 
         def deliver(delta: ReplyDelta) -> None:
             if chunk := self._style.encode_chunk(delta):  # an empty one would end the answer

@@ -13,15 +13,13 @@ import itertools
 import logging
 import os
 import signal
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-import penstock
+from penstock.child_python import module_command
 from penstock.config import EngineConfig
 from penstock.errors import EngineDeadError, PenstockError
 from penstock.progress import OnPhase, Phase
@@ -100,8 +98,7 @@ class EngineClient:
         connected: asyncio.Future[ServerChannel] = loop.create_future()
 
         try:
-            with _socket_folder() as folder:
-                path = os.path.join(folder, "engine.sock")
+            with _socket_path() as path:
                 listener = await loop.create_unix_server(lambda: ServerChannel(connected.set_result), path)
                 with contextlib.closing(listener):
                     process = await _start_worker(path, config, environment or {})
@@ -288,11 +285,21 @@ def _dead_engine() -> EngineDeadError:
     )
 
 
-def _socket_folder() -> tempfile.TemporaryDirectory[str]:
-    """Mode 0700: only we can connect. In /tmp where TMPDIR is gone, or too long for a socket's path."""
+@contextlib.contextmanager
+def _socket_path() -> Iterator[str]:
+    """In a folder of mode 0700: only we can connect. In /tmp where TMPDIR is gone, or too long for a socket's
+    path. Removing both opens no file, so nothing is left behind where no more can be opened."""
     chosen = tempfile.gettempdir()
     is_usable = os.path.isdir(chosen) and len(os.fsencode(chosen)) <= MAX_SOCKET_FOLDER_BYTES
-    return tempfile.TemporaryDirectory(prefix="penstock-", dir=chosen if is_usable else "/tmp")
+    folder = tempfile.mkdtemp(prefix="penstock-", dir=chosen if is_usable else "/tmp")
+    path = os.path.join(folder, "engine.sock")
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
 
 
 async def _wait_connected(
@@ -318,16 +325,10 @@ async def _wait_connected(
 async def _start_worker(
     socket_path: str, config: EngineConfig, environment: Mapping[str, str]
 ) -> asyncio.subprocess.Process:
-    package_parent = str(Path(penstock.__file__).resolve().parents[1])
-    search_path = os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH"))))
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "penstock.engine.worker",
-        "--socket",
-        socket_path,
+        *module_command("penstock.engine.worker", "--socket", socket_path),
         stdin=asyncio.subprocess.PIPE,
-        env={**os.environ, **environment, "PYTHONPATH": search_path},
+        env={**os.environ, **environment},
         start_new_session=True,  # the terminal's Ctrl-C reaches the server only
     )
     assert process.stdin is not None

@@ -12,12 +12,14 @@ the transport in between. Knows HTTP's chunks; what an event says is each API's.
 from __future__ import annotations
 
 import asyncio
+import select
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from penstock.config import ServeConfig
 from penstock.errors import OverloadedError
+from penstock.serve.open_files import TURNED_AWAY, connection_limit
 
 # A client that reads slower than tokens come is cut off here: some thousands of events that nobody has read.
 MAX_BACKLOG_BYTES = 1024 * 1024
@@ -32,6 +34,12 @@ MAX_FRAMING_PER_BYTE = 8
 KEEP_ALIVE_S = 75
 # After the time for a body is over: for the route, which answers that in its API's own words.
 ANSWER_GRACE_S = 1.0
+# A client that has closed its side of a connection, and may be gone, is looked at so often.
+LOOK_AT_HALF_CLOSED_S = 0.25
+LOOKS_PER_PROBE = 20  # and sent something so often, while its reply has not begun
+MAX_LOOKS_AT_HALF_CLOSED = 20  # for HTTP/1.0, where nothing can be sent before
+TURNED_AWAY_S = 0.25
+TOO_MANY = b"Too many connections are open. Try again later."
 # Before uvicorn ends what runs when it shuts down, and logs that as a failure of ours.
 CUT_OFF_BEFORE_S = 0.5
 
@@ -40,10 +48,12 @@ class HttpConnection(HttpToolsProtocol):
     """uvicorn's, limited, and lending its transport to whoever answers."""
 
     read_timeout_s = ServeConfig().read_timeout
+    max_connections = 2**31
 
     @classmethod
     def limited_by(cls, config: ServeConfig) -> type[HttpConnection]:
-        return type(cls.__name__, (cls,), {"read_timeout_s": config.read_timeout})
+        limits = {"read_timeout_s": config.read_timeout, "max_connections": connection_limit(config)}
+        return type(cls.__name__, (cls,), limits)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -55,13 +65,56 @@ class HttpConnection(HttpToolsProtocol):
         self._num_framing_bytes = 0  # of the message: all that is not its body
         self._num_body_bytes = 0
         self._is_refused = False
+        self._half_closed: asyncio.TimerHandle | None = None  # the clock of a client that has sent its last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            self._turn_away()
+            return
         self._give_time(min(self.read_timeout_s, MAX_HEAD_S))
+
+    def _turn_away(self) -> None:
+        """Says that there are too many, and leaves the client a moment to read it. Beyond some that are told,
+        the connection just ends: descriptors are what there is too little of."""
+        self._is_refused = True
+        if len(self.connections) > self.max_connections + TURNED_AWAY:
+            self.transport.abort()
+            return
+        self.transport.write(_plain_answer(b"503 Service Unavailable", TOO_MANY, b"retry-after: 1\r\n"))
+        self.loop.call_later(TURNED_AWAY_S, self.transport.close)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """A client that has sent its last byte may wait for its answer, or be gone: both look like this until
+        something is sent to it. True: the connection stays open."""
+        cycle = self.cycle
+        if self._is_refused or self._is_in_message or cycle is None or cycle.response_complete:
+            return False
+        cycle.keep_alive = False
+        self._half_closed = self.loop.call_later(LOOK_AT_HALF_CLOSED_S, self._look_at_half_closed, 1)
+        return True
+
+    def _look_at_half_closed(self, num_looks: int) -> None:
+        """Ends the request of a client that is gone: it answers with a reset whatever reaches it. Before the
+        reply begins, that is an interim answer, which HTTP/1.1 allows at any time and 1.0 does not."""
+        cycle = self.cycle
+        if self.transport.is_closing() or cycle is None:
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # errors alone
+        is_old = cycle.scope["http_version"] == "1.0"
+        if poll.poll(0) or (is_old and not cycle.response_started and num_looks > MAX_LOOKS_AT_HALF_CLOSED):
+            self.transport.abort()
+            return
+        if not (is_old or cycle.response_started or self.pipeline) and num_looks % LOOKS_PER_PROBE == 1:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        look = self._look_at_half_closed
+        self._half_closed = self.loop.call_later(LOOK_AT_HALF_CLOSED_S, look, num_looks + 1)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()
+        if self._half_closed is not None:
+            self._half_closed.cancel()
         self._stop_watching_reader()
         super().connection_lost(exc)
 
@@ -100,6 +153,8 @@ class HttpConnection(HttpToolsProtocol):
             return
         self._give_time(self.read_timeout_s + ANSWER_GRACE_S)
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _send_without_chunks(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
@@ -179,16 +234,37 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.abort()
             return
         if self.cycle is None or self.cycle.scope is not self.scope:
-            head = b"content-type: text/plain\r\ncontent-length: %d\r\nconnection: close" % len(message)
-            self.transport.write(b"HTTP/1.1 %b\r\n%b\r\n\r\n%b" % (status, head, message))
+            self.transport.write(_plain_answer(status, message))
         self.transport.close()
+
+
+def _plain_answer(status: bytes, message: bytes, headers: bytes = b"") -> bytes:
+    head = b"content-type: text/plain\r\ncontent-length: %d\r\n%bconnection: close" % (len(message), headers)
+    return b"HTTP/1.1 %b\r\n%b\r\n\r\n%b" % (status, head, message)
+
+
+def _send_without_chunks(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 has no chunks: a body whose length is not known ends where the connection does. uvicorn chunks
+    it nevertheless, unless it believes that each piece is all that is left."""
+    send = cycle.send
+
+    async def send_plain(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            names = [name.lower() for name, _ in message.get("headers", ())]
+            cycle.chunked_encoding = None if b"content-length" in names else False
+        elif cycle.expected_content_length == 0:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_plain  # type: ignore[method-assign]
 
 
 class EventWriter:
     """The events of one answer: kept until its headers are out, and from then on written as they come."""
 
-    def __init__(self, transport: asyncio.WriteTransport) -> None:
+    def __init__(self, transport: asyncio.WriteTransport, http_version: str = "1.1") -> None:
         self._transport = transport
+        self._is_chunked = http_version != "1.0"
         self._is_open = False
         self._early = b""
 
@@ -208,7 +284,7 @@ class EventWriter:
         elif self._transport.is_closing():
             return
         else:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+            self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
             num_unread = self._transport.get_write_buffer_size()
         if num_unread > MAX_BACKLOG_BYTES:
             if self._is_open:

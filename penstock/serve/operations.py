@@ -10,7 +10,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import penstock
+from penstock.serve.access import is_stranger
 from penstock.serve.answer import json_response
+from penstock.serve.fleet import Fleet
 from penstock.serve.metrics import CONTENT_TYPE as METRICS_TYPE
 from penstock.serve.metrics import render as render_metrics
 from penstock.serve.replica import sum_stats
@@ -33,21 +35,21 @@ class Operations:
         self._client = serving.client
 
     async def health(self, request: Request) -> Response:
-        """Of all engines together and of each; `stats` is null where one is in a long step."""
+        """Of all engines together and of each; `stats` is null where one is in a long step. Without the key
+        that others need, only whether it can serve."""
         client = self._client
+        if is_stranger(request.scope):
+            status = _status_of(client)
+            return json_response({"status": status}, 200 if status == "ok" else 503)
         replicas = await client.report()
-        answer: dict[str, Any]
+        answer: dict[str, Any] = {"status": _status_of(client)}
         if client.failure is not None:
-            answer = {"status": "dead", "reason": client.failure.what, "replicas": replicas}
+            answer |= {"reason": client.failure.what}
         elif client.info is None:
-            answer = {"status": "starting", "phase": dataclasses.asdict(client.phase), "replicas": replicas}
+            answer |= {"phase": dataclasses.asdict(client.phase)}
         else:
-            answer = {
-                "status": "ok",
-                "model": self._serving.model_name,
-                "stats": sum_stats(replicas),
-                "replicas": replicas,
-            }
+            answer |= {"model": self._serving.model_name, "stats": sum_stats(replicas)}
+        answer["replicas"] = replicas
         return json_response(answer, 200 if answer["status"] == "ok" else 503)
 
     async def ready(self, request: Request) -> Response:
@@ -65,3 +67,9 @@ class Operations:
         client = self._client
         text = render_metrics(self._serving.metrics, await client.report(), client.num_moves)
         return Response(text, media_type=METRICS_TYPE)
+
+
+def _status_of(client: Fleet) -> str:
+    if client.failure is not None:
+        return "dead"
+    return "starting" if client.info is None else "ok"

@@ -12,7 +12,6 @@ import dataclasses
 import errno
 import functools
 import os
-import resource
 import signal
 import socket
 import sys
@@ -29,6 +28,7 @@ from penstock.progress import OnPhase, Phase
 from penstock.serve.client import EXIT_GRACE_S, EngineClient
 from penstock.serve.devices import count_gpus, place_engines
 from penstock.serve.fleet import Fleet
+from penstock.serve.open_files import allow_many_files, connection_limit
 from penstock.serve.system_prompt import read_system_prompt, shared_prompt
 from penstock.serve.tenants import tenant_of_key
 
@@ -37,19 +37,11 @@ BACKLOG = 2048
 
 def run(engine_config: EngineConfig, serve_config: ServeConfig, on_phase: OnPhase = lambda _: None) -> None:
     """Serves until SIGINT or SIGTERM; raises what kept the server or its engines from starting."""
-    allow_many_connections()
+    allow_many_files()
+    connection_limit(serve_config)  # raises before anything has begun
     listener = open_port(serve_config.host, serve_config.port)
     with listener, contextlib.suppress(asyncio.CancelledError):  # a signal came before there was HTTP
         uvloop.run(_serve(listener, engine_config, serve_config, on_phase))
-
-
-def allow_many_connections() -> None:
-    """As many as the hard limit has descriptors. The soft one, often 1,024, is there for programs that call
-    select(), and a client beyond it would wait for an answer that never comes.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # where "no limit" is more than the system takes
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def open_port(host: str, port: int) -> socket.socket:

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import CheckpointError, RequestError
+from penstock.file_kinds import impostor
 from penstock.text.json_values import refuse_many_arguments
 from penstock.text.template_process import MEMORY_LIMIT_BYTES, Answer, Failure, shared_process
 
@@ -243,6 +244,8 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(_read_text(file))
     except (ValueError, RecursionError) as error:
+        if known := impostor(file):
+            raise known from error
         raise CheckpointError(f"{file} is not valid JSON", f"{error}.", "Fetch the file again.") from error
     if not isinstance(value, dict):
         raise CheckpointError(

@@ -12,15 +12,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-import penstock
+from penstock.child_python import module_command
 
 MEMORY_LIMIT_BYTES = 256 * 1024 * 1024
 # A limit of CPU seconds comes with each task. This one is of the wall clock, for a machine that stands still.
@@ -101,15 +99,12 @@ class TemplateProcess:
 
 class _Child:
     def __init__(self) -> None:
-        package_parent = str(Path(penstock.__file__).resolve().parents[1])
-        search_path = os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH"))))
         self._socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "penstock.text.template_worker", str(MEMORY_LIMIT_BYTES)],
+                module_command("penstock.text.template_worker", str(MEMORY_LIMIT_BYTES)),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": search_path},
                 start_new_session=True,  # the terminal's Ctrl-C reaches us only
             )
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from penstock.errors import CheckpointError, RequestError
+from penstock.file_kinds import impostor
 from penstock.text.segments import SegmentEncoder
 from penstock.text.template import find_template, read_json
 
@@ -103,10 +104,11 @@ class Tokenizer:
                 "Name a folder or a tokenizer.json that fits the model with --tokenizer.",
             )
         try:
-            model = tokenizers.Tokenizer.from_file(str(file))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # it raises plain Exception; a panic of Rust is not even that
+            with _panics_are_errors():
+                model = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library has no class of its own
+            if known := impostor(file):
+                raise known from error
             raise CheckpointError(f"{file} cannot be read", f"{error}.", "Fetch the file again.") from error
         _check_ids(file, model)
         # Some files cut texts or fill them up, as was useful in training. A prompt stays as it is.
@@ -135,6 +137,12 @@ class Tokenizer:
                 "It holds a lone surrogate, half of a character beyond U+FFFF.",
                 "Send valid Unicode.",
             ) from error
+        except TokenizerPanic as error:
+            raise RequestError(
+                "The tokenizer failed on this text",
+                f"It says: {error}. A pattern in tokenizer.json can be too slow or too deep for some texts.",
+                "Serve the model with another tokenizer.json, or send other text.",
+            ) from error
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD."""
@@ -157,16 +165,32 @@ class Tokenizer:
         return self._model.token_to_id(token)
 
 
+class TokenizerPanic(Exception):
+    """A library of Rust gave up. What it raises itself is no `Exception`, and would pass every handler."""
+
+
+@contextlib.contextmanager
+def _panics_are_errors() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3 has no module to import it from
+            raise
+        raise TokenizerPanic(str(error)) from error
+
+
 def _encode(model: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     # As a batch of one: unlike `encode` it lets other threads run, and it computes no offsets.
-    return model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    with _panics_are_errors():
+        return model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _remembering_encoder(model: tokenizers.Tokenizer) -> Encode:
     """The library's, with a memory for long pieces where that cannot change an id."""
 
     def encode_pieces(pieces: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in model.encode_batch_fast(pieces, add_special_tokens=False)]
+        with _panics_are_errors():
+            return [encoding.ids for encoding in model.encode_batch_fast(pieces, add_special_tokens=False)]
 
     segments = SegmentEncoder.of(model, encode_pieces)
     adds_tokens = model.num_special_tokens_to_add(is_pair=False) > 0
@@ -276,23 +300,29 @@ def _fast_encoder(model: tokenizers.Tokenizer) -> Encode | None:
         return None
     try:
         # As the library understood it: for the ids of a damaged file, fastokens would take any memory.
-        fast = fastokens.Tokenizer.from_json_str(model.to_str())
+        with _panics_are_errors():
+            fast = fastokens.Tokenizer.from_json_str(model.to_str())
     except Exception as error:  # any way of not reading it means the reference encoder
         logger.warning("fastokens cannot read the tokenizer (%s); encoding with tokenizers", error)
         return None
 
     def encode(text: str, add_special_tokens: bool, tenant: str = "") -> list[int]:
         try:
-            return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
-        except ValueError:  # a byte without a token, which the other one leaves out
+            with _panics_are_errors():
+                return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (ValueError, TokenizerPanic):  # a byte without a token, which the other one leaves out
             return _encode(model, text, add_special_tokens)
 
-    differing = [
-        probe
-        for probe in PROBES
-        for special in (False, True)
-        if encode(probe, special) != _encode(model, probe, special)
-    ]
+    try:
+        differing = [
+            probe
+            for probe in PROBES
+            for special in (False, True)
+            if encode(probe, special) != _encode(model, probe, special)
+        ]
+    except TokenizerPanic as error:
+        logger.warning("the tokenizer fails on plain text (%s); encoding with tokenizers", error)
+        return None
     if differing:
         logger.warning(
             "fastokens differs from tokenizers on %d of %d probes, first %r; encoding with tokenizers",

@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from penstock.errors import CheckpointError
+from penstock.file_kinds import gguf, impostor
 from penstock.models.source import WEIGHT_SUFFIXES, read_json_object
 from penstock.weights.safetensors_reader import open_safetensors
 from penstock.weights.stored import StoredTensor
@@ -33,7 +34,7 @@ def open_checkpoint(path: Path) -> list[StoredTensor]:
     try:
         return _open_file(path)
     except CheckpointError as error:
-        raise _damaged(path, [error.what]) from error
+        raise _damaged(path, [error]) from error
 
 
 def list_some(names: list[str]) -> str:
@@ -55,6 +56,8 @@ def _find_single_file(folder: Path) -> Path:
             f"It holds {len(files)} weights files: {list_some([file.name for file in files])}.",
             "Add the index of the checkpoint, or give the one file that is meant.",
         )
+    if files := sorted(folder.glob("*.gguf")):
+        raise gguf(files[0])
     raise CheckpointError(
         f"{folder} has no weights",
         f"There is no {', '.join(SINGLE_NAMES)} and no {INDEX_NAMES[0]} in it.",
@@ -65,6 +68,8 @@ def _find_single_file(folder: Path) -> Path:
 def _open_file(path: Path) -> list[StoredTensor]:
     if not os.path.isfile(path):  # unlike Path.is_file, it takes a name that no file can have
         raise CheckpointError(f"{path.name[:MAX_NAME]} is missing")
+    if error := impostor(path):
+        raise error
     if path.suffix == ".safetensors":
         return open_safetensors(path)
     return open_torch_file(path)
@@ -79,34 +84,39 @@ def _open_indexed(folder: Path, index_path: Path) -> list[StoredTensor]:
             "Download or copy the index again.",
         )
     names_of_shard: dict[str, set[str]] = defaultdict(set)
-    problems = []
+    problems: list[CheckpointError] = []
     for name, shard in weight_map.items():
         if isinstance(shard, str) and Path(shard).name == shard:
             names_of_shard[shard].add(name)
         else:  # a file outside the folder is never what a checkpoint means
-            problems.append(f"{index_path.name} puts {name} in {shard!r}, which is not a file name")
+            problem = f"{index_path.name} puts {name} in {shard!r}, which is not a file name"
+            problems.append(CheckpointError(problem))
     tensors: list[StoredTensor] = []
     for shard, names in names_of_shard.items():
         try:
             in_shard = [tensor for tensor in _open_file(folder / shard) if tensor.name in names]
         except CheckpointError as error:
-            problems.append(error.what)
+            problems.append(error)
             continue
         absent = sorted(names - {tensor.name for tensor in in_shard})
         if absent:
-            problems.append(f"{shard} lacks {list_some(absent)}, which {index_path.name} puts there")
+            problem = f"{shard} lacks {list_some(absent)}, which {index_path.name} puts there"
+            problems.append(CheckpointError(problem))
         tensors += in_shard
     if problems:
         raise _damaged(folder, problems)
     return tensors
 
 
-def _damaged(path: Path, problems: list[str]) -> CheckpointError:
-    listed = problems[:MAX_LISTED]
+def _damaged(path: Path, problems: list[CheckpointError]) -> CheckpointError:
+    """All of them in one error; what one of them says to do comes first, and once."""
+    listed = [error.what for error in problems[:MAX_LISTED]]
     if len(problems) > MAX_LISTED:
         listed.append(f"and {len(problems) - MAX_LISTED} more problems")
+    reasons = dict.fromkeys(error.why for error in problems if error.why)
+    todos = dict.fromkeys(error.todo for error in problems if error.todo)
     return CheckpointError(
         f"The weights at {path} cannot be read",
-        "\n".join(f"  {problem}." for problem in listed),
-        "Download or copy these files again.",
+        "\n".join([*(f"  {problem}." for problem in listed), *(f"  {reason}" for reason in reasons)]),
+        " ".join(todos) or "Download or copy these files again.",
     )

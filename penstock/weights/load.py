@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CapacityError, CheckpointError
+from penstock.file_kinds import LOADABLE
 from penstock.models import build_model
 from penstock.models.placement import Placement
 from penstock.models.source import ModelSource
@@ -29,6 +30,7 @@ from penstock.weights.stored import StoredTensor
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NEWS_INTERVAL_S = 0.2
+MAX_METHOD_CHARS = 64
 
 
 def load_model(
@@ -91,14 +93,28 @@ def _stored_dtype(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_quantized(source: ModelSource) -> None:
-    quantization = source.config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
-        raise CheckpointError(
-            f"{source.name} is quantised ({method})",
-            "Only float32, bfloat16 and float16 weights can be loaded.",
-            "Use the unquantised checkpoint of the same model.",
-        )
+    text_config = source.config.get("text_config")
+    for level in (source.config, text_config if isinstance(text_config, dict) else {}):
+        for key in ("quantization_config", "quantization"):
+            if quantization := level.get(key):
+                raise CheckpointError(
+                    f"{source.name} is quantised ({_quantization_method(quantization)}), "
+                    "which cannot be loaded yet",
+                    LOADABLE,
+                    "Use the unquantised checkpoint that it was made from.",
+                )
+
+
+def _quantization_method(quantization: Any) -> str:
+    """As its makers call it; MLX gives a number of bits and no name."""
+    if not isinstance(quantization, dict):
+        return str(quantization)[:MAX_METHOD_CHARS]
+    method = quantization.get("quant_method") or quantization.get("quant_algo")
+    if method:
+        return str(method)[:MAX_METHOD_CHARS]
+    if isinstance(quantization.get("bits"), int) and "group_size" in quantization:
+        return f"by MLX, to {quantization['bits']} bits"
+    return "by a method that config.json does not name"
 
 
 def _check_fits(

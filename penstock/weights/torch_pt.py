@@ -37,10 +37,23 @@ def open_torch_file(path: Path) -> list[StoredTensor]:
             raise CheckpointError(
                 f"{path.name} is not a flat state dict: {name!r} is a {type(value).__name__}, not a tensor"
             )
+        if kind := _odd_kind(value):
+            raise CheckpointError(f"{path.name} holds {name} as a {kind} tensor, not as plain numbers")
     return [
         StoredTensor(name, tuple(tensor.shape), tensor.dtype, _loader(tensor))
         for name, tensor in content.items()
     ]
+
+
+def _odd_kind(tensor: Tensor) -> str:
+    """What keeps a tensor from being copied as it is: torch saves more than rows of numbers."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.is_meta:
+        return "meta"
+    if tensor.is_quantized:
+        return "quantised"
+    return "" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")
 
 
 def _loader(tensor: Tensor) -> Callable[[], Tensor]:

@@ -23,6 +23,7 @@ from penstock.serve.openai.chat_options import (
     NamedTool,
     PlainTool,
     Thinking,
+    check_tool_name,
     demanded_tools,
     thinking_budget,
     thinking_switch,
@@ -222,6 +223,7 @@ def _plain_tool(tool: OfferedTool, index: int) -> PlainTool:
             "Describe the tool with a name, a description and an input_schema, and run it yourself.",
             param=f"{where}.type",
         )
+    check_tool_name(tool.name, f"{where}.name", f"{where}.name")
     if tool.input_schema is None:
         raise RequestError(f"{where} has no input_schema", param=f"{where}.input_schema")
     function: dict[str, Any] = {"name": tool.name}

@@ -91,13 +91,18 @@ def plain_tools(tools: Sequence[Tool]) -> list[PlainTool]:
             raise RequestError(
                 f"tools[{index}].type is {tool.type[:32]!r}", "Only functions are supported.", param="tools"
             )
-        if not _TOOL_NAME.fullmatch(tool.function.name):
-            raise RequestError(
-                f"tools[{index}].function.name is {tool.function.name[:64]!r}",
-                "Names have up to 128 letters, digits and the characters _ . : -",
-                param="tools",
-            )
+        check_tool_name(tool.function.name, f"tools[{index}].function.name", "tools")
     return list({tool.function.name: _plain_tool(tool) for tool in tools}.values())
+
+
+def check_tool_name(name: str, where: str, param: str) -> None:
+    """In every API: a name stands in the prompt, and in the grammar of calls."""
+    if not _TOOL_NAME.fullmatch(name):
+        raise RequestError(
+            f"{where} is {name[:64]!r}",
+            "Names have 1 to 128 letters, digits and the characters _ . : -",
+            param=param,
+        )
 
 
 def _plain_tool(tool: Tool) -> PlainTool:

@@ -1,0 +1,184 @@
+"""Web pages that call this server from somebody's browser: which may, and which requests could come from one.
+
+A page of any site can make its visitor's browser send requests to 127.0.0.1 or to the local network. But the
+browser writes three headers itself: `Origin` names the page's site, `Host` is the name in the URL, and a
+`Content-Type` other than a form's is sent only after this server has agreed. A server with API keys does not
+check the first two: a page has no key.
+
+Knows headers only; keys are access.py's.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.config import ServeConfig
+from penstock.errors import PenstockError
+from penstock.serve.error_answers import answer_error
+
+ANY = "*"
+# SageMaker passes on whatever type its callers name. A page can send these three without being asked first.
+ANY_TYPE_PATH = "/invocations"
+FORM_TYPES = frozenset({"application/x-www-form-urlencoded", "multipart/form-data", "text/plain"})
+WILDCARD_ADDRESSES = ("0.0.0.0", "::")  # a client that connects to one of them reaches its own machine
+# Names that no registrar sells: nobody outside can make one of them point here.
+PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
+_JSON_TYPE = re.compile(r"application/([a-z0-9!#$&^_.-]+\+)?json")
+_HOST = re.compile(r"(?P<name>\[[0-9a-f:.%]+\]|[^\[\]:/@\s]+)(:(?P<port>\d*))?")
+
+
+class ForbiddenError(PenstockError):
+    """A request that looks as if a page of another site had made a browser send it."""
+
+    status = 403
+    code = "forbidden"
+
+
+class MediaTypeError(PenstockError):
+    """A body that does not say that it is JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class JsonBodies:
+    """Answers 415 to a POST whose body is declared as anything but JSON."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            for value in Headers(scope=scope).getlist("content-type"):
+                kind = value.partition(";")[0].strip().lower()
+                if not _is_readable(kind, scope["path"]):
+                    await answer_error(scope, _wrong_type(kind))(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+
+def _is_readable(content_type: str, path: str) -> bool:
+    if path == ANY_TYPE_PATH:
+        return content_type not in FORM_TYPES
+    return _JSON_TYPE.fullmatch(content_type) is not None
+
+
+def _wrong_type(content_type: str) -> MediaTypeError:
+    return MediaTypeError(
+        f"The body is declared as {content_type[:64] or 'nothing'!r}",
+        "Only JSON is read; `curl -d` declares a form unless it is told otherwise.",
+        "Add the header `Content-Type: application/json` (curl: -H 'Content-Type: application/json').",
+    )
+
+
+class KnownSites:
+    """Answers 403 to pages of other sites, and to requests by a name that could be another site's."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
+        self._app = app
+        self._origins = config.cors_origin
+        self._hosts = HostNames(config.host, config.allowed_host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._objection(Headers(scope=scope)) if scope["type"] == "http" else None
+        if error is not None:
+            await answer_error(scope, error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _objection(self, headers: Headers) -> ForbiddenError | None:
+        hosts = [host for host in headers.getlist("host") if host]  # a browser always sends one
+        for host in hosts:
+            if not self._hosts.include(host):
+                return ForbiddenError(
+                    f"This server is not known by the name in Host: {host[:128]!r}",
+                    "A page of another site could have had its name point here.",
+                    "Use the address that the server says when it starts, start it with --allowed-host NAME, "
+                    "or with --api-key.",
+                )
+        for origin in headers.getlist("origin"):
+            if not (ANY in self._origins or origin in self._origins or is_same_origin(origin, hosts)):
+                return ForbiddenError(
+                    f"Pages of {origin[:128]!r} may not call this server",
+                    "Any page that somebody visits could send such a request.",
+                    "If it is meant to, start the server with --cors-origin ORIGIN.",
+                )
+        return None
+
+
+class HostNames:
+    """The names and addresses by which clients of a server without keys may call it.
+
+    A server that only this machine reaches is called by a loopback name or address. One that listens to a
+    network is called by an address, by this machine's name, or by a name that no registrar sells.
+    """
+
+    def __init__(self, bound: str, allowed: Sequence[str]) -> None:
+        self._takes_any = ANY in allowed
+        self._is_loopback = _is_loopback(bound.lower())
+        own = {bound, *allowed, *WILDCARD_ADDRESSES}
+        if not self._is_loopback:
+            machine = socket.gethostname()
+            own |= {machine, machine.partition(".")[0]}
+        self._own = {_name_of(host) for host in own}
+
+    def include(self, host: str) -> bool:
+        if self._takes_any:
+            return True
+        name = _name_of(host)
+        if not name:
+            return False
+        if name in self._own or _is_loopback(name):
+            return True
+        if self._is_loopback:
+            return False
+        return _address(name) is not None or "." not in name or name.endswith(PRIVATE_SUFFIXES)
+
+
+def is_same_origin(origin: str, hosts: Sequence[str]) -> bool:
+    """Whether a page comes from this very server, by the name it was called by."""
+    try:
+        site = urlsplit(origin.lower())
+        port = site.port
+    except ValueError:
+        return False
+    default = {"http": 80, "https": 443}.get(site.scheme)
+    if default is None or not site.hostname:
+        return False
+    for host in hosts:
+        match = _HOST.fullmatch(host.lower())
+        if match is None or match["name"].strip("[]") != site.hostname:
+            return False
+        if int(match["port"] or default) != (port or default):
+            return False
+    return bool(hosts)
+
+
+def _name_of(host: str) -> str:
+    """Without port and brackets; empty: it is none."""
+    if _address(host) is not None:  # as settings have an IPv6 address, without brackets
+        return host.lower()
+    match = _HOST.fullmatch(host.lower())
+    return "" if match is None else match["name"].strip("[]").rstrip(".")
+
+
+def _is_loopback(name: str) -> bool:
+    address = _address(name)
+    if address is None:
+        return name == "localhost" or name.endswith(".localhost")
+    mapped = getattr(address, "ipv4_mapped", None) or address
+    return mapped.is_loopback
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None

@@ -1,0 +1,255 @@
+"""Pages in a browser: what one of another site can make its visitor send is refused, in every API."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from penstock.config import ServeConfig
+from penstock.errors import ConfigError
+from penstock.serve.browsers import HostNames, is_same_origin
+from test_serve_access import GOOD, KEYS, Answered, app_of, call, routes_of
+
+HOME = "127.0.0.1:8000"
+JSON = {"content-type": "application/json"}
+EVIL = "https://evil.example"
+POSTS = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+    "/invocations",
+]
+
+
+def post(path: str, headers: dict[str, str], **settings: Any) -> Answered:
+    """A body that every route has read when it says 400."""
+    return call(app_of(**settings), path, headers, "POST", b"[]")
+
+
+def message_of(answered: Answered) -> str:
+    text: str = answered.json["error"]["message"]
+    return text
+
+
+def test_these_are_all_the_routes_that_take_a_body() -> None:
+    assert {path for method, path in routes_of(app_of()) if method == "POST"} == set(POSTS)
+
+
+# The type of a body
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "text/plain",
+        "text/plain;charset=UTF-8",
+        "TEXT/PLAIN; application/json",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=application/json",
+    ],
+)
+def test_a_body_that_a_page_can_send_unasked_is_a_415(path: str, kind: str) -> None:
+    for settings in ({}, {"api_key": KEYS}, {"host": "0.0.0.0"}):
+        refused = post(path, {"content-type": kind} | GOOD, **settings)
+        assert refused.status == 415, refused
+        assert "Content-Type: application/json" in message_of(refused)
+    if path.startswith("/v1/messages"):
+        assert refused.json["error"]["type"] == "invalid_request_error"
+    else:
+        assert refused.json["error"]["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "kind", [None, "application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"]
+)
+def test_json_and_a_body_of_no_declared_type_are_read(path: str, kind: str | None) -> None:
+    assert post(path, {} if kind is None else {"content-type": kind}).status == 400
+
+
+@pytest.mark.parametrize("kind", ["application/octet-stream", "text/csv", "application/xml+jsonx", ""])
+def test_other_types_are_a_415(kind: str) -> None:
+    assert post("/v1/chat/completions", {"content-type": kind}).status == 415
+
+
+@pytest.mark.parametrize("kind", ["application/octet-stream", "application/jsonlines"])
+def test_an_invocation_may_have_any_type_that_pages_must_ask_for(kind: str) -> None:
+    assert post("/invocations", {"content-type": kind}).status == 400
+
+
+# Origins
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize("origin", [EVIL, "null", "http://127.0.0.1:3000", "http://localhost:8000", "x"])
+def test_a_page_of_another_origin_is_refused(path: str, origin: str) -> None:
+    for kind in (JSON, {}):  # a page may send bytes of no type
+        refused = post(path, {"host": HOME, "origin": origin} | kind)
+        assert refused.status == 403
+        assert "--cors-origin" in message_of(refused)
+        assert "access-control-allow-origin" not in refused.headers
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    ("origin", "settings"),
+    [
+        (f"http://{HOME}", {}),
+        (EVIL, {"cors_origin": (EVIL,)}),
+        ("null", {"cors_origin": ("null",)}),
+        (EVIL, {"cors_origin": ("*",)}),
+    ],
+)
+def test_a_page_of_this_server_or_of_a_listed_origin_is_answered(
+    path: str, origin: str, settings: dict[str, Any]
+) -> None:
+    assert post(path, {"host": HOME, "origin": origin} | JSON, **settings).status == 400
+
+
+def test_origins_are_refused_to_readers_and_askers_too() -> None:
+    for method, path in routes_of(app_of()):
+        assert call(app_of(), path, {"host": HOME, "origin": EVIL}, method).status == 403, path
+    asking = {"host": HOME, "origin": EVIL, "access-control-request-method": "POST"}
+    assert call(app_of(), "/v1/models", asking, "OPTIONS").status == 403
+
+
+def test_with_a_key_neither_origin_nor_host_matter() -> None:
+    """A page has none, and proxies that add one call a server by many names."""
+    headers = {"host": "api.example", "origin": EVIL} | GOOD
+    assert call(app_of(api_key=KEYS), "/v1/models", headers).status == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "host"),
+    [
+        ("http://localhost:8000", "localhost:8000"),
+        ("http://LOCALHOST:8000", "localhost:8000"),
+        ("http://localhost", "localhost"),
+        ("http://localhost", "localhost:80"),
+        ("https://localhost", "localhost:443"),
+        ("http://[::1]:8000", "[::1]:8000"),
+    ],
+)
+def test_an_origin_that_is_the_servers_own(origin: str, host: str) -> None:
+    assert is_same_origin(origin, [host])
+
+
+@pytest.mark.parametrize(
+    ("origin", "host"),
+    [
+        ("http://localhost:8001", "localhost:8000"),
+        ("http://localhost", "localhost:8000"),
+        ("http://localhost:8000.evil.example", "localhost:8000"),
+        ("http://localhost.evil.example:8000", "localhost:8000"),
+        ("http://localhost:8000@evil.example", "localhost:8000"),
+        ("ftp://localhost:8000", "localhost:8000"),
+        ("http://:8000", ":8000"),
+        ("http://[::1", "[::1]"),
+        ("http://localhost:x", "localhost"),
+        ("null", "null"),
+    ],
+)
+def test_an_origin_that_only_looks_like_it(origin: str, host: str) -> None:
+    assert not is_same_origin(origin, [host])
+    assert not is_same_origin(origin, [])
+
+
+# Hosts
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "192.168.1.9"]
+)
+def test_a_server_on_loopback_is_not_read_by_another_name(host: str) -> None:
+    app = app_of()
+    for method, path in routes_of(app):
+        refused = call(app, path, {"host": host} | JSON, method)
+        assert refused.status == 403, path
+        assert "--allowed-host" in message_of(refused)
+    same = {"host": host, "origin": f"http://{host}"} | JSON  # as a page sees it whose name points here
+    assert post("/v1/chat/completions", same).status == 403
+
+
+LOOPBACK = [
+    "localhost",
+    "LocalHost:8000",
+    "localhost.:8000",
+    "app.localhost:8000",
+    "127.0.0.1",
+    "127.0.0.1:8000",
+    "127.8.9.10:8000",
+    "[::1]:8000",
+    "[::ffff:127.0.0.1]:8000",
+    "0.0.0.0:8000",
+]
+PUBLIC = [
+    "evil.example",
+    "evil.example.:80",
+    "localhost.evil.example",
+    "127.0.0.1.nip.io",
+    "local.evil.example",
+]
+ODD = [
+    "a b",
+    "x@localhost",
+    "localhost:x",
+    "localhost/evil",
+    "[::1",
+    "[evil.example]",
+    ":8000",
+    "\xe9vil.example",
+]
+PRIVATE = ["10.0.0.7:8000", "203.0.113.9", "[2001:db8::1]:80", "llm:8000", "model.aws.local:8080", "gpu1.lan"]
+
+
+@pytest.mark.parametrize("bound", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
+def test_on_loopback_its_names_and_addresses_are_known(bound: str) -> None:
+    names = HostNames(bound, ())
+    assert [host for host in LOOPBACK if not names.include(host)] == []
+    assert [host for host in PUBLIC + ODD + PRIVATE if names.include(host)] == []
+
+
+@pytest.mark.parametrize("bound", ["0.0.0.0", "::", "10.0.0.7"])
+def test_on_a_network_addresses_and_names_that_nobody_can_register_are_known(bound: str) -> None:
+    """Probes of load balancers and of Kubernetes come by address, SageMaker by model.aws.local."""
+    names = HostNames(bound, ())
+    assert [host for host in LOOPBACK + PRIVATE if not names.include(host)] == []
+    assert [host for host in PUBLIC + ODD if names.include(host)] == []
+    assert names.include(socket.gethostname())
+
+
+def test_the_bound_name_and_those_that_the_operator_lists_are_known() -> None:
+    assert HostNames("box.example", ()).include("box.example:8000")
+    names = HostNames("127.0.0.1", ("api.example", "Other.Example:443", "2001:db8::1"))
+    assert all(names.include(host) for host in ("API.example:80", "other.example", "[2001:db8::1]:8000"))
+    assert not names.include("evil.example")
+    assert HostNames("127.0.0.1", ("*",)).include("evil.example")
+    with pytest.raises(ConfigError):
+        ServeConfig(allowed_host=("http://api.example",))
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping", "/v1/models"])
+def test_probes_by_address_or_without_a_host_are_answered(path: str) -> None:
+    for headers in ({"host": "10.1.2.3:8000"}, {"host": ""}, {}):
+        assert call(app_of(host="0.0.0.0"), path, headers).status in (200, 503)
+    assert call(app_of(), path, {}).status in (200, 503)
+
+
+# What probes tell
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}])
+def test_without_a_key_health_says_whether_it_serves_and_nothing_else(headers: dict[str, str]) -> None:
+    app = app_of(api_key=KEYS)
+    assert call(app, "/health", headers).json == {"status": "starting"}
+    told = call(app, "/health", GOOD).json
+    assert json.dumps(told) == json.dumps(call(app_of(), "/health").json)
+    assert set(told) == {"status", "phase", "replicas"}
