@@ -144,6 +144,9 @@ class ServeConfig:
     )
     loop_guard: bool = setting(False, "end replies that only repeat themselves, if a request does not say")
     enable_thinking: bool | None = setting(None, "what the chat template is told when a request does not say")
+    allow_special_tokens_in_content: bool = setting(
+        False, "let control tokens that messages and tools contain act as control tokens, not as text"
+    )
     api_key: tuple[str, ...] = dataclasses.field(
         default=(),
         repr=False,

@@ -17,6 +17,7 @@ from penstock.engine.engine import Engine
 from penstock.errors import PenstockError
 from penstock.models.source import find_model
 from penstock.progress import OnPhase
+from penstock.text.chat_prompt import ChatEncoder
 from penstock.text.prompt import build_requests
 from penstock.text.stream import StreamDecoder
 from penstock.text.template import ChatTemplate
@@ -85,6 +86,7 @@ class LLM:
         model: str = "",
         *,
         tokenizer: str | None = None,
+        allow_special_tokens_in_content: bool = False,
         on_phase: OnPhase = lambda _: None,
         **settings: Any,
     ) -> None:
@@ -96,6 +98,7 @@ class LLM:
         source = find_model(model)
         self.tokenizer = Tokenizer.load(tokenizer or source.path)
         self.template = ChatTemplate.load(tokenizer or source.path)
+        self.chat_encoder = ChatEncoder(self.template, self.tokenizer, allow_special_tokens_in_content)
         self.engine = Engine.from_source(source, config, on_phase, tokenizer)
         self._replies: dict[str, _Reply] = {}
         self._ids = itertools.count()
@@ -141,8 +144,16 @@ class LLM:
     ) -> Generator[str, None, None]:
         return self.stream(self.encode_chat(messages, **template_kwargs), sampling)
 
-    def encode_chat(self, messages: list[dict[str, Any]], **template_kwargs: Any) -> list[int]:
-        return self.tokenizer.encode(self.template.render(messages, **template_kwargs))
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """Control tokens in the messages are text, unless `allow_special_tokens_in_content` was set."""
+        chat = self.chat_encoder.render(messages, tools, add_generation_prompt, variables=variables)
+        return self.chat_encoder.encode(chat)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt, True) if isinstance(prompt, str) else list(prompt)

@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -233,6 +234,9 @@ def test_counting_tokens_leaves_threads_to_replies() -> None:
     running: set[object] = set()
 
     class SlowTokenizer:
+        added_tokens: ClassVar[dict[int, object]] = {}
+        normalizes = False
+
         def encode(self, *arguments: object) -> list[int]:
             me = object()
             running.add(me)

@@ -19,6 +19,8 @@ from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import ConfigError, PenstockError, nearest
 
 ENV_PREFIX = "PENSTOCK_"
+# Settings of a server that also concern a model in the command's own process.
+TEXT_SETTINGS = ("tokenizer", "allow_special_tokens_in_content")
 SHORT_FLAGS = {"model": "-m"}
 _COUNT = re.compile(r"(-?\d+(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
 _SCALES = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
@@ -178,7 +180,7 @@ def add_flags(
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """For the commands that load a model into their own process."""
     add_flags(parser, EngineConfig, title="the engine")
-    add_flags(parser, ServeConfig, title="the text", only=("tokenizer",))
+    add_flags(parser, ServeConfig, title="the text", only=TEXT_SETTINGS)
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:

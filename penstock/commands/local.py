@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands.console import PhaseList
-from penstock.commands.flags import read_settings
+from penstock.commands.flags import TEXT_SETTINGS, read_settings
 from penstock.config import EngineConfig, ServeConfig
 from penstock.progress import timed
 from penstock.text.dialects import ContentDelta, Delta, ReasoningDelta, StreamParser, dialect_of
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 def load_llm(arguments: argparse.Namespace) -> LLM:
     """The model that flags and variables ask for; its loading is shown as it goes."""
     settings = read_settings(EngineConfig, arguments)
-    tokenizer = read_settings(ServeConfig, arguments).get("tokenizer")
+    text = read_settings(ServeConfig, arguments)
+    text = {name: text[name] for name in TEXT_SETTINGS if name in text}
     with PhaseList() as phases:
         with timed("libraries", phases):
             from penstock.engine.threads import leave_a_core
             from penstock.llm import LLM
         leave_a_core()
-        return LLM(settings.pop("model", ""), tokenizer=tokenizer, on_phase=phases, **settings)
+        return LLM(settings.pop("model", ""), on_phase=phases, **text, **settings)
 
 
 @dataclass(slots=True)
@@ -45,14 +46,13 @@ class LocalModel:
     def stream(self, messages: list[dict[str, str]], thinking: bool | None) -> Generator[tuple[str, bool]]:
         """Pieces of the answer, each with whether it belongs to the reasoning."""
         variables: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
-        prompt = self.llm.template.render(messages, **variables)
+        prompt = self.llm.chat_encoder.render(messages, variables=variables)
         dialect = dialect_of(self.llm.template.source)
-        is_thinking = dialect.thinking is not None and dialect.thinking.is_open_after(prompt)
-        parser = StreamParser(dialect, in_thinking=is_thinking, parses_tools=False)
+        parser = StreamParser(dialect, in_thinking=prompt.opens(dialect.thinking), parses_tools=False)
         reply = ""
         self.num_tokens = None
         try:
-            for piece in self.llm.stream(self.llm.tokenizer.encode(prompt), self.sampling):
+            for piece in self.llm.stream(self.llm.chat_encoder.encode(prompt), self.sampling):
                 reply += piece
                 yield from _texts_of(parser.feed(piece))
             yield from _texts_of(parser.close("stop"))

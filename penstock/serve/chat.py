@@ -26,6 +26,7 @@ from penstock.serve.openai.requests import (
 from penstock.serve.reply_form import form_param, grammar_of
 from penstock.serve.system_prompt import with_system_prompt
 from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
+from penstock.text.chat_prompt import ChatEncoder, RenderedChat
 from penstock.text.dialects import StreamParser, dialect_of
 from penstock.text.loop_guard import LoopGuard
 from penstock.text.prompt import SHORTEN, build_requests, check_ids
@@ -59,10 +60,11 @@ class TextEngine:
         *,
         loop_guard: bool = False,
         system_prompt: str | None = None,  # of chats that have none
+        allow_special_tokens_in_content: bool = False,
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
-        self._template = template
+        self._chat_encoder = ChatEncoder(template, tokenizer, allow_special_tokens_in_content)
         self._metrics = metrics
         self._template_defaults = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._loop_guard = loop_guard
@@ -150,13 +152,11 @@ class TextEngine:
                 "Send them in parts.",
                 param="messages",
             )
-        text = self._render(chat, asked.add_generation_prompt)
-        return self._tokenizer.encode(text + chat.reply_start, False, tenant)
+        return self._chat_encoder.encode(self._render(chat, asked.add_generation_prompt), tenant)
 
     def _prepare_chat(self, chat: ChatRequest) -> _ChatPrompt:
-        text = self._render(chat)
-        thinking = self._dialect.thinking
-        is_thinking = thinking is not None and thinking.is_open_after(text)
+        rendered = self._render(chat)
+        is_thinking = rendered.opens(self._dialect.thinking)
         if is_thinking and chat.reply_start:
             raise RequestError(
                 "The last message is the assistant's, and cannot be continued",
@@ -169,7 +169,8 @@ class TextEngine:
         if grammar is not None:
             starts_after = (self._require_thought_end(chat),) if is_thinking else ()
             sampling = replace(sampling, grammar=grammar, grammar_starts_after=starts_after)
-        token_ids = self._encode(text + chat.reply_start, False, chat.tenant)
+        self._refuse_far_too_long(rendered.text, False, chat.tenant)
+        token_ids = self._chat_encoder.encode(rendered, chat.tenant)
         return _ChatPrompt(token_ids, sampling, is_thinking)
 
     def _require_thought_end(self, chat: ChatRequest) -> int:
@@ -182,31 +183,38 @@ class TextEngine:
             )
         return self._thought.end_id
 
-    def _render(self, chat: ChatRequest, add_generation_prompt: bool = True) -> str:
+    def _render(self, chat: ChatRequest, add_generation_prompt: bool = True) -> RenderedChat:
         arguments: dict[str, Any] = {**self._template_defaults, **chat.template_arguments}
         messages = with_system_prompt(chat.messages, self._system_prompt)
-        return self._template.render(messages, chat.tools, add_generation_prompt, **arguments)
+        return self._chat_encoder.render(
+            messages, chat.tools, add_generation_prompt, variables=arguments, reply_start=chat.reply_start
+        )
 
     def _encode_prompts(self, asked: CompletionRequest) -> list[list[int]]:
         return [
-            self._encode(prompt, True, asked.tenant) if isinstance(prompt, str) else prompt
+            self._encode(prompt, asked.tenant) if isinstance(prompt, str) else prompt
             for prompt in asked.prompts
         ]
 
-    def _encode(self, text: str, add_special_tokens: bool, tenant: str) -> list[int]:
-        """Judges a text that is far too long by its beginning: to count all of it could take a minute."""
+    def _encode(self, prompt: str, tenant: str) -> list[int]:
+        """A prompt that a client wrote as a whole: its control tokens are meant as such."""
+        self._refuse_far_too_long(prompt, True, tenant)
+        return self._tokenizer.encode(prompt, True, tenant)
+
+    def _refuse_far_too_long(self, text: str, add_special_tokens: bool, tenant: str) -> None:
+        """Judges a text by its beginning: to count all of it could take a minute."""
         max_model_len = self._client.require_ready().max_model_len
         beginning = text[: LONG_TOKEN * max_model_len]
-        if len(beginning) < len(text):
-            num_tokens = len(self._tokenizer.encode(beginning, add_special_tokens, tenant))
-            if num_tokens > max_model_len:
-                raise ContextLengthError(
-                    f"the prompt is too long: more than {num_tokens} tokens > {max_model_len - 1} maximum",
-                    f"The context holds {max_model_len} tokens; the text has {len(text)} characters.",
-                    SHORTEN,
-                    param="prompt",
-                )
-        return self._tokenizer.encode(text, add_special_tokens, tenant)
+        if len(beginning) == len(text):
+            return
+        num_tokens = len(self._tokenizer.encode(beginning, add_special_tokens, tenant))
+        if num_tokens > max_model_len:
+            raise ContextLengthError(
+                f"the prompt is too long: more than {num_tokens} tokens > {max_model_len - 1} maximum",
+                f"The context holds {max_model_len} tokens; the text has {len(text)} characters.",
+                SHORTEN,
+                param="prompt",
+            )
 
     def _as_text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)

@@ -81,9 +81,11 @@ async def _serve(
     warm_prompt: tuple[int, ...] = ()
     if system_prompt is not None:  # which the engines compute before they are ready
         from penstock.serve.http_server import load_text
+        from penstock.text.chat_prompt import ChatEncoder
 
         text = tokenizer, template = load_text(text_path)
-        warm_prompt = shared_prompt(system_prompt, template, tokenizer, serve_config.enable_thinking)
+        encoder = ChatEncoder(template, tokenizer, serve_config.allow_special_tokens_in_content)
+        warm_prompt = shared_prompt(system_prompt, encoder, serve_config.enable_thinking)
     fleet = _start_fleet(engine_config, serve_config, str(text_path), warm_prompt, on_phase)
     has_ended_well = False
     try:

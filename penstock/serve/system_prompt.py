@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.text.template import ChatTemplate
-    from penstock.text.tokenizer import Tokenizer
+    from penstock.text.chat_prompt import ChatEncoder
 
 Message = dict[str, Any]
 
@@ -43,14 +42,14 @@ def with_system_prompt(messages: list[Message], prompt: str | None) -> list[Mess
 
 
 def shared_prompt(
-    prompt: str, template: ChatTemplate, tokenizer: Tokenizer, enable_thinking: bool | None = None
+    prompt: str, chat_encoder: ChatEncoder, enable_thinking: bool | None = None
 ) -> tuple[int, ...]:
     """The token ids that chats with this system prompt begin with, and the one after."""
     arguments = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
 
     def token_ids(text: str) -> list[int]:
         messages = with_system_prompt([{"role": "user", "content": text}], prompt)
-        return tokenizer.encode(template.render(messages, None, True, **arguments))
+        return chat_encoder.encode(chat_encoder.render(messages, variables=arguments))
 
     one, other = token_ids("a"), token_ids("b")
     num_shared = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), len(one) - 1)

@@ -140,6 +140,17 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """The prompt text. Further names, such as `enable_thinking`, reach the template as variables."""
+        context = self.context(messages, tools, add_generation_prompt, kwargs)
+        return self.render_json(encode_context(context), len(messages) + len(tools or ()))
+
+    def context(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Everything the template is told, as plain values of its own."""
         if self.source is None:
             raise RequestError(
                 "this model has no chat template",
@@ -147,7 +158,7 @@ class ChatTemplate:
                 f"Use the completions endpoint, or put a {TEMPLATE_FILE} into the model's folder.",
                 param="messages",
             )
-        for name in RESERVED_NAMES & kwargs.keys():
+        for name in RESERVED_NAMES & variables.keys():
             raise RequestError(
                 f"{name} cannot be a template variable",
                 "It is set by the request itself or by the checkpoint.",
@@ -155,16 +166,19 @@ class ChatTemplate:
                 param="chat_template_kwargs",
             )
         try:
-            context = msgspec.to_builtins({"messages": messages, "tools": tools, **kwargs})
+            context: dict[str, Any] = msgspec.to_builtins({"messages": messages, "tools": tools, **variables})
             parse_arguments(context["messages"])
-            if not context["tools"]:
-                del context["tools"]  # templates ask both `if tools` and `if tools is defined`
-            context["add_generation_prompt"] = add_generation_prompt
-            payload = msgspec.json.encode(context)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise _cannot_be_given(f"{type(error).__name__}: {error}") from error
-        limits = Limits.of(len(messages) + len(tools or ()), len(payload))
-        answer = self._ask(limits, msgspec.Raw(payload))
+        if not context["tools"]:
+            del context["tools"]  # templates ask both `if tools` and `if tools is defined`
+        context["add_generation_prompt"] = add_generation_prompt
+        return context
+
+    def render_json(self, context: bytes, num_items: int) -> str:
+        """The prompt text of an encoded context with so many messages and tools."""
+        limits = Limits.of(num_items, len(context))
+        answer = self._ask(limits, msgspec.Raw(context))
         if answer.failure is not None:
             raise self._refusal(answer.failure, limits)
         return answer.text
@@ -211,6 +225,13 @@ class ChatTemplate:
             "Check the roles, the content and the tool calls of the messages.",
             param="messages",
         )
+
+
+def encode_context(context: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(context)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _cannot_be_given(f"{type(error).__name__}: {error}") from error
 
 
 def _cannot_be_given(why: str) -> RequestError:

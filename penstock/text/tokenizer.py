@@ -77,8 +77,10 @@ class Tokenizer:
         self._encode = _remembering_encoder(model)
         self.encoder_name = "tokenizers"
         self.eos_token_ids = eos_token_ids
-        added = model.get_added_tokens_decoder()
-        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self.added_tokens = model.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in self.added_tokens.items() if token.special)
+        self.normalizes = model.normalizer is not None
+        self._plain_model = _without_added_tokens(model)
         self.vocab_size = _vocab_size(model)
         self.turn_start_ids = frozenset(
             id for token in TURN_STARTS if (id := model.token_to_id(token)) is not None
@@ -144,6 +146,15 @@ class Tokenizer:
                 "Serve the model with another tokenizer.json, or send other text.",
             ) from error
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text of which nothing is a control token, nor any other that was added."""
+        return _encode(self._plain_model, text, False)
+
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids as `encode` gives them, each with its place in the text; slower."""
+        encoding = self._model.encode_batch([text], add_special_tokens=False)[0]
+        return encoding.ids, encoding.offsets
+
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD."""
         skipped = self.special_ids if skip_special_tokens else frozenset()
@@ -183,6 +194,15 @@ def _encode(model: tokenizers.Tokenizer, text: str, add_special_tokens: bool) ->
     # As a batch of one: unlike `encode` it lets other threads run, and it computes no offsets.
     with _panics_are_errors():
         return model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _without_added_tokens(model: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same vocabulary, in the same memory."""
+    plain = tokenizers.Tokenizer(model.model)
+    for name in ("normalizer", "pre_tokenizer"):
+        if (part := getattr(model, name)) is not None:
+            setattr(plain, name, part)
+    return plain
 
 
 def _remembering_encoder(model: tokenizers.Tokenizer) -> Encode:

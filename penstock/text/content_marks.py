@@ -1,0 +1,192 @@
+"""Marks what a client wrote before a chat template mixes it with its own text.
+
+A control token is the template's if the template wrote all of it. So the characters that control tokens begin
+and end with, `<` and `>` in most vocabularies, get stand-ins wherever a client wrote them: in contents,
+names, arguments, tool definitions and template variables alike. Whatever reads as a control token in the
+rendered text was then written by the template, even where a client's text ends with half of one. A stand-in
+is one character for one, so templates trim and cut as before; they find no markup of theirs in such a text.
+
+Stand-ins are noncharacters, which Unicode reserves for a program's own use; a request gets such as its text
+does not contain. Works on the JSON that the template is given. Knows nothing of token ids.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.errors import RequestError
+from penstock.text.dialects import Thinking
+from penstock.text.template import encode_context
+
+STAND_INS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+
+_JSON_SYNTAX = frozenset("[]{}:,")
+_JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+# Never replaced: they are in names by which templates find fields, or JSON escapes them.
+_UNMARKED = frozenset("_-./ \t\r\n\"'\\")
+# Words that templates compare with, so that they stay even where a template makes control tokens of words.
+_STRUCTURE = {"system", "developer", "user", "assistant", "tool", "function"}
+_STRUCTURE |= {"messages", "role", "content", "name", "reasoning_content", "tool_call_id", "tool_calls", "id"}
+_STRUCTURE |= {"tools", "type", "text", "description", "parameters", "arguments", "properties", "required"}
+_STRUCTURE |= {"object", "array", "string", "number", "integer", "boolean", "items", "enum"}
+# Where the text of a template ends and something else goes on, and the other way round.
+_TEXT_END = re.compile(r"(?=[\"'{%])")
+_TEXT_START = re.compile(r"(?<=[\"'}%])|(?<=%s)")
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The stand-ins of one request, by what they stand for."""
+
+    of_characters: Mapping[str, str] = field(default_factory=dict)  # wherever a client wrote them
+    of_initials: Mapping[str, str] = field(default_factory=dict)  # of a few whole words
+
+    def put(self, text: str) -> str:
+        for character, stand_in in self.of_characters.items():
+            text = text.replace(character, stand_in)
+        return text
+
+    def remove(self, text: str) -> str:
+        for character, stand_in in itertools.chain(self.of_characters.items(), self.of_initials.items()):
+            text = text.replace(stand_in, character)
+        return text
+
+    def unescape(self, text: str) -> str:
+        """Undoes what `tojson(ensure_ascii=true)` makes of a stand-in."""
+        if "\\ufd" in text:
+            for stand_in in itertools.chain(self.of_characters.values(), self.of_initials.values()):
+                text = text.replace(_escape(stand_in), stand_in)
+        return text
+
+
+class ContentMarker:
+    """For one chat template and the control tokens of its model."""
+
+    def __init__(self, control_tokens: Iterable[str], template: str, thinking: Thinking | None) -> None:
+        tokens = list(control_tokens)
+        markable = {token: [c for c in token if not (c.isalnum() or c in _UNMARKED)] for token in tokens}
+        self.unprotected = [token for token in tokens if not markable[token]]
+        ends = {end for found in markable.values() for end in (*found[:1], *found[-1:])}
+        self._characters = sorted(ends)
+        words = _completed_words(tokens, template) - _STRUCTURE
+        self._words = sorted(word for word in words if ends.isdisjoint(word))
+        self._thinking = thinking
+
+    def mark(self, context: dict[str, Any], reply_start: str = "") -> tuple[bytes, Marks]:
+        """The context as JSON, with everything that a client wrote marked. Changes the messages in it."""
+        payload = encode_context(context)
+        if not self._words and not any(c.encode() in payload or c in reply_start for c in self._characters):
+            return payload, Marks()
+        initials = sorted({word[0] for word in self._words})
+        num_needed = len(self._characters) + len(initials) + 2
+        free = list(itertools.islice(_unused_stand_ins(payload, reply_start), num_needed))
+        if len(free) < num_needed:
+            raise _too_many_noncharacters()
+        start, end, *free = free
+        marks = Marks(dict(zip(self._characters, free)), dict(zip(initials, free[len(self._characters) :])))
+        if self._thinking is not None and _keep_thoughts(context["messages"], self._thinking, start, end):
+            payload = encode_context(context)
+        payload = _replace_in_strings(payload, marks.of_characters)
+        for word in self._words:
+            marked = marks.of_initials[word[0]] + word[1:]
+            payload = payload.replace(_quoted(word), _quoted(marked))
+        if self._thinking is not None:
+            payload = payload.replace(start.encode(), self._thinking.start.encode())
+            payload = payload.replace(end.encode(), self._thinking.end.encode())
+        return payload, marks
+
+
+def _keep_thoughts(messages: Any, thinking: Thinking, start: str, end: str) -> bool:
+    """Gives the tags of a thought in what the assistant said stand-ins of their own; True if there are any.
+
+    Clients send whole replies back, and templates cut the thoughts of earlier turns off at these tags: at the
+    first end of a thought and the last start before it. Further tags are text.
+    """
+    has_kept = False
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") != "assistant":
+            continue
+        if isinstance(message.get("reasoning_content"), str):
+            continue
+        content = message.get("content")
+        parts = [message] if isinstance(content, str) else content if isinstance(content, list) else ()
+        key = "content" if isinstance(content, str) else "text"
+        for part in parts:
+            text = part.get(key) if isinstance(part, dict) else None
+            if isinstance(text, str) and thinking.end in text:
+                thought, _, rest = text.partition(thinking.end)
+                before, tag, thought = thought.rpartition(thinking.start)
+                part[key] = before + (start if tag else "") + thought + end + rest
+                has_kept = True
+                break
+    return has_kept
+
+
+def _replace_in_strings(payload: bytes, stand_ins: Mapping[str, str]) -> bytes:
+    in_syntax = []
+    for character, stand_in in stand_ins.items():
+        if character in _JSON_SYNTAX:
+            in_syntax.append((character.encode(), stand_in.encode()))
+        else:  # JSON has it in strings only
+            payload = payload.replace(character.encode(), stand_in.encode())
+    if not in_syntax:
+        return payload
+
+    def replace(string: re.Match[bytes]) -> bytes:
+        text = string[0]
+        for character, stand_in in in_syntax:
+            text = text.replace(character, stand_in)
+        return text
+
+    return _JSON_STRING.sub(replace, payload)
+
+
+def _completed_words(tokens: list[str], template: str) -> set[str]:
+    """Words that the template's own text makes control tokens of: for `'<' ~ key ~ '>'`, "think" and others.
+
+    Beginnings and ends are looked for anywhere in it: a word too many only costs a mark.
+    """
+    longest = max(map(len, tokens), default=0)
+    text_ends = [place.start() for place in _TEXT_END.finditer(template)]
+    text_starts = [place.start() for place in _TEXT_START.finditer(template)]
+    beginnings = {template[max(0, end - n) : end] for end in text_ends for n in range(1, longest)}
+    endings = {template[start : start + n] for start in text_starts for n in range(1, longest)}
+    words: set[str] = set()
+    for token in tokens:
+        starts = [i for i in range(1, len(token)) if token[:i] in beginnings]
+        ends = [i for i in range(1, len(token)) if token[i:] in endings] if starts else ()
+        words |= {token[start:end] for start in starts for end in ends if start < end}
+    return words
+
+
+def _unused_stand_ins(payload: bytes, reply_start: str) -> Iterator[str]:
+    text = payload + reply_start.encode(errors="replace")
+    if b"\xef\xb7" not in text and b"ufd" not in text:  # how all of them begin
+        yield from STAND_INS
+        return
+    for stand_in in STAND_INS:
+        if stand_in.encode() not in text and _escape(stand_in)[1:].encode() not in text:
+            yield stand_in
+
+
+def _escape(character: str) -> str:
+    return f"\\u{ord(character):04x}"
+
+
+def _quoted(word: str) -> bytes:
+    return json.dumps(word, ensure_ascii=False).encode()
+
+
+def _too_many_noncharacters() -> RequestError:
+    return RequestError(
+        "the messages hold too many kinds of noncharacters",
+        f"They use nearly all of U+{ord(STAND_INS[0]):04X} to U+{ord(STAND_INS[-1]):04X}, which Unicode "
+        "reserves for a program's own use.",
+        "Leave them out; no text needs them.",
+        param="messages",
+    )
