@@ -13,6 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -295,8 +296,8 @@ def test_threads_get_their_own_texts() -> None:
 
 def test_a_slow_template_does_not_hold_up_the_server() -> None:
     class Client:
-        def require_ready(self) -> None:
-            pass
+        def require_ready(self) -> SimpleNamespace:
+            return SimpleNamespace(max_model_len=4096)
 
     async def serve() -> None:
         template = ChatTemplate(AMPLIFIERS["slow copies"])

@@ -78,11 +78,5 @@ def _key_of(scope: Scope) -> str:
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
-def tenant_of(scope: Scope) -> str:
-    """Whose request it is; nobody's in particular on a server without keys."""
-    tenant: str = scope.get("tenant", "")
-    return tenant
-
-
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()

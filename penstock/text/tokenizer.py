@@ -9,6 +9,7 @@ nothing of requests.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ from typing import Any
 import tokenizers
 
 from penstock.errors import CheckpointError, RequestError
+from penstock.text.length import LengthBound
 from penstock.text.segments import SegmentEncoder
 from penstock.text.template import find_template, read_json
 
@@ -135,6 +137,11 @@ class Tokenizer:
                 "It holds a lone surrogate, half of a character beyond U+FFFF.",
                 "Send valid Unicode.",
             ) from error
+
+    @functools.cached_property
+    def length_bound(self) -> LengthBound:
+        """Made when it is first asked for: it looks at the whole vocabulary."""
+        return LengthBound(self._model)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD."""
