@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
 import socket
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +19,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from penstock.config import ServeConfig
 from penstock.errors import DeadlineError, OverloadedError
-from penstock.serve.answer import Answer
-from penstock.serve.intake import LARGE_BODY_BYTES, Intake
+from penstock.serve.answer import Answer, Start
+from penstock.serve.intake import LARGE_BODY_BYTES, Intake, place_of
+from penstock.serve.metrics import Metrics
 from penstock.serve.preparation import Preparation
+from penstock.serve.responses.items import Item
+from penstock.serve.responses.routes import ResponsesRoutes
+from penstock.serve.serving import Serving
 from penstock.serve.text_stream import Deliver, TextStream
 from penstock.text.turns import CHEAP
 from serving import MESSAGES, Server, assert_refused, child_pids, command_of, eventually, start_server
@@ -158,6 +165,55 @@ def test_a_requests_time_includes_its_preparation() -> None:
 
     with pytest.raises(DeadlineError, match=r"0\.05 seconds"):
         asyncio.run(asyncio.wait_for(answer(), 5.0))
+
+
+def test_what_was_asked_does_not_stay_in_memory_while_the_reply_is_generated() -> None:
+    class Asked:
+        """A long chat."""
+
+    async def scenario() -> None:
+        asked = Asked()
+        still_there = weakref.ref(asked)
+        style: Any = SimpleNamespace(encode_body=lambda *_: b"{}")
+
+        def start_of(asked: Asked) -> Start:
+            async def start(deliver: Deliver) -> TextStream:
+                assert asked
+                return TextStream(SimpleNamespace(abort=print), deliver)  # type: ignore[arg-type]
+
+            return start
+
+        serving = SimpleNamespace(draining=asyncio.Event(), config=ServeConfig())
+        scope = {"app": SimpleNamespace(state=SimpleNamespace(serving=serving)), "record": SimpleNamespace()}
+        answer = Answer(start_of(asked), style, False)
+        answering = asyncio.create_task(answer(scope, asyncio.Event().wait, style))  # type: ignore[arg-type]
+        del asked
+        await asyncio.sleep(0.05)
+        gc.collect()
+        assert not answering.done()
+        assert still_there() is None
+        answering.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_the_conversation_that_a_response_goes_on_from_counts_as_if_it_had_been_sent() -> None:
+    config = ServeConfig(max_bodies_mb=0.001, max_body_mb=0.001)
+    client: Any = SimpleNamespace(intake=Intake(config))
+    serving = Serving(client, SimpleNamespace(), Metrics(), "tiny", config, 0)  # type: ignore[arg-type]
+    api = ResponsesRoutes(serving)
+    api._store.keep("resp_long", b"{}", [Item(role="user", content="x" * 1000)])
+    body = b'{"input": "x", "previous_response_id": "resp_long"}'
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    app = SimpleNamespace(state=SimpleNamespace(serving=serving))
+    scope: dict[str, Any] = {"type": "http", "headers": [], "app": app, "request_id": "id"}
+    with pytest.raises(OverloadedError, match="same time"):
+        asyncio.run(api.respond(Request(scope, receive)))
+    place_of(scope).release()
+    assert is_empty(client.intake)
 
 
 # A server
