@@ -162,8 +162,13 @@ class ServeConfig:
     max_connections: int | None = setting(
         None, "connections; more are answered 503 (default: what open files allow, less a reserve)"
     )
-    max_queue: int = setting(1024, "requests that may wait or run; more are answered 429 with Retry-After")
+    max_queue: int = setting(
+        1024, "requests that may be read, wait or run; more are answered 429 with Retry-After"
+    )
     max_body_mb: float = setting(32.0, "MB of a request's body; more is answered 413")
+    max_bodies_mb: float = setting(
+        512.0, "MB of all bodies that are being read and prepared; more are answered 429 with Retry-After"
+    )
     read_timeout: float = setting(
         30.0, "seconds a client may take to send its body, and for its headers at most 10; then it is cut off"
     )
@@ -182,6 +187,7 @@ class ServeConfig:
             "max_connections": self.max_connections,
             "max_queue": self.max_queue,
             "max_body_mb": self.max_body_mb,
+            "max_bodies_mb": self.max_bodies_mb,
             "read_timeout": self.read_timeout,
             "request_timeout": self.request_timeout,
         }
@@ -203,6 +209,10 @@ class ServeConfig:
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mb * 1024**2)
+
+    @property
+    def max_bodies_bytes(self) -> int:
+        return int(self.max_bodies_mb * 1024**2)
 
     def load_api_keys(self) -> tuple[str, ...]:
         """The keys of flags and file; empty: everybody is answered."""

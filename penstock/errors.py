@@ -93,6 +93,13 @@ class EngineDeadError(PenstockError):
     code = "engine_unavailable"
 
 
+class TemplateProcessError(PenstockError):
+    """The process that renders a chat died or stood still, and so did the one after it."""
+
+    status = 503
+    code = "template_unavailable"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A did-you-mean sentence for a misspelt name; empty when nothing is close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

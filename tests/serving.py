@@ -164,8 +164,12 @@ def command_of(pid: int) -> bytes:
 
 
 def child_pids(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in text.split()]
+    """Of all its threads: each has those that it started."""
+    children: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended since it was listed
+            children += map(int, file.read_text().split())
+    return children
 
 
 def is_alive(pid: int) -> bool:

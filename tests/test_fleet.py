@@ -586,14 +586,36 @@ def test_the_queue_is_bounded_for_all_engines_together_and_the_tightest_context_
             assert world.fleet.require_ready().max_model_len == 4095
             for number in range(4):
                 world.submit(ask(f"r{number}"))
-            for refuse in (world.fleet.require_ready, lambda: world.submit(ask("one too many"))):
+            for refuse in (lambda: world.fleet.intake.reserve(""), lambda: world.submit(ask("one too many"))):
                 with pytest.raises(OverloadedError):
                     refuse()
             world.fleet.abort("r0")
-            world.fleet.require_ready()
             with pytest.raises(OverloadedError):
                 world.fleet.submit([(ask("a"), Reader()), (ask("b"), Reader())])
             assert world.fleet.num_outstanding == 3
+            world.fleet.intake.reserve("").release()
+
+    asyncio.run(scenario())
+
+
+def test_a_place_is_held_from_a_requests_head_to_the_end_of_its_last_reply() -> None:
+    async def scenario() -> None:
+        async with world_of(2, max_queue=4) as world:
+            intake = world.fleet.intake
+            place = intake.reserve("")
+            place.add_bytes(1000)
+            place.resize(3)
+            with pytest.raises(OverloadedError):
+                intake.reserve("other").resize(2)
+            world.fleet.submit([(ask(name), Reader()) for name in "abc"], place)
+            assert intake.bodies.num_bytes == 0
+            place.release()  # at the end of its answer, or before
+            assert intake.replies.num_taken == {"": 3, "other": 1}
+            for num_left, name in zip((2, 1, 0), "abc"):
+                world.fleet.abort(name)
+                world.fleet.abort(name)
+                assert intake.replies.num_taken[""] == num_left
+            assert dict(intake.replies.num_taken) == {"other": 1}
 
     asyncio.run(scenario())
 

@@ -12,16 +12,16 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from starlette.requests import Request
 
 from penstock.errors import RequestError
 from penstock.serve.anthropic.requests import parse_messages
+from penstock.serve.chat import TextEngine
+from penstock.serve.metrics import Metrics
 from penstock.serve.openai.body import decode_body
 from penstock.serve.openai.requests import (
     MAX_IDS,
@@ -30,11 +30,10 @@ from penstock.serve.openai.requests import (
     parse_completion,
     parse_detokenize,
 )
-from penstock.serve.openai.routes import OpenAIRoutes
 from penstock.serve.responses.items import MAX_ITEMS, Item, plain_messages
 from penstock.serve.responses.requests import parse_response, response_request
 from penstock.text.json_values import MAX_STRINGS, has_more_values
-from penstock.text.template import parse_arguments
+from penstock.text.template import ChatTemplate, parse_arguments
 
 MAX_BODY_BYTES = 31_000_000
 LONGEST_S = 1.5
@@ -222,25 +221,15 @@ def test_tools_of_one_name_are_refused_as_anthropic_refuses_them() -> None:
 def test_texts_of_many_tokens_are_made_beside_the_loop_and_each_once() -> None:
     threads: list[threading.Thread] = []
 
-    class Text:
-        async def tokenize(self, asked: Any, tenant: str) -> list[int]:
+    class Spelling:
+        def encode(self, text: str, *options: object) -> list[int]:
             return [1, 2] * 50
 
-        def token_text(self, token_id: int) -> str:
+        def token_bytes(self, token_id: int) -> bytes:
             threads.append(threading.current_thread())
-            return "ab"[token_id - 1]
+            return b"ab"[token_id - 1 : token_id]
 
-    config = SimpleNamespace(max_body_bytes=1000, read_timeout=1.0)
-    serving: Any = SimpleNamespace(
-        text=Text(), client=SimpleNamespace(info=None), config=config, bodies=SimpleNamespace(num_bytes=0)
-    )
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": b'{"prompt": "x", "return_token_strs": true}'}
-
-    app = SimpleNamespace(state=SimpleNamespace(serving=serving))
-    request = Request({"type": "http", "headers": [], "app": app}, receive)
-    answer = asyncio.run(OpenAIRoutes(serving).tokenize(request))
-    assert json.loads(bytes(answer.body))["token_strs"] == ["a", "b"] * 50
+    text = TextEngine(None, Spelling(), ChatTemplate(None), Metrics())  # type: ignore[arg-type]
+    assert asyncio.run(text.token_texts([1, 2] * 50)) == ["a", "b"] * 50
     assert len(threads) == 2
     assert threading.current_thread() not in threads

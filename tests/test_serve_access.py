@@ -21,6 +21,7 @@ from penstock.errors import ConfigError, DeadlineError
 from penstock.progress import Phase
 from penstock.serve.answer import Answer
 from penstock.serve.app import create_app
+from penstock.serve.intake import Intake
 from penstock.serve.metrics import Metrics, render
 from penstock.serve.request_log import JsonLines, TextLines
 from penstock.serve.serving import Serving
@@ -48,8 +49,11 @@ def app_of(is_ready: bool = True, **settings: Any) -> Any:
     async def report() -> list[Any]:
         return []
 
-    client = SimpleNamespace(is_ready=is_ready, failure=None, info=None, phase=Phase("x"), report=report)
-    serving = Serving(client, SimpleNamespace(), Metrics(), "tiny", ServeConfig(**settings), 0)  # type: ignore[arg-type]
+    config = ServeConfig(**settings)
+    client: Any = SimpleNamespace(
+        is_ready=is_ready, failure=None, info=None, phase=Phase("x"), report=report, intake=Intake(config)
+    )
+    serving = Serving(client, SimpleNamespace(), Metrics(), "tiny", config, 0)  # type: ignore[arg-type]
     return create_app(serving)
 
 
@@ -307,16 +311,55 @@ def test_a_defect_of_ours_is_an_answer_as_any_other(path: str, caplog: pytest.Lo
     assert app.state.serving.metrics.num_answers == {500: 1}
 
 
-def test_bodies_are_refused_while_too_much_is_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = app_of()
-    bodies = app.state.serving.bodies
-    monkeypatch.setattr("penstock.serve.answer.MAX_BYTES_IN_BODIES", 1000)
-    bodies.num_bytes = 900  # of others
-    refused = call(app, "/v1/completions", method="POST", body=b" " * 200)
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_bodies_are_refused_while_too_much_is_being_sent(is_declared: bool) -> None:
+    app = app_of(max_bodies_mb=0.001, max_body_mb=0.001)
+    intake = app.state.serving.intake
+    others = intake.reserve("")
+    others.add_bytes(900)
+    headers = {"content-length": "200"} if is_declared else {}
+    refused = call(app, "/v1/completions", headers, "POST", body=b" " * 200)
     assert (refused.status, refused.headers["connection"]) == (429, "close")
+    assert refused.json["error"]["code"] == "overloaded"
     assert refused.headers["retry-after"]
-    assert bodies.num_bytes == 900
+    assert (intake.bodies.num_bytes, intake.replies.num_taken) == (900, {"": 1})
     assert call(app, "/v1/completions", method="POST", body=b"{}").status == 400
+    too_large = call(app, "/v1/completions", {"content-length": "2000"}, "POST")
+    assert (too_large.status, too_large.headers["connection"]) == (413, "close")
+
+
+BODY_ROUTES = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations"]
+TOKEN_ROUTES = ["/tokenize", "/detokenize", "/v1/messages/count_tokens"]
+
+
+@pytest.mark.parametrize("path", [*BODY_ROUTES, *TOKEN_ROUTES])
+def test_whoever_finds_no_place_is_refused_before_any_of_its_body_is_read(path: str) -> None:
+    app = app_of(max_queue=2, api_key=KEYS)
+    intake = app.state.serving.intake
+    for_reply = path in BODY_ROUTES
+    places = [intake.reserve("other", for_reply=for_reply) for _ in range(2)]
+    refused = call(app, path, GOOD, "POST", body=None)  # it would be a 499, had we begun to read
+    assert refused.status == (529 if path.startswith("/v1/messages") else 429)
+    assert (refused.headers["connection"], refused.headers["retry-after"]) == ("close", "1")
+    places[0].release()
+    answered = call(app, path, GOOD, "POST", body=b"no JSON")
+    assert answered.status == 400
+    places[1].release()
+    assert not intake.replies.num_taken
+    assert not intake.counts.num_taken
+    assert intake.bodies.num_bytes == 0
+
+
+def test_every_route_that_takes_a_body_takes_a_place() -> None:
+    posts = {path for method, path in routes_of(app_of()) if method == "POST"}
+    assert posts == {*BODY_ROUTES, *TOKEN_ROUTES}
+
+
+def test_tokens_can_be_counted_while_the_engines_queue_is_full() -> None:
+    app = app_of(max_queue=1)
+    app.state.serving.intake.reserve("")
+    assert call(app, "/v1/completions", method="POST", body=b"{}").status == 429
+    assert call(app, "/tokenize", method="POST", body=b"{}").status == 400
 
 
 # The log

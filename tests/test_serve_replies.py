@@ -34,7 +34,7 @@ class FakeClient:
     submitted: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
 
-    def submit(self, receivers: Sequence[tuple[Request, Reply]]) -> None:
+    def submit(self, receivers: Sequence[tuple[Request, Reply]], place: object = None) -> None:
         self.submitted += [request for request, _ in receivers]
 
     def abort(self, request_id: str) -> None:

@@ -82,12 +82,6 @@ def _key_of(scope: Scope) -> str:
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
-def tenant_of(scope: Scope) -> str:
-    """Whose request it is; nobody's in particular on a server without keys."""
-    tenant: str = scope.get("tenant", "")
-    return tenant
-
-
 def is_stranger(scope: Scope) -> bool:
     """Whether it has no key, and there are keys."""
     return bool(scope.get("is_stranger", False))

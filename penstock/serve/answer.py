@@ -19,15 +19,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.errors import DeadlineError, EngineDeadError, PenstockError
+from penstock.errors import DeadlineError, EngineDeadError, OverloadedError, PenstockError
 from penstock.serve.connection import EventWriter
 from penstock.serve.serving import Serving
+from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Deliver, ReplyDelta, ScoredToken, TextStream, Usage
 from penstock.text.dialects import Delta
 
 log = logging.getLogger("penstock.serve")
 
-MAX_BYTES_IN_BODIES = 512 * 1024**2  # that are being read: a thousand half-sent ones must not fill us
 JSON_TYPE = "application/json"
 EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -73,14 +73,16 @@ class Answer:
     def __init__(
         self, start: Start, style: ReplyFormat, is_stream: bool, timeout_s: float | None = None
     ) -> None:
-        self._start = start
+        self._start: Start | None = start
         self._style = style
         self._is_stream = is_stream
         self._timeout_s = timeout_s  # as the request says; the server's own is never exceeded
+        self._ends_at: float | None = None  # on the loop's clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if _serving(scope).draining.is_set():
             raise EngineDeadError("The server is shutting down", "It finishes what runs.", "Ask another one.")
+        self._allow(_serving(scope).config.request_timeout)
         answer = self._send_events if self._is_stream else self._send_json
         await run_while_connected(receive, answer(scope, receive, send))
 
@@ -90,7 +92,7 @@ class Answer:
         def deliver(delta: ReplyDelta) -> None:
             choices.setdefault(delta.index, Choice()).take(delta)
 
-        with await self._start(deliver) as stream, self._accounted(scope, stream):
+        with await self._begin(deliver) as stream, self._accounted(scope, stream):
             await stream.wait_ended()
             body = self._style.encode_body(choices, stream.usage)
         await Response(body, media_type=JSON_TYPE)(scope, receive, send)
@@ -102,7 +104,7 @@ class Answer:
             if chunk := self._style.encode_chunk(delta):  # an empty one would end the answer
                 events.write(chunk)
 
-        with await self._start(deliver) as stream, self._accounted(scope, stream):
+        with await self._begin(deliver) as stream, self._accounted(scope, stream):
             # Headers wait for the first token, so that whatever fails before it has a status code.
             await stream.wait_started()
             await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
@@ -121,19 +123,36 @@ class Answer:
         scope["record"].error = error.code
         return self._style.encode_failure(error)
 
+    def _allow(self, servers_timeout_s: float | None) -> None:
+        """The shorter of two times, from now on."""
+        limits = [limit for limit in (self._timeout_s, servers_timeout_s) if limit is not None]
+        self._timeout_s = min(limits, default=None)
+        if self._timeout_s is not None:
+            self._ends_at = asyncio.get_running_loop().time() + self._timeout_s
+
+    async def _begin(self, deliver: Deliver) -> TextStream:
+        """What was asked is forgotten with the function that knew it: a long chat need not stay in memory."""
+        start, self._start = self._start, None
+        assert start is not None
+        try:
+            async with asyncio.timeout_at(self._ends_at):
+                return await start(deliver)
+        except TimeoutError:
+            raise self._late() from None
+
+    def _late(self) -> DeadlineError:
+        return DeadlineError(
+            "The reply was not complete in time",
+            f"It had {self._timeout_s:g} seconds, waiting included.",
+            "Ask for fewer tokens, or allow more time.",
+        )
+
     @contextlib.contextmanager
     def _accounted(self, scope: Scope, stream: TextStream) -> Iterator[None]:
         """Ends the stream when its time is over; however it ends, what it took is written down."""
-        limits = [self._timeout_s, _serving(scope).config.request_timeout]
-        timeout_s = min((limit for limit in limits if limit is not None), default=None)
         ending = None
-        if timeout_s is not None:
-            error = DeadlineError(
-                "The reply was not complete in time",
-                f"It had {timeout_s:g} seconds, waiting included.",
-                "Ask for fewer tokens, or allow more time.",
-            )
-            ending = asyncio.get_running_loop().call_later(timeout_s, stream.fail, error)
+        if self._ends_at is not None:
+            ending = asyncio.get_running_loop().call_at(self._ends_at, stream.fail, self._late())
         try:
             yield
         finally:
@@ -175,30 +194,38 @@ async def _wait_disconnect(receive: Receive) -> None:
         pass
 
 
-async def read_body(request: Request) -> bytes:
-    """All of it, unless it is too large, takes too long, or others have sent too much at the same time."""
-    config, bodies = _serving(request.scope).config, _serving(request.scope).bodies
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > config.max_body_bytes:
-        raise _body_too_large(config.max_body_bytes)
+async def read_body(request: Request, *, for_reply: bool = True) -> bytes:
+    """All of it, unless it is too large, takes too long, or finds no place.
+
+    From here on the request holds a place in the queue and its bytes are counted, until it is submitted or
+    ends. `for_reply`: it is for the engines, and not only about tokens.
+    """
+    serving, scope = _serving(request.scope), request.scope
+    max_bytes = serving.config.max_body_bytes
+    length = request.headers.get("content-length", "")
+    num_counted = int(length) if length.isdigit() else 0
+    if num_counted > max_bytes:
+        raise _body_too_large(max_bytes)
     chunks: list[bytes] = []
     num_bytes = 0
     try:
-        async with asyncio.timeout(config.read_timeout):
+        place = scope["place"] = serving.intake.reserve(tenant_of(scope), for_reply=for_reply)
+        place.add_bytes(num_counted)
+        async with asyncio.timeout(serving.config.read_timeout):
             async for chunk in request.stream():
                 num_bytes += len(chunk)
-                bodies.num_bytes += len(chunk)
-                if num_bytes > config.max_body_bytes:
-                    raise _body_too_large(config.max_body_bytes)
-                if bodies.num_bytes > MAX_BYTES_IN_BODIES:
-                    message = "Too much is being sent to this server at the same time. Try again later."
-                    raise HTTPException(429, message, UNREAD_HEADERS | {"retry-after": "1"})
+                if num_bytes > max_bytes:
+                    raise _body_too_large(max_bytes)
+                if num_bytes > num_counted:  # it comes in chunks, of unknown number
+                    place.add_bytes(num_bytes - num_counted)
+                    num_counted = num_bytes
                 chunks.append(chunk)
     except TimeoutError:
-        message = f"The body did not arrive within {config.read_timeout:g} seconds."
+        message = f"The body did not arrive within {serving.config.read_timeout:g} seconds."
         raise HTTPException(408, message, UNREAD_HEADERS) from None
-    finally:
-        bodies.num_bytes -= num_bytes
+    except OverloadedError:
+        scope["is_unread"] = True
+        raise
     return b"".join(chunks)
 
 

@@ -20,6 +20,7 @@ from penstock.serve.error_answers import (
     answer_http_error,
     answer_penstock_error,
 )
+from penstock.serve.intake import ReleasePlaces
 from penstock.serve.openai import routes as openai_routes
 from penstock.serve.request_log import RequestLog
 from penstock.serve.responses import routes as responses_routes
@@ -46,6 +47,7 @@ def create_app(serving: Serving) -> Starlette:
             Middleware(RequestLog, metrics=serving.metrics),
             *access_middleware(serving.config),
             Middleware(UnexpectedErrors),
+            Middleware(ReleasePlaces),
         ],
     )
     app.router.redirect_slashes = False  # a redirect would lose the body of a POST and say where it goes

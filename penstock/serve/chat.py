@@ -6,7 +6,7 @@ HTTP and no schema: the APIs stand in front of it, text_stream.py behind, where 
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.errors import ContextLengthError, RequestError
 from penstock.serve.fleet import Fleet
+from penstock.serve.intake import Place
 from penstock.serve.metrics import Metrics, TokenTimer
 from penstock.serve.openai.requests import (
     MAX_CHARS_ASKED,
@@ -23,11 +24,13 @@ from penstock.serve.openai.requests import (
     TextRequest,
     TokenizeRequest,
 )
+from penstock.serve.preparation import Preparation
 from penstock.serve.reply_form import form_param, grammar_of
 from penstock.serve.system_prompt import with_system_prompt
 from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
 from penstock.text.chat_prompt import ChatEncoder, RenderedChat
 from penstock.text.dialects import StreamParser, dialect_of
+from penstock.text.length import roles_written, words_written
 from penstock.text.loop_guard import LoopGuard
 from penstock.text.prompt import SHORTEN, build_requests, check_ids
 from penstock.text.template import ChatTemplate
@@ -35,15 +38,14 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.types import EngineInfo, Request, SamplingParams
 
 LONG_TOKEN = 16  # characters; few tokens of a text have as many
-MAX_COUNTS = 2  # at a time: threads, and the process of the chat template, are there for replies first
+MAX_COUNTS = 2  # at a time: threads, and the processes of the chat template, are there for replies first
 
 
 @dataclass(frozen=True, slots=True)
 class _ChatPrompt:
-    """A chat as the engine gets it, and whether its reply begins inside a thought."""
+    """A chat as the engine gets it, and whether its replies begin inside a thought."""
 
-    token_ids: list[int]
-    sampling: SamplingParams
+    requests: list[Request]
     is_thinking: bool
 
 
@@ -64,33 +66,28 @@ class TextEngine:
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
+        self._template = template
         self._chat_encoder = ChatEncoder(template, tokenizer, allow_special_tokens_in_content)
         self._metrics = metrics
         self._template_defaults = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._loop_guard = loop_guard
         self._system_prompt = system_prompt
-        self._counting = asyncio.Semaphore(MAX_COUNTS)
+        self._preparation = Preparation()
+        self._counting = Preparation(MAX_COUNTS)
         self._dialect = dialect_of(template.source)
         self._thought = Thought(None)
         if self._dialect.thinking is not None:
             closing_ids = tuple(tokenizer.encode(self._dialect.thinking.forced_end))
             self._thought = Thought(tokenizer.id_of(self._dialect.thinking.end), closing_ids=closing_ids)
 
-    async def stream_chat(self, request_id: str, chat: ChatRequest, deliver: Deliver) -> TextStream:
+    async def stream_chat(
+        self, request_id: str, chat: ChatRequest, deliver: Deliver, place: Place | None = None
+    ) -> TextStream:
+        """`place`: that the call has in the queue, until its replies take it over."""
         asked_at = time.monotonic()
         info = self._client.require_ready()
-        # In a thread: the template waits for its own process, a long text takes the tokenizer a while, and
-        # so does a grammar.
-        try:
-            prompt = await asyncio.to_thread(self._prepare_chat, chat)
-            sampling = prompt.sampling
-            if chat.is_cut_to_context:
-                sampling = _cut_to_context(sampling, info.max_model_len - len(prompt.token_ids))
-            requests = self._build_requests(request_id, [prompt.token_ids], sampling, info, chat)
-        except RequestError as error:
-            if error.param == "prompt":  # a chat has messages
-                error.param = "messages"
-            raise
+        num_bytes = _resize(place, chat.sampling.n)
+        prompt = await self._preparation.run(num_bytes, self._prepare_chat, request_id, chat, info)
         stream = TextStream(self._client, deliver)
         thought = replace(self._thought, budget=chat.thinking_budget)
 
@@ -110,16 +107,17 @@ class TextEngine:
                 loop_guard=self._guard(chat),
             )
 
-        return _submit(stream, requests, reply_to)
+        return _submit(stream, [prompt.requests], reply_to, place)
 
     async def stream_completion(
-        self, request_id: str, completion: CompletionRequest, deliver: Deliver
+        self, request_id: str, completion: CompletionRequest, deliver: Deliver, place: Place | None = None
     ) -> TextStream:
         asked_at = time.monotonic()
         info = self._client.require_ready()
-        prompts = await asyncio.to_thread(self._encode_prompts, completion)
-        requests = self._build_requests(request_id, prompts, completion.sampling, info, completion)
-        echoes = [self._as_text(prompt) if completion.echo else "" for prompt in completion.prompts]
+        num_bytes = _resize(place, completion.sampling.n * len(completion.prompts))
+        requests, echoes = await self._preparation.run(
+            num_bytes, self._prepare_completion, request_id, completion, info
+        )
         stream = TextStream(self._client, deliver)
 
         def reply_to(request: Request, index: int) -> Reply:
@@ -127,18 +125,23 @@ class TextEngine:
             guard = self._guard(completion)
             return self._reply(stream, request, index, PlainText(), asked_at, echo=echo, loop_guard=guard)
 
-        return _submit(stream, requests, reply_to)
+        return _submit(stream, requests, reply_to, place)
 
-    async def tokenize(self, asked: TokenizeRequest, tenant: str) -> list[int]:
-        async with self._counting:
-            return await asyncio.to_thread(self._tokenize, asked, tenant)
+    async def tokenize(self, asked: TokenizeRequest, tenant: str, num_bytes: int = 0) -> list[int]:
+        """`num_bytes`: of the request, here and below."""
+        return await self._counting.run(num_bytes, self._tokenize, asked, tenant)
 
-    def token_text(self, token_id: int) -> str:
-        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+    async def token_texts(self, token_ids: list[int], num_bytes: int = 0) -> list[str]:
+        return await self._counting.run(num_bytes, self._token_texts, token_ids)
 
-    async def detokenize(self, token_ids: list[int]) -> str:
+    async def detokenize(self, token_ids: list[int], num_bytes: int = 0) -> str:
         check_ids("tokens", token_ids, self._tokenizer.vocab_size)
-        return await asyncio.to_thread(self._tokenizer.decode, token_ids, False)
+        return await self._counting.run(num_bytes, self._tokenizer.decode, token_ids, False)
+
+    def _token_texts(self, token_ids: list[int]) -> list[str]:
+        bytes_of = self._tokenizer.token_bytes
+        texts = {token_id: bytes_of(token_id).decode("utf-8", "replace") for token_id in set(token_ids)}
+        return [texts[token_id] for token_id in token_ids]
 
     def _tokenize(self, asked: TokenizeRequest, tenant: str) -> list[int]:
         chat = asked.chat
@@ -154,9 +157,24 @@ class TextEngine:
             )
         return self._chat_encoder.encode(self._render(chat, asked.add_generation_prompt), tenant)
 
-    def _prepare_chat(self, chat: ChatRequest) -> _ChatPrompt:
-        rendered = self._render(chat)
-        is_thinking = rendered.opens(self._dialect.thinking)
+    def _prepare_chat(self, request_id: str, chat: ChatRequest, info: EngineInfo) -> _ChatPrompt:
+        try:
+            self._refuse_long_chat(chat, info.max_model_len)
+            rendered = self._render(chat)
+            is_thinking = rendered.opens(self._dialect.thinking)
+            sampling = self._constrained(chat, is_thinking)
+            self._refuse_far_too_long(rendered.text, False, chat.tenant, info.max_model_len)
+            token_ids = self._chat_encoder.encode(rendered, chat.tenant)
+            if chat.is_cut_to_context:
+                sampling = _cut_to_context(sampling, info.max_model_len - len(token_ids))
+            (requests,) = self._build_requests(request_id, [token_ids], sampling, info, chat)
+        except RequestError as error:
+            if error.param == "prompt":  # a chat has messages
+                error.param = "messages"
+            raise
+        return _ChatPrompt(requests, is_thinking)
+
+    def _constrained(self, chat: ChatRequest, is_thinking: bool) -> SamplingParams:
         if is_thinking and chat.reply_start:
             raise RequestError(
                 "The last message is the assistant's, and cannot be continued",
@@ -165,13 +183,10 @@ class TextEngine:
                 param="messages",
             )
         grammar = grammar_of(chat, self._dialect, self._tokenizer, is_thinking)
-        sampling = chat.sampling
-        if grammar is not None:
-            starts_after = (self._require_thought_end(chat),) if is_thinking else ()
-            sampling = replace(sampling, grammar=grammar, grammar_starts_after=starts_after)
-        self._refuse_far_too_long(rendered.text, False, chat.tenant)
-        token_ids = self._chat_encoder.encode(rendered, chat.tenant)
-        return _ChatPrompt(token_ids, sampling, is_thinking)
+        if grammar is None:
+            return chat.sampling
+        starts_after = (self._require_thought_end(chat),) if is_thinking else ()
+        return replace(chat.sampling, grammar=grammar, grammar_starts_after=starts_after)
 
     def _require_thought_end(self, chat: ChatRequest) -> int:
         if self._thought.end_id is None:
@@ -190,20 +205,58 @@ class TextEngine:
             messages, chat.tools, add_generation_prompt, variables=arguments, reply_start=chat.reply_start
         )
 
-    def _encode_prompts(self, asked: CompletionRequest) -> list[list[int]]:
-        return [
-            self._encode(prompt, asked.tenant) if isinstance(prompt, str) else prompt
+    def _prepare_completion(
+        self, request_id: str, asked: CompletionRequest, info: EngineInfo
+    ) -> tuple[list[list[Request]], list[str]]:
+        """The requests of each prompt, and what comes before its replies."""
+        for prompt in asked.prompts:
+            if isinstance(prompt, str):
+                self._refuse_long([prompt], info.max_model_len)
+        prompts = [
+            self._encode(prompt, asked.tenant, info.max_model_len) if isinstance(prompt, str) else prompt
             for prompt in asked.prompts
         ]
+        requests = self._build_requests(request_id, prompts, asked.sampling, info, asked)
+        return requests, [self._as_text(prompt) if asked.echo else "" for prompt in asked.prompts]
 
-    def _encode(self, prompt: str, tenant: str) -> list[int]:
+    def _encode(self, prompt: str, tenant: str, max_model_len: int) -> list[int]:
         """A prompt that a client wrote as a whole: its control tokens are meant as such."""
-        self._refuse_far_too_long(prompt, True, tenant)
+        self._refuse_far_too_long(prompt, True, tenant, max_model_len)
         return self._tokenizer.encode(prompt, True, tenant)
 
-    def _refuse_far_too_long(self, text: str, add_special_tokens: bool, tenant: str) -> None:
+    def _refuse_long_chat(self, chat: ChatRequest, max_model_len: int) -> None:
+        """By the words that the template writes for certain, before it does."""
+        if _num_chars([message.get("content") for message in chat.messages]) <= LONG_TOKEN * max_model_len:
+            return
+        thinking = self._dialect.thinking
+        thought_end = None if thinking is None else thinking.end
+        self._refuse_long(words_written(chat.messages, self._roles_written, thought_end), max_model_len)
+
+    def _refuse_long(self, texts: list[str], max_model_len: int) -> None:
+        """If a prompt that holds these cannot fit the context, whatever its tokens are."""
+        num_chars = sum(map(len, texts))
+        if num_chars <= LONG_TOKEN * max_model_len:
+            return
+        bound = self._tokenizer.length_bound
+        num_tokens = bound.fewest_tokens(texts)
+        if num_tokens >= max_model_len:
+            raise ContextLengthError(
+                f"the prompt is too long: at least {num_tokens} tokens > {max_model_len - 1} maximum",
+                f"The context holds {max_model_len} tokens; the text has {num_chars} characters, "
+                f"and no token has more than {bound.longest_token}.",
+                SHORTEN,
+                param="prompt",
+            )
+
+    @functools.cached_property
+    def _roles_written(self) -> frozenset[str]:
+        return roles_written(self._template)
+
+    def _refuse_far_too_long(
+        self, text: str, add_special_tokens: bool, tenant: str, max_model_len: int
+    ) -> None:
         """Judges a text by its beginning: to count all of it could take a minute."""
-        max_model_len = self._client.require_ready().max_model_len
+        self._refuse_long([text], max_model_len)
         beginning = text[: LONG_TOKEN * max_model_len]
         if len(beginning) == len(text):
             return
@@ -281,9 +334,21 @@ def _num_chars(value: Any) -> int:
     return num_chars
 
 
+def _resize(place: Place | None, num_replies: int) -> int:
+    """Refuses a call that will have more replies than there are places; gives the bytes of its body."""
+    if place is None:
+        return 0
+    place.resize(num_replies)
+    return place.num_bytes
+
+
 def _submit(
-    stream: TextStream, prompts: list[list[Request]], reply_to: Callable[[Request, int], Reply]
+    stream: TextStream,
+    prompts: list[list[Request]],
+    reply_to: Callable[[Request, int], Reply],
+    place: Place | None,
 ) -> TextStream:
     indices = itertools.count()
-    stream.submit([[reply_to(request, next(indices)) for request in requests] for requests in prompts])
+    replies = [[reply_to(request, next(indices)) for request in requests] for requests in prompts]
+    stream.submit(replies, place)
     return stream

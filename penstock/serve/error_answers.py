@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import AuthenticationError, DeadlineError, OverloadedError, PenstockError
-from penstock.serve.answer import JSON_TYPE, unexpected_error
+from penstock.serve.answer import JSON_TYPE, UNREAD_HEADERS, unexpected_error
 from penstock.serve.anthropic import replies as anthropic_replies
 from penstock.serve.openai import replies as openai_replies
 from penstock.serve.request_log import CLIENT_CLOSED
@@ -26,7 +26,8 @@ ANTHROPIC_PATH = "/v1/messages"
 
 
 def answer_error(scope: Scope, error: PenstockError) -> Response:
-    return Response(error_body(scope, error), _status(scope, error.status), _headers(error), JSON_TYPE)
+    headers = _headers(error) | (UNREAD_HEADERS if scope.get("is_unread") else {})
+    return Response(error_body(scope, error), _status(scope, error.status), headers, JSON_TYPE)
 
 
 def error_body(scope: Scope, error: PenstockError | str, status: int = 500) -> bytes:

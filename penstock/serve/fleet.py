@@ -22,6 +22,7 @@ from penstock.config import ServeConfig
 from penstock.errors import EngineDeadError, OverloadedError, PenstockError
 from penstock.progress import OnPhase, Phase
 from penstock.serve.client import EXIT_GRACE_S, EngineClient, Receiver
+from penstock.serve.intake import Intake, Place
 from penstock.serve.replica import Launch, Replica, ReplicaReport
 from penstock.serve.routing import Load, Router
 from penstock.types import EngineInfo, Request, SessionInfo, TokenDelta
@@ -109,6 +110,7 @@ class Fleet:
 
     def __init__(self, launches: Sequence[Launch], config: ServeConfig, on_phase: OnPhase) -> None:
         self.failure: PenstockError | None = None  # why there never will be an engine
+        self.intake = Intake(config)
         self._is_draining = False
         self.num_moves = 0
         self._config = config
@@ -167,16 +169,21 @@ class Fleet:
             raise EngineDeadError(
                 "The engine is not running", f"It is at: {self.phase.name}.", "Try again when /health is 200."
             )
-        self._require_room(1)
         return self._tightest_info()
 
-    def submit(self, receivers: Sequence[tuple[Request, Receiver]]) -> None:
-        """Takes all the requests, or none of them."""
+    def submit(self, receivers: Sequence[tuple[Request, Receiver]], place: Place | None = None) -> None:
+        """Takes all the requests, or none of them. `place`: that they have in the queue already."""
         if self.failure is not None:
             raise self.failure
-        self._require_room(len(receivers))
+        place = place or self.intake.reserve(receivers[0][0].tenant)
+        try:
+            place.hand_over(len(receivers))
+        except OverloadedError:
+            place.release()
+            raise
         for request, receiver in receivers:
             assert request.id not in self._journeys, f"request id {request.id} is in use"
+            assert request.tenant == place.tenant, "a reply gives its tenant's place back"
             journey = Journey(self, _with_seed(request), receiver)
             self._journeys[request.id] = journey
             self._idle.clear()
@@ -236,6 +243,7 @@ class Fleet:
     def forget(self, journey: Journey) -> None:
         if self._journeys.get(journey.request.id) is journey:
             del self._journeys[journey.request.id]
+            self.intake.replies.give_back(journey.request.tenant)
         journey.leave()
         timer = self._waiting.pop(journey, None)
         if timer is not None:
@@ -255,15 +263,6 @@ class Fleet:
         self.num_moves += 1
         journey.leave()
         self._place(journey, available)
-
-    def _require_room(self, num_requests: int) -> None:
-        num_here, max_queue = len(self._journeys), self._config.max_queue
-        if num_here + num_requests > max_queue:
-            raise OverloadedError(
-                "The server is full",
-                f"{num_here} requests are waiting or running, at most {max_queue} may.",
-                "Try again later.",
-            )
 
     @property
     def _have_all_come_up(self) -> bool:

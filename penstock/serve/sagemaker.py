@@ -26,7 +26,6 @@ from penstock.serve.openai.requests import (
 )
 from penstock.serve.openai.routes import OpenAIRoutes
 from penstock.serve.serving import Serving
-from penstock.serve.sessions import in_session
 
 
 class Invocation(msgspec.Struct):
@@ -73,7 +72,6 @@ class Invocations:
         shape = decode_body(body, Invocation, MAX_ID_VALUES)
         if shape.has("messages") == shape.has("prompt"):
             raise RequestError("A prompt or messages are needed, and not both", param="prompt")
-        request_id = request.scope["request_id"]
         is_thinking = shape.speaks_of_thinking
         if shape.has("messages"):
             fields = decode_body(body, ChatBody)
@@ -83,7 +81,7 @@ class Invocations:
             fields = asked
         else:
             completion = completion_request(decode_body(body, CompletionBody, MAX_ID_VALUES))
-            return self._openai.answer_completion(request_id, in_session(completion, request))
+            return self._openai.answer_completion(request, completion)
         if not (is_thinking or fields.enable_thinking is not None or fields.reasoning_effort):
             fields.enable_thinking = False
-        return self._openai.answer_chat(request_id, in_session(chat_request(fields), request))
+        return self._openai.answer_chat(request, chat_request(fields))

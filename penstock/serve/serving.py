@@ -8,14 +8,8 @@ from dataclasses import dataclass, field
 from penstock.config import ServeConfig
 from penstock.serve.chat import TextEngine
 from penstock.serve.fleet import Fleet
+from penstock.serve.intake import Intake
 from penstock.serve.metrics import Metrics
-
-
-@dataclass(slots=True)
-class Bodies:
-    """How much of requests is being read just now."""
-
-    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +20,12 @@ class Serving:
     model_name: str  # in answers
     config: ServeConfig
     started_at: int  # seconds since 1970
-    bodies: Bodies = field(default_factory=Bodies)
     draining: asyncio.Event = field(default_factory=asyncio.Event)  # set: what runs may end, no more begins
+
+    @property
+    def intake(self) -> Intake:
+        """The places and the bytes that requests hold; the fleet's replies hold places as well."""
+        return self.client.intake
 
     @property
     def is_ready(self) -> bool:

@@ -14,11 +14,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.errors import PenstockError, RequestError
-from penstock.serve.access import tenant_of
 from penstock.serve.answer import json_response
 from penstock.serve.fleet import Fleet
 from penstock.serve.openai.requests import MAX_SESSION_ID_CHARS, TextRequest
 from penstock.serve.serving import Serving
+from penstock.serve.tenants import tenant_of
 from penstock.types import SessionInfo
 
 HEADER = "x-session-id"

@@ -21,6 +21,7 @@ import msgspec
 
 from penstock.errors import EngineDeadError, PenstockError, RequestError
 from penstock.serve.fleet import Fleet
+from penstock.serve.intake import Place
 from penstock.serve.metrics import TokenTimer
 from penstock.text.dialects import ContentDelta, Delta, ReplyEnd, ToolCallEnd
 from penstock.text.loop_guard import LoopGuard
@@ -106,9 +107,10 @@ class TextStream:
         self._started = asyncio.Event()
         self._ended = asyncio.Event()
 
-    def submit(self, prompts: list[list[Reply]]) -> None:
+    def submit(self, prompts: list[list[Reply]], place: Place | None = None) -> None:
+        """`place`: that the call has in the queue."""
         receivers = [(reply.request, reply) for replies in prompts for reply in replies]
-        self._client.submit(receivers)
+        self._client.submit(receivers, place)
         self._prompts = prompts
         self._open = {request.id for request, _ in receivers}
 

@@ -120,8 +120,8 @@ def _is_piecewise(model: tokenizers.Tokenizer) -> bool:
         return False
     if model.encode_special_tokens or model.truncation is not None or model.padding is not None:
         return False
-    normalizers = _steps(model.normalizer, "normalizers")
-    pre_tokenizers = _steps(model.pre_tokenizer, "pretokenizers")
+    normalizers = component_steps(model.normalizer, "normalizers")
+    pre_tokenizers = component_steps(model.pre_tokenizer, "pretokenizers")
     return (
         all(step["type"] in PIECEWISE_NORMALIZERS for step in normalizers)
         and all(step["type"] in PIECEWISE_PRE_TOKENIZERS for step in pre_tokenizers)
@@ -132,7 +132,7 @@ def _is_piecewise(model: tokenizers.Tokenizer) -> bool:
     )
 
 
-def _steps(component: Any, name: str) -> list[dict[str, Any]]:
+def component_steps(component: Any, name: str) -> list[dict[str, Any]]:
     """The settings of a normaliser or pre-tokeniser, or of those it consists of."""
 
     def flatten(part: dict[str, Any]) -> list[dict[str, Any]]:

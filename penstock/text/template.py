@@ -18,10 +18,10 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import CheckpointError, RequestError
+from penstock.errors import CheckpointError, RequestError, TemplateProcessError
 from penstock.file_kinds import impostor
 from penstock.text.json_values import refuse_many_arguments
-from penstock.text.template_process import MEMORY_LIMIT_BYTES, Answer, Failure, shared_process
+from penstock.text.template_process import MEMORY_LIMIT_BYTES, Answer, Failure, shared_processes
 
 TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKEN_NAMES = (
@@ -96,7 +96,7 @@ class Limits:
                     f"It wrote {failure.detail}, and may write {self.max_chars:,}.",
                 )
             case "Died":
-                return "the chat template crashed", f"Of its process is known: {failure.detail}."
+                return "the chat template crashed", f"Two processes in turn failed on it: {failure.detail}."
         return None
 
 
@@ -202,9 +202,15 @@ class ChatTemplate:
 
     def _ask(self, limits: Limits, context: msgspec.Raw | None) -> Answer:
         task = {"source": self.source, "special_tokens": self._special_tokens, "context": context}
-        return shared_process.ask({**task, **dataclasses.asdict(limits)})
+        return shared_processes.ask({**task, **dataclasses.asdict(limits)})
 
-    def _refusal(self, failure: Failure, limits: Limits) -> RequestError:
+    def _refusal(self, failure: Failure, limits: Limits) -> RequestError | TemplateProcessError:
+        if failure.kind == "Died":  # no fault of the request, as far as anybody knows
+            return TemplateProcessError(
+                "The messages could not be rendered",
+                f"The process of the chat template failed, and so did the next: {failure.detail}.",
+                "Try again later.",
+            )
         if failure.kind == "Refused":
             return RequestError(
                 failure.detail, "The model's chat template refused the messages.", param="messages"

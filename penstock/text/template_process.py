@@ -1,8 +1,9 @@
-"""The parent's side of the process that runs chat templates: start it, ask it, replace it when it dies.
+"""The parent's side of the processes that run chat templates: start them, ask them, replace those that die.
 
-Owns that process, its socket and what its death means. Knows nothing of templates: a task goes in, an answer
-or a `Failure` comes out. One process serves every template of ours, one task at a time; it is started by the
-first task and ends with us, because its socket closes.
+Owns the processes, their sockets and what a death means. Knows nothing of templates: a task goes in, an
+answer or a `Failure` comes out. A few processes serve every template of ours, each one task at a time. The
+first task starts one, and others are started only when all are busy; they end with us, because their sockets
+close. Cheap tasks overtake expensive ones (turns.py).
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from penstock.child_python import module_command
+from penstock.text.turns import Turns, num_cpus
 
-MEMORY_LIMIT_BYTES = 256 * 1024 * 1024
+MEMORY_LIMIT_BYTES = 256 * 1024 * 1024  # of each process
+MAX_PROCESSES = 4
 # A limit of CPU seconds comes with each task. This one is of the wall clock, for a machine that stands still.
 PATIENCE_S = 10.0
+LOOK_S = 0.5  # how often a process that does not answer is looked at: somebody may have stopped it
 
 _LENGTH_BYTES = 4
 
@@ -46,55 +51,61 @@ class Answer(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-class TemplateProcess:
-    """Safe to use from several threads; they wait for each other."""
+class TemplateProcesses:
+    """Safe to use from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_processes: int) -> None:
+        self._max_processes = max_processes
+        self.forget()
+
+    def forget(self) -> None:
+        """In a process that was forked off: the children and the locks belong to the parent."""
+        self._turns = Turns(self._max_processes)
         self._lock = threading.Lock()
-        self._child: _Child | None = None
+        self._idle: list[_Child] = []  # the last used at the end
 
     def ask(self, task: dict[str, Any]) -> Answer:
         payload = msgspec.json.encode(task)
         frame = len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
-        with self._lock:
-            answer = self._try(frame)
+        with self._turns.wait(len(frame)):
+            answer = self._try(frame, self._take_idle())
             if answer.failure is not None and answer.failure.kind == "Died":  # before the task came, perhaps
-                answer = self._try(frame)
+                answer = self._try(frame, None)
             return answer
 
-    def _try(self, frame: bytes) -> Answer:
-        if self._child is None:
-            try:
-                self._child = _Child()
-            except OSError as error:
-                return Answer(failure=Failure("Died", f"it did not start: {error}"))
+    def _try(self, frame: bytes, child: _Child | None) -> Answer:
+        """Asks this one, or a new one. Who has failed is ended."""
         try:
-            payload = self._child.exchange(frame, time.monotonic() + PATIENCE_S)
-        except TimeoutError:
-            self._end()
-            return Answer(failure=Failure("OutOfTime", f"{PATIENCE_S:g} s of the clock"))
+            child = child or _Child()
+        except OSError as error:
+            return Answer(failure=Failure("Died", f"it did not start: {error}"))
+        try:
+            payload = child.exchange(frame, time.monotonic() + PATIENCE_S)
+        except TimeoutError as error:
+            child.end()
+            return Answer(failure=Failure("Died", str(error)))
         except (OSError, EOFError):
-            return Answer(failure=_cause_of_death(self._end()))
+            return Answer(failure=_cause_of_death(child.end()))
         except BaseException:  # Ctrl-C: an answer is on its way that nobody will read
-            self._end()
+            child.end()
             raise
+        with self._lock:
+            self._idle.append(child)
         return msgspec.json.decode(payload, type=Answer)
 
-    def _end(self) -> int:
-        """The exit status of the child, which is gone or killed; the next task starts another."""
-        child, self._child = self._child, None
-        assert child is not None
-        return child.end()
+    def _take_idle(self) -> _Child | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
 
     def close(self) -> None:
-        with self._lock:
-            if self._child is not None:
-                self._end()
+        """Ends those that do nothing; the others would end with us."""
+        while (child := self._take_idle()) is not None:
+            child.end()
 
-    def forget(self) -> None:
-        """In a process that was forked off: the child and the lock belong to the parent."""
-        self._lock = threading.Lock()
-        self._child = None
+    @property
+    def pids(self) -> list[int]:
+        """Of those that do nothing."""
+        return [child.process.pid for child in self._idle]
 
 
 class _Child:
@@ -109,8 +120,9 @@ class _Child:
             )
 
     def exchange(self, frame: bytes, deadline: float) -> bytearray:
-        self._set_timeout(deadline)
-        self._socket.sendall(frame)
+        unsent = memoryview(frame)
+        while unsent:
+            unsent = unsent[self._wait(self._socket.send, unsent, deadline) :]
         num_bytes = int.from_bytes(self._read(_LENGTH_BYTES, deadline), "big")
         return self._read(num_bytes, deadline)
 
@@ -118,15 +130,30 @@ class _Child:
         data = bytearray(num_bytes)
         rest = memoryview(data)
         while rest:
-            self._set_timeout(deadline)
-            num_read = self._socket.recv_into(rest)
+            num_read = self._wait(self._socket.recv_into, rest, deadline)
             if num_read == 0:
                 raise EOFError
             rest = rest[num_read:]
         return data
 
-    def _set_timeout(self, deadline: float) -> None:
-        self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+    def _wait(self, transfer: Callable[[memoryview], int], data: memoryview, deadline: float) -> int:
+        """How many bytes were sent or received; raises TimeoutError when there never will be any."""
+        while True:
+            left_s = deadline - time.monotonic()
+            self._socket.settimeout(max(min(left_s, LOOK_S), 0.001))
+            try:
+                return transfer(data)
+            except TimeoutError:
+                if left_s <= LOOK_S:
+                    raise TimeoutError(f"it did not answer within {PATIENCE_S:g} s") from None
+                if self._is_stopped():
+                    raise TimeoutError("it was stopped by a signal") from None
+
+    def _is_stopped(self) -> bool:
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13: patience ends it
+            return False
+        looks = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.process.pid, looks) is not None
 
     def end(self) -> int:
         """What it died of: if its socket has closed, that is settled, and killing changes nothing."""
@@ -144,6 +171,7 @@ def _cause_of_death(status: int) -> Failure:
     return Failure("Died", f"it ended with {status_name}")
 
 
-shared_process = TemplateProcess()
-atexit.register(shared_process.close)
-os.register_at_fork(after_in_child=shared_process.forget)
+# Two at least: an expensive chat leaves one to the others. Each may take MEMORY_LIMIT_BYTES.
+shared_processes = TemplateProcesses(min(max(2, num_cpus()), MAX_PROCESSES))
+atexit.register(shared_processes.close)
+os.register_at_fork(after_in_child=shared_processes.forget)

@@ -9,6 +9,7 @@ nothing of requests.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,7 @@ import tokenizers
 
 from penstock.errors import CheckpointError, RequestError
 from penstock.file_kinds import impostor
+from penstock.text.length import LengthBound
 from penstock.text.segments import SegmentEncoder
 from penstock.text.template import find_template, read_json
 
@@ -154,6 +156,11 @@ class Tokenizer:
         """Token ids as `encode` gives them, each with its place in the text; slower."""
         encoding = self._model.encode_batch([text], add_special_tokens=False)[0]
         return encoding.ids, encoding.offsets
+
+    @functools.cached_property
+    def length_bound(self) -> LengthBound:
+        """Made when it is first asked for: it looks at the whole vocabulary."""
+        return LengthBound(self._model)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; bytes that are not UTF-8 become U+FFFD."""

@@ -6,13 +6,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.serve.access import tenant_of
 from penstock.serve.answer import Answer, json_response, read_body
 from penstock.serve.anthropic.replies import MessageFormat
 from penstock.serve.anthropic.requests import parse_count, parse_messages
+from penstock.serve.intake import place_of
 from penstock.serve.openai.requests import TokenizeRequest
 from penstock.serve.serving import Serving
 from penstock.serve.sessions import in_session
+from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Deliver, TextStream
 
 
@@ -32,21 +33,21 @@ class AnthropicRoutes:
 
     async def create_message(self, request: Request) -> Answer:
         chat = in_session(parse_messages(await read_body(request), self._thinks), request)
-        request_id = request.scope["request_id"]
+        request_id, place = request.scope["request_id"], place_of(request.scope)
         style = MessageFormat(request_id, self._serving.model_name, chat.sampling.max_tokens)
 
         async def start(deliver: Deliver) -> TextStream:
-            stream = await self._text.stream_chat(request_id, chat, deliver)
+            stream = await self._text.stream_chat(request_id, chat, deliver, place)
             style.usage_so_far = lambda: stream.usage
             return stream
 
         return Answer(start, style, chat.is_stream, chat.timeout_s)
 
     async def count_tokens(self, request: Request) -> Response:
-        chat = parse_count(await read_body(request), self._thinks)
+        chat = parse_count(await read_body(request, for_reply=False), self._thinks)
         asked = TokenizeRequest(
             text="", chat=chat, add_special_tokens=False, add_generation_prompt=True, shows_texts=False
         )
-        return json_response(
-            {"input_tokens": len(await self._text.tokenize(asked, tenant_of(request.scope)))}
-        )
+        num_bytes = place_of(request.scope).num_bytes
+        tokens = await self._text.tokenize(asked, tenant_of(request.scope), num_bytes)
+        return json_response({"input_tokens": len(tokens)})

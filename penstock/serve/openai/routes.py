@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -10,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.serve.access import tenant_of
 from penstock.serve.answer import Answer, Start, json_response, read_body
+from penstock.serve.intake import place_of
 from penstock.serve.openai.replies import ChatReplyFormat, CompletionReplyFormat, OpenAIReplyFormat
 from penstock.serve.openai.requests import (
     ChatRequest,
@@ -24,6 +23,7 @@ from penstock.serve.openai.requests import (
 )
 from penstock.serve.serving import Serving
 from penstock.serve.sessions import in_session
+from penstock.serve.tenants import tenant_of
 
 
 def routes(serving: Serving) -> list[Route]:
@@ -65,27 +65,29 @@ class OpenAIRoutes:
         return None if info is None else info.max_model_len
 
     async def chat(self, request: Request) -> Answer:
-        chat = in_session(parse_chat(await read_body(request)), request)
-        return self.answer_chat(request.scope["request_id"], chat)
+        return self.answer_chat(request, parse_chat(await read_body(request)))
 
-    def answer_chat(self, request_id: str, chat: ChatRequest) -> Answer:
+    def answer_chat(self, request: Request, chat: ChatRequest) -> Answer:
+        request_id, place = request.scope["request_id"], place_of(request.scope)
+        chat = in_session(chat, request)
         return self._answer(
             request_id,
             chat,
             ChatReplyFormat,
-            lambda deliver: self._text.stream_chat(request_id, chat, deliver),
+            lambda deliver: self._text.stream_chat(request_id, chat, deliver, place),
         )
 
     async def complete(self, request: Request) -> Answer:
-        asked = in_session(parse_completion(await read_body(request)), request)
-        return self.answer_completion(request.scope["request_id"], asked)
+        return self.answer_completion(request, parse_completion(await read_body(request)))
 
-    def answer_completion(self, request_id: str, asked: CompletionRequest) -> Answer:
+    def answer_completion(self, request: Request, asked: CompletionRequest) -> Answer:
+        request_id, place = request.scope["request_id"], place_of(request.scope)
+        asked = in_session(asked, request)
         return self._answer(
             request_id,
             asked,
             CompletionReplyFormat,
-            lambda deliver: self._text.stream_completion(request_id, asked, deliver),
+            lambda deliver: self._text.stream_completion(request_id, asked, deliver, place),
         )
 
     def _answer(
@@ -100,21 +102,19 @@ class OpenAIRoutes:
         return Answer(start, spelled, asked.is_stream, asked.timeout_s)
 
     async def tokenize(self, request: Request) -> Response:
-        asked = parse_tokenize(await read_body(request))
-        tokens = await self._text.tokenize(asked, tenant_of(request.scope))
+        asked = parse_tokenize(await read_body(request, for_reply=False))
+        num_bytes = place_of(request.scope).num_bytes
+        tokens = await self._text.tokenize(asked, tenant_of(request.scope), num_bytes)
         found: dict[str, Any] = {
             "tokens": tokens,
             "count": len(tokens),
             "max_model_len": self._max_model_len(),
         }
-        if asked.shows_texts:  # in a thread: there may be millions
-            found["token_strs"] = await asyncio.to_thread(self._token_texts, tokens)
+        if asked.shows_texts:
+            found["token_strs"] = await self._text.token_texts(tokens, num_bytes)
         return json_response(found)
 
-    def _token_texts(self, token_ids: list[int]) -> list[str]:
-        texts = {token_id: self._text.token_text(token_id) for token_id in set(token_ids)}
-        return [texts[token_id] for token_id in token_ids]
-
     async def detokenize(self, request: Request) -> Response:
-        tokens = parse_detokenize(await read_body(request))
-        return json_response({"prompt": await self._text.detokenize(tokens)})
+        tokens = parse_detokenize(await read_body(request, for_reply=False))
+        text = await self._text.detokenize(tokens, place_of(request.scope).num_bytes)
+        return json_response({"prompt": text})

@@ -9,14 +9,15 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.errors import RequestError
-from penstock.serve.access import tenant_of
 from penstock.serve.answer import JSON_TYPE, Answer, json_response, read_body
+from penstock.serve.intake import place_of
 from penstock.serve.responses.items import Item
 from penstock.serve.responses.replies import Fields, ResponseReplyFormat
 from penstock.serve.responses.requests import own_names, parse_response, response_request
 from penstock.serve.responses.store import ResponseStore, new_id
 from penstock.serve.serving import Serving
 from penstock.serve.sessions import in_session
+from penstock.serve.tenants import tenant_of
 
 
 def routes(serving: Serving) -> list[Route]:
@@ -35,9 +36,12 @@ class ResponsesRoutes:
 
     async def respond(self, request: Request) -> OwnNames:
         fields = parse_response(await read_body(request))
+        place = place_of(request.scope)
         history: list[Item] = []
         if (previous := fields.previous_response_id) is not None:
-            history = self._store.items_of(previous, "previous_response_id", tenant_of(request.scope))
+            tenant = tenant_of(request.scope)
+            place.add_bytes(self._store.num_bytes_of(previous, "previous_response_id", tenant))
+            history = self._store.items_of(previous, "previous_response_id", tenant)
         asked = response_request(fields, history)
         id = new_id()
 
@@ -51,7 +55,7 @@ class ResponsesRoutes:
         request_id = request.scope["request_id"]
         chat = in_session(asked.chat, request)
         answer = Answer(
-            lambda deliver: self._serving.text.stream_chat(request_id, chat, deliver),
+            lambda deliver: self._serving.text.stream_chat(request_id, chat, deliver, place),
             style,
             asked.chat.is_stream,
             asked.chat.timeout_s,

@@ -92,6 +92,10 @@ class ResponseStore:
         """`param`: the field that named the response."""
         return msgspec.json.decode(self._find(id, tenant, param).items, type=list[Item])
 
+    def num_bytes_of(self, id: str, param: str, tenant: str = "") -> int:
+        """Of its conversation, before it is decoded."""
+        return len(self._find(id, tenant, param).items)
+
     def delete(self, id: str, tenant: str = "") -> None:
         self._find(id, tenant)
         self._forget(id)

@@ -1,0 +1,121 @@
+"""How few tokens a text can have, told from its length alone, and how much of a chat its template writes.
+
+What cannot fit a context is refused before it is rendered or encoded. So both are lower bounds that always
+hold; where none is certain, it is 0, and the text is encoded to see. Knows no limits; who asks has those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tokenizers
+
+from penstock.errors import RequestError
+from penstock.text.segments import component_steps
+from penstock.text.template import ChatTemplate
+
+# Normalising a text composes at most so many characters into one, and none of ASCII's. A test looks at all.
+MAX_COMPOSED = 4
+NORMAL_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
+KEEPING_PRE_TOKENIZERS = {"ByteLevel", "Digits", "Metaspace"}
+PROBE_CHARS = 4000
+
+
+class LengthBound:
+    """Of one tokenizer. None of its tokens stands for more characters than its name has."""
+
+    def __init__(self, model: tokenizers.Tokenizer) -> None:
+        self.longest_token = 0  # characters; 0: a token may stand for any number of them
+        vocabulary = model.get_vocab(with_added_tokens=True)
+        if _keeps_all(model) and all(token in vocabulary for token in _byte_tokens(model)):
+            self.longest_token = max(map(len, vocabulary))
+
+    def fewest_tokens(self, texts: Iterable[str]) -> int:
+        """That a text which holds all of these can have."""
+        if not self.longest_token:
+            return 0
+        num_chars = sum(len(text) if text.isascii() else len(text) // MAX_COMPOSED for text in texts)
+        return -(-num_chars // self.longest_token)
+
+
+def _keeps_all(model: tokenizers.Tokenizer) -> bool:
+    """Whether every character of a text ends up in a token: none is dropped, and no run of them is one."""
+    added = model.get_added_tokens_decoder().values()
+    return (
+        not any(token.lstrip or token.rstrip for token in added)  # these swallow the blanks beside them
+        and all(map(_is_keeping_normalizer, component_steps(model.normalizer, "normalizers")))
+        and all(map(_is_keeping_pre_tokenizer, component_steps(model.pre_tokenizer, "pretokenizers")))
+        and isinstance(model.model, tokenizers.models.BPE | tokenizers.models.Unigram)
+        and (_is_byte_level(model) or getattr(model.model, "byte_fallback", False))
+    )
+
+
+def _byte_tokens(model: tokenizers.Tokenizer) -> list[str]:
+    """Which together spell whatever no other token does."""
+    if _is_byte_level(model):
+        return tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    return [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def _is_byte_level(model: tokenizers.Tokenizer) -> bool:
+    steps = component_steps(model.pre_tokenizer, "pretokenizers")
+    return any(step["type"] == "ByteLevel" for step in steps)
+
+
+def _is_keeping_normalizer(step: dict[str, Any]) -> bool:
+    if step["type"] == "Replace":
+        replaced = step["pattern"].get("String")
+        return replaced is not None and len(replaced) <= len(step["content"])
+    return step["type"] in NORMAL_FORMS or step["type"] == "Prepend"
+
+
+def _is_keeping_pre_tokenizer(step: dict[str, Any]) -> bool:
+    if step["type"] in ("Split", "Punctuation"):
+        return step.get("behavior") != "Removed"
+    return step["type"] in KEEPING_PRE_TOKENIZERS
+
+
+def roles_written(template: ChatTemplate) -> frozenset[str]:
+    """The roles whose words the template writes out in full, found by asking it."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    probes = {name: f"{name} " + "word " * (PROBE_CHARS // 5) + name for name in ("one", "two", "three")}
+    chats: list[list[dict[str, Any]]] = [
+        [
+            {"role": "user", "content": probes["one"]},
+            {"role": "assistant", "content": probes["two"]},
+            {"role": "user", "content": probes["three"]},
+        ],
+        [{"role": "system", "content": probes["one"]}, {"role": "user", "content": "x"}],
+        [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": probes["one"], "tool_call_id": "1"},
+        ],
+    ]
+    written: set[str] = set()
+    dropped: set[str] = set()
+    for messages in chats:
+        try:
+            text = template.render(messages)
+        except RequestError:  # what it refuses in every chat is never too long
+            continue
+        for message in messages:
+            if len(message["content"]) > PROBE_CHARS // 2:
+                (written if message["content"] in text else dropped).add(message["role"])
+    return frozenset(written - dropped)
+
+
+def words_written(
+    messages: list[dict[str, Any]], roles: frozenset[str], thought_end: str | None
+) -> list[str]:
+    """What a template writes for certain: blanks around it may go, and the thoughts before a reply."""
+    words = []
+    for message in messages:
+        content = message.get("content")
+        if message["role"] not in roles or not isinstance(content, str):
+            continue
+        if message["role"] == "assistant" and thought_end is not None:
+            content = content.rpartition(thought_end)[2]
+        words.append(content.strip())
+    return words

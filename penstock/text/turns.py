@@ -1,0 +1,98 @@
+"""Who works next: at most so many at once, cheap work before expensive work, and nothing waits for ever.
+
+Work is due when it comes, plus a time that grows with its cost; whatever is due first goes first. So cheap
+work overtakes expensive work, but only what comes within that time. Expensive work never takes the last
+place: a cheap request does not wait for an expensive one to end. For threads and for coroutines alike. Knows
+nothing of what the work is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+CHEAP = 64 * 1024  # bytes: rendered and tokenised in some 20 ms
+SECONDS_PER_BYTE = 0.5e-6  # by which expensive work is due later
+
+
+def num_cpus() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(order=True, slots=True)
+class _Turn:
+    due_at: float
+    number: int
+    is_cheap: bool = field(compare=False)
+    granted: Future[None] = field(compare=False, default_factory=Future)
+
+
+class Turns:
+    """Costs are bytes, of a request's body or of a task."""
+
+    def __init__(self, max_at_once: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_at_once = max_at_once
+        self._max_expensive = max(1, max_at_once - 1)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._waiting: dict[bool, list[_Turn]] = {True: [], False: []}  # heaps, by whether they are cheap
+        self._num_taken = {True: 0, False: 0}
+
+    @contextlib.contextmanager
+    def wait(self, cost: int) -> Iterator[None]:
+        """For threads: returns when it is this one's turn, which ends with the block."""
+        turn = self._ask(cost)
+        try:
+            turn.granted.result()
+            yield
+        finally:
+            self._leave(turn)
+
+    @contextlib.asynccontextmanager
+    async def wait_async(self, cost: int) -> AsyncIterator[None]:
+        turn = self._ask(cost)
+        try:
+            if not turn.granted.done():
+                await asyncio.wrap_future(turn.granted)
+            yield
+        finally:
+            self._leave(turn)
+
+    def _ask(self, cost: int) -> _Turn:
+        turn = _Turn(self._clock() + cost * SECONDS_PER_BYTE, next(self._numbers), cost <= CHEAP)
+        with self._lock:
+            heapq.heappush(self._waiting[turn.is_cheap], turn)
+            self._grant()
+        return turn
+
+    def _leave(self, turn: _Turn) -> None:
+        with self._lock:
+            if not turn.granted.cancel():  # it was granted; otherwise it is skipped when it comes up
+                self._num_taken[turn.is_cheap] -= 1
+            self._grant()
+
+    def _grant(self) -> None:
+        while sum(self._num_taken.values()) < self._max_at_once:
+            turn = self._next()
+            if turn is None:
+                return
+            heapq.heappop(self._waiting[turn.is_cheap])
+            if turn.granted.set_running_or_notify_cancel():
+                self._num_taken[turn.is_cheap] += 1
+                turn.granted.set_result(None)
+
+    def _next(self) -> _Turn | None:
+        cheap, expensive = self._waiting[True], self._waiting[False]
+        may_be_expensive = self._num_taken[False] < self._max_expensive
+        heads = [*cheap[:1], *(expensive[:1] if may_be_expensive else ())]
+        return min(heads, default=None)
