@@ -19,7 +19,7 @@ from dataclasses import replace
 import msgspec
 
 from penstock.config import ServeConfig
-from penstock.errors import EngineDeadError, OverloadedError, PenstockError
+from penstock.errors import EngineDeadError, EngineLossError, OverloadedError, PenstockError
 from penstock.progress import OnPhase, Phase
 from penstock.serve.client import EXIT_GRACE_S, EngineClient, Receiver
 from penstock.serve.replica import Launch, Replica, ReplicaReport
@@ -28,7 +28,10 @@ from penstock.types import EngineInfo, Request, SessionInfo, TokenDelta
 
 log = logging.getLogger("penstock.serve")
 
-MAX_ENGINES_LOST = 3  # a request that kills engines must not kill them all
+# What a request that runs may be blamed for until there is news of it again: engines that ended by themselves
+# while it ran, or twice as many that were killed, which may be anybody's doing.
+MAX_BLAME = 4
+BLAME_FOR_FAULT, BLAME_FOR_KILL = 2, 1
 RESUMED_STEPS_EARLIER = 10  # of priority: somebody is reading already
 LEAVING_POLL_S = 0.02
 
@@ -42,9 +45,11 @@ class Journey:
         "_num_cached_tokens",
         "_num_tokens_due",
         "_receiver",
+        "blame",
         "client",
+        "is_running",
         "load",
-        "num_engines_lost",
+        "num_scored",
         "request",
         "said",
     )
@@ -52,9 +57,11 @@ class Journey:
     def __init__(self, fleet: Fleet, request: Request, receiver: Receiver) -> None:
         self.request = request
         self.said: list[int] = []
+        self.num_scored = 0  # tokens of the prompt whose scores have come
         self.client: EngineClient | None = None  # None: it waits for one
         self.load: Load | None = None
-        self.num_engines_lost = 0  # since its last token
+        self.is_running = False  # in its present engine; it may also wait there
+        self.blame = 0  # since the last news of it
         self._fleet = fleet
         self._receiver = receiver
         self._awaits_token = True  # the first from its present engine
@@ -62,9 +69,12 @@ class Journey:
         self._num_cached_tokens: int | None = None  # of the prompt, by the engine that spoke first
 
     def take(self, delta: TokenDelta) -> None:
+        if not (delta.token_ids or delta.prompt_scores or delta.finish):
+            self.is_running = True
+            return
         self.said += delta.token_ids
         if self._awaits_token:
-            self._note_first_token(delta)
+            self._note_first_news(delta)
         if self._num_cached_tokens != delta.num_cached_tokens:  # its first engine's is what a client is told
             delta = msgspec.structs.replace(delta, num_cached_tokens=self._num_cached_tokens)
         if delta.finish is not None:
@@ -83,6 +93,7 @@ class Journey:
 
     def settle(self, client: EngineClient, load: Load, num_tokens_due: int) -> None:
         self.client, self.load = client, load
+        self.is_running = False
         self._awaits_token = True
         self._num_tokens_due = num_tokens_due
         load.num_requests += 1
@@ -94,12 +105,16 @@ class Journey:
             self.load.num_prompt_tokens -= self._num_tokens_due
         self.client, self.load, self._num_tokens_due = None, None, 0
 
-    def _note_first_token(self, delta: TokenDelta) -> None:
+    def _note_first_news(self, delta: TokenDelta) -> None:
+        """Before the first token of its present engine scores of its prompt may come."""
         assert self.load is not None
-        self.load.num_prompt_tokens -= self._num_tokens_due
-        self._num_tokens_due = 0
-        self._awaits_token = False
-        self.num_engines_lost = 0
+        num_scored = len(delta.prompt_scores or ())
+        self.num_scored += num_scored
+        self._awaits_token = num_scored > 0
+        num_computed = min(num_scored, self._num_tokens_due) if self._awaits_token else self._num_tokens_due
+        self.load.num_prompt_tokens -= num_computed
+        self._num_tokens_due -= num_computed
+        self.blame = 0
         if self._num_cached_tokens is None:
             self._num_cached_tokens = delta.num_cached_tokens
 
@@ -245,9 +260,11 @@ class Fleet:
 
     def outlive_engine(self, journey: Journey) -> None:
         """Goes on with another engine, or gives a request up that no engine has survived."""
-        journey.num_engines_lost += 1
-        if journey.num_engines_lost > MAX_ENGINES_LOST:
-            journey.give_up(_lost(f"{journey.num_engines_lost} engines ended while they worked on it."))
+        assert journey.client is not None
+        if journey.is_running:
+            journey.blame += BLAME_FOR_FAULT if journey.client.is_own_fault else BLAME_FOR_KILL
+        if journey.blame >= MAX_BLAME:
+            journey.give_up(_unsurvived())
         else:
             self._move(journey, self._available())
 
@@ -285,12 +302,15 @@ class Fleet:
             error = _lost(f"No engine came back within {timeout_s:g} s.")
             self._waiting[journey] = loop.call_later(timeout_s, journey.give_up, error)
             return
-        request = resumed(journey.request, journey.said)
+        request = resumed(journey.request, journey.said, journey.num_scored)
         index, num_tokens_due = self._router.pick(request.token_ids, available)
         client = self._replicas[index].client
         assert client is not None
         journey.settle(client, self._router.loads[index], num_tokens_due)
-        client.submit([(request, journey)])
+        try:
+            client.submit([(request, journey)])
+        except Exception as error:  # it cannot be sent: the others can
+            journey.give_up(error)
 
     def _place_waiting(self) -> None:
         """Those first who have begun: somebody is reading."""
@@ -359,8 +379,10 @@ class Fleet:
             await asyncio.sleep(LEAVING_POLL_S)
 
 
-def resumed(request: Request, said: Sequence[int]) -> Request:
+def resumed(request: Request, said: Sequence[int], num_scored: int = 0) -> Request:
     """What another engine is asked: to go on after these tokens, before those that have not begun."""
+    if num_scored:
+        request = replace(request, num_scored_tokens=num_scored)
     if not said:
         return request
     return replace(
@@ -395,6 +417,14 @@ def _with_seed(request: Request) -> Request:
     if request.sampling.temperature == 0 or request.sampling.seed is not None:
         return request
     return replace(request, sampling=replace(request.sampling, seed=random.getrandbits(63)))
+
+
+def _unsurvived() -> EngineLossError:
+    return EngineLossError(
+        "The request is not tried again",
+        "Several engines ended one after the other while they worked on it; it may be the cause.",
+        "Tell the operator of this server, whose log has more, or change the request.",
+    )
 
 
 def _lost(why: str) -> EngineDeadError:

@@ -97,7 +97,7 @@ class OpenAIRoutes:
             has_logprobs=asked.sampling.logprobs is not None,
             include_usage=asked.include_usage,
         )
-        return Answer(start, spelled, asked.is_stream, asked.timeout_s)
+        return Answer(start, spelled, asked.is_stream, asked.timeout_s, spelled.new_choice)
 
     async def tokenize(self, request: Request) -> Response:
         asked = parse_tokenize(await read_body(request))
