@@ -28,12 +28,13 @@ from penstock.serve.system_prompt import with_system_prompt
 from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
 from penstock.text.dialects import StreamParser, dialect_of
 from penstock.text.loop_guard import LoopGuard
-from penstock.text.prompt import SHORTEN, build_requests, check_ids
+from penstock.text.prompt import SHORTEN, build_requests, check_ids, limit_scores
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import EngineInfo, Request, SamplingParams
 
 LONG_TOKEN = 16  # characters; few tokens of a text have as many
+MAX_ECHO_CHARS = 2**24  # of all replies to one call
 MAX_COUNTS = 2  # at a time: threads, and the process of the chat template, are there for replies first
 
 
@@ -106,6 +107,7 @@ class TextEngine:
                 ends_after_call=not chat.is_parallel,
                 form_param=form_param(chat),
                 loop_guard=self._guard(chat),
+                continues_text=bool(chat.reply_start),
             )
 
         return _submit(stream, requests, reply_to)
@@ -117,13 +119,24 @@ class TextEngine:
         info = self._client.require_ready()
         prompts = await asyncio.to_thread(self._encode_prompts, completion)
         requests = self._build_requests(request_id, prompts, completion.sampling, info, completion)
-        echoes = [self._as_text(prompt) if completion.echo else "" for prompt in completion.prompts]
+        echoes = [""] * len(prompts)
+        if completion.echo:
+            echoes = await asyncio.to_thread(self._echoes_of, completion)
         stream = TextStream(self._client, deliver)
 
         def reply_to(request: Request, index: int) -> Reply:
             echo = echoes[index // completion.sampling.n]
             guard = self._guard(completion)
-            return self._reply(stream, request, index, PlainText(), asked_at, echo=echo, loop_guard=guard)
+            return self._reply(
+                stream,
+                request,
+                index,
+                PlainText(),
+                asked_at,
+                echo=echo,
+                loop_guard=guard,
+                continues_text=self._tokenizer.has_text(request.token_ids),
+            )
 
         return _submit(stream, requests, reply_to)
 
@@ -208,8 +221,19 @@ class TextEngine:
                 )
         return self._tokenizer.encode(text, add_special_tokens, tenant)
 
-    def _as_text(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+    def _echoes_of(self, asked: CompletionRequest) -> list[str]:
+        """The texts of prompts, which each of their replies begins with."""
+        decode = self._tokenizer.decode
+        echoes = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in asked.prompts]
+        num_chars = asked.sampling.n * sum(map(len, echoes))
+        if num_chars > MAX_ECHO_CHARS:
+            raise RequestError(
+                f"the echo would have {num_chars:,} characters",
+                f"At most {MAX_ECHO_CHARS:,} are given in one call; n is {asked.sampling.n}.",
+                "Lower n, split the call, or leave echo out.",
+                param="echo",
+            )
+        return echoes
 
     def _build_requests(
         self,
@@ -220,6 +244,7 @@ class TextEngine:
         asked: TextRequest,
     ) -> list[list[Request]]:
         """The requests of each prompt, with ids that tell them apart."""
+        sampling = limit_scores(prompts, sampling, info.max_model_len)
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
         return [
             build_requests(

@@ -191,6 +191,7 @@ class Reply:
         ends_after_call: bool = False,
         form_param: str = "",  # the field that asked for the request's grammar
         loop_guard: LoopGuard | None = None,
+        continues_text: bool = False,  # of its prompt, which is no other's turn
     ) -> None:
         self.request = request  # the one that runs
         self._asked = request
@@ -211,7 +212,12 @@ class Reply:
         self._form_param = form_param
         self._loop_guard = loop_guard
         self._is_loop = False
-        self._decoder = StreamDecoder(tokenizer, request.sampling.stop, request.sampling.min_tokens)
+        self._decoder = StreamDecoder(
+            tokenizer,
+            request.sampling.stop,
+            request.sampling.min_tokens,
+            continues_text=continues_text,
+        )
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.serve.access import tenant_of
-from penstock.serve.answer import Answer, Start, json_response, read_body
+from penstock.serve.answer import JSON_TYPE, Answer, Start, json_response, read_body
 from penstock.serve.openai.replies import ChatReplyFormat, CompletionReplyFormat, OpenAIReplyFormat
 from penstock.serve.openai.requests import (
     ChatRequest,
@@ -24,6 +26,8 @@ from penstock.serve.openai.requests import (
 )
 from penstock.serve.serving import Serving
 from penstock.serve.sessions import in_session
+
+LIST_PART = 50_000  # ids or texts: some milliseconds
 
 
 def routes(serving: Serving) -> list[Route]:
@@ -102,14 +106,16 @@ class OpenAIRoutes:
     async def tokenize(self, request: Request) -> Response:
         asked = parse_tokenize(await read_body(request))
         tokens = await self._text.tokenize(asked, tenant_of(request.scope))
-        found: dict[str, Any] = {
-            "tokens": tokens,
-            "count": len(tokens),
-            "max_model_len": self._max_model_len(),
-        }
-        if asked.shows_texts:  # in a thread: there may be millions
-            found["token_strs"] = await asyncio.to_thread(self._token_texts, tokens)
-        return json_response(found)
+        # In a thread, and in parts: there may be millions.
+        body = await asyncio.to_thread(self._encode_tokens, tokens, asked.shows_texts)
+        return Response(body, media_type=JSON_TYPE)
+
+    def _encode_tokens(self, tokens: list[int], shows_texts: bool) -> bytes:
+        fields = {"count": len(tokens), "max_model_len": self._max_model_len()}
+        pieces = [b'{"tokens":[', *_encode_list(tokens), b"],", msgspec.json.encode(fields)[1:-1]]
+        if shows_texts:
+            pieces += [b',"token_strs":[', *_encode_list(self._token_texts(tokens)), b"]"]
+        return b"".join((*pieces, b"}"))
 
     def _token_texts(self, token_ids: list[int]) -> list[str]:
         texts = {token_id: self._text.token_text(token_id) for token_id in set(token_ids)}
@@ -118,3 +124,9 @@ class OpenAIRoutes:
     async def detokenize(self, request: Request) -> Response:
         tokens = parse_detokenize(await read_body(request))
         return json_response({"prompt": await self._text.detokenize(tokens)})
+
+
+def _encode_list(values: Sequence[Any]) -> Iterator[bytes]:
+    """The parts of a long JSON list. An encoder lets no other thread run, so each has little to do."""
+    for start in range(0, len(values), LIST_PART):
+        yield (b"," if start else b"") + msgspec.json.encode(values[start : start + LIST_PART])[1:-1]
