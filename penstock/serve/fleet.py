@@ -32,6 +32,7 @@ log = logging.getLogger("penstock.serve")
 # while it ran, or twice as many that were killed, which may be anybody's doing.
 MAX_BLAME = 4
 BLAME_FOR_FAULT, BLAME_FOR_KILL = 2, 1
+MAX_FAULTS = 8  # of engines that ran a request, in all, even if there was news of it in between
 RESUMED_STEPS_EARLIER = 10  # of priority: somebody is reading already
 LEAVING_POLL_S = 0.02
 
@@ -49,6 +50,7 @@ class Journey:
         "client",
         "is_running",
         "load",
+        "num_faults",
         "num_scored",
         "request",
         "said",
@@ -62,11 +64,16 @@ class Journey:
         self.load: Load | None = None
         self.is_running = False  # in its present engine; it may also wait there
         self.blame = 0  # since the last news of it
+        self.num_faults = 0  # of engines that failed while it ran
         self._fleet = fleet
         self._receiver = receiver
         self._awaits_token = True  # the first from its present engine
         self._num_tokens_due = 0  # that the engine computes before that
         self._num_cached_tokens: int | None = None  # of the prompt, by the engine that spoke first
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.blame >= BLAME_FOR_FAULT
 
     def take(self, delta: TokenDelta) -> None:
         if not (delta.token_ids or delta.prompt_scores or delta.finish):
@@ -114,7 +121,9 @@ class Journey:
         num_computed = min(num_scored, self._num_tokens_due) if self._awaits_token else self._num_tokens_due
         self.load.num_prompt_tokens -= num_computed
         self._num_tokens_due -= num_computed
-        self.blame = 0
+        if self.blame:
+            self.blame = 0
+            self._fleet.end_trial(self)
         if self._num_cached_tokens is None:
             self._num_cached_tokens = delta.num_cached_tokens
 
@@ -132,6 +141,8 @@ class Fleet:
         self._router = Router(len(launches))
         self._journeys: dict[str, Journey] = {}
         self._waiting: dict[Journey, asyncio.TimerHandle] = {}
+        self._on_trial: Journey | None = None  # the only suspect that has, or waits for, an engine
+        self._suspects: dict[Journey, None] = {}  # the others
         self._infos: dict[int, EngineInfo] = {}  # of every replica that has come up, as it last did
         self._settled = asyncio.Event()  # all have come up once, or one never will
         self._idle = asyncio.Event()
@@ -255,6 +266,7 @@ class Fleet:
         timer = self._waiting.pop(journey, None)
         if timer is not None:
             timer.cancel()
+        self.end_trial(journey)
         if not self._journeys:
             self._idle.set()
 
@@ -263,10 +275,32 @@ class Fleet:
         assert journey.client is not None
         if journey.is_running:
             journey.blame += BLAME_FOR_FAULT if journey.client.is_own_fault else BLAME_FOR_KILL
-        if journey.blame >= MAX_BLAME:
+            journey.num_faults += journey.client.is_own_fault
+        if journey.blame >= MAX_BLAME or journey.num_faults >= MAX_FAULTS:
             journey.give_up(_unsurvived())
         else:
             self._move(journey, self._available())
+
+    def end_trial(self, journey: Journey) -> None:
+        """There is news of it, or it has ended: the next may show that it is harmless."""
+        self._suspects.pop(journey, None)
+        if self._on_trial is journey:
+            self._on_trial = None
+            if self._suspects:
+                following = min(self._suspects, key=lambda one: not one.said)  # somebody is reading
+                del self._suspects[following]
+                self._place(following, self._available())
+
+    def _may_be_placed(self, journey: Journey) -> bool:
+        """Those that ran when an engine failed are tried one after the other: when another engine fails, it
+        is known whose fault that is, and the others go on."""
+        if not journey.is_suspect:
+            return True
+        if self._on_trial is None:
+            self._on_trial = journey
+        if self._on_trial is not journey:
+            self._suspects[journey] = None
+        return self._on_trial is journey
 
     def _move(self, journey: Journey, available: list[int]) -> None:
         self.num_moves += 1
@@ -297,10 +331,11 @@ class Fleet:
         return self._ready() or [one.index for one in self._replicas if one.state == "leaving"]
 
     def _place(self, journey: Journey, available: list[int]) -> None:
+        if not self._may_be_placed(journey):
+            return
         if not available:
             loop, timeout_s = asyncio.get_running_loop(), self._config.resume_timeout
-            error = _lost(f"No engine came back within {timeout_s:g} s.")
-            self._waiting[journey] = loop.call_later(timeout_s, journey.give_up, error)
+            self._waiting[journey] = loop.call_later(timeout_s, self._end_waiting, journey)
             return
         request = resumed(journey.request, journey.said, journey.num_scored)
         index, num_tokens_due = self._router.pick(request.token_ids, available)
@@ -311,6 +346,12 @@ class Fleet:
             client.submit([(request, journey)])
         except Exception as error:  # it cannot be sent: the others can
             journey.give_up(error)
+
+    def _end_waiting(self, journey: Journey) -> None:
+        error = _lost(f"No engine came back within {self._config.resume_timeout:g} s.")
+        for suspect in list(self._suspects) if journey is self._on_trial else ():
+            suspect.give_up(error)
+        journey.give_up(error)
 
     def _place_waiting(self) -> None:
         """Those first who have begun: somebody is reading."""
