@@ -100,6 +100,13 @@ class TemplateProcessError(PenstockError):
     code = "template_unavailable"
 
 
+class EngineLossError(EngineDeadError):
+    """Engines ended while they worked on the request, and it is not given to another."""
+
+    status = 500
+    code = "engines_lost"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A did-you-mean sentence for a misspelt name; empty when nothing is close."""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

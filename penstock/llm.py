@@ -109,7 +109,12 @@ class LLM:
         """One completion per prompt, in their order; with n > 1, n of them for each prompt."""
         alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         many: Sequence[Any] = [prompts] if alone else prompts
-        ids = [id for prompt in many for id in self._submit(self._encode(prompt), sampling)]
+        return self._generate([self._encode(prompt) for prompt in many], sampling, continues_text=True)
+
+    def _generate(
+        self, prompts: list[list[int]], sampling: SamplingParams | None, *, continues_text: bool
+    ) -> list[Completion]:
+        ids = [id for prompt in prompts for id in self._submit(prompt, sampling, continues_text)]
         try:
             while any(self._replies[id].finish is None for id in ids):
                 self._step()
@@ -120,11 +125,17 @@ class LLM:
     def chat(
         self, messages: list[dict[str, Any]], sampling: SamplingParams | None = None, **template_kwargs: Any
     ) -> Completion:
-        return self.generate(self.encode_chat(messages, **template_kwargs), sampling)[0]
+        prompt = self.encode_chat(messages, **template_kwargs)
+        return self._generate([prompt], sampling, continues_text=False)[0]
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[str, None, None]:
         """Pieces of text as they come. Leaving the loop early stops the request."""
-        (id,) = self._submit(self._encode(prompt), sampling)
+        return self._stream(self._encode(prompt), sampling, continues_text=True)
+
+    def _stream(
+        self, prompt: list[int], sampling: SamplingParams | None, *, continues_text: bool
+    ) -> Generator[str, None, None]:
+        (id,) = self._submit(prompt, sampling, continues_text)
         reply = self._replies[id]
         try:
             while reply.finish is None:
@@ -142,7 +153,8 @@ class LLM:
     def stream_chat(
         self, messages: list[dict[str, Any]], sampling: SamplingParams | None = None, **template_kwargs: Any
     ) -> Generator[str, None, None]:
-        return self.stream(self.encode_chat(messages, **template_kwargs), sampling)
+        prompt = self.encode_chat(messages, **template_kwargs)
+        return self._stream(prompt, sampling, continues_text=False)
 
     def encode_chat(
         self,
@@ -158,14 +170,19 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt, True) if isinstance(prompt, str) else list(prompt)
 
-    def _submit(self, token_ids: list[int], sampling: SamplingParams | None) -> list[str]:
+    def _submit(
+        self, token_ids: list[int], sampling: SamplingParams | None, continues_text: bool
+    ) -> list[str]:
         sampling = sampling or SamplingParams()
+        continues_text = continues_text and self.tokenizer.has_text(token_ids)
         requests = build_requests(
             f"llm-{next(self._ids)}", token_ids, sampling, self.tokenizer, self.engine.info.max_model_len
         )
         for request in requests:
             self.engine.submit(request)
-            decoder = StreamDecoder(self.tokenizer, sampling.stop, sampling.min_tokens)
+            decoder = StreamDecoder(
+                self.tokenizer, sampling.stop, sampling.min_tokens, continues_text=continues_text
+            )
             self._replies[request.id] = _Reply(request, decoder)
         return [request.id for request in requests]
 

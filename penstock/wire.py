@@ -31,6 +31,18 @@ class WireError(PenstockError):
     """Bytes that are not one of our messages, or a frame longer than any of them may be."""
 
 
+class FrameTooLongError(WireError):
+    """A message with more bytes than a frame may have; nothing of it was sent."""
+
+
+class UnreadableRequestError(WireError):
+    """A frame that asks for something which no request may have; the next frame may be read."""
+
+    def __init__(self, request_id: str, why: str) -> None:
+        super().__init__("The engine could not read the request", why)
+        self.request_id = request_id
+
+
 class ServerGoneError(WireError):
     """The other end of the engine's channel is closed."""
 
@@ -143,7 +155,7 @@ def encode_frame(message: ToEngine | FromEngine) -> bytes:
 
 def _check_length(num_bytes: int) -> None:
     if num_bytes > MAX_FRAME_BYTES:
-        raise WireError(
+        raise FrameTooLongError(
             "A message between server and engine is too long",
             f"It has {num_bytes} bytes; a frame holds at most {MAX_FRAME_BYTES}.",
         )
@@ -152,8 +164,17 @@ def _check_length(num_bytes: int) -> None:
 def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytearray | memoryview) -> Any:
     try:
         return decoder.decode(payload)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, PenstockError) as error:  # types refuse values of their own
         raise WireError("A message between server and engine cannot be read", f"{error}.") from error
+
+
+def _request_id_in(payload: bytearray) -> str | None:
+    """Whose a `Submit` is that does not decode otherwise."""
+    try:
+        found = msgspec.msgpack.decode(payload)["request"]["id"]
+    except (msgspec.DecodeError, TypeError, KeyError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 class EngineChannel:
@@ -189,7 +210,13 @@ class EngineChannel:
         payload = self._read(num_bytes)
         if payload is None:
             return None
-        message: ToEngine = _decode(self._decoder, payload)
+        try:
+            message: ToEngine = _decode(self._decoder, payload)
+        except WireError as error:
+            request_id = _request_id_in(payload)
+            if request_id is None:
+                raise
+            raise UnreadableRequestError(request_id, error.why) from error
         return message
 
     def _read(self, num_bytes: int) -> bytearray | None:

@@ -9,6 +9,7 @@ token is a hash of everything the row has read: wrong paging or a wrong state be
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.types import (
     Admission,
     LogitEdit,
+    PromptScores,
     Request,
     RowPlan,
     Sequence,
@@ -92,7 +94,19 @@ class FakeRunner:
         states = {row.row: self._initial_state(row) for row in plan.rows} if self.has_slots else {}
         for row in plan.rows:
             self._write(row, tokens[row.row], states.get(row.row, ()))
-        return StepOutput(plan.step, *self._sample(plan))
+        return StepOutput(plan.step, *self._sample(plan), self._score(plan))
+
+    def _score(self, plan: StepPlan) -> dict[int, PromptScores]:
+        """A token's score is its place."""
+        scores = {}
+        for row in plan.rows:
+            if row.followers is not None and row.followers.token_ids:
+                num_scored, num_top = len(row.followers.token_ids), row.followers.num_top
+                places = array("f", range(row.start + 1, row.start + 1 + num_scored)).tobytes()
+                top = bytes(4 * num_scored * num_top)
+                token_ids = array("i", row.followers.token_ids).tobytes()
+                scores[row.row] = PromptScores(token_ids, places, top, top, num_top)
+        return scores
 
     def _update_pages(self, plan: StepPlan) -> None:
         places = [(row, index) for row, index, _ in plan.page_updates]
@@ -253,6 +267,7 @@ class World:
         self.sequences: dict[str, Sequence] = {}
         self.replies: dict[str, list[int]] = {}
         self.finishes: dict[str, str] = {}
+        self.scores: dict[str, list[int]] = {}  # places of prompts
         self.deltas: list[TokenDelta] = []
         self.plans: list[StepPlan] = []
         self.num_sessions = 0  # when everybody had been served
@@ -315,11 +330,26 @@ class World:
         self.deltas.append(delta)
         sequence = self.sequences[delta.request_id]
         assert delta.num_cached_tokens == sequence.num_cached_tokens
+        self._take_scores(sequence, delta)
         self.replies[delta.request_id] += delta.token_ids
         if sequence.request.sampling.logprobs is not None:
             assert [logprob.token_id for logprob in delta.logprobs] == list(delta.token_ids)
         if delta.finish is not None:
             self.finishes[delta.request_id] = delta.finish
+
+    def _take_scores(self, sequence: Sequence, delta: TokenDelta) -> None:
+        """In order, each once, and all before the first token; of those that another engine sent, none."""
+        request = sequence.request
+        if request.sampling.prompt_logprobs is None:
+            assert delta.prompt_scores is None
+            return
+        scores = self.scores.setdefault(request.id, [])
+        for score in delta.prompt_scores.unpack() if delta.prompt_scores else ():
+            place = request.num_scored_tokens + len(scores) + 1
+            assert (score.token_id, score.logprob) == (request.token_ids[place], place)
+            scores.append(place)
+        if delta.token_ids:
+            assert len(scores) == request.num_prompt_tokens - 1 - request.num_scored_tokens
 
     def _in_row(self, row: int) -> Sequence:
         (sequence,) = [s for s in self.sequences.values() if s.row == row and s.finish is None]

@@ -8,7 +8,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +17,10 @@ import uvicorn
 import uvloop
 
 from penstock.config import ServeConfig
+from penstock.errors import OverloadedError
 from penstock.serve import connection as connection_module
 from penstock.serve.answer import Answer
-from penstock.serve.connection import MAX_BACKLOG_BYTES, HttpConnection
+from penstock.serve.connection import MAX_BACKLOG_BYTES, EventWriter, HttpConnection
 from penstock.serve.text_stream import Deliver, ReplyDelta, TextStream, Usage
 from penstock.text.dialects import ContentDelta
 from serving import eventually
@@ -51,8 +52,9 @@ class EventsOnly:
 class Flood:
     """A server whose reply is so long, and comes as fast as its loop turns."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, prompt: Sequence[int] = ()) -> None:
         self._num_events = num_bytes // EVENT_BYTES
+        self._prompt = prompt  # bytes of the events before those
         self.record = SimpleNamespace(usage=None, error=None)
         self.has_ended = threading.Event()
         self.server = uvicorn.Server(
@@ -89,7 +91,12 @@ class Flood:
                 if num_left > 1:
                     loop.call_later(0.0, generate, num_left - 1)
 
-        loop.call_soon(generate, self._num_events)
+        def echo() -> None:
+            for num_bytes in self._prompt:
+                stream.take("id", ReplyDelta(0, [ContentDelta("e" * num_bytes)], (), is_prompt=True), False)
+
+        loop.call_soon(echo)
+        loop.call_later(0.1, generate, self._num_events)
         return stream
 
     @property
@@ -98,9 +105,11 @@ class Flood:
 
 
 @contextlib.contextmanager
-def flood(num_bytes: int, ask: bytes = ASK) -> Iterator[tuple[Flood, socket.socket]]:
+def flood(
+    num_bytes: int, ask: bytes = ASK, prompt: Sequence[int] = ()
+) -> Iterator[tuple[Flood, socket.socket]]:
     """A flood, and a client that has asked for it and has small buffers, so that little is on its way."""
-    source = Flood(num_bytes)
+    source = Flood(num_bytes, prompt)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -133,6 +142,52 @@ def test_who_leaves_a_megabyte_unread_is_cut_off_at_once() -> None:
     assert len(received) < MAX_BACKLOG_BYTES
     assert not received.endswith(b"0\r\n\r\n")  # a client knows that this is not all
     assert time.monotonic() - started < 10 * connection_module.LOOK_AT_UNREAD_S  # not the clock's doing
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_what_was_unread_before_an_event_counts_and_not_the_event(is_open: bool) -> None:
+    unread: list[bytes] = []
+    transport: Any = SimpleNamespace(
+        is_closing=lambda: False,
+        abort=lambda: None,
+        write=unread.append,
+        get_write_buffer_size=lambda: sum(map(len, unread)),
+    )
+    events = EventWriter(transport)
+    if is_open:
+        events.open()
+    events.write(b"x" * (2 * MAX_BACKLOG_BYTES))
+    with pytest.raises(OverloadedError, match="not read"):
+        events.write(b"y")
+
+
+ECHOES = {"whole": [2 * MAX_BACKLOG_BYTES], "in parts": [MAX_BACKLOG_BYTES // 4] * 8}
+
+
+@pytest.mark.parametrize("prompt", ECHOES.values(), ids=ECHOES)
+def test_who_reads_an_echo_longer_than_may_be_unread_is_given_everything(prompt: list[int]) -> None:
+    """It is there at once, so nobody can have read it when the next event comes."""
+    with flood(EVENT_BYTES, prompt=prompt) as (source, client):
+        received = bytearray()
+        while not received.endswith(b"\r\n0\r\n\r\n"):
+            received += client.recv(65536)
+        assert source.has_ended.wait(5.0)
+    assert received.count(b"e" * 1000) >= 2 * MAX_BACKLOG_BYTES // 1000 - len(prompt)
+    assert b"the end" in received
+    assert source.record.error is None
+
+
+@pytest.mark.usefixtures("_short_clock")
+def test_who_reads_nothing_of_an_echo_is_cut_off_after_a_while() -> None:
+    with flood(EVENT_BYTES, prompt=[2 * MAX_BACKLOG_BYTES]) as (source, _):
+        assert source.has_ended.wait(5.0)
+        assert eventually(lambda: not source.connections, 5.0)
+
+
+def test_who_leaves_a_megabyte_behind_an_echo_unread_is_cut_off_at_once() -> None:
+    with flood(4 * MAX_BACKLOG_BYTES, prompt=[2 * MAX_BACKLOG_BYTES]) as (source, _):
+        assert source.has_ended.wait(5.0)
+        assert source.record.error == "overloaded"
 
 
 @pytest.mark.usefixtures("_short_clock")

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.engine import scheduler
 from penstock.engine.direct import DirectEngine
-from small_models import FAMILIES, make_engine, prompt, request, run
+from penstock.serve.fleet import resumed
+from penstock.types import TokenDelta, TokenLogprob
+from small_models import FAMILIES, make_engine, prompt, request, run, tokens_of
 from test_laws import tight_budget
 
 NUM_TOP = 3
@@ -38,14 +41,46 @@ def test_scores_are_those_of_decoding(config: dict[str, Any], settings: dict[str
     expected = decoded_logprobs(config, tokens)
 
     assert deltas[0].num_cached_tokens == 0
-    assert all(not delta.prompt_logprobs for delta in deltas[1:])
-    scores = deltas[0].prompt_logprobs
+    assert all(bool(delta.token_ids) != bool(delta.prompt_scores) for delta in deltas)
+    scores = scores_of(deltas)
     assert [score.token_id for score in scores] == list(tokens[1:])
     own = expected.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor([score.logprob for score in scores]), own, atol=1e-4, rtol=1e-4)
     top = expected.topk(NUM_TOP).values
     seen = torch.tensor([[logprob for _, logprob in score.top] for score in scores])
     torch.testing.assert_close(seen, top, atol=1e-4, rtol=1e-4)
+
+
+def scores_of(deltas: list[TokenDelta]) -> list[TokenLogprob]:
+    return [score for delta in deltas if delta.prompt_scores for score in delta.prompt_scores.unpack()]
+
+
+def test_scores_come_with_each_chunk_in_small_parts(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step has computed leaves the engine with that step: it keeps no scores of long prompts."""
+    monkeypatch.setattr(scheduler, "DELTA_SCORES", 40)
+    engine = make_engine(config, max_step_tokens=64)
+    engine.submit(request("scored", prompt(150), max_tokens=1, logprobs=None, prompt_logprobs=NUM_TOP))
+    steps = [engine.step() for _ in range(3)]
+    assert [sum(len(delta.prompt_scores or ()) for delta in step) for step in steps] == [64, 64, 21]
+    for step in steps:
+        parts = [delta.prompt_scores for delta in step if delta.prompt_scores]
+        assert all(len(part) == 10 for part in parts[:-1])
+    assert steps[-1][-1].finish == "length"
+
+
+@pytest.mark.parametrize("num_scored", [1, 63, 64, 100, 149])
+def test_an_engine_that_takes_over_sends_only_the_scores_that_have_not_come(
+    config: dict[str, Any], num_scored: int
+) -> None:
+    one = request("r", prompt(150), max_tokens=2, logprobs=None, prompt_logprobs=NUM_TOP)
+    engine = make_engine(config, max_step_tokens=64)
+    whole = run(engine, one)["r"]
+    rest = run(engine, resumed(one, (), num_scored))["r"]
+    assert scores_of(rest) == scores_of(whole)[num_scored:]
+    assert tokens_of(rest) == tokens_of(whole)
+    assert not scores_of(run(engine, resumed(one, tokens_of(whole)[:1], 149))["r"])
 
 
 def test_a_preempted_prompt_is_scored_once(config: dict[str, Any]) -> None:
@@ -58,5 +93,5 @@ def test_a_preempted_prompt_is_scored_once(config: dict[str, Any]) -> None:
     crowded = run(tight, *requests)
     assert tight.stats().num_preemptions > 0
     for one in requests:
-        scores = [delta.prompt_logprobs for delta in crowded[one.id] if delta.prompt_logprobs]
-        assert scores == [calm[one.id][0].prompt_logprobs]
+        assert scores_of(crowded[one.id]) == scores_of(calm[one.id])
+        assert len(scores_of(crowded[one.id])) == one.num_prompt_tokens - 1

@@ -398,6 +398,22 @@ def test_logit_bias_is_applied_in_every_step_that_samples() -> None:
     assert edited == [False, True, True, True, True]
 
 
+@KINDS
+@OVERLAP
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_a_prompt_that_is_preempted_while_it_is_scored_has_each_score_once(
+    setup: Setup, depth: int, num_steps: int
+) -> None:
+    world = World(replace(setup, max_step_tokens=8, depth=depth))
+    scored = SamplingParams(max_tokens=3, prompt_logprobs=1)
+    sequence = world.submit(ask("a", prompt(30), sampling=scored))
+    for _ in range(num_steps):
+        world.step()
+    world.scheduler._preempt(sequence)
+    world.run()
+    assert world.scores["a"] == list(range(1, 30))
+
+
 def test_logprobs_are_passed_through() -> None:
     world = World(PLAIN)
     run_all(world, [ask("a", prompt(6), sampling=SamplingParams(max_tokens=3, logprobs=0))])
@@ -512,7 +528,9 @@ def random_request(rng: random.Random, name: str, setup: Setup, stems: list[tupl
         presence_penalty=rng.choice([0.0, 0.0, 0.5]),
         logit_bias={rng.randrange(VOCAB_SIZE): 30.0} if rng.random() < 0.2 else {},
         logprobs=rng.choice([None, 0]),
+        prompt_logprobs=rng.choice([None, None, None, 0, 2]),
     )
+    is_taken_over = sampling.prompt_logprobs is not None and rng.random() < 0.3
     return Request(
         id=name,
         token_ids=tokens,
@@ -521,6 +539,7 @@ def random_request(rng: random.Random, name: str, setup: Setup, stems: list[tupl
         boundaries=tuple(sorted(rng.sample(range(num_tokens), min(num_tokens, rng.randrange(4))))),
         priority=rng.choice([0, 0, 0, -1, 1]),
         session_id=rng.choice([None, "s", "t", "u"]),
+        num_scored_tokens=rng.randrange(num_tokens) if is_taken_over else 0,
     )
 
 

@@ -238,6 +238,30 @@ def test_an_echo_is_scored_like_the_reply(api: openai.OpenAI) -> None:
     assert again.token_logprobs[1:num_tokens] == pytest.approx(scores.token_logprobs[1:], abs=1e-3)
 
 
+def test_scores_of_a_long_prompt_are_streamed_as_its_chunks_are_computed(api: openai.OpenAI) -> None:
+    """The tiny model computes 512 tokens in a step, and a delta has 4,096 scores at most."""
+    asked = {"prompt": [70, 71] * 700, "echo": True, "logprobs": 2, "max_tokens": 2}
+    (whole,) = complete(api, **asked).choices
+    chunks = [chunk.choices[0] for chunk in complete(api, **asked, stream=True)]
+    assert len(chunks) >= 1400 / 512 + 1
+    assert "".join(chunk.text for chunk in chunks) == whole.text == "".join(whole.logprobs.tokens)
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        streamed = [value for chunk in chunks for value in getattr(chunk.logprobs, name)]
+        assert streamed == getattr(whole.logprobs, name)
+        assert len(streamed) == 1402
+
+
+def test_more_scores_than_an_answer_may_have_are_a_400_that_says_what_to_lower(server: Server) -> None:
+    scored = {"max_tokens": 3000, "n": 128}
+    chat = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, **scored}
+    assert_refused(server.post(chat), 400, "logprobs")
+    completion = {"prompt": "Once", "logprobs": 20, **scored}
+    refusal = server.post(completion, "/v1/completions")
+    assert_refused(refusal, 400, "logprobs")
+    for part in ("8,064,000", "1,048,576", "n is 128", "Lower"):
+        assert part in refusal.json()["error"]["message"]
+
+
 def test_an_echo_of_one_token_is_scored_too(api: openai.OpenAI) -> None:
     choice = complete(api, prompt=[70], echo=True, logprobs=0, max_tokens=1).choices[0]
     assert choice.logprobs.token_logprobs[0] is None

@@ -177,6 +177,16 @@ def test_the_first_space_of_sentence_piece_is_dropped_once(tmp_path: Path) -> No
     assert [decoder.push([0]), decoder.push([1, 0])] == ["a", "b a"]
 
 
+def test_the_first_space_of_sentence_piece_stays_where_a_text_goes_on(tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer(models.BPE({"▁a": 0, "b": 1}, []))
+    library.decoder = decoders.Metaspace()
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    for prompt, reply in (([0], [0, 1]), ([1, 0], [0])):
+        decoder = StreamDecoder(tokenizer, continues_text=True)
+        assert tokenizer.decode(prompt) + decoder.push(reply) == tokenizer.decode(prompt + reply)
+
+
 @pytest.mark.parametrize("stop", [(), ("a" * 1000 + "b",), ("\nUser:", "</s>", "###")])
 def test_twenty_thousand_tokens_take_less_than_a_second(tokenizer: Tokenizer, stop) -> None:
     ids = [tokenizer.id_of("a")] * 20_000

@@ -105,8 +105,10 @@ class Cache:
         return num_pages * self.page_size - sequence.num_computed
 
     def max_hit(self, sequence: Sequence) -> int:
-        """The longest prefix that may be reused: one token at least must run to give logits."""
-        return 0 if sequence.is_scored else (len(sequence.tokens) - 1) // self.page_size * self.page_size
+        """The longest prefix that may be reused: one token at least must run to give logits, and all must
+        whose logits are still to be scored."""
+        num_tokens = sequence.num_scored if sequence.is_scored else len(sequence.tokens) - 1
+        return num_tokens // self.page_size * self.page_size
 
     def match(self, sequence: Sequence) -> PrefixHit:
         """The longest prefix that can be reused now. Takes nothing; `admit` does."""

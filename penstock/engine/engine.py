@@ -9,7 +9,7 @@ The engine knows token ids; text is somebody else's business.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ class Engine:
         self._overlap = device.type == "cuda" if config.overlap is None else config.overlap
         self._pending: PendingStep | None = None
         self._news: list[TokenDelta] = []
+        self.on_start: Callable[[list[str]], None] = lambda _: None  # hears of requests before they first run
 
     @classmethod
     def from_config(
@@ -130,11 +131,16 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Frees the request's row, pages and slot; its last delta says "abort"."""
+        delta = self.drop(request_id)
+        if delta is not None:
+            self._news.append(delta)
+
+    def drop(self, request_id: str) -> TokenDelta | None:
+        """The same without a word to others: gives the last delta, if there was such a request."""
         delta = self.scheduler.abort(request_id)
         if delta is None and self.constraints.drop(request_id):
             delta = TokenDelta(request_id, finish="abort")
-        if delta is not None:
-            self._news.append(delta)
+        return delta
 
     @property
     def has_work(self) -> bool:
@@ -144,6 +150,8 @@ class Engine:
     def step(self) -> list[TokenDelta]:
         self._submit_prepared()
         plan = self.scheduler.plan()
+        if self.scheduler.admitted_ids:
+            self.on_start(self.scheduler.admitted_ids)
         launched = self._launch(plan) if plan is not None else None
         if self._overlap:
             launched, self._pending = self._pending, launched

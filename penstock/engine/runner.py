@@ -5,6 +5,7 @@ The only place where the host waits for the device is `PendingStep.wait`.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,7 @@ from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.rows import RowTable, SampleInputs, Wishes
 from penstock.layers.inputs import LayerCache
 from penstock.progress import OnPhase
-from penstock.types import Followers, StepOutput, StepPlan, TokenLogprob
+from penstock.types import Followers, PromptScores, StepOutput, StepPlan, TokenLogprob
 
 FOLLOWER_ROWS = 64  # of logits at a time: a vocabulary has hundreds of thousands
 
@@ -56,19 +57,20 @@ class PendingStep:
             step=self._plan.step,
             token_ids=dict(zip(rows, token_ids)),
             logprobs=self._logprobs(rows, token_ids, *logprobs) if logprobs else {},
-            follower_logprobs=self._follower_logprobs(),
+            prompt_scores=self._prompt_scores(),
         )
 
-    def _follower_logprobs(self) -> dict[int, list[TokenLogprob]]:
-        followers = {row.row: row.followers.token_ids for row in self._plan.rows if row.followers is not None}
+    def _prompt_scores(self) -> dict[int, PromptScores]:
+        followers = {row.row: row.followers for row in self._plan.rows if row.followers is not None}
         return {
-            row: [
-                TokenLogprob(token_id, logprob, tuple(zip(top_ids, top)))
-                for token_id, logprob, top, top_ids in zip(
-                    followers[row], *(part.tolist() for part in scores)
-                )
-            ]
-            for row, scores in self._scores.items()
+            row: PromptScores(
+                array("i", followers[row].token_ids).tobytes(),
+                logprobs.float().numpy().tobytes(),
+                top_ids.int().numpy().tobytes(),
+                top.float().numpy().tobytes(),
+                followers[row].num_top,
+            )
+            for row, (logprobs, top, top_ids) in self._scores.items()
         }
 
     def _logprobs(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -25,6 +25,7 @@ from penstock.types import (
     Followers,
     LogitEdit,
     PrefixHit,
+    PromptScores,
     Request,
     RowPlan,
     Sequence,
@@ -43,6 +44,9 @@ PRIORITY_STEP_S = 10.0
 
 # Of the prompt tokens that are still to be computed, a step that also decodes takes this share.
 BACKLOG_SHARE = 8
+
+# Log-probabilities of a prompt in one delta, alternatives included: some milliseconds of a server's time.
+DELTA_SCORES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self._clock = clock
         self.num_preemptions = 0
+        self.admitted_ids: list[str] = []  # by the last plan
         self._num_arrivals = 0
         self._num_steps = 0
         self._sequences: dict[str, Sequence] = {}
@@ -137,6 +142,7 @@ class Scheduler:
         chunks += self._plan_prefills(budget)
         admitted = self._admit_waiting(budget - sum(chunk.num_tokens for chunk in chunks[num_decodes:]))
         chunks += admitted
+        self.admitted_ids = [chunk.sequence.id for chunk in admitted]
         assert chunks or self._in_flight or not self._sequences, "requests wait, but nothing can run"
         plan = self._build_plan(chunks, admitted) if chunks else None
         self.cache.end_plan()
@@ -144,14 +150,13 @@ class Scheduler:
 
     def commit(self, output: StepOutput) -> list[TokenDelta]:
         """Takes the sampled tokens of a step; sequences that ended since it was planned ignore theirs."""
-        deltas = []
+        deltas: list[TokenDelta] = []
         for chunk in self._in_flight.pop(output.step):
             sequence = chunk.sequence
             if sequence.finish is not None:
                 continue
-            if chunk.row in output.follower_logprobs:
-                scored = enumerate(output.follower_logprobs[chunk.row], chunk.start + 1)
-                sequence.prompt_logprobs.update(scored)
+            if chunk.row in output.prompt_scores:
+                deltas += self._report_scores(sequence, chunk.start, output.prompt_scores[chunk.row])
             if chunk.samples:
                 token_id, logprob = output.token_ids[chunk.row], output.logprobs.get(chunk.row)
                 deltas.append(self._append(sequence, token_id, logprob))
@@ -365,8 +370,17 @@ class Scheduler:
             logprobs=() if logprob is None else (logprob,),
             finish=reason,
             num_cached_tokens=sequence.num_cached_tokens,
-            prompt_logprobs=_scored_prompt(sequence),
         )
+
+    def _report_scores(self, sequence: Sequence, start: int, scores: PromptScores) -> Iterator[TokenDelta]:
+        """Those of a chunk that were not sent before the sequence was preempted, in parts that a server
+        takes in without holding up others."""
+        assert start <= sequence.num_scored, "scores of a prompt are missing"
+        max_tokens = max(1, DELTA_SCORES // (scores.num_top + 1))
+        for first in range(sequence.num_scored - start, len(scores), max_tokens):
+            part = scores.part(first, first + max_tokens)
+            sequence.num_scored += len(part)
+            yield TokenDelta(sequence.id, num_cached_tokens=sequence.num_cached_tokens, prompt_scores=part)
 
     def _register(self, sequence: Sequence) -> None:
         assert sequence.row is not None
@@ -411,13 +425,6 @@ def _followers(chunk: _Chunk) -> Followers:
     num_top = sequence.request.sampling.prompt_logprobs
     assert num_top is not None
     return Followers(tuple(sequence.tokens[start:end]), num_top)
-
-
-def _scored_prompt(sequence: Sequence) -> tuple[TokenLogprob, ...]:
-    """All of it with the first token of the reply, nothing after."""
-    if not sequence.prompt_logprobs or len(sequence.tokens) != sequence.num_prompt_tokens + 1:
-        return ()
-    return tuple(sequence.prompt_logprobs[place] for place in range(1, sequence.num_prompt_tokens))
 
 
 def _logit_edits(sequence: Sequence, row: int) -> list[LogitEdit]:

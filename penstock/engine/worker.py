@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,7 +27,7 @@ import msgspec
 from penstock.config import WorkerConfig
 from penstock.errors import EngineDeadError, PenstockError
 from penstock.progress import Phase, timed
-from penstock.types import Request, SamplingParams
+from penstock.types import Request, SamplingParams, TokenDelta
 from penstock.wire import (
     Abort,
     Deltas,
@@ -34,6 +35,7 @@ from penstock.wire import (
     Dying,
     EngineChannel,
     ErrorFields,
+    FrameTooLongError,
     ListSessions,
     Ping,
     Pong,
@@ -47,6 +49,7 @@ from penstock.wire import (
     StatsQuery,
     Submit,
     ToEngine,
+    UnreadableRequestError,
     WireError,
 )
 
@@ -118,7 +121,7 @@ def _read_messages(channel: EngineChannel, inbox: queue.SimpleQueue[ToEngine], c
     """The reader thread. When the server is gone the main thread may be deep in loading or in a device
     call, and nothing is left to save: leaving at once gives the device's memory back soonest."""
     try:
-        while (message := channel.receive()) is not None:
+        while (message := _receive(channel)) is not None:
             if isinstance(message, Ping):
                 channel.send(Pong(clock.seconds))
                 continue
@@ -133,6 +136,16 @@ def _read_messages(channel: EngineChannel, inbox: queue.SimpleQueue[ToEngine], c
     os._exit(0)
 
 
+def _receive(channel: EngineChannel) -> ToEngine | None:
+    """The next message; a request that cannot be read is refused, and the others go on."""
+    while True:
+        try:
+            return channel.receive()
+        except UnreadableRequestError as error:
+            log.exception("request %s cannot be read", error.request_id)
+            channel.send(Rejected(error.request_id, ErrorFields.of(error)))
+
+
 def _say_goodbye(channel: EngineChannel, error: PenstockError) -> int:
     with contextlib.suppress(ServerGoneError):
         channel.send(Dying(ErrorFields.of(error)))
@@ -145,6 +158,12 @@ def _unexpected(error: Exception) -> PenstockError:
         f"The engine stopped: {type(error).__name__}{': ' if first_line else ''}{first_line}",
         "Penstock did not expect this; it is probably a bug.",
         "The engine's log has the traceback; start the server again.",
+    )
+
+
+def _refused(error: Exception) -> PenstockError:
+    return PenstockError(
+        "The engine could not take the request", f"{type(error).__name__}; the log says more."
     )
 
 
@@ -183,7 +202,9 @@ def warm_up(engine: Engine, prompt: tuple[int, ...] = (0,), tenant: str = "") ->
 def serve(
     engine: Engine, channel: EngineChannel, inbox: queue.SimpleQueue[ToEngine], clock: StepClock
 ) -> None:
-    """Steps and answers until the server says Shutdown."""
+    """Steps and answers until the server says Shutdown. Should a step end the process, the server knows who
+    took part in it: that was said before."""
+    engine.on_start = lambda ids: channel.send(Deltas([TokenDelta(id) for id in ids]))
     while True:
         while not (engine.has_work and inbox.empty()):
             message = inbox.get()  # blocks, and only when there is nothing to compute
@@ -193,8 +214,31 @@ def serve(
         clock.start()
         deltas = engine.step()
         clock.stop()
-        if deltas:
-            channel.send(Deltas(deltas))
+        send_deltas(deltas, engine, channel)
+
+
+def send_deltas(deltas: list[TokenDelta], engine: Engine, channel: EngineChannel) -> None:
+    """A step's deltas in one frame, but scores of prompts in frames of their own: a server that reads a
+    frame does nothing else. What no frame can hold ends its request, and nobody else's."""
+    for has_scores, group in groupby(deltas, lambda delta: delta.prompt_scores is not None):
+        for some in ([delta] for delta in group) if has_scores else (list(group),):
+            _send_or_fail(some, engine, channel)
+
+
+def _send_or_fail(deltas: list[TokenDelta], engine: Engine, channel: EngineChannel) -> None:
+    try:
+        channel.send(Deltas(deltas))
+    except FrameTooLongError as error:
+        if len(deltas) > 1:
+            for delta in deltas:
+                _send_or_fail([delta], engine, channel)
+            return
+        (delta,) = deltas
+        log.error("request %s ends: %s", delta.request_id, error)
+        engine.drop(delta.request_id)
+        channel.send(
+            Deltas([TokenDelta(delta.request_id, finish="error", error=f"{error.what}. {error.why}")])
+        )
 
 
 def handle(message: ToEngine, engine: Engine, channel: EngineChannel) -> None:
@@ -204,6 +248,10 @@ def handle(message: ToEngine, engine: Engine, channel: EngineChannel) -> None:
                 engine.submit(request)
             except PenstockError as error:
                 channel.send(Rejected(request.id, ErrorFields.of(error)))
+            except Exception as error:  # whatever it is, the other requests go on
+                log.exception("request %s could not be taken", request.id)
+                engine.drop(request.id)
+                channel.send(Rejected(request.id, ErrorFields.of(_refused(error))))
         case Abort(request_id):
             engine.abort(request_id)
         case StatsQuery(query_id):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,7 +36,17 @@ EVENT_STREAM_HEADERS = [
 ]
 UNREAD_HEADERS = {"connection": "close"}  # a body that is not read to its end leaves nothing to go on with
 
+Pieces = list[bytes | bytearray]  # joined, they are what is sent
 Start = Callable[[Deliver], Awaitable[TextStream]]
+
+
+class Scores(Protocol):
+    """The log-probabilities of one reply, encoded as they come: all at its end would hold everybody up."""
+
+    def add(self, tokens: Sequence[ScoredToken]) -> None: ...
+
+    def take(self) -> Pieces:
+        """JSON of those that were added since the last time."""
 
 
 @dataclass(slots=True)
@@ -44,11 +54,12 @@ class Choice:
     """One reply put together, for answers that are not streamed."""
 
     news: list[Delta] = field(default_factory=list)
-    logprobs: list[ScoredToken] = field(default_factory=list)
+    scores: Scores | None = None  # None: they were not asked for
 
     def take(self, delta: ReplyDelta) -> None:
         self.news += delta.news
-        self.logprobs += delta.logprobs
+        if self.scores is not None:
+            self.scores.add(delta.logprobs)
 
 
 class ReplyFormat(Protocol):
@@ -71,11 +82,17 @@ class Answer:
     """Generates and sends a reply for as long as the client is there. `start` begins the generation."""
 
     def __init__(
-        self, start: Start, style: ReplyFormat, is_stream: bool, timeout_s: float | None = None
+        self,
+        start: Start,
+        style: ReplyFormat,
+        is_stream: bool,
+        timeout_s: float | None = None,
+        new_choice: Callable[[], Choice] = Choice,
     ) -> None:
         self._start: Start | None = start
         self._style = style
         self._is_stream = is_stream
+        self._new_choice = new_choice
         self._timeout_s = timeout_s  # as the request says; the server's own is never exceeded
         self._ends_at: float | None = None  # on the loop's clock
 
@@ -90,7 +107,10 @@ class Answer:
         choices: dict[int, Choice] = {}
 
         def deliver(delta: ReplyDelta) -> None:
-            choices.setdefault(delta.index, Choice()).take(delta)
+            choice = choices.get(delta.index)
+            if choice is None:
+                choice = choices[delta.index] = self._new_choice()
+            choice.take(delta)
 
         with await self._begin(deliver) as stream, self._accounted(scope, stream):
             await stream.wait_ended()
@@ -102,7 +122,7 @@ class Answer:
 
         def deliver(delta: ReplyDelta) -> None:
             if chunk := self._style.encode_chunk(delta):  # an empty one would end the answer
-                events.write(chunk)
+                events.write(chunk, delta.is_prompt)
 
         with await self._begin(deliver) as stream, self._accounted(scope, stream):
             # Headers wait for the first token, so that whatever fails before it has a status code.

@@ -32,12 +32,13 @@ from penstock.text.chat_prompt import ChatEncoder, RenderedChat
 from penstock.text.dialects import StreamParser, dialect_of
 from penstock.text.length import roles_written, words_written
 from penstock.text.loop_guard import LoopGuard
-from penstock.text.prompt import SHORTEN, build_requests, check_ids
+from penstock.text.prompt import SHORTEN, build_requests, check_ids, limit_scores
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import EngineInfo, Request, SamplingParams
 
 LONG_TOKEN = 16  # characters; few tokens of a text have as many
+MAX_ECHO_CHARS = 2**24  # of all replies to one call
 MAX_COUNTS = 2  # at a time: threads, and the processes of the chat template, are there for replies first
 
 
@@ -105,6 +106,7 @@ class TextEngine:
                 ends_after_call=not chat.is_parallel,
                 form_param=form_param(chat),
                 loop_guard=self._guard(chat),
+                continues_text=bool(chat.reply_start),
             )
 
         return _submit(stream, [prompt.requests], reply_to, place)
@@ -123,7 +125,16 @@ class TextEngine:
         def reply_to(request: Request, index: int) -> Reply:
             echo = echoes[index // completion.sampling.n]
             guard = self._guard(completion)
-            return self._reply(stream, request, index, PlainText(), asked_at, echo=echo, loop_guard=guard)
+            return self._reply(
+                stream,
+                request,
+                index,
+                PlainText(),
+                asked_at,
+                echo=echo,
+                loop_guard=guard,
+                continues_text=self._tokenizer.has_text(request.token_ids),
+            )
 
         return _submit(stream, requests, reply_to, place)
 
@@ -217,7 +228,7 @@ class TextEngine:
             for prompt in asked.prompts
         ]
         requests = self._build_requests(request_id, prompts, asked.sampling, info, asked)
-        return requests, [self._as_text(prompt) if asked.echo else "" for prompt in asked.prompts]
+        return requests, self._echoes_of(asked) if asked.echo else [""] * len(prompts)
 
     def _encode(self, prompt: str, tenant: str, max_model_len: int) -> list[int]:
         """A prompt that a client wrote as a whole: its control tokens are meant as such."""
@@ -269,8 +280,19 @@ class TextEngine:
                 param="prompt",
             )
 
-    def _as_text(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+    def _echoes_of(self, asked: CompletionRequest) -> list[str]:
+        """The texts of prompts, which each of their replies begins with."""
+        decode = self._tokenizer.decode
+        echoes = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in asked.prompts]
+        num_chars = asked.sampling.n * sum(map(len, echoes))
+        if num_chars > MAX_ECHO_CHARS:
+            raise RequestError(
+                f"the echo would have {num_chars:,} characters",
+                f"At most {MAX_ECHO_CHARS:,} are given in one call; n is {asked.sampling.n}.",
+                "Lower n, split the call, or leave echo out.",
+                param="echo",
+            )
+        return echoes
 
     def _build_requests(
         self,
@@ -281,6 +303,7 @@ class TextEngine:
         asked: TextRequest,
     ) -> list[list[Request]]:
         """The requests of each prompt, with ids that tell them apart."""
+        sampling = limit_scores(prompts, sampling, info.max_model_len)
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
         return [
             build_requests(

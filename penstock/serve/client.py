@@ -50,6 +50,7 @@ log = logging.getLogger("penstock.serve")
 
 # A socket's path may have 107 bytes on Linux and 103 on other systems; ours takes 30 beyond this folder's.
 MAX_SOCKET_FOLDER_BYTES = 70
+KILLED_BY = (signal.SIGKILL, signal.SIGTERM)
 EXIT_GRACE_S = 5.0
 EXIT_NOTICE_S = 0.5  # how long the news of a death may wait for its cause
 
@@ -76,6 +77,7 @@ class EngineClient:
         self.phase = Phase("starting")
         self.info: EngineInfo | None = None
         self.failure: PenstockError | None = None  # why the engine is dead
+        self.is_own_fault = False  # what it computed has ended it, and not somebody else
         self.num_unanswered_pings = 0
         self.step_s = 0.0  # how long it had been in its step when it last answered one
         self._process = process
@@ -179,9 +181,9 @@ class EngineClient:
         self.num_unanswered_pings += 1
         self._channel.send(Ping())
 
-    def kill(self, reason: PenstockError) -> None:
+    def kill(self, reason: PenstockError, is_own_fault: bool = False) -> None:
         """Ends a process that cannot be trusted to end itself. Whatever it had still to say is not heard."""
-        self._die(reason)
+        self._die(reason, is_own_fault)
         if self._process.returncode is None:
             self._process.kill()
 
@@ -210,7 +212,7 @@ class EngineClient:
         try:
             await self._channel.listen(self._take)
         except WireError as error:
-            self._die(error)
+            self._die(error, is_own_fault=True)
         finally:
             self._channel.close()
             await self._reap()
@@ -219,7 +221,9 @@ class EngineClient:
         """The channel is closed, so the process is dead or about to be; it never survives this."""
         ending = asyncio.ensure_future(self._process.wait())
         await asyncio.wait({ending}, timeout=EXIT_NOTICE_S)
-        self._die(EngineDeadError(f"The engine process ended ({_describe_exit(self._process.returncode)})"))
+        returncode = self._process.returncode
+        was_killed = returncode is not None and -returncode in KILLED_BY
+        self._die(EngineDeadError(f"The engine process ended ({_describe_exit(returncode)})"), not was_killed)
         await asyncio.wait({ending}, timeout=EXIT_GRACE_S)
         if not ending.done():
             self._process.kill()
@@ -248,7 +252,7 @@ class EngineClient:
                 self.info = info
                 self._settled.set()
             case Dying(error):
-                self._die(error.to_error())
+                self._die(error.to_error(), is_own_fault=True)
 
     def _hand_over(self, delta: TokenDelta) -> None:
         receiver = self._receivers.get(delta.request_id)
@@ -262,9 +266,9 @@ class EngineClient:
             self.abort(delta.request_id)
             receiver.fail(error)
 
-    def _die(self, error: PenstockError) -> None:
+    def _die(self, error: PenstockError, is_own_fault: bool = False) -> None:
         if self.failure is None:
-            self.failure = error
+            self.failure, self.is_own_fault = error, is_own_fault
             if self.info is not None and not self._closing:  # before that, wait_ready tells
                 log.error("%s", error)
         self._settled.set()

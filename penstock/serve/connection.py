@@ -266,30 +266,36 @@ class EventWriter:
         self._transport = transport
         self._is_chunked = http_version != "1.0"
         self._is_open = False
-        self._early = b""
+        self._early = bytearray()
+        self._max_unread = MAX_BACKLOG_BYTES
 
     def open(self) -> None:
         """The headers have been sent."""
         self._is_open = True
-        early, self._early = self._early, b""
-        if early:
-            self.write(early)
+        early, self._early = bytes(self._early), bytearray()
+        if early and not self._transport.is_closing():
+            self._send(early)
 
-    def write(self, events: bytes) -> None:
+    def write(self, events: bytes, is_prompt: bool = False) -> None:
         """Never waits: what the client has not read stays in the transport's buffer, up to a limit. Beyond it
-        the connection ends there and then: no last word would ever reach that client."""
-        if not self._is_open:
-            self._early += events
-            num_unread = len(self._early)
-        elif self._transport.is_closing():
+        the connection ends there and then: no last word would ever reach that client.
+
+        Counted is what was unread before: nobody can have read these. What repeats the prompt comes faster
+        than any client reads, and counts only for who reads nothing at all (`HttpConnection`).
+        """
+        if self._is_open and self._transport.is_closing():
             return
-        else:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
-            num_unread = self._transport.get_write_buffer_size()
-        if num_unread > MAX_BACKLOG_BYTES:
+        unread = self._transport.get_write_buffer_size() if self._is_open else len(self._early)
+        if unread > self._max_unread:
             if self._is_open:
                 self._transport.abort()
-            raise OverloadedError(
-                "The reply was not read",
-                f"More than {MAX_BACKLOG_BYTES} bytes of it were waiting to be sent.",
-            )
+            raise OverloadedError("The reply was not read", f"{unread} bytes of it were waiting to be sent.")
+        if is_prompt:
+            self._max_unread += len(events)
+        if self._is_open:
+            self._send(events)
+        else:
+            self._early += events
+
+    def _send(self, events: bytes) -> None:
+        self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)

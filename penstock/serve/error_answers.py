@@ -13,7 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.errors import AuthenticationError, DeadlineError, OverloadedError, PenstockError
+from penstock.errors import (
+    AuthenticationError,
+    DeadlineError,
+    EngineLossError,
+    OverloadedError,
+    PenstockError,
+)
 from penstock.serve.answer import JSON_TYPE, UNREAD_HEADERS, unexpected_error
 from penstock.serve.anthropic import replies as anthropic_replies
 from penstock.serve.openai import replies as openai_replies
@@ -55,7 +61,7 @@ def _headers(error: PenstockError) -> dict[str, str]:
     """What clients' own retries go by."""
     if isinstance(error, OverloadedError) or error.status == 503:
         return {"retry-after": str(RETRY_AFTER_S)}
-    if isinstance(error, DeadlineError):  # again would take as long again
+    if isinstance(error, DeadlineError | EngineLossError):  # again would take as long, or as many engines
         return {"x-should-retry": "false"}
     if isinstance(error, AuthenticationError):
         return {"www-authenticate": "Bearer"}

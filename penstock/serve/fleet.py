@@ -19,7 +19,7 @@ from dataclasses import replace
 import msgspec
 
 from penstock.config import ServeConfig
-from penstock.errors import EngineDeadError, OverloadedError, PenstockError
+from penstock.errors import EngineDeadError, EngineLossError, OverloadedError, PenstockError
 from penstock.progress import OnPhase, Phase
 from penstock.serve.client import EXIT_GRACE_S, EngineClient, Receiver
 from penstock.serve.intake import Intake, Place
@@ -29,7 +29,11 @@ from penstock.types import EngineInfo, Request, SessionInfo, TokenDelta
 
 log = logging.getLogger("penstock.serve")
 
-MAX_ENGINES_LOST = 3  # a request that kills engines must not kill them all
+# What a request that runs may be blamed for until there is news of it again: engines that ended by themselves
+# while it ran, or twice as many that were killed, which may be anybody's doing.
+MAX_BLAME = 4
+BLAME_FOR_FAULT, BLAME_FOR_KILL = 2, 1
+MAX_FAULTS = 8  # of engines that ran a request, in all, even if there was news of it in between
 RESUMED_STEPS_EARLIER = 10  # of priority: somebody is reading already
 LEAVING_POLL_S = 0.02
 
@@ -43,9 +47,12 @@ class Journey:
         "_num_cached_tokens",
         "_num_tokens_due",
         "_receiver",
+        "blame",
         "client",
+        "is_running",
         "load",
-        "num_engines_lost",
+        "num_faults",
+        "num_scored",
         "request",
         "said",
     )
@@ -53,19 +60,29 @@ class Journey:
     def __init__(self, fleet: Fleet, request: Request, receiver: Receiver) -> None:
         self.request = request
         self.said: list[int] = []
+        self.num_scored = 0  # tokens of the prompt whose scores have come
         self.client: EngineClient | None = None  # None: it waits for one
         self.load: Load | None = None
-        self.num_engines_lost = 0  # since its last token
+        self.is_running = False  # in its present engine; it may also wait there
+        self.blame = 0  # since the last news of it
+        self.num_faults = 0  # of engines that failed while it ran
         self._fleet = fleet
         self._receiver = receiver
         self._awaits_token = True  # the first from its present engine
         self._num_tokens_due = 0  # that the engine computes before that
         self._num_cached_tokens: int | None = None  # of the prompt, by the engine that spoke first
 
+    @property
+    def is_suspect(self) -> bool:
+        return self.blame >= BLAME_FOR_FAULT
+
     def take(self, delta: TokenDelta) -> None:
+        if not (delta.token_ids or delta.prompt_scores or delta.finish):
+            self.is_running = True
+            return
         self.said += delta.token_ids
         if self._awaits_token:
-            self._note_first_token(delta)
+            self._note_first_news(delta)
         if self._num_cached_tokens != delta.num_cached_tokens:  # its first engine's is what a client is told
             delta = msgspec.structs.replace(delta, num_cached_tokens=self._num_cached_tokens)
         if delta.finish is not None:
@@ -84,6 +101,7 @@ class Journey:
 
     def settle(self, client: EngineClient, load: Load, num_tokens_due: int) -> None:
         self.client, self.load = client, load
+        self.is_running = False
         self._awaits_token = True
         self._num_tokens_due = num_tokens_due
         load.num_requests += 1
@@ -95,12 +113,18 @@ class Journey:
             self.load.num_prompt_tokens -= self._num_tokens_due
         self.client, self.load, self._num_tokens_due = None, None, 0
 
-    def _note_first_token(self, delta: TokenDelta) -> None:
+    def _note_first_news(self, delta: TokenDelta) -> None:
+        """Before the first token of its present engine scores of its prompt may come."""
         assert self.load is not None
-        self.load.num_prompt_tokens -= self._num_tokens_due
-        self._num_tokens_due = 0
-        self._awaits_token = False
-        self.num_engines_lost = 0
+        num_scored = len(delta.prompt_scores or ())
+        self.num_scored += num_scored
+        self._awaits_token = num_scored > 0
+        num_computed = min(num_scored, self._num_tokens_due) if self._awaits_token else self._num_tokens_due
+        self.load.num_prompt_tokens -= num_computed
+        self._num_tokens_due -= num_computed
+        if self.blame:
+            self.blame = 0
+            self._fleet.end_trial(self)
         if self._num_cached_tokens is None:
             self._num_cached_tokens = delta.num_cached_tokens
 
@@ -119,6 +143,8 @@ class Fleet:
         self._router = Router(len(launches))
         self._journeys: dict[str, Journey] = {}
         self._waiting: dict[Journey, asyncio.TimerHandle] = {}
+        self._on_trial: Journey | None = None  # the only suspect that has, or waits for, an engine
+        self._suspects: dict[Journey, None] = {}  # the others
         self._infos: dict[int, EngineInfo] = {}  # of every replica that has come up, as it last did
         self._settled = asyncio.Event()  # all have come up once, or one never will
         self._idle = asyncio.Event()
@@ -248,16 +274,41 @@ class Fleet:
         timer = self._waiting.pop(journey, None)
         if timer is not None:
             timer.cancel()
+        self.end_trial(journey)
         if not self._journeys:
             self._idle.set()
 
     def outlive_engine(self, journey: Journey) -> None:
         """Goes on with another engine, or gives a request up that no engine has survived."""
-        journey.num_engines_lost += 1
-        if journey.num_engines_lost > MAX_ENGINES_LOST:
-            journey.give_up(_lost(f"{journey.num_engines_lost} engines ended while they worked on it."))
+        assert journey.client is not None
+        if journey.is_running:
+            journey.blame += BLAME_FOR_FAULT if journey.client.is_own_fault else BLAME_FOR_KILL
+            journey.num_faults += journey.client.is_own_fault
+        if journey.blame >= MAX_BLAME or journey.num_faults >= MAX_FAULTS:
+            journey.give_up(_unsurvived())
         else:
             self._move(journey, self._available())
+
+    def end_trial(self, journey: Journey) -> None:
+        """There is news of it, or it has ended: the next may show that it is harmless."""
+        self._suspects.pop(journey, None)
+        if self._on_trial is journey:
+            self._on_trial = None
+            if self._suspects:
+                following = min(self._suspects, key=lambda one: not one.said)  # somebody is reading
+                del self._suspects[following]
+                self._place(following, self._available())
+
+    def _may_be_placed(self, journey: Journey) -> bool:
+        """Those that ran when an engine failed are tried one after the other: when another engine fails, it
+        is known whose fault that is, and the others go on."""
+        if not journey.is_suspect:
+            return True
+        if self._on_trial is None:
+            self._on_trial = journey
+        if self._on_trial is not journey:
+            self._suspects[journey] = None
+        return self._on_trial is journey
 
     def _move(self, journey: Journey, available: list[int]) -> None:
         self.num_moves += 1
@@ -279,17 +330,27 @@ class Fleet:
         return self._ready() or [one.index for one in self._replicas if one.state == "leaving"]
 
     def _place(self, journey: Journey, available: list[int]) -> None:
+        if not self._may_be_placed(journey):
+            return
         if not available:
             loop, timeout_s = asyncio.get_running_loop(), self._config.resume_timeout
-            error = _lost(f"No engine came back within {timeout_s:g} s.")
-            self._waiting[journey] = loop.call_later(timeout_s, journey.give_up, error)
+            self._waiting[journey] = loop.call_later(timeout_s, self._end_waiting, journey)
             return
-        request = resumed(journey.request, journey.said)
+        request = resumed(journey.request, journey.said, journey.num_scored)
         index, num_tokens_due = self._router.pick(request.token_ids, available)
         client = self._replicas[index].client
         assert client is not None
         journey.settle(client, self._router.loads[index], num_tokens_due)
-        client.submit([(request, journey)])
+        try:
+            client.submit([(request, journey)])
+        except Exception as error:  # it cannot be sent: the others can
+            journey.give_up(error)
+
+    def _end_waiting(self, journey: Journey) -> None:
+        error = _lost(f"No engine came back within {self._config.resume_timeout:g} s.")
+        for suspect in list(self._suspects) if journey is self._on_trial else ():
+            suspect.give_up(error)
+        journey.give_up(error)
 
     def _place_waiting(self) -> None:
         """Those first who have begun: somebody is reading."""
@@ -358,8 +419,10 @@ class Fleet:
             await asyncio.sleep(LEAVING_POLL_S)
 
 
-def resumed(request: Request, said: Sequence[int]) -> Request:
+def resumed(request: Request, said: Sequence[int], num_scored: int = 0) -> Request:
     """What another engine is asked: to go on after these tokens, before those that have not begun."""
+    if num_scored:
+        request = replace(request, num_scored_tokens=num_scored)
     if not said:
         return request
     return replace(
@@ -394,6 +457,14 @@ def _with_seed(request: Request) -> Request:
     if request.sampling.temperature == 0 or request.sampling.seed is not None:
         return request
     return replace(request, sampling=replace(request.sampling, seed=random.getrandbits(63)))
+
+
+def _unsurvived() -> EngineLossError:
+    return EngineLossError(
+        "The request is not tried again",
+        "Several engines ended one after the other while they worked on it; it may be the cause.",
+        "Tell the operator of this server, whose log has more, or change the request.",
+    )
 
 
 def _lost(why: str) -> EngineDeadError:

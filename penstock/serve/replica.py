@@ -90,7 +90,8 @@ class Replica:
             if client.num_unanswered_pings >= self._max_unanswered_pings:
                 client.kill(_hung(f"It has not answered for {self._hang_timeout:g} s."))
             elif client.step_s > self._step_timeout:
-                client.kill(_hung(f"It has been in one step for {client.step_s:.0f} s."))
+                why = f"It has been in one step for {client.step_s:.0f} s."
+                client.kill(_hung(why), is_own_fault=True)
             else:
                 client.ping()
 

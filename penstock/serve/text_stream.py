@@ -12,7 +12,7 @@ counted, as are those that closed a thought. A prompt is counted once, however m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol
@@ -27,7 +27,7 @@ from penstock.text.dialects import ContentDelta, Delta, ReplyEnd, ToolCallEnd
 from penstock.text.loop_guard import LoopGuard
 from penstock.text.stream import StreamDecoder
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import FinishReason, Request, TokenDelta, TokenLogprob
+from penstock.types import FinishReason, PromptScores, Request, TokenDelta, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class ReplyDelta(msgspec.Struct, frozen=True, gc=False):
     index: int
     news: list[Delta]
     logprobs: tuple[ScoredToken, ...] = ()
+    is_prompt: bool = False  # it has the echo, or scores of it: there is as much as the client has sent
 
 
 Deliver = Callable[[ReplyDelta], None]
@@ -192,6 +193,7 @@ class Reply:
         ends_after_call: bool = False,
         form_param: str = "",  # the field that asked for the request's grammar
         loop_guard: LoopGuard | None = None,
+        continues_text: bool = False,  # of its prompt, which is no other's turn
     ) -> None:
         self.request = request  # the one that runs
         self._asked = request
@@ -203,13 +205,21 @@ class Reply:
         self._timer = timer
         self._parser = parser
         self._echo = echo
+        self._first_scored: tuple[ScoredToken, ...] = ()
+        if request.sampling.prompt_logprobs is not None:
+            self._first_scored = (ScoredToken(tokenizer.token_bytes(request.token_ids[0]), None, ()),)
         self._thought = thought or Thought(None)
         self._said_ids: list[int] = []  # since the request began; kept only where a thought may be closed
         self._ends_after_call = ends_after_call
         self._form_param = form_param
         self._loop_guard = loop_guard
         self._is_loop = False
-        self._decoder = StreamDecoder(tokenizer, request.sampling.stop, request.sampling.min_tokens)
+        self._decoder = StreamDecoder(
+            tokenizer,
+            request.sampling.stop,
+            request.sampling.min_tokens,
+            continues_text=continues_text,
+        )
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -220,6 +230,9 @@ class Reply:
         return self._decoder.num_tokens
 
     def take(self, delta: TokenDelta) -> None:
+        if delta.prompt_scores is not None:
+            self._take_scores(delta.prompt_scores)
+            return
         token_ids, finish = delta.token_ids, delta.finish
         if finish is not None:
             self._raise_failure(delta)
@@ -236,14 +249,12 @@ class Reply:
         if self._thought.budget is not None:
             self._said_ids += token_ids
         text = self._decoder.push(token_ids)
-        scored = self._score(delta.logprobs[: self.num_tokens - num_before])
-        is_scored = self.request.sampling.prompt_logprobs is not None
-        if is_scored and num_before == 0 and delta.logprobs:  # of a prompt of one token there are none before
-            # The token of the reply is among them even when it only ends it: lm-eval leaves out the last one.
-            first = ScoredToken(self._tokenizer.token_bytes(self.request.token_ids[0]), None, ())
-            scored = (first, *self._score(delta.prompt_logprobs + delta.logprobs))
-        if self._echo:
-            text, self._echo = self._echo + text, ""
+        # Behind a scored prompt the first token has a score even if it only ends the reply: lm-eval leaves
+        # out the last one.
+        keeps_end = num_before == 0 and self.request.sampling.prompt_logprobs is not None
+        scored = self._score(delta.logprobs if keeps_end else delta.logprobs[: self.num_tokens - num_before])
+        echo, first = self._take_prompt_start()
+        text, scored = echo + text, first + scored
         if is_over_budget and not self._decoder.stopped:
             text += self._decoder.push(self._thought.closing_ids)
         if self._decoder.stopped:
@@ -256,7 +267,20 @@ class Reply:
         if finish is not None:
             text += self._decoder.finish()
         news, has_ended = self._parse(text, finish)
-        self._stream.take(self.request.id, ReplyDelta(self._index, news, scored), has_ended)
+        self._stream.take(self.request.id, ReplyDelta(self._index, news, scored, bool(echo)), has_ended)
+
+    def _take_scores(self, scores: PromptScores) -> None:
+        """Scores of the prompt go on to the client as they come, before there is any token."""
+        echo, first = self._take_prompt_start()
+        scored = first + self._score(scores.unpack())
+        news = self._parser.feed(echo) if echo else []
+        self._stream.take(self.request.id, ReplyDelta(self._index, news, scored, is_prompt=True), False)
+
+    def _take_prompt_start(self) -> tuple[str, tuple[ScoredToken, ...]]:
+        """What comes before all else, once: the echo, and its first token, before which nothing stands."""
+        echo, first = self._echo, self._first_scored
+        self._echo, self._first_scored = "", ()
+        return echo, first
 
     def fail(self, error: Exception) -> None:
         self._stream.fail(error)
@@ -319,7 +343,7 @@ class Reply:
         self._stream.go_on(closed.id, self.request, self)
         return None
 
-    def _score(self, logprobs: tuple[TokenLogprob, ...]) -> tuple[ScoredToken, ...]:
+    def _score(self, logprobs: Sequence[TokenLogprob]) -> tuple[ScoredToken, ...]:
         bytes_of = self._tokenizer.token_bytes
         return tuple(
             ScoredToken(

@@ -13,6 +13,9 @@ from penstock.errors import ContextLengthError, RequestError
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Request, SamplingParams
 
+# In the answer to one call, alternatives included: some 30 MB of a completion, twice as much of a chat. Room
+# for a prompt of 262,144 tokens with three alternatives, or eight replies of 4,096 tokens with twenty.
+MAX_SCORES = 2**20
 SHORTEN = "Shorten the prompt, or serve with a larger --max-model-len if the model knows more positions."
 
 
@@ -54,6 +57,36 @@ def build_requests(
         )
         for i in range(sampling.n)
     ]
+
+
+def limit_scores(
+    prompts: Sequence[Sequence[int]], sampling: SamplingParams, max_model_len: int
+) -> SamplingParams:
+    """Refuses a call whose answer could have too many log-probabilities: it is held and sent as a whole.
+
+    A reply without a limit of its own gets one where the context would allow too many.
+    """
+    if sampling.logprobs is None:
+        return sampling
+    num_prompt_scores = 0
+    if sampling.prompt_logprobs is not None:
+        num_prompt_scores = sampling.n * sum(map(len, prompts)) * (sampling.prompt_logprobs + 1)
+    scores_a_token = sampling.n * len(prompts) * (sampling.logprobs + 1)
+    max_tokens = (MAX_SCORES - num_prompt_scores) // scores_a_token
+    if sampling.max_tokens is None and max_tokens > 0:
+        room = max_model_len - min(map(len, prompts))
+        return sampling if room <= max_tokens else replace(sampling, max_tokens=max_tokens)
+    num_reply_scores = scores_a_token * (sampling.max_tokens or 1)
+    if num_prompt_scores + num_reply_scores > MAX_SCORES:
+        of_prompt = f", {num_prompt_scores:,} of them of the prompt" if num_prompt_scores else ""
+        raise RequestError(
+            f"the answer could have {num_prompt_scores + num_reply_scores:,} log-probabilities{of_prompt}",
+            f"At most {MAX_SCORES:,} are given in one call. Prompts are {len(prompts)}, n is {sampling.n}, "
+            f"max_tokens {sampling.max_tokens or 1}, and each token has {sampling.logprobs} alternatives.",
+            "Lower the alternatives (logprobs, top_logprobs in a chat), n or max_tokens, or split the call.",
+            param="logprobs",
+        )
+    return sampling
 
 
 def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:

@@ -22,10 +22,11 @@ class StreamDecoder:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        continues_text: bool = False,  # then its first space stands between that text and this
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._strips_space = tokenizer.strips_first_space
+        self._strips_space = tokenizer.strips_first_space and not continues_text
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_split = False  # inside a character: the decoder above holds its first bytes
         self._matcher = StopMatcher(stop) if stop else None

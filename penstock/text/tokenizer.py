@@ -170,6 +170,10 @@ class Tokenizer:
             data = data.removeprefix(b" ")
         return data.decode("utf-8", errors="replace")
 
+    def has_text(self, token_ids: Iterable[int]) -> bool:
+        """Whether any of these is more than a control token."""
+        return any(token_id not in self.special_ids for token_id in token_ids)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for, which need not be whole characters."""
         data = self._bytes.get(token_id)

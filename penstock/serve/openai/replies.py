@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import msgspec
 
 from penstock.errors import PenstockError, RequestError
-from penstock.serve.answer import Choice
-from penstock.serve.text_stream import ReplyDelta, ScoredToken, Usage
+from penstock.serve.answer import Choice, Pieces, Scores
+from penstock.serve.openai.scores import ChatScores, CompletionScores
+from penstock.serve.text_stream import ReplyDelta, Usage
 from penstock.text.dialects import (
     ContentDelta,
     Delta,
@@ -28,7 +29,6 @@ from penstock.text.dialects import (
 DONE = b"data: [DONE]\n\n"
 Frame = tuple[bytes, bytes]
 LOOP_REASON = {"stop_reason": "loop_guard"}  # beside finish_reason, as vLLM tells what stopped a reply
-LOWEST_LOGPROB = -9999.0  # JSON has no -inf; this is what OpenAI writes for it
 
 
 class OpenAIReplyFormat(ABC):
@@ -45,6 +45,10 @@ class OpenAIReplyFormat(ABC):
         self._has_logprobs = has_logprobs
         self._include_usage = include_usage
         self._chunk_head = _chunk_head(self.chunk_kind, self._head)
+        self._scores: dict[int, Scores] = {}  # of a stream's choices
+
+    def new_choice(self) -> Choice:
+        return Choice(scores=self._new_scores() if self._has_logprobs else None)
 
     @abstractmethod
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
@@ -57,26 +61,35 @@ class OpenAIReplyFormat(ABC):
         return encode_event(encode_error(error))
 
     def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
-        body = {
-            **self._head,
-            "object": self.kind,
-            "choices": [
-                {
-                    "index": index,
-                    **self._choice(index, choice, reply),
-                    "finish_reason": reply.reason,
-                    **(LOOP_REASON if reply.is_loop else {}),
-                }
-                for index, choice in sorted(choices.items())
-                for reply in [ParsedReply.of(choice.news)]
-            ],
-            "usage": _usage(usage),
-        }
-        return msgspec.json.encode(body)
+        pieces: Pieces = [msgspec.json.encode({**self._head, "object": self.kind})[:-1], b',"choices":[']
+        for place, (index, choice) in enumerate(sorted(choices.items())):
+            pieces += [b"," if place else b"", *self._encode_choice(index, choice)]
+        return b"".join((*pieces, b'],"usage":', msgspec.json.encode(_usage(usage)), b"}"))
+
+    def _encode_choice(self, index: int, choice: Choice) -> Pieces:
+        reply = ParsedReply.of(choice.news)
+        assert reply.reason is not None
+        return [
+            msgspec.json.encode({"index": index, **self._reply_fields(reply)})[:-1],
+            b',"logprobs":',
+            *([b"null"] if choice.scores is None else choice.scores.take()),
+            b',"finish_reason":%b}' % _finish(reply.reason, reply.is_loop),
+        ]
+
+    def _chunk_scores(self, delta: ReplyDelta) -> bytes:
+        if not self._has_logprobs:
+            return b"null"
+        if delta.index not in self._scores:
+            self._scores[delta.index] = self._new_scores()
+        self._scores[delta.index].add(delta.logprobs)
+        return b"".join(self._scores[delta.index].take())
 
     @abstractmethod
-    def _choice(self, index: int, choice: Choice, reply: ParsedReply) -> dict[str, Any]:
-        """The text of a whole reply and its log-probabilities."""
+    def _reply_fields(self, reply: ParsedReply) -> dict[str, Any]:
+        """A whole reply without its log-probabilities."""
+
+    @abstractmethod
+    def _new_scores(self) -> Scores: ...
 
 
 class ChatReplyFormat(OpenAIReplyFormat):
@@ -105,7 +118,7 @@ class ChatReplyFormat(OpenAIReplyFormat):
         if delta.logprobs and not pieces:
             pieces.append({"content": ""})
         for place, fields in enumerate(pieces):  # the log-probabilities go with the first
-            logprobs = msgspec.json.encode(self._logprobs(delta.logprobs)) if place == 0 else b"null"
+            logprobs = self._chunk_scores(delta) if place == 0 else b"null"
             chunks.append(self._chunk(delta.index, msgspec.json.encode(fields), logprobs))
         if delta.news and isinstance(end := delta.news[-1], ReplyEnd):
             chunks.append(self._chunk(delta.index, b"{}", finish=_finish(end.reason, end.is_loop)))
@@ -125,31 +138,17 @@ class ChatReplyFormat(OpenAIReplyFormat):
             finish,
         )
 
-    def _choice(self, index: int, choice: Choice, reply: ParsedReply) -> dict[str, Any]:
-        return {"message": _message(reply), "logprobs": self._logprobs(choice.logprobs)}
+    def _reply_fields(self, reply: ParsedReply) -> dict[str, Any]:
+        return {"message": _message(reply)}
 
-    def _logprobs(self, tokens: list[ScoredToken] | tuple[ScoredToken, ...]) -> dict[str, Any] | None:
-        if not self._has_logprobs:
-            return None
-        content = [
-            {
-                **_scored(token.data, token.logprob),
-                "top_logprobs": [_scored(data, logprob) for data, logprob in token.top],
-            }
-            for token in tokens
-            if token.logprob is not None
-        ]
-        return {"content": content, "refusal": None}
+    def _new_scores(self) -> ChatScores:
+        return ChatScores()
 
 
 class CompletionReplyFormat(OpenAIReplyFormat):
     """text_completion, streamed or not: the older shape, with parallel lists of log-probabilities."""
 
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-
-    def __init__(self, request_id: str, model: str, **options: bool) -> None:
-        super().__init__(request_id, model, **options)
-        self._offsets: dict[int, int] = {}  # characters of tokens so far, by choice
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         text, finish = "", b"null"
@@ -158,40 +157,19 @@ class CompletionReplyFormat(OpenAIReplyFormat):
                 text += piece.text
             elif isinstance(piece, ReplyEnd):
                 finish = _finish(piece.reason, piece.is_loop)
-        logprobs = msgspec.json.encode(self._logprobs(delta.index, delta.logprobs))
         return b'%s"choices":[{"index":%d,"text":%s,"logprobs":%s,"finish_reason":%s}]}\n\n' % (
             self._chunk_head,
             delta.index,
             msgspec.json.encode(text),
-            logprobs,
+            self._chunk_scores(delta),
             finish,
         )
 
-    def _choice(self, index: int, choice: Choice, reply: ParsedReply) -> dict[str, Any]:
-        return {"text": reply.content, "logprobs": self._logprobs(index, choice.logprobs)}
+    def _reply_fields(self, reply: ParsedReply) -> dict[str, Any]:
+        return {"text": reply.content}
 
-    def _logprobs(
-        self, index: int, tokens: list[ScoredToken] | tuple[ScoredToken, ...]
-    ) -> dict[str, list[Any]] | None:
-        if not self._has_logprobs:
-            return None
-        lists: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
-        for token in tokens:
-            text = _token_text(token.data)
-            offset = self._offsets.get(index, 0)
-            self._offsets[index] = offset + len(text)
-            top = {_token_text(data): _finite(logprob) for data, logprob in token.top}
-            logprob = None if token.logprob is None else _finite(token.logprob)
-            lists["tokens"].append(text)
-            lists["token_logprobs"].append(logprob)
-            lists["top_logprobs"].append(None if logprob is None else {**top, text: logprob})
-            lists["text_offset"].append(offset)
-        return lists
+    def _new_scores(self) -> CompletionScores:
+        return CompletionScores()
 
 
 def _finish(reason: str, is_loop: bool) -> bytes:
@@ -266,16 +244,3 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
     }
-
-
-def _scored(data: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": _token_text(data), "logprob": _finite(logprob), "bytes": list(data)}
-
-
-def _token_text(data: bytes) -> str:
-    """A token may end inside a character; `bytes` is what such clients must read."""
-    return data.decode("utf-8", "replace")
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)

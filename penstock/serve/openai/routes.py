@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.serve.answer import Answer, Start, json_response, read_body
+from penstock.serve.answer import JSON_TYPE, Answer, Start, json_response, read_body
 from penstock.serve.intake import place_of
 from penstock.serve.openai.replies import ChatReplyFormat, CompletionReplyFormat, OpenAIReplyFormat
 from penstock.serve.openai.requests import (
@@ -24,6 +27,8 @@ from penstock.serve.openai.requests import (
 from penstock.serve.serving import Serving
 from penstock.serve.sessions import in_session
 from penstock.serve.tenants import tenant_of
+
+LIST_PART = 50_000  # ids or texts: some milliseconds
 
 
 def routes(serving: Serving) -> list[Route]:
@@ -99,22 +104,31 @@ class OpenAIRoutes:
             has_logprobs=asked.sampling.logprobs is not None,
             include_usage=asked.include_usage,
         )
-        return Answer(start, spelled, asked.is_stream, asked.timeout_s)
+        return Answer(start, spelled, asked.is_stream, asked.timeout_s, spelled.new_choice)
 
     async def tokenize(self, request: Request) -> Response:
         asked = parse_tokenize(await read_body(request, for_reply=False))
         num_bytes = place_of(request.scope).num_bytes
         tokens = await self._text.tokenize(asked, tenant_of(request.scope), num_bytes)
-        found: dict[str, Any] = {
-            "tokens": tokens,
-            "count": len(tokens),
-            "max_model_len": self._max_model_len(),
-        }
-        if asked.shows_texts:
-            found["token_strs"] = await self._text.token_texts(tokens, num_bytes)
-        return json_response(found)
+        texts = await self._text.token_texts(tokens, num_bytes) if asked.shows_texts else None
+        # In a thread, and in parts: there may be millions.
+        body = await asyncio.to_thread(self._encode_tokens, tokens, texts)
+        return Response(body, media_type=JSON_TYPE)
+
+    def _encode_tokens(self, tokens: list[int], texts: list[str] | None) -> bytes:
+        fields = {"count": len(tokens), "max_model_len": self._max_model_len()}
+        pieces = [b'{"tokens":[', *_encode_list(tokens), b"],", msgspec.json.encode(fields)[1:-1]]
+        if texts is not None:
+            pieces += [b',"token_strs":[', *_encode_list(texts), b"]"]
+        return b"".join((*pieces, b"}"))
 
     async def detokenize(self, request: Request) -> Response:
         tokens = parse_detokenize(await read_body(request, for_reply=False))
         text = await self._text.detokenize(tokens, place_of(request.scope).num_bytes)
         return json_response({"prompt": text})
+
+
+def _encode_list(values: Sequence[Any]) -> Iterator[bytes]:
+    """The parts of a long JSON list. An encoder lets no other thread run, so each has little to do."""
+    for start in range(0, len(values), LIST_PART):
+        yield (b"," if start else b"") + msgspec.json.encode(values[start : start + LIST_PART])[1:-1]

@@ -1,0 +1,118 @@
+"""Log-probabilities as OpenAI's endpoints spell them, encoded while a reply is generated.
+
+A reply may have a million of them: what is kept until its end is JSON, which only has to be copied then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from penstock.serve.answer import Pieces
+from penstock.serve.text_stream import ScoredToken
+
+LOWEST_LOGPROB = -9999.0  # JSON has no -inf; this is what OpenAI writes for it
+COLUMN_HEADS = (b'{"tokens":[', b'],"token_logprobs":[', b'],"top_logprobs":[', b'],"text_offset":[')
+
+
+class ScoredText(msgspec.Struct, gc=False):
+    """A token of a chat, or one that might have stood in its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatToken(ScoredText, gc=False):
+    top_logprobs: list[ScoredText]
+
+
+class ChatScores:
+    """Of a chat: a list of tokens, each with the likeliest at its place."""
+
+    def __init__(self) -> None:
+        self._content = bytearray()
+
+    def add(self, tokens: Sequence[ScoredToken]) -> None:
+        scored = [
+            ChatToken(
+                _text_of(token.data),
+                _finite(token.logprob),
+                _bytes_of(token.data),
+                [
+                    ScoredText(_text_of(data), _finite(logprob), _bytes_of(data))
+                    for data, logprob in token.top
+                ],
+            )
+            for token in tokens
+            if token.logprob is not None
+        ]
+        _append(self._content, scored)
+
+    def take(self) -> Pieces:
+        content, self._content = self._content, bytearray()
+        return [b'{"content":[', content, b'],"refusal":null}']
+
+
+class CompletionScores:
+    """Of a completion: four lists that go side by side."""
+
+    def __init__(self) -> None:
+        self._num_chars = 0  # of all tokens so far
+        self._clear()
+
+    def add(self, tokens: Sequence[ScoredToken]) -> None:
+        texts = [_text_of(token.data) for token in tokens]
+        logprobs = [None if token.logprob is None else _finite(token.logprob) for token in tokens]
+        tops = [
+            None if logprob is None else {**_top_of(token), text: logprob}
+            for text, logprob, token in zip(texts, logprobs, tokens)
+        ]
+        offsets = []
+        for text in texts:
+            offsets.append(self._num_chars)
+            self._num_chars += len(text)
+        _append(self._texts, texts)
+        _append(self._logprobs, logprobs)
+        _append(self._tops, tops)
+        _append(self._offsets, offsets)
+
+    def take(self) -> Pieces:
+        pieces: Pieces = []
+        for head, column in zip(COLUMN_HEADS, (self._texts, self._logprobs, self._tops, self._offsets)):
+            pieces += [head, column]
+        self._clear()
+        return [*pieces, b"]}"]
+
+    def _clear(self) -> None:
+        self._texts, self._logprobs, self._tops, self._offsets = (bytearray() for _ in range(4))
+
+
+def _top_of(token: ScoredToken) -> dict[str, float]:
+    return {_text_of(data): _finite(logprob) for data, logprob in token.top}
+
+
+def _append(encoded: bytearray, values: list[Any]) -> None:
+    """More values of a JSON list, which has no brackets yet."""
+    if values:
+        if encoded:
+            encoded += b","
+        encoded += msgspec.json.encode(values)[1:-1]
+
+
+@lru_cache(maxsize=2**15)
+def _text_of(data: bytes) -> str:
+    """A token may end inside a character; `bytes` is what such clients must read."""
+    return data.decode("utf-8", "replace")
+
+
+@lru_cache(maxsize=2**15)
+def _bytes_of(data: bytes) -> list[int]:
+    return list(data)
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
