@@ -9,9 +9,10 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "penstock"
 
-EVERYONE = {"types", "config", "errors", "progress"}
+EVERYONE = {"types", "config", "errors", "progress", "digests"}
 ALLOWED = {
-    "types": {"errors"},
+    "types": {"errors", "digests"},
+    "digests": set(),
     "config": {"errors"},
     "errors": set(),
     "progress": set(),

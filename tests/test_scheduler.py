@@ -164,9 +164,10 @@ def test_divergent_prompt_restores_nearest_checkpoint(num_pages: int) -> None:
         assert world.sequences[name].num_cached_tokens == num_reused, name
 
 
-def test_checkpoints_stand_at_the_ends_of_prompt_and_system_prompt_and_the_last_two_messages() -> None:
-    def targets(num_tokens: int, *boundaries: int) -> tuple[int, ...]:
-        return checkpoint_targets(ask("a", prompt(num_tokens), boundaries=boundaries), page_size=4)
+def test_checkpoints_stand_at_ends_and_starts_of_messages_at_the_last_512_and_sparsely_between() -> None:
+    def targets(num_tokens: int, *boundaries: int, page_size: int = 4) -> tuple[int, ...]:
+        request = ask("a", prompt(num_tokens), boundaries=boundaries)
+        return tuple(checkpoint_targets(request, page_size))
 
     assert targets(33) == (32,)
     assert targets(32) == (28,)
@@ -174,6 +175,8 @@ def test_checkpoints_stand_at_the_ends_of_prompt_and_system_prompt_and_the_last_
     assert targets(33, 0, 9, 13, 17, 22, 27) == (8, 20, 24, 32)
     assert targets(33, 0, 3, 31) == (28, 32)
     assert targets(9, 0, 8, 9) == (8,)
+    assert targets(600) == (512, 596)
+    assert targets(20_000, 0, 70, page_size=64) == (64, 8192, 16384, 19968)
 
 
 @pytest.mark.parametrize("max_checkpoints", [0, 1, 2, 5])
@@ -470,6 +473,7 @@ def test_an_idle_scheduler_remembers_nobody() -> None:
     }
     assert sorted(held.pop("_free_rows")) == [0, 1, 2, 3]
     assert not any(held.values()), held
+    assert world.scheduler._leaders.is_empty
 
 
 def test_without_the_prefix_cache_nothing_is_shared() -> None:
