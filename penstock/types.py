@@ -390,3 +390,4 @@ class EngineStats:
     prefix: Mapping[str, int]  # hits, misses by reason, tokens reused
     num_sessions: int = 0
     session_bytes: int = 0
+    num_kv_tokens: int = 0  # that all pages hold together

@@ -6,16 +6,21 @@ The random histories mix everything at once; the named laws say what each rule i
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_runner import VOCAB_SIZE, Setup, World, reply_alone
+from penstock import digests
+from penstock.cache import Cache
+from penstock.engine.scheduler import Scheduler
 from penstock.engine.terms import checkpoint_targets
 from penstock.errors import ContextLengthError, RequestError
-from penstock.types import LogitEdit, Request, SamplingParams, StepPlan
+from penstock.types import LogitEdit, PrefixHit, Request, SamplingParams, Sequence, StepOutput, StepPlan
 
 PLAIN = Setup()
 HYBRID = Setup(num_slots=13)
@@ -482,6 +487,92 @@ def test_without_the_prefix_cache_nothing_is_shared() -> None:
     run_all(world, requests)
     assert prefill_tokens(world.plans) == 60
     assert world.cache.counters["miss_disabled"] == 3
+
+
+def crowd_behind_a_document(setup: Setup, num_requests: int) -> tuple[Scheduler, list[Request]]:
+    """A scheduler that has computed a document of 64k tokens, and requests behind it."""
+    cache = Cache(page_size=64, num_pages=setup.num_pages, num_slots=setup.num_slots)
+    scheduler = Scheduler(cache, max_rows=setup.max_rows, max_step_tokens=16384, max_model_len=2**17)
+    document = tuple(range(65_536))
+    for number in range(2):
+        scheduler.submit(ask(f"first{number}", (*document, number, *prompt(100)), max_tokens=1))
+        while scheduler.has_work:
+            step_blindly(scheduler)
+    crowd = [ask(str(i), (*document, i % 1000 + 2, *prompt(100, seed=i))) for i in range(num_requests)]
+    return scheduler, crowd
+
+
+def step_blindly(scheduler: Scheduler) -> StepPlan | None:
+    plan = scheduler.plan()
+    if plan is not None:
+        scheduler.commit(StepOutput(plan.step, {row.row: 0 for row in plan.rows if row.samples}))
+    return plan
+
+
+@pytest.mark.parametrize("num_slots", [0, 600], ids=["plain", "hybrid"])
+def test_a_plan_hashes_nothing_and_looks_few_long_prompts_up(
+    num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everybody who decodes waits for a plan, so a crowd behind one document is admitted bit by bit."""
+    scheduler, crowd = crowd_behind_a_document(Setup(num_pages=5000, num_slots=num_slots, max_rows=256), 300)
+    for request in crowd:
+        scheduler.submit(request)
+    num_hashed = num_matches = 0
+    digest, match = digests.blake2b, Cache.match
+
+    def count_digest(*args: Any, **options: Any) -> Any:
+        nonlocal num_hashed
+        num_hashed += 1
+        return digest(*args, **options)
+
+    def count_match(cache: Cache, sequence: Sequence) -> PrefixHit:
+        nonlocal num_matches
+        num_matches += 1
+        return match(cache, sequence)
+
+    monkeypatch.setattr(digests, "blake2b", count_digest)
+    monkeypatch.setattr(Cache, "match", count_match)
+    most_matches, longest_s = 0, 0.0
+    while scheduler.has_work:
+        num_matches, num_before = 0, num_hashed
+        began = time.perf_counter()
+        plan = scheduler.plan()
+        longest_s = max(longest_s, time.perf_counter() - began)
+        assert num_hashed == num_before
+        most_matches = max(most_matches, num_matches)
+        assert plan is not None
+        scheduler.commit(StepOutput(plan.step, {row.row: 0 for row in plan.rows if row.samples}))
+    assert most_matches <= 9
+    assert longest_s < 0.3  # a few milliseconds, on a machine that has nothing else to do
+    assert scheduler.cache.counters["tokens_reused"] >= 300 * 65_536
+    scheduler.cache.check()
+
+
+def test_who_waits_for_a_leader_is_not_looked_up_again_until_it_has_come() -> None:
+    scheduler, crowd = crowd_behind_a_document(Setup(num_pages=9000, num_slots=600, max_rows=64), 2)
+    fresh = [replace(request, id=f"f{request.id}", tenant="other") for request in crowd]
+    for request in fresh:
+        scheduler.submit(request)
+    num_matches = []
+    with pytest.MonkeyPatch.context() as patch:
+        match, calls = Cache.match, []
+        patch.setattr(Cache, "match", lambda cache, sequence: calls.append(1) or match(cache, sequence))
+        while scheduler.num_waiting:
+            calls.clear()
+            step_blindly(scheduler)
+            num_matches.append(len(calls))
+    assert num_matches == [2, 0, 0, 0, 1]  # four steps of 16,384 tokens
+
+
+def test_digests_that_come_with_a_request_are_those_that_the_engine_would_compute() -> None:
+    def submit(page_size: int) -> Sequence:
+        world = World(HYBRID)
+        given = digests.PageDigests.of(prompt(22), page_size, "tenant")
+        return world.submit(ask("a", prompt(22), tenant="tenant", page_digests=given))
+
+    expected = digests.PageDigests.of(prompt(22), 4, "tenant").split()
+    assert len(expected) == 5
+    assert submit(page_size=4).digests == submit(page_size=8).digests == expected
 
 
 def random_setup(rng: random.Random) -> Setup:

@@ -127,7 +127,7 @@ class Cache:
         if not self.is_enabled:
             return
         if given is not None and given.page_size == self.page_size:
-            sequence.digests = given.split()
+            sequence.digests = given.split()[: len(sequence.tokens) // self.page_size]
         self._extend_digests(sequence)
 
     def match(self, sequence: Sequence) -> PrefixHit:

@@ -16,22 +16,27 @@ from penstock.types import PrefixHit, Sequence
 class Leaders:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
+        self._sequences: set[Sequence] = set()
         self._leaders: dict[bytes, Sequence] = {}  # by the digest of each page that is being computed
         self._awaited: dict[Sequence, tuple[Sequence, int]] = {}  # follower -> its leader, tokens to wait for
 
     @property
     def is_empty(self) -> bool:
-        return not (self._leaders or self._awaited)
+        return not (self._sequences or self._leaders or self._awaited)
 
     def add(self, sequence: Sequence) -> None:
         """It has been admitted: the pages beyond its hit are being computed."""
         self._awaited.pop(sequence, None)
+        self._sequences.add(sequence)
         for digest in sequence.digests[sequence.num_computed // self._cache.page_size :]:
             self._leaders.setdefault(digest, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Its prompt is computed and committed, or it has left."""
         self._awaited.pop(sequence, None)
+        if sequence not in self._sequences:
+            return
+        self._sequences.remove(sequence)
         for digest in sequence.digests:
             if self._leaders.get(digest) is sequence:
                 del self._leaders[digest]

@@ -26,6 +26,7 @@ from penstock.types import (
     Followers,
     LogitEdit,
     PageUpdate,
+    PrefixHit,
     Request,
     RowPlan,
     Sequence,
@@ -218,7 +219,6 @@ class Scheduler:
         """Strictly in order, so that nobody is overtaken for ever; only who waits for a leader is passed."""
         chunks: list[_Chunk] = []
         num_passed = num_pages = 0
-        num_spoken_for = self._num_spoken_for()
         while self._free_rows and num_passed < min(len(self._waiting), self.max_rows):
             sequence = self._waiting[num_passed]
             if sequence.num_in_flight:  # preempted: the host does not know all of its tokens yet
@@ -230,11 +230,11 @@ class Scheduler:
                 break
             num_pages += len(sequence.digests)
             hit = self.cache.match(sequence)
-            if self._leaders.follow(sequence, hit):
+            if self._is_being_computed(sequence, hit):
                 num_passed += 1
                 continue
             num_tokens = self._chunk_len(sequence, hit.num_tokens, budget)
-            spare_pages = num_spoken_for + self._num_decode_pages()
+            spare_pages = self._num_spoken_for()
             is_alone = not (self._running or self._in_flight)
             if num_tokens == 0 or not self.cache.admit(
                 sequence, hit, spare_pages=spare_pages, ends_sessions=is_alone
@@ -247,7 +247,6 @@ class Scheduler:
             new_pages = self.cache.reserve(sequence, num_tokens)
             assert new_pages is not None, "admission has counted these pages"
             chunks.append(self._chunk(sequence, num_tokens, len(sequence.pages)))
-            num_spoken_for += self._num_pages_to_come(sequence)
             budget -= num_tokens
         return chunks
 
@@ -259,20 +258,21 @@ class Scheduler:
         return budget // self.page_size * self.page_size
 
     def _num_spoken_for(self) -> int:
-        """Pages that running sequences will want to complete their prefills.
+        """Pages that running sequences will want soon: to complete their prefills, and to decode.
 
         As admissions leave these alone, prefills can always go on once the decoding sequences have left:
         they never end up holding all pages between them.
         """
-        prefills = (sequence for sequence in self._running if sequence not in self._decoding)
-        return sum(self._num_pages_to_come(sequence) for sequence in prefills)
+        num_prefill = sum(
+            self.cache.pages_for(len(sequence.tokens)) - len(sequence.pages)
+            for sequence in self._running
+            if sequence not in self._decoding
+        )
+        return num_prefill + min(len(self._running), self.cache.num_pages // WATERMARK_SHARE)
 
-    def _num_pages_to_come(self, sequence: Sequence) -> int:
-        return self.cache.pages_for(len(sequence.tokens)) - len(sequence.pages)
-
-    def _num_decode_pages(self) -> int:
-        """Pages that running sequences will soon want to decode."""
-        return min(len(self._running), self.cache.num_pages // WATERMARK_SHARE)
+    def _is_being_computed(self, sequence: Sequence, hit: PrefixHit) -> bool:
+        """Whether it waits for a running sequence that is about to register a longer prefix of it."""
+        return self._leaders.follow(sequence, hit)
 
     def _chunk(self, sequence: Sequence, num_tokens: int, num_new_pages: int) -> _Chunk:
         assert sequence.row is not None

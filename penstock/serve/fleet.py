@@ -286,7 +286,7 @@ class Fleet:
             self._waiting[journey] = loop.call_later(timeout_s, journey.give_up, error)
             return
         request = resumed(journey.request, journey.said)
-        index, num_tokens_due = self._router.pick(request.token_ids, available)
+        index, num_tokens_due = self._router.pick(request, available)
         client = self._replicas[index].client
         assert client is not None
         journey.settle(client, self._router.loads[index], num_tokens_due)
