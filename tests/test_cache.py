@@ -445,6 +445,8 @@ def test_nothing_leaks_and_nothing_is_owned_twice(seed: int, num_pages: int, num
                 sequence.initial_slot = None
                 start, sequence.num_computed = sequence.num_computed, sequence.num_computed + num_tokens
                 for boundary in range(start // PAGE * PAGE + PAGE, sequence.num_computed + 1, PAGE):
+                    if rng.random() < 0.2:
+                        cache.learn(sequence, boundary)
                     cache.plan_checkpoint(sequence, boundary)
         elif running and action < 0.8:
             cache.commit(rng.choice(running))

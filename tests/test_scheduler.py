@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from fake_runner import VOCAB_SIZE, Setup, World, reply_alone
 from penstock import digests
 from penstock.cache import Cache
+from penstock.cache.checkpoints import PROVEN
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.terms import checkpoint_targets
 from penstock.errors import ContextLengthError, RequestError
@@ -535,15 +536,15 @@ def test_a_plan_hashes_nothing_and_looks_few_long_prompts_up(
     most_matches, longest_s = 0, 0.0
     while scheduler.has_work:
         num_matches, num_before = 0, num_hashed
-        began = time.perf_counter()
+        began = time.thread_time()
         plan = scheduler.plan()
-        longest_s = max(longest_s, time.perf_counter() - began)
+        longest_s = max(longest_s, time.thread_time() - began)
         assert num_hashed == num_before
         most_matches = max(most_matches, num_matches)
         assert plan is not None
         scheduler.commit(StepOutput(plan.step, {row.row: 0 for row in plan.rows if row.samples}))
     assert most_matches <= 9
-    assert longest_s < 0.3  # a few milliseconds, on a machine that has nothing else to do
+    assert longest_s < 0.3  # some milliseconds, where the processor is not shared
     assert scheduler.cache.counters["tokens_reused"] >= 300 * 65_536
     scheduler.cache.check()
 
@@ -662,6 +663,12 @@ def run_history(seed: int) -> World:
     return world
 
 
+def has_learned(world: World) -> bool:
+    """Whether a hit went on from a place that only another prompt can have taught."""
+    places = {n for s in world.sequences.values() for n, chance in s.targets.items() if chance == PROVEN}
+    return any(sequence.num_cached_tokens in places for sequence in world.sequences.values())
+
+
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**40))
 def test_histories_found_by_search_keep_every_law(seed: int) -> None:
@@ -677,4 +684,5 @@ def test_two_thousand_random_histories_keep_every_law() -> None:
     assert sum(world.cache.counters["evicted_pages"] > 0 for world in worlds) > 200
     assert sum("abort" in world.finishes.values() for world in worlds) > 200
     assert sum(world.num_sessions > 0 for world in worlds) > 300
+    assert sum(has_learned(world) for world in worlds) > 200
     assert sum("stop" in world.finishes.values() for world in worlds) > 500
