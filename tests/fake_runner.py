@@ -109,9 +109,10 @@ class FakeRunner:
         return scores
 
     def _update_pages(self, plan: StepPlan) -> None:
-        places = [(row, index) for row, index, _ in plan.page_updates]
+        written = [(u.row, i, page) for u in plan.page_updates for i, page in enumerate(u.pages, u.start)]
+        places = [(row, index) for row, index, _ in written]
         assert len(set(places)) == len(places), "one entry of a page table is written twice in a step"
-        for row, index, page in plan.page_updates:
+        for row, index, page in written:
             assert page != 0, "page 0 belongs to nobody"
             self._rows[row].page_table[index] = page
 

@@ -23,6 +23,7 @@ from penstock.commands.bench_serve import remarks
 from penstock.errors import ConfigError, PenstockError
 from penstock.eval.load import GIVEN_UP, Job, LoadClients, LoadProgress
 from penstock.eval.load_summary import Lengths, Spread, percentile, summarise
+from penstock.eval.reuse import possible_reuse
 from penstock.eval.sized_prompts import WORDS, PromptMaker, fit_prompts
 from penstock.eval.stream_client import RawAnswer, Target, read_answer
 from penstock.eval.traces import Arrival, Clamp, poisson_arrivals, read_trace
@@ -223,6 +224,20 @@ def test_traces_are_read_as_they_were_recorded(shared_data: Path) -> None:
     assert all(len(arrival.block_ids) == math.ceil(arrival.input_len / 512) for arrival in mooncake)
 
 
+def test_a_scaled_trace_shares_what_it_shared_in_smaller_blocks(shared_data: Path) -> None:
+    path = shared_data / "traces" / "mooncake_conversation.jsonl"
+    whole, scaled = (read_trace(path, limit=300, scale=scale) for scale in (1.0, 0.125))
+    for one, other in zip(whole, scaled):
+        assert other.block_ids == one.block_ids
+        assert other.input_len == one.input_len // 8
+        assert len(other.block_ids) == math.ceil(one.input_len / 512) >= math.ceil(other.input_len / 64)
+    shares = [
+        sum(possible_reuse(arrivals, page_tokens=page)) / sum(arrival.input_len for arrival in arrivals)
+        for arrivals, page in ((whole, 64), (scaled, 8))
+    ]
+    assert shares[0] == pytest.approx(shares[1], rel=0.01)
+
+
 def test_a_file_that_is_no_trace_is_said_to_be_none(tmp_path: Path) -> None:
     for content in ("a,b\n1,2\n", '{"timestamp": "soon"}\n', "", "TIMESTAMP,ContextTokens,GeneratedTokens\n"):
         file = tmp_path / "trace"
@@ -406,6 +421,36 @@ def test_bench_serve_replays_a_trace_with_its_lengths(
     assert (report["clamped"], row["prompt_tokens"]) == (2, {"total": 128, "min": 8, "max": 100, "off": 0})
     arrived = [time_s - server.arrivals_s[0] for time_s in server.arrivals_s]
     assert arrived == pytest.approx([0.0, 0.2, 0.4], abs=0.3)
+
+
+def test_bench_serve_says_what_was_reused_of_a_block_trace_beside_what_was_possible(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two conversations behind one system prompt, one turn after the other, on a small hybrid."""
+    trace = tmp_path / "trace.jsonl"
+    turns = [[0, 1], [0, 2], [0, 1, 3, 4], [0, 2, 5], [0, 1, 3, 6, 7]]
+    rows = [
+        {
+            "timestamp": 2000 * number,
+            "input_length": 512 * len(ids) - 100,
+            "output_length": 4,
+            "hash_ids": ids,
+        }
+        for number, ids in enumerate(turns)
+    ]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    engine = ["--device", "cpu", "--memory-gb", "0.2", "--page-size", "64", "--max-model-len", "4096"]
+    exit_code, report, said = bench(
+        capsys, "--trace", str(trace), "--scale", "0.5", "--speedup", "4", "--warmup", "0", *engine
+    )
+    assert exit_code == 0, said
+    (row,) = report["rows"]
+    assert (report["scale"], row["prompt_tokens"]["off"]) == (0.5, 0)
+    assert row["possible_cached_tokens"] == 256 + 448 + 448 + 768  # in whole pages of blocks of 256
+    assert row["possible_cached_tokens_same_memory"] == row["possible_cached_tokens"]
+    assert row["server_kv_tokens"] > 2048
+    assert 0.6 * 1920 <= row["cached_tokens"] <= 1920
+    assert "prefix cache; 1,920 could be in one that forgets nothing, 1,920 in one of" in said
 
 
 def test_bench_serve_says_when_lengths_or_caches_spoil_the_numbers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from penstock.cache import Cache, SessionLimits
 from penstock.cache.pages import PagePool
 from penstock.cache.prefix import Node, PrefixIndex
 from penstock.cache.slots import SlotPool
+from penstock.digests import ROOT, PageDigests, extend_digests
 from penstock.errors import CapacityError
 from penstock.types import PrefixHit, Request, Sequence
 
@@ -82,39 +84,33 @@ def test_slots_run_out_and_come_back() -> None:
     assert pool.take() == 1
 
 
-def test_a_digest_depends_on_every_token_before_it() -> None:
-    index = PrefixIndex(PAGE)
+def digests(tokens: list[int], tenant: str = "") -> list[bytes]:
+    return PageDigests.of(tokens, PAGE, tenant).split()
 
-    def digests(tokens: list[int]) -> list[bytes]:
-        result: list[bytes] = []
-        index.extend_digests(result, tokens)
-        return result
 
+def test_a_digest_depends_on_every_token_before_it_and_on_the_tenant() -> None:
+    assert digests(prompt(8)) != digests(prompt(8), "somebody")
     assert digests(prompt(11)) == digests(prompt(8))
     assert digests(prompt(8))[1] != digests([9, *prompt(8)[1:]])[1]
     assert digests(prompt(8))[1] != digests(prompt(4, 4))[0]
 
 
 def test_digests_extended_in_pieces_are_those_of_the_whole() -> None:
-    index = PrefixIndex(PAGE)
     pieces: list[bytes] = []
-    whole: list[bytes] = []
     for length in range(20):
-        index.extend_digests(pieces, prompt(length))
-    index.extend_digests(whole, prompt(19))
-    assert pieces == whole
+        extend_digests(pieces, prompt(length), PAGE)
+    assert pieces == digests(prompt(19))
 
 
 def test_the_longest_known_chain_is_found_at_every_length() -> None:
-    index = PrefixIndex(PAGE)
-    digests: list[bytes] = []
-    index.extend_digests(digests, prompt(40))
+    index = PrefixIndex()
+    chain = digests(prompt(40))
     for num_known in range(11):
-        assert index.num_known_pages(digests, 10) == num_known
-        assert index.num_known_pages(digests, 3) == min(num_known, 3)
+        assert index.num_known_pages(chain, 10) == num_known
+        assert index.num_known_pages(chain, 3) == min(num_known, 3)
         if num_known < 10:
-            parent = digests[num_known - 1] if num_known else index.root
-            index.insert(digests[num_known], Node(num_known + 1, parent))
+            parent = chain[num_known - 1] if num_known else ROOT
+            index.insert(chain[num_known], Node(num_known + 1, parent))
 
 
 @pytest.mark.parametrize("sizes", [{"num_pages": 1}, {"num_pages": 4, "num_slots": 1}])
@@ -129,9 +125,10 @@ def test_a_finished_prompt_is_found_again_up_to_its_last_full_page_but_one_token
     compute(cache, first, 12)
     pages = tuple(first.pages)
     finish(cache, first)
-    assert cache.match(sequence_of(prompt(12))) == PrefixHit(8, pages[:2])
-    assert cache.match(sequence_of(prompt(13))) == PrefixHit(12, pages)
-    assert cache.match(sequence_of([*prompt(5), 99, 98, 97, 96])) == PrefixHit(4, pages[:1])
+    assert cache.match(sequence_of(prompt(12))) == PrefixHit(8, pages[:2], num_known_tokens=8)
+    assert cache.match(sequence_of(prompt(13))) == PrefixHit(12, pages, num_known_tokens=12)
+    parted = sequence_of([*prompt(5), 99, 98, 97, 96])
+    assert cache.match(parted) == PrefixHit(4, pages[:1], num_known_tokens=4)
     assert cache.match(sequence_of(prompt(4))) == PrefixHit()
 
 
@@ -214,7 +211,7 @@ def test_identical_pages_computed_at_once_are_kept_once() -> None:
         sequence.num_computed = 10
     assert cache.num_free_pages == 2
     assert cache.commit(first) == []
-    assert cache.commit(second) == [0, 1]
+    assert cache.commit(second) == [(0, 2)]
     cache.check()
     assert second.pages[:2] == first.pages[:2]
     assert second.pages[2] != first.pages[2]
@@ -248,9 +245,10 @@ def test_divergent_prompt_restores_nearest_checkpoint() -> None:
     slots = {n: cache.match(sequence_of(prompt(n + 1))).checkpoint_slot for n in (8, 20)}
     assert None not in slots.values()
     finish(cache, first)
-    assert cache.match(sequence_of(prompt(30))) == PrefixHit(20, pages[:5], slots[20])
-    assert cache.match(sequence_of([*prompt(18), 99, 98, 97])) == PrefixHit(8, pages[:2], slots[8])
-    assert cache.match(sequence_of([*prompt(6), 99, 98, 97])) == PrefixHit()
+    assert cache.match(sequence_of(prompt(30))) == PrefixHit(20, pages[:5], slots[20], num_known_tokens=24)
+    parted = sequence_of([*prompt(18), 99, 98, 97])
+    assert cache.match(parted) == PrefixHit(8, pages[:2], slots[8], num_known_tokens=16)
+    assert cache.match(sequence_of([*prompt(6), 99, 98, 97])) == PrefixHit(num_known_tokens=4)
 
 
 def test_a_model_without_pages_restores_checkpoints_alone() -> None:
@@ -357,22 +355,35 @@ def test_the_last_slot_continues_its_own_checkpoint() -> None:
 def test_counters_name_the_reason_of_every_miss() -> None:
     cache = Cache(page_size=PAGE, num_pages=33, num_slots=9)
 
-    def outcome(sequence: Sequence, checkpoints: tuple[int, ...] = ()) -> set[str]:
-        before = dict(cache.counters)
+    def outcome(sequence: Sequence, checkpoints: tuple[int, ...] = ()) -> dict[str, int]:
+        before = Counter(cache.counters)
         compute(cache, sequence, len(sequence.tokens), checkpoints)
         finish(cache, sequence)
-        return {name for name, count in cache.counters.items() if count != before[name]}
+        changed = Counter(cache.counters) - before
+        tokens = [n for name, n in changed.items() if name == "tokens_reused" or name.startswith("missed_")]
+        assert sum(tokens) == len(sequence.tokens)
+        return {name: n for name, n in changed.items() if not name.startswith("evicted_")}
 
-    assert outcome(sequence_of(prompt(4))) == {"miss_short_prompt"}
-    assert outcome(sequence_of(prompt(9, 50))) == {"miss_no_prefix"}  # the first request left its page
-    assert outcome(sequence_of(prompt(9, 50)), (8,)) == {"miss_no_checkpoint"}
-    assert outcome(sequence_of(prompt(9, 50))) == {"hit", "tokens_reused"}
-    assert cache.counters["tokens_reused"] == 8
+    last = {"missed_tokens_partial_page": 1}
+    assert outcome(sequence_of(prompt(4))) == {"miss_short_prompt": 1, "missed_tokens_partial_page": 4}
+    unknown = {"miss_no_prefix": 1, "missed_tokens_no_prefix": 8}
+    assert outcome(sequence_of(prompt(9, 50))) == unknown | last  # the first request left its page
+    stateless = {"miss_no_checkpoint": 1, "missed_tokens_no_checkpoint": 8}
+    assert outcome(sequence_of(prompt(9, 50)), (8,)) == stateless | last
+    assert outcome(sequence_of(prompt(9, 50))) == {"hit": 1, "tokens_reused": 8} | last
+    more = {"missed_tokens_no_checkpoint": 4, "missed_tokens_no_prefix": 4}
+    longer = sequence_of(prompt(13, 50))
+    assert outcome(longer) == {"hit": 1, "tokens_reused": 8, "missed_tokens_no_prefix": 4} | last
+    assert outcome(sequence_of(prompt(17, 50))) == {"hit": 1, "tokens_reused": 8} | more | last
+    assert outcome(sequence_of(prompt(128, 200)))["miss_no_prefix"] == 1  # takes every page
+    gone = {"miss_evicted": 1, "missed_tokens_evicted": 12, "missed_tokens_no_prefix": 4}
+    assert outcome(sequence_of([*prompt(13, 50), *prompt(4)])) == gone | last
     cache = Cache(page_size=PAGE, num_pages=33)
-    assert outcome(sequence_of(prompt(9))) == {"miss_empty"}
+    assert outcome(sequence_of(prompt(9))) == {"miss_empty": 1, "missed_tokens_no_prefix": 8} | last
     cache = Cache(page_size=PAGE, num_pages=33, num_slots=9, prefix_cache=False)
-    assert outcome(sequence_of(prompt(9)), (8,)) == {"miss_disabled"}
-    assert outcome(sequence_of(prompt(9)), (8,)) == {"miss_disabled"}
+    for _ in range(2):
+        off = {"miss_disabled": 1, "missed_tokens_disabled": 9}
+        assert outcome(sequence_of(prompt(9)), (8,)) == off
 
 
 def test_a_resumed_sequence_keeps_its_first_cached_count() -> None:
@@ -434,6 +445,8 @@ def test_nothing_leaks_and_nothing_is_owned_twice(seed: int, num_pages: int, num
                 sequence.initial_slot = None
                 start, sequence.num_computed = sequence.num_computed, sequence.num_computed + num_tokens
                 for boundary in range(start // PAGE * PAGE + PAGE, sequence.num_computed + 1, PAGE):
+                    if rng.random() < 0.2:
+                        cache.learn(sequence, boundary)
                     cache.plan_checkpoint(sequence, boundary)
         elif running and action < 0.8:
             cache.commit(rng.choice(running))

@@ -7,11 +7,13 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from penstock.config import EngineConfig, ServeConfig
+from penstock.digests import PageDigests
 from penstock.errors import (
     CapacityError,
     ConfigError,
@@ -25,7 +27,7 @@ from penstock.serve.client import Receiver
 from penstock.serve.devices import place_engines
 from penstock.serve.fleet import MAX_BLAME, Fleet
 from penstock.serve.replica import sum_stats
-from penstock.serve.routing import AFFINITY, BLOCK_TOKENS, ROW_TOKENS, PrefixMap, Router, block_keys
+from penstock.serve.routing import AFFINITY, PAGE_TOKENS, ROW_TOKENS, PrefixMap, Router
 from penstock.types import EngineInfo, EngineStats, Request, SamplingParams, TokenDelta
 
 INFO = EngineInfo("m", "cpu", "float32", 4096, 1024, 64, 16, 33, 9, 10**11, 10**12)
@@ -295,30 +297,38 @@ def test_a_request_goes_to_whoever_has_least_to_do_and_equals_take_turns() -> No
 
 def test_a_long_prompt_keeps_others_away_until_its_first_token() -> None:
     router = Router(2)
-    busy, _ = router.pick(tuple(range(10 * ROW_TOKENS)), (0, 1))
+    busy, _ = router.pick(ask("long", range(10 * ROW_TOKENS)), (0, 1))
     router.loads[busy].num_requests += 1
     router.loads[busy].num_prompt_tokens += 10 * ROW_TOKENS
     for _ in range(5):
-        other, _ = router.pick((1,), (0, 1))
+        other, _ = router.pick(ask("short", (1,)), (0, 1))
         assert other != busy
         router.loads[other].num_requests += 1
     router.loads[busy].num_prompt_tokens = 0
-    assert router.pick((1,), (0, 1))[0] == busy
+    assert router.pick(ask("short", (1,)), (0, 1))[0] == busy
 
 
-def test_a_conversation_returns_to_the_engine_that_knows_it_unless_others_have_much_less_to_do() -> None:
+@pytest.mark.parametrize("page_size", [None, 32], ids=["without digests", "with digests"])
+def test_a_conversation_returns_to_the_engine_that_knows_it_unless_others_have_much_less_to_do(
+    page_size: int | None,
+) -> None:
+    def asked(*token_ids: int) -> Request:
+        digests = None if page_size is None else PageDigests.of(token_ids, page_size)
+        return replace(ask("r", token_ids), page_digests=digests)
+
     router = Router(3)
     history = tuple(range(4 * ROW_TOKENS))
-    home, num_due = router.pick(history, (0, 1, 2))
+    home, num_due = router.pick(asked(*history), (0, 1, 2))
     assert num_due == len(history)
     others = [engine for engine in range(3) if engine != home]
     most_busy = AFFINITY * len(history) // ROW_TOKENS
     router.loads[home].num_requests = most_busy - 1
-    engine, num_due = router.pick((*history, 7, 8, 9), (0, 1, 2))
+    engine, num_due = router.pick(asked(*history, 7, 8, 9), (0, 1, 2))
     assert (engine, num_due) == (home, 3)
     router.loads[home].num_requests = most_busy + 1
-    assert router.pick((*history, 5), (0, 1, 2))[0] in others
-    assert router.pick((9, *history), others)[1] == len(history) + 1  # the same tokens, but from elsewhere on
+    assert router.pick(asked(*history, 5), (0, 1, 2))[0] in others
+    elsewhere = asked(9, *history)  # the same tokens, but one later
+    assert router.pick(elsewhere, others)[1] == len(history) + 1
 
 
 def test_an_engine_that_comes_back_is_not_believed_to_know_anything() -> None:
@@ -354,14 +364,17 @@ def test_draining_lasts_until_the_last_reply_has_ended_or_its_time_is_over() -> 
 
 
 def test_what_is_known_of_caches_is_bounded_and_the_latest() -> None:
-    prefixes = PrefixMap(max_blocks=100)
+    def pages_from(first: int, num_tokens: int = 4 * PAGE_TOKENS) -> list[bytes]:
+        return PageDigests.of(range(first, first + num_tokens), PAGE_TOKENS).split()
+
+    prefixes = PrefixMap(max_pages=100)
     for number in range(50):
-        prefixes.add(block_keys(tuple(range(number, number + 4 * BLOCK_TOKENS))), engine=number % 3)
+        prefixes.add(pages_from(number), engine=number % 3)
     assert len(prefixes) == 100
-    latest = block_keys(tuple(range(49, 49 + 4 * BLOCK_TOKENS + 10)))
-    assert prefixes.num_known_tokens(latest, 49 % 3) == 4 * BLOCK_TOKENS
-    assert prefixes.num_known_tokens(latest, 48 % 3) == 0
-    assert prefixes.num_known_tokens(block_keys(tuple(range(4 * BLOCK_TOKENS))), 0) == 0
+    latest = pages_from(49, 4 * PAGE_TOKENS + 10)
+    assert prefixes.num_known_pages(latest, 49 % 3) == 4
+    assert prefixes.num_known_pages(latest, 48 % 3) == 0
+    assert prefixes.num_known_pages(pages_from(0), 0) == 0
 
 
 def test_a_stream_that_makes_progress_may_lose_any_number_of_engines() -> None:

@@ -276,7 +276,7 @@ def lose_pages_of_decodes(patch: pytest.MonkeyPatch) -> None:
 
     def update_admissions_only(table: RowTable, plan: StepPlan) -> None:
         admitted = {admission.row for admission in plan.admissions}
-        kept = tuple(update for update in plan.page_updates if update[0] in admitted)
+        kept = tuple(update for update in plan.page_updates if update.row in admitted)
         update(table, replace(plan, page_updates=kept))
 
     patch.setattr(RowTable, "update", update_admissions_only)

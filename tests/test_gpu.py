@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.engine.engine import Engine
-from penstock.types import RowPlan, StepPlan
+from penstock.types import PageUpdate, RowPlan, StepPlan
 from small_models import FAMILIES, HYBRID_MOE, logprobs_of, make_engine, prompt, request, run, tokens_of
 
 pytestmark = [
@@ -70,7 +70,8 @@ def prefill_rows(engine: Engine, num_rows: int, length: int) -> list[RowPlan]:
     page_size = engine.info.page_size
     pages_per_row = -(-(length + 8) // page_size)
     updates = tuple(
-        (row, i, 1 + row * pages_per_row + i) for row in range(num_rows) for i in range(pages_per_row)
+        PageUpdate(row, 0, tuple(range(1 + row * pages_per_row, 1 + (row + 1) * pages_per_row)))
+        for row in range(num_rows)
     )
     slots = [row + 1 if engine.info.num_slots else 0 for row in range(num_rows)]
     rows = tuple(

@@ -9,9 +9,10 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "penstock"
 
-EVERYONE = {"types", "config", "errors", "progress", "child_python", "file_kinds"}
+EVERYONE = {"types", "config", "errors", "progress", "digests", "child_python", "file_kinds"}
 ALLOWED = {
-    "types": {"errors"},
+    "types": {"errors", "digests"},
+    "digests": set(),
     "config": {"errors"},
     "errors": set(),
     "progress": set(),

@@ -86,6 +86,16 @@ def test_divergent_prompt_restores_nearest_checkpoint() -> None:
     assert logprobs_of(deltas) == alone(HYBRID_MOE, one, prefix_cache=False)
 
 
+def test_a_place_that_was_learned_gives_what_a_fresh_prefill_gives(config: dict[str, Any]) -> None:
+    """A document and different questions; the third goes on from where the first two parted."""
+    engine, document = make_engine(config), prompt(600)
+    for number in range(3):
+        one = request(f"r{number}", (*document, 100 + number, *prompt(30, number)))
+        deltas = run(engine, one)[one.id]
+        assert logprobs_of(deltas) == alone(config, one, prefix_cache=False)
+    assert deltas[0].num_cached_tokens == 576
+
+
 def test_states_in_float16_hardly_change_what_is_said() -> None:
     """Nor where a prompt was cut or found in the cache, and states rested in between."""
     settings: dict[str, Any] = {"deterministic": False, "state_dtype": "float16"}

@@ -139,6 +139,53 @@ def test_a_prompt_that_goes_on_after_a_reply_finds_the_reply_and_its_exact_state
     assert metric(server, 'penstock_prefix_tokens_reused_total{replica="0"}') == reused + 80
 
 
+def document(seed: int, num_words: int = 600) -> str:
+    words = ("river", "bank", "delta", "weir", "flood", "tide", "ford", "bridge", "mouth", "source")
+    return " ".join(random.Random(seed).choices(words, k=num_words))
+
+
+def as_chat(text: str) -> tuple[str, dict[str, Any]]:
+    return "/v1/chat/completions", {"messages": [user(text)]}
+
+
+def as_raw_prompt(text: str) -> tuple[str, dict[str, Any]]:
+    return "/v1/completions", {"prompt": text}
+
+
+@pytest.mark.parametrize(("ask", "n"), [(as_chat, 1), (as_chat, 2), (as_raw_prompt, 1)])
+def test_the_third_question_about_a_document_reuses_it(server: Server, ask: Any, n: int) -> None:
+    """One message with a document and a question, as people send it: no message begins in between."""
+    text = f"{ask.__name__} {n} {document(seed=n)}"
+    about = server.post({"prompt": text}, "/tokenize").json()["count"]
+    reused = []
+    for question in ("Where?", "Who was it?", "And why?", "Say it in one word."):
+        path, body = ask(f"{text}\n\n{question}")
+        answer = server.post({**body, "max_tokens": 2, "n": n}, path)
+        assert answer.status_code == 200, answer.text
+        reused.append(num_cached(answer.json()))
+    assert about > 512
+    assert min(reused[2:]) >= 0.95 * (about // PAGE * PAGE)
+
+
+def test_questions_about_a_document_that_come_at_once_as_token_ids_reuse_it(server: Server) -> None:
+    shared = prompt(600, seed=7)
+    questions = [[*shared, *prompt(20, seed=70 + number)] for number in range(4)]
+    answer = complete(server, questions)
+    assert num_cached(answer) >= 3 * (600 // PAGE * PAGE)
+    assert num_cached(complete(server, [*shared, *prompt(20, seed=80)])) >= 600 // PAGE * PAGE
+
+
+def test_health_says_how_many_tokens_were_reused_and_why_others_were_not(server: Server) -> None:
+    before = server.stats()["prefix"]
+    complete(server, prompt(600, seed=9))
+    complete(server, [*prompt(500, seed=9), *prompt(100, seed=10)])
+    after = server.stats()["prefix"]
+    changed = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    assert changed["missed_tokens_no_prefix"] == 592 + (592 - 496)
+    assert changed["missed_tokens_no_checkpoint"] == 496
+    assert changed["missed_tokens_partial_page"] == 8 + 8
+
+
 def test_a_session_outlives_the_traffic_of_others(server: Server) -> None:
     kept, lost = prompt(3 * PAGE, seed=2), prompt(3 * PAGE, seed=3)
     header = {"x-session-id": "by header"}

@@ -6,16 +6,22 @@ The random histories mix everything at once; the named laws say what each rule i
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_runner import VOCAB_SIZE, Setup, World, reply_alone
+from penstock import digests
+from penstock.cache import Cache
+from penstock.cache.checkpoints import PROVEN
+from penstock.engine.scheduler import Scheduler
 from penstock.engine.terms import checkpoint_targets
 from penstock.errors import ContextLengthError, RequestError
-from penstock.types import LogitEdit, Request, SamplingParams, StepPlan
+from penstock.types import LogitEdit, PrefixHit, Request, SamplingParams, Sequence, StepOutput, StepPlan
 
 PLAIN = Setup()
 HYBRID = Setup(num_slots=13)
@@ -164,9 +170,10 @@ def test_divergent_prompt_restores_nearest_checkpoint(num_pages: int) -> None:
         assert world.sequences[name].num_cached_tokens == num_reused, name
 
 
-def test_checkpoints_stand_at_the_ends_of_prompt_and_system_prompt_and_the_last_two_messages() -> None:
-    def targets(num_tokens: int, *boundaries: int) -> tuple[int, ...]:
-        return checkpoint_targets(ask("a", prompt(num_tokens), boundaries=boundaries), page_size=4)
+def test_checkpoints_stand_at_ends_and_starts_of_messages_at_the_last_512_and_sparsely_between() -> None:
+    def targets(num_tokens: int, *boundaries: int, page_size: int = 4) -> tuple[int, ...]:
+        request = ask("a", prompt(num_tokens), boundaries=boundaries)
+        return tuple(checkpoint_targets(request, page_size))
 
     assert targets(33) == (32,)
     assert targets(32) == (28,)
@@ -174,6 +181,8 @@ def test_checkpoints_stand_at_the_ends_of_prompt_and_system_prompt_and_the_last_
     assert targets(33, 0, 9, 13, 17, 22, 27) == (8, 20, 24, 32)
     assert targets(33, 0, 3, 31) == (28, 32)
     assert targets(9, 0, 8, 9) == (8,)
+    assert targets(600) == (512, 596)
+    assert targets(20_000, 0, 70, page_size=64) == (64, 8192, 16384, 19968)
 
 
 @pytest.mark.parametrize("max_checkpoints", [0, 1, 2, 5])
@@ -486,6 +495,7 @@ def test_an_idle_scheduler_remembers_nobody() -> None:
     }
     assert sorted(held.pop("_free_rows")) == [0, 1, 2, 3]
     assert not any(held.values()), held
+    assert world.scheduler._leaders.is_empty
 
 
 def test_without_the_prefix_cache_nothing_is_shared() -> None:
@@ -494,6 +504,92 @@ def test_without_the_prefix_cache_nothing_is_shared() -> None:
     run_all(world, requests)
     assert prefill_tokens(world.plans) == 60
     assert world.cache.counters["miss_disabled"] == 3
+
+
+def crowd_behind_a_document(setup: Setup, num_requests: int) -> tuple[Scheduler, list[Request]]:
+    """A scheduler that has computed a document of 64k tokens, and requests behind it."""
+    cache = Cache(page_size=64, num_pages=setup.num_pages, num_slots=setup.num_slots)
+    scheduler = Scheduler(cache, max_rows=setup.max_rows, max_step_tokens=16384, max_model_len=2**17)
+    document = tuple(range(65_536))
+    for number in range(2):
+        scheduler.submit(ask(f"first{number}", (*document, number, *prompt(100)), max_tokens=1))
+        while scheduler.has_work:
+            step_blindly(scheduler)
+    crowd = [ask(str(i), (*document, i % 1000 + 2, *prompt(100, seed=i))) for i in range(num_requests)]
+    return scheduler, crowd
+
+
+def step_blindly(scheduler: Scheduler) -> StepPlan | None:
+    plan = scheduler.plan()
+    if plan is not None:
+        scheduler.commit(StepOutput(plan.step, {row.row: 0 for row in plan.rows if row.samples}))
+    return plan
+
+
+@pytest.mark.parametrize("num_slots", [0, 600], ids=["plain", "hybrid"])
+def test_a_plan_hashes_nothing_and_looks_few_long_prompts_up(
+    num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everybody who decodes waits for a plan, so a crowd behind one document is admitted bit by bit."""
+    scheduler, crowd = crowd_behind_a_document(Setup(num_pages=5000, num_slots=num_slots, max_rows=256), 300)
+    for request in crowd:
+        scheduler.submit(request)
+    num_hashed = num_matches = 0
+    digest, match = digests.blake2b, Cache.match
+
+    def count_digest(*args: Any, **options: Any) -> Any:
+        nonlocal num_hashed
+        num_hashed += 1
+        return digest(*args, **options)
+
+    def count_match(cache: Cache, sequence: Sequence) -> PrefixHit:
+        nonlocal num_matches
+        num_matches += 1
+        return match(cache, sequence)
+
+    monkeypatch.setattr(digests, "blake2b", count_digest)
+    monkeypatch.setattr(Cache, "match", count_match)
+    most_matches, longest_s = 0, 0.0
+    while scheduler.has_work:
+        num_matches, num_before = 0, num_hashed
+        began = time.thread_time()
+        plan = scheduler.plan()
+        longest_s = max(longest_s, time.thread_time() - began)
+        assert num_hashed == num_before
+        most_matches = max(most_matches, num_matches)
+        assert plan is not None
+        scheduler.commit(StepOutput(plan.step, {row.row: 0 for row in plan.rows if row.samples}))
+    assert most_matches <= 9
+    assert longest_s < 0.3  # some milliseconds, where the processor is not shared
+    assert scheduler.cache.counters["tokens_reused"] >= 300 * 65_536
+    scheduler.cache.check()
+
+
+def test_who_waits_for_a_leader_is_not_looked_up_again_until_it_has_come() -> None:
+    scheduler, crowd = crowd_behind_a_document(Setup(num_pages=9000, num_slots=600, max_rows=64), 2)
+    fresh = [replace(request, id=f"f{request.id}", tenant="other") for request in crowd]
+    for request in fresh:
+        scheduler.submit(request)
+    num_matches = []
+    with pytest.MonkeyPatch.context() as patch:
+        match, calls = Cache.match, []
+        patch.setattr(Cache, "match", lambda cache, sequence: calls.append(1) or match(cache, sequence))
+        while scheduler.num_waiting:
+            calls.clear()
+            step_blindly(scheduler)
+            num_matches.append(len(calls))
+    assert num_matches == [2, 0, 0, 0, 1]  # four steps of 16,384 tokens
+
+
+def test_digests_that_come_with_a_request_are_those_that_the_engine_would_compute() -> None:
+    def submit(page_size: int) -> Sequence:
+        world = World(HYBRID)
+        given = digests.PageDigests.of(prompt(22), page_size, "tenant")
+        return world.submit(ask("a", prompt(22), tenant="tenant", page_digests=given))
+
+    expected = digests.PageDigests.of(prompt(22), 4, "tenant").split()
+    assert len(expected) == 5
+    assert submit(page_size=4).digests == submit(page_size=8).digests == expected
 
 
 def random_setup(rng: random.Random) -> Setup:
@@ -586,6 +682,12 @@ def run_history(seed: int) -> World:
     return world
 
 
+def has_learned(world: World) -> bool:
+    """Whether a hit went on from a place that only another prompt can have taught."""
+    places = {n for s in world.sequences.values() for n, chance in s.targets.items() if chance == PROVEN}
+    return any(sequence.num_cached_tokens in places for sequence in world.sequences.values())
+
+
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**40))
 def test_histories_found_by_search_keep_every_law(seed: int) -> None:
@@ -601,4 +703,5 @@ def test_two_thousand_random_histories_keep_every_law() -> None:
     assert sum(world.cache.counters["evicted_pages"] > 0 for world in worlds) > 200
     assert sum("abort" in world.finishes.values() for world in worlds) > 200
     assert sum(world.num_sessions > 0 for world in worlds) > 300
+    assert sum(has_learned(world) for world in worlds) > 200
     assert sum("stop" in world.finishes.values() for world in worlds) > 500

@@ -12,7 +12,7 @@ from penstock.serve.replica import ReplicaReport
 from penstock.types import EngineStats
 from serving import FREE, MESSAGES, Server, eventually, start_server
 
-LABEL = r'(?:replica|le|outcome|status)="[^"]+"'
+LABEL = r'(?:replica|le|outcome|status|reason)="[^"]+"'
 SAMPLE = re.compile(rf"^(penstock_[a-z_]+)(\{{{LABEL}(?:,{LABEL})?\}})? (\S+)$")
 
 
@@ -54,7 +54,10 @@ def test_totals_grow_by_what_the_replies_report(server: Server) -> None:
     assert after["penstock_inter_token_seconds_count"] == num_generated - 4
     lookups = sum(n for name, n in after.items() if name.startswith("penstock_prefix_lookups_total"))
     assert lookups - sum(n for name, n in before.items() if name.startswith("penstock_prefix_lookups")) == 4
-    assert after["penstock_prefix_tokens_reused_total"] >= 0
+    tokens = ("penstock_prefix_tokens_reused", "penstock_prefix_missed_tokens")  # with why, all of them
+    num_accounted = [sum(n for name, n in one.items() if name.startswith(tokens)) for one in (before, after)]
+    assert num_accounted[1] - num_accounted[0] == 4 * usages[0]["prompt_tokens"]
+    assert after['penstock_prefix_missed_tokens_total{reason="partial_page"}'] > 0
 
 
 def test_gauges_are_those_of_health(server: Server) -> None:

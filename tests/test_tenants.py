@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.cache.prefix import PrefixIndex
+from penstock.digests import extend_digests
 from penstock.text.segments import SegmentEncoder
 from serving import Server, start_server
 
@@ -80,12 +80,12 @@ def test_kept_responses_are_their_tenants(server: Server) -> None:
 
 
 def test_pages_of_two_tenants_have_nothing_in_common() -> None:
-    index, tokens = PrefixIndex(page_size=4), list(range(40))
+    tokens = list(range(40))
     digests: list[list[bytes]] = []
     for tenant in ("", "ann", "ben"):
         digests.append([])
-        index.extend_digests(digests[-1], tokens[:13], tenant)
-        index.extend_digests(digests[-1], tokens, tenant)
+        extend_digests(digests[-1], tokens[:13], 4, tenant)
+        extend_digests(digests[-1], tokens, 4, tenant)
     assert [len(some) for some in digests] == [10, 10, 10]
     assert len({digest for some in digests for digest in some}) == 30
 

@@ -9,14 +9,18 @@ back now may be handed to the next plan while the step in flight still uses it.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import Counter
+from collections.abc import Collection
 
+from penstock.cache.checkpoints import GUESS, PROVEN
 from penstock.cache.pages import PagePool
 from penstock.cache.prefix import Node, PrefixIndex
 from penstock.cache.sessions import NO_SESSIONS, Clock, SessionLimits, Sessions
 from penstock.cache.slots import SlotPool
+from penstock.digests import ROOT, extend_digests
 from penstock.errors import CapacityError
 from penstock.types import PrefixHit, Sequence
 
@@ -25,9 +29,15 @@ COUNTERS = (
     "miss_empty",
     "miss_no_prefix",
     "miss_no_checkpoint",
+    "miss_evicted",
     "miss_short_prompt",
     "miss_disabled",
     "tokens_reused",
+    "missed_tokens_no_prefix",  # with these, all tokens of all prompts
+    "missed_tokens_no_checkpoint",
+    "missed_tokens_evicted",
+    "missed_tokens_partial_page",
+    "missed_tokens_disabled",
     "evicted_pages",
     "evicted_checkpoints",
 )
@@ -62,7 +72,8 @@ class Cache:
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._pages = PagePool(num_pages)
         self._slots = SlotPool(num_slots)
-        self._index = PrefixIndex(page_size)
+        self._index = PrefixIndex()
+        self._checkpoints = self._index.checkpoints
         self.sessions = Sessions(self._index, session_limits, clock)
         self._owners: set[Sequence] = set()
         self._pinned: set[int] = set()  # checkpoints that rows of the plan being made read from
@@ -83,7 +94,7 @@ class Cache:
 
     @property
     def num_free_slots(self) -> int:
-        return self._slots.num_free + self._index.num_checkpoints - self._index.num_pinned_checkpoints
+        return self._slots.num_free + len(self._checkpoints) - self._checkpoints.num_pinned
 
     @property
     def max_sequence_tokens(self) -> int | None:
@@ -110,25 +121,41 @@ class Cache:
         num_tokens = sequence.num_scored if sequence.is_scored else len(sequence.tokens) - 1
         return num_tokens // self.page_size * self.page_size
 
+    def take_digests(self, sequence: Sequence) -> None:
+        """Those of its prompt: what the request brings, and the rest, which is nothing where it came from a
+        server. At submit, so that no plan has to hash.
+        """
+        given = sequence.request.page_digests
+        if not self.is_enabled:
+            return
+        if given is not None and given.page_size == self.page_size:
+            sequence.digests = given.split()[: len(sequence.tokens) // self.page_size]
+        self._extend_digests(sequence)
+
     def match(self, sequence: Sequence) -> PrefixHit:
         """The longest prefix that can be reused now. Takes nothing; `admit` does."""
         if not self.is_enabled:
             return PrefixHit()
-        self._index.extend_digests(sequence.digests, sequence.tokens, sequence.request.tenant)
-        digests = sequence.digests
-        num_pages = self.max_hit(sequence) // self.page_size
+        self._extend_digests(sequence)
+        digests, max_pages = sequence.digests, self.max_hit(sequence) // self.page_size
         if self.has_pages:
-            num_pages = self._index.num_known_pages(digests, num_pages)
+            num_known = num_pages = self._index.num_known_pages(digests, max_pages)
+        else:
+            num_known, num_pages = self._index.num_past_pages(digests, max_pages), max_pages
         if self.has_slots:
-            num_pages = self._index.nearest_checkpoint(digests, num_pages)
-        if num_pages == 0:
-            return PrefixHit()
+            num_pages = self._checkpoints.nearest(digests, num_pages)
         nodes = (self._index.node(digest) for digest in digests[:num_pages])
         return PrefixHit(
             num_tokens=num_pages * self.page_size,
             pages=tuple(node.page for node in nodes if node is not None),
-            checkpoint_slot=self._index.checkpoint(digests[num_pages - 1]) if self.has_slots else None,
+            checkpoint_slot=self._checkpoints.slot_at(digests[num_pages - 1]) if num_pages else None,
+            num_known_tokens=max(num_known, num_pages) * self.page_size,
         )
+
+    def learn(self, sequence: Sequence, num_tokens: int) -> None:
+        """Another prompt has parted from this one here: its prefill leaves a checkpoint when it passes."""
+        if self.keeps_checkpoints and num_tokens:
+            sequence.targets[num_tokens] = PROVEN
 
     def admit(
         self,
@@ -150,9 +177,11 @@ class Cache:
             if not (ends_sessions and self.sessions.give_way()):
                 return False
         if self.has_slots:
-            while (slot := self._take_slot(sequence, hit)) is None:
+            while (slot := self._take_slot(hit)) is None:
                 if not (ends_sessions and self.sessions.give_way()):
                     return False
+            if hit.num_tokens:
+                self._checkpoints.use(sequence.digests[hit.num_tokens // self.page_size - 1])
             sequence.slot = slot
             sequence.initial_slot = hit.checkpoint_slot
             if hit.checkpoint_slot is not None:
@@ -166,6 +195,8 @@ class Cache:
         self._owners.add(sequence)
         if not sequence.num_preemptions:  # on coming back, its own pages are not a hit
             self._count(sequence, hit, reason)
+            if hit.num_known_tokens > hit.num_tokens:
+                self.learn(sequence, hit.num_known_tokens)
         return True
 
     def _has_room(self, sequence: Sequence, hit: PrefixHit, spare_pages: int) -> bool:
@@ -177,6 +208,8 @@ class Cache:
         sequence.num_cached_tokens = hit.num_tokens
         self.counters[outcome] += 1
         self.counters["tokens_reused"] += hit.num_tokens
+        for why, num_tokens in self._missed_tokens(sequence, hit).items():
+            self.counters[f"missed_tokens_{why}"] += num_tokens
         if sequence.request.session_id is not None:
             self.sessions.use(sequence.request.session_id, is_hit=hit.num_tokens > 0)
 
@@ -195,15 +228,15 @@ class Cache:
         return pages
 
     def plan_checkpoint(self, sequence: Sequence, num_tokens: int) -> int | None:
-        """A slot for the state after `num_tokens` tokens, at the cost of the least recently used checkpoint.
+        """A slot for the state after `num_tokens` tokens, at the cost of a checkpoint that is worth less.
 
         None when the state is saved already or nothing may be given up for it.
         """
         if not self.keeps_checkpoints or num_tokens in sequence.checkpoints:
             return None
-        if self._index.checkpoint(sequence.digests[num_tokens // self.page_size - 1]) is not None:
+        if sequence.digests[num_tokens // self.page_size - 1] in self._checkpoints:
             return None
-        slot = self._take_checkpoint_slot()
+        slot = self._take_checkpoint_slot(sequence, num_tokens)
         if slot is not None:
             sequence.checkpoints[num_tokens] = slot
             self._num_planned_checkpoints += 1
@@ -233,16 +266,16 @@ class Cache:
         """The plan is made: later plans run after it, so what its rows read may be overwritten by them."""
         self._pinned.clear()
 
-    def commit(self, sequence: Sequence) -> list[int]:
+    def commit(self, sequence: Sequence) -> list[tuple[int, int]]:
         """Registers what the sequence has computed, for others to reuse.
 
         A page that somebody else registered first is used instead of the sequence's own, which is given
         back. So whoever uses a registered page uses all pages before it, and idle pages can always be
-        evicted. Returns the indices, in the sequence's page table, of the pages that changed so.
+        evicted. Returns where the sequence's page table changed so, as (first, one past the last) entries.
         """
         if not self.is_enabled or sequence not in self._owners:
             return []
-        self._index.extend_digests(sequence.digests, sequence.tokens, sequence.request.tenant)
+        self._extend_digests(sequence)
         num_known = min(len(sequence.tokens), sequence.num_computed)
         replaced = self._register_pages(sequence, num_known // self.page_size) if self.has_pages else []
         for num_tokens in [n for n in sequence.checkpoints if n <= num_known]:
@@ -275,12 +308,15 @@ class Cache:
         """
         prompt_end = max(sequence.request.boundaries, default=sequence.num_prompt_tokens - 1)
         limits = {min(num_pages, prompt_end // self.page_size), num_pages}
-        return sorted({self._index.nearest_checkpoint(sequence.digests, limit) for limit in limits} - {0})
+        return sorted({self._checkpoints.nearest(sequence.digests, limit) for limit in limits} - {0})
 
     def release(self, sequence: Sequence) -> None:
         """Takes everything from the sequence. Registered pages stay, idle, until memory is short."""
         for page in reversed(sequence.pages):  # the index wants the last page to become idle first
             self._drop_page(page)
+        if self.is_enabled and not self.has_pages:
+            for digest in sequence.digests[: sequence.num_computed // self.page_size]:
+                self._index.remember(digest)
         for slot in sequence.checkpoints.values():
             self._slots.give_back(slot)
         if sequence.slot is not None:
@@ -310,10 +346,10 @@ class Cache:
                 assert node.page == sequence.pages[index]
         planned = [slot for sequence in self._owners for slot in sequence.checkpoints.values()]
         taken = [sequence.slot for sequence in self._owners if sequence.slot is not None] + planned
-        taken += [*self._index.checkpoint_slots(), *self._slots.free_slots()]
+        taken += [*self._checkpoints.slots(), *self._slots.free_slots()]
         assert sorted(taken) == list(range(1, self.num_slots)), "a slot leaked or is owned twice"
         assert len(planned) == self._num_planned_checkpoints
-        assert len(planned) + self._index.num_checkpoints <= self.max_checkpoints
+        assert len(planned) + len(self._checkpoints) <= self.max_checkpoints
 
     def _outcome(self, sequence: Sequence, hit: PrefixHit) -> str:
         if not self.is_enabled or sequence.is_scored:
@@ -324,24 +360,51 @@ class Cache:
             return "miss_short_prompt"
         if self._index.is_empty:
             return "miss_empty"
-        if self.has_pages and self.has_slots and self._index.num_known_pages(sequence.digests, 1):
+        if hit.num_known_tokens:
             return "miss_no_checkpoint"
-        return "miss_no_prefix"
+        return "miss_evicted" if self._index.num_past_pages(sequence.digests, 1) else "miss_no_prefix"
 
-    def _take_slot(self, sequence: Sequence, hit: PrefixHit) -> int | None:
+    def _missed_tokens(self, sequence: Sequence, hit: PrefixHit) -> dict[str, int]:
+        """Why tokens of a prompt have to be computed; with those that are reused, these are all of them."""
+        if not self.is_enabled or sequence.is_scored:
+            return {"disabled": len(sequence.tokens)}
+        limit = self.max_hit(sequence)
+        num_past = self._index.num_past_pages(sequence.digests, limit // self.page_size) * self.page_size
+        num_past = max(num_past, hit.num_known_tokens)
+        return {
+            "no_checkpoint": hit.num_known_tokens - hit.num_tokens,
+            "evicted": num_past - hit.num_known_tokens,
+            "no_prefix": limit - num_past,
+            "partial_page": len(sequence.tokens) - limit,
+        }
+
+    def _extend_digests(self, sequence: Sequence) -> None:
+        extend_digests(sequence.digests, sequence.tokens, self.page_size, sequence.request.tenant)
+
+    def _take_slot(self, hit: PrefixHit) -> int | None:
         """A free slot, else that of a checkpoint: running comes before remembering."""
-        if hit.checkpoint_slot is not None:
-            # The last to go: when it does, the sequence continues in the very slot that it reads from.
-            self._index.touch_checkpoint(sequence.digests[hit.num_tokens // self.page_size - 1])
-        if not self._slots.num_free and not self._evict_checkpoint():
-            return None
+        if not self._slots.num_free:
+            # Its own goes last: when it does, the sequence continues in the very slot that it reads from.
+            others = self._pinned | {hit.checkpoint_slot}
+            if not (self._evict_checkpoint(others) or self._evict_checkpoint(self._pinned)):
+                return None
         return self._slots.take()
 
-    def _take_checkpoint_slot(self) -> int | None:
-        has_budget = self._index.num_checkpoints + self._num_planned_checkpoints < self.max_checkpoints
-        if not (has_budget and self._slots.num_free) and not self._evict_checkpoint():
-            return None
+    def _take_checkpoint_slot(self, sequence: Sequence, num_tokens: int) -> int | None:
+        """A free slot, else that of a checkpoint which is worth less; what a session keeps is worth any."""
+        has_budget = len(self._checkpoints) + self._num_planned_checkpoints < self.max_checkpoints
+        if not (has_budget and self._slots.num_free):
+            worth = math.inf
+            if sequence.request.session_id is None:
+                below = max((n for n in sequence.checkpoints if n < num_tokens), default=0)
+                saved = num_tokens - max(below, self._nearest_below(sequence, num_tokens))
+                worth = sequence.targets.get(num_tokens, GUESS) * saved
+            if not self._evict_checkpoint(self._pinned, worth):
+                return None
         return self._slots.take()
+
+    def _nearest_below(self, sequence: Sequence, num_tokens: int) -> int:
+        return self._checkpoints.nearest(sequence.digests, num_tokens // self.page_size - 1) * self.page_size
 
     def _next_reply_slot(self, sequence: Sequence) -> int | None:
         """That of the reply's checkpoint before, else another, but not more than half for such replies."""
@@ -351,14 +414,14 @@ class Cache:
             return sequence.checkpoints.pop(previous)
         if previous is not None:
             digest = sequence.digests[previous // self.page_size - 1]
-            slot = self._index.forget_checkpoint(digest, keep=self._pinned)
-            if slot is not None:
-                return slot
+            slot = self._checkpoints.slot_at(digest)
+            if slot is not None and slot not in self._pinned and not self._checkpoints.is_pinned(digest):
+                return self._checkpoints.forget(digest)
         elif sequence.request.session_id is None:
             num_replies = sum(owner.reply_checkpoint is not None for owner in self._owners)
             if num_replies >= self.max_checkpoints // 2:
                 return None
-        return self._take_checkpoint_slot()
+        return self._take_checkpoint_slot(sequence, sequence.num_computed)
 
     def _take_page(self) -> int:
         if not self._pages.num_free:
@@ -377,28 +440,32 @@ class Cache:
             else:
                 self._pages.give_back(page)
 
-    def _evict_checkpoint(self) -> bool:
-        slot = self._index.evict_checkpoint(keep=self._pinned)
+    def _evict_checkpoint(self, keep: Collection[int | None], worth: float = math.inf) -> bool:
+        """Of the rest, the one that is worth least, if that is less than `worth`."""
+        slot = self._checkpoints.evict_for(worth, keep)
         if slot is None:
             return False
         self._slots.give_back(slot)
         self.counters["evicted_checkpoints"] += 1
         return True
 
-    def _register_pages(self, sequence: Sequence, num_full: int) -> list[int]:
-        replaced = []
+    def _register_pages(self, sequence: Sequence, num_full: int) -> list[tuple[int, int]]:
+        replaced: list[tuple[int, int]] = []
         for index in range(sequence.num_registered_pages, num_full):
             digest, page = sequence.digests[index], sequence.pages[index]
             known = self._index.node(digest)
             if known is None:
-                parent = sequence.digests[index - 1] if index else self._index.root
+                parent = sequence.digests[index - 1] if index else ROOT
                 self._index.insert(digest, Node(page, parent))
                 continue
             self._pages.share(known.page)
             self._index.set_used(known.page)
             sequence.pages[index] = known.page
             self._drop_page(page)
-            replaced.append(index)
+            if replaced and replaced[-1][1] == index:
+                replaced[-1] = (replaced[-1][0], index + 1)
+            else:
+                replaced.append((index, index + 1))
         sequence.num_registered_pages = max(sequence.num_registered_pages, num_full)
         return replaced
 
@@ -406,7 +473,14 @@ class Cache:
         slot = sequence.checkpoints.pop(num_tokens)
         self._num_planned_checkpoints -= 1
         digest = sequence.digests[num_tokens // self.page_size - 1]
-        if self._index.checkpoint(digest) is None:
-            self._index.attach_checkpoint(digest, slot)
-        else:
+        if digest in self._checkpoints:
             self._slots.give_back(slot)
+            return
+        below = self._nearest_below(sequence, num_tokens)
+        self._checkpoints.attach(
+            digest,
+            slot,
+            base=sequence.digests[below // self.page_size - 1] if below else None,
+            saved=num_tokens - below,
+            chance=sequence.targets.get(num_tokens, GUESS),
+        )

@@ -1,27 +1,29 @@
 """What has been computed before: pages and state checkpoints by the tokens that lead to them.
 
-A full page is known by a chained digest, that of the pages before it and of its own tokens, so that one
-lookup compares the whole prefix. The index does not count users: its owner says when a page becomes idle
-and when it is used again. Two rules of the owner keep it simple. A sequence that uses a page uses all pages
-before it, and pages become idle from the last to the first. Hence a page is never idle before the pages
-after it, and the order of becoming idle is both least recently used first and leaves first:
+A full page is known by its chained digest (penstock.digests), so one lookup compares the whole prefix. The
+index does not count users: its owner says when a page becomes idle and when it is used again. Two rules of
+the owner keep it simple. A sequence that uses a page uses all pages before it, and pages become idle from the
+last to the first. Hence a page is never idle before the pages after it, and the order of becoming idle is
+both least recently used first and leaves first:
 
     idle:  [oldest leaf, its parent, ..., | next leaf, ...]  evicted from the left, no search, no tree
 
 A page may be pinned, together with all pages before it; then it is kept apart from the idle ones while nobody
-uses it, and is never evicted. Checkpoints have an order of their own, because slots run out independently of
-pages, and pins of their own.
+uses it, and is never evicted. Checkpoints have an order and pins of their own (checkpoints.py), because slots
+run out independently of pages. Digests of evicted pages are remembered for a while: by them a prompt learns
+that it was known once.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
-DIGEST_BYTES = 16
+from penstock.cache.checkpoints import Checkpoints
+from penstock.digests import ROOT
+
+MAX_PAST_PAGES = 2**16  # digests of pages that are gone, some 10 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +35,14 @@ class Node:
 
 
 class PrefixIndex:
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
-        self.root = blake2b(digest_size=DIGEST_BYTES).digest()
+    def __init__(self) -> None:
+        self.checkpoints = Checkpoints()
         self._nodes: dict[bytes, Node] = {}
         self._digests: dict[int, bytes] = {}  # page -> digest
         self._idle: OrderedDict[int, None] = OrderedDict()  # pages without users, next to be evicted first
         self._kept: set[int] = set()  # pages without users that are pinned
         self._page_pins: Counter[bytes] = Counter()
-        self._checkpoint_pins: Counter[bytes] = Counter()
-        self._checkpoints: OrderedDict[bytes, int] = (
-            OrderedDict()
-        )  # digest -> slot, least recently used first
+        self._past: OrderedDict[bytes, None] = OrderedDict()  # known once, the latest last
 
     @property
     def num_idle(self) -> int:
@@ -60,42 +58,23 @@ class PrefixIndex:
         return len(self._page_pins)
 
     @property
-    def num_checkpoints(self) -> int:
-        return len(self._checkpoints)
-
-    @property
-    def num_pinned_checkpoints(self) -> int:
-        return len(self._checkpoint_pins)
-
-    @property
     def is_empty(self) -> bool:
-        return not self._nodes and not self._checkpoints
-
-    def extend_digests(self, digests: list[bytes], tokens: Sequence[int], tenant: str = "") -> None:
-        """Adds the digests of full pages of `tokens` that `digests` lacks. Those of two tenants differ."""
-        num_known, num_full = len(digests), len(tokens) // self.page_size
-        if num_known == num_full:
-            return
-        new = array("q", tokens[num_known * self.page_size : num_full * self.page_size])
-        page_bytes = self.page_size * new.itemsize
-        content = memoryview(new).cast("B")
-        parent = digests[-1] if digests else self.root + tenant.encode()
-        for start in range(0, len(content), page_bytes):
-            digest = blake2b(parent, digest_size=DIGEST_BYTES)
-            digest.update(content[start : start + page_bytes])
-            parent = digest.digest()
-            digests.append(parent)
+        return not self._nodes and not self.checkpoints
 
     def num_known_pages(self, digests: Sequence[bytes], limit: int) -> int:
         """How many of the first `limit` pages are registered. A page's ancestors always are: bisect."""
-        low, high = 0, min(limit, len(digests))
-        while low < high:
-            middle = (low + high + 1) // 2
-            if digests[middle - 1] in self._nodes:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return longest_prefix(digests, limit, self._nodes.__contains__)
+
+    def num_past_pages(self, digests: Sequence[bytes], limit: int) -> int:
+        """How many of them are or were registered, as far as that is remembered."""
+        return longest_prefix(digests, limit, lambda digest: digest in self._nodes or digest in self._past)
+
+    def remember(self, digest: bytes) -> None:
+        """A page that is gone, or was never kept."""
+        self._past[digest] = None
+        self._past.move_to_end(digest)
+        if len(self._past) > MAX_PAST_PAGES:
+            self._past.popitem(last=False)
 
     def node(self, digest: bytes) -> Node | None:
         return self._nodes.get(digest)
@@ -108,6 +87,7 @@ class PrefixIndex:
         assert node.page not in self._digests
         self._nodes[digest] = node
         self._digests[node.page] = digest
+        self._past.pop(digest, None)
 
     def is_idle(self, page: int) -> bool:
         return page in self._idle
@@ -140,50 +120,13 @@ class PrefixIndex:
             self._kept.discard(page)
             self._idle[page] = None
 
-    def pin_checkpoint(self, digest: bytes) -> None:
-        assert digest in self._checkpoints
-        self._checkpoint_pins[digest] += 1
-
-    def unpin_checkpoint(self, digest: bytes) -> None:
-        self._checkpoint_pins[digest] -= 1
-        if not self._checkpoint_pins[digest]:
-            del self._checkpoint_pins[digest]
-
     def evict_page(self) -> tuple[int, int | None]:
         """Forgets the least recently used idle page. Returns it and the slot of its checkpoint, if any."""
         page, _ = self._idle.popitem(last=False)
         digest = self._digests.pop(page)
         del self._nodes[digest]
-        return page, self._checkpoints.pop(digest, None)
-
-    def checkpoint(self, digest: bytes) -> int | None:
-        return self._checkpoints.get(digest)
-
-    def nearest_checkpoint(self, digests: Sequence[bytes], num_pages: int) -> int:
-        """The number of pages, at most `num_pages`, after which the longest checkpoint was saved."""
-        while num_pages > 0 and digests[num_pages - 1] not in self._checkpoints:
-            num_pages -= 1
-        return num_pages
-
-    def attach_checkpoint(self, digest: bytes, slot: int) -> None:
-        assert digest not in self._checkpoints
-        self._checkpoints[digest] = slot
-
-    def touch_checkpoint(self, digest: bytes) -> None:
-        self._checkpoints.move_to_end(digest)
-
-    def evict_checkpoint(self, keep: Collection[int]) -> int | None:
-        """Forgets the least recently used one that is neither pinned nor in `keep`. Returns its slot."""
-        for digest, slot in self._checkpoints.items():
-            if slot not in keep and digest not in self._checkpoint_pins:
-                return self._checkpoints.pop(digest)
-        return None
-
-    def forget_checkpoint(self, digest: bytes, keep: Collection[int]) -> int | None:
-        """Forgets this one, if it is there and neither pinned nor in `keep`. Returns its slot."""
-        if digest in self._checkpoint_pins or self._checkpoints.get(digest) in keep:
-            return None
-        return self._checkpoints.pop(digest, None)
+        self.remember(digest)
+        return page, self.checkpoints.forget(digest)
 
     def idle_pages(self) -> frozenset[int]:
         return frozenset(self._idle)
@@ -191,15 +134,14 @@ class PrefixIndex:
     def kept_pages(self) -> frozenset[int]:
         return frozenset(self._kept)
 
-    def checkpoint_slots(self) -> Iterator[int]:
-        return iter(self._checkpoints.values())
-
     def check(self, has_pages: bool) -> None:
         """Asserts what the docstring of this module promises."""
+        self.checkpoints.check()
+        assert not self._past.keys() & self._nodes.keys(), "a page is gone and here"
         assert {node.page: digest for digest, node in self._nodes.items()} == self._digests
         idle_order = {page: order for order, page in enumerate(self._idle)}
         for node in self._nodes.values():
-            if node.parent == self.root:
+            if node.parent == ROOT:
                 continue
             assert node.parent in self._nodes, f"the page before page {node.page} was evicted first"
             parent_page = self._nodes[node.parent].page
@@ -215,13 +157,26 @@ class PrefixIndex:
                 )
                 assert idle_order[node.page] < idle_order[parent_page]
         if has_pages:
-            assert self._checkpoints.keys() <= self._nodes.keys(), "a checkpoint outlived its page"
+            assert self.checkpoints.digests() <= self._nodes.keys(), "a checkpoint outlived its page"
 
     def check_pins(self, pages: list[bytes], checkpoints: list[bytes]) -> None:
         """Asserts that these are all the pins, and that what is pinned is there and is not idle."""
         assert self._page_pins == Counter(pages)
-        assert self._checkpoint_pins == Counter(checkpoints)
+        assert self.checkpoints.pinned == Counter(checkpoints)
         assert self._page_pins.keys() <= self._nodes.keys(), "a pinned page was evicted"
-        assert self._checkpoint_pins.keys() <= self._checkpoints.keys(), "a pinned checkpoint was evicted"
         assert all(self._digests[page] in self._page_pins for page in self._kept)
         assert not any(self._digests[page] in self._page_pins for page in self._idle)
+
+
+def longest_prefix(
+    digests: Sequence[bytes], limit: int, is_known: Callable[[bytes], bool], low: int = 0
+) -> int:
+    """How many of the first `limit` pages are known, at least `low`. Those before a known one are: bisect."""
+    high = min(limit, len(digests))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if is_known(digests[middle - 1]):
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -61,7 +61,7 @@ class Sessions:
     @property
     def num_bytes(self) -> int:
         """What sessions share counts once."""
-        return self._bytes_of(self._index.num_pinned_pages, self._index.num_pinned_checkpoints)
+        return self._bytes_of(self._index.num_pinned_pages, self._index.checkpoints.num_pinned)
 
     def use(self, session_id: str, is_hit: bool) -> None:
         """A request of this session begins."""
@@ -134,7 +134,7 @@ class Sessions:
     def _is_over_limit(self) -> bool:
         return (
             self.num_bytes > self.limits.max_bytes
-            or self._index.num_pinned_checkpoints > self.limits.max_checkpoints
+            or self._index.checkpoints.num_pinned > self.limits.max_checkpoints
             or len(self._sessions) > MAX_SESSIONS
         )
 
@@ -160,10 +160,10 @@ class Sessions:
         for digest in page_digests:
             self._index.pin_page(digest)
         for digest in checkpoints:
-            self._index.pin_checkpoint(digest)
+            self._index.checkpoints.pin(digest)
 
     def _unpin(self, page_digests: Sequence[bytes], checkpoints: Sequence[bytes]) -> None:
         for digest in reversed(page_digests):  # the index wants the last page to become idle first
             self._index.unpin_page(digest)
         for digest in checkpoints:
-            self._index.unpin_checkpoint(digest)
+            self._index.checkpoints.unpin(digest)

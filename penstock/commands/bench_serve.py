@@ -35,6 +35,7 @@ from penstock.eval.chat_requests import ChatRequests
 from penstock.eval.load import Job, LoadClients, LoadProgress, LoadResult, OnProgress
 from penstock.eval.load_summary import LoadSummary, Spread, summarise
 from penstock.eval.results import deliver_line, prepare_output
+from penstock.eval.reuse import PossibleReuse, possible_reuse
 from penstock.eval.sized_prompts import PromptMaker, fit_prompts
 from penstock.eval.stream_client import Target
 from penstock.eval.traces import Arrival
@@ -83,10 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
         target = Target.of(server.url)
         with LoadClients(settings.clients) as clients:
             bench = _ServeBench(settings, requests, prompts, clients, target, arguments.warmup)
-            results = [(level, bench.measure(level)) for level in levels]
+            results = [(level, *bench.measure(level)) for level in levels]
     title = f"serve: {requests.model}, {load_in_words(settings, num_clamped)}"
     print(f"\n{title}")
-    print_table(COLUMNS, [_row(level, summary) for level, summary in results])
+    print_table(COLUMNS, [_row(level, summary) for level, summary, _ in results])
     fields = {
         **birth.certificate(),
         "gpu": None if settings.base_url else birth.gpu_name(),
@@ -101,13 +102,18 @@ def run(arguments: argparse.Namespace) -> int:
         "clamped": num_clamped,
     }
     rows = [
-        {"concurrency": level.concurrency, "rate": level.rate, **summary.as_dict()}
-        for level, summary in results
+        {
+            "concurrency": level.concurrency,
+            "rate": level.rate,
+            **summary.as_dict(),
+            **(possible.as_dict() if possible else {}),
+        }
+        for level, summary, possible in results
     ]
     deliver_line(json.dumps({"bench": "serve", **fields, "rows": rows}), arguments.json, "--json")
     if settings.plot:
         plot_levels(Path(settings.plot).expanduser(), title, rows)
-    return int(any(summary.num_errors for _, summary in results))
+    return int(any(summary.num_errors for _, summary, _ in results))
 
 
 @contextlib.contextmanager
@@ -167,7 +173,7 @@ class _ServeBench:
         self._num_warmups = num_warmups
         self._num_prompts = 0
 
-    def measure(self, level: Level) -> LoadSummary:
+    def measure(self, level: Level) -> tuple[LoadSummary, PossibleReuse | None]:
         arrivals = level.arrivals
         if warmups := [_as_warmup(arrival) for arrival in arrivals[: self._num_warmups]]:
             with PhaseList() as phases, timed("warm-up", phases):
@@ -181,9 +187,18 @@ class _ServeBench:
         summary = summarise(result, [(arrival.input_len, arrival.output_len) for arrival in arrivals])
         print(f"\n{_headline(level, summary)}")
         print_table(["ms", *PERCENTILES], _latency_rows(summary))
-        for remark in remarks(summary):
+        possible = self._possible_reuse(arrivals)
+        for remark in remarks(summary, possible):
             print_note(remark)
-        return summary
+        return summary, possible
+
+    def _possible_reuse(self, arrivals: Sequence[Arrival]) -> PossibleReuse | None:
+        """Of a trace that says what its prompts share; others share nothing that is known here."""
+        if not any(arrival.block_ids for arrival in arrivals):
+            return None
+        kv_tokens = self._requests.kv_tokens()
+        bounded = None if kv_tokens is None else sum(possible_reuse(arrivals, max_tokens=kv_tokens))
+        return PossibleReuse(sum(possible_reuse(arrivals)), kv_tokens, bounded)
 
     def _send(self, arrivals: Sequence[Arrival], concurrency: int, on_progress: OnProgress) -> LoadResult:
         jobs = [Job(self._requests.body(self._prompt(a), a.output_len), a.at_s) for a in arrivals]
@@ -197,7 +212,7 @@ class _ServeBench:
 
     def _prompt(self, arrival: Arrival) -> str:
         if arrival.block_ids:
-            return self._prompts.make_of_blocks(arrival.block_ids, arrival.input_len)
+            return self._prompts.make_of_blocks(arrival.block_ids, arrival.input_len, arrival.block_tokens)
         number, self._num_prompts = self._num_prompts, self._num_prompts + 1
         return self._prompts.make(number, arrival.input_len, num_shared=self._settings.shared_prefix)
 
@@ -207,7 +222,7 @@ def _as_warmup(arrival: Arrival) -> Arrival:
     return Arrival(0.0, arrival.input_len, min(arrival.output_len, WARMUP_TOKENS))
 
 
-def remarks(summary: LoadSummary) -> list[str]:
+def remarks(summary: LoadSummary, possible: PossibleReuse | None = None) -> list[str]:
     """Whatever a reader of the numbers has to know to believe them."""
     found = [f"{count} failed: {message}" for message, count in summary.errors.most_common(5)]
     for what, lengths in (("prompts", summary.prompt), ("replies", summary.completion)):
@@ -216,10 +231,10 @@ def remarks(summary: LoadSummary) -> list[str]:
                 f"{lengths.num_off} {what} have another length than was asked for: "
                 f"{lengths.min:,} to {lengths.max:,} tokens."
             )
-    if summary.num_cached_tokens:
+    if summary.num_cached_tokens or possible is not None:
         found.append(
             f"{summary.num_cached_tokens:,} of {summary.prompt.total:,} prompt tokens were in the server's "
-            "prefix cache."
+            f"prefix cache{'.' if possible is None else f'; {possible.in_words()}.'}"
         )
     num_tokens, num_events = summary.completion.total, summary.num_events
     if num_tokens > FEW_TEXTS * num_events:

@@ -31,6 +31,7 @@ class LoadSettings:
     trace: str | None = setting(None, "replay a trace instead: Azure's CSV or Mooncake's JSON lines")
     speedup: float = setting(1.0, "of the trace's clock")
     limit: int | None = setting(None, "requests of the trace to send (default: all)")
+    scale: float = setting(1.0, "of the trace's lengths, shared blocks included: 0.25 is a quarter")
     max_input_len: int | None = setting(
         None, "cut the trace's longer prompts (default: what the server takes)"
     )
@@ -47,7 +48,7 @@ class LoadSettings:
             value = getattr(self, name)
             if value is not None and value < smallest:
                 raise ConfigError(f"{flag_name(name)} is {value}", f"It must be {smallest} or more.")
-        for name in ("rate", "speedup", "timeout"):
+        for name in ("rate", "speedup", "scale", "timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{flag_name(name)} is {value:g}", "It must be more than 0.")
@@ -92,7 +93,7 @@ def refuse_contradictions(given: Mapping[str, Any]) -> None:
                 raise ConfigError(
                     f"{flag_name(name)} and {flag_name(other)} are both given", "They exclude each other."
                 )
-    for name in ("speedup", "limit", "max_input_len", "max_output_len"):
+    for name in ("speedup", "limit", "scale", "max_input_len", "max_output_len"):
         if name in given and "trace" not in given:
             raise ConfigError(f"{flag_name(name)} is given without --trace", "It is about a trace.")
 
@@ -101,7 +102,12 @@ def read_recorded(settings: LoadSettings) -> list[Arrival]:
     """What --trace names, read before a server starts for it; nothing where there is no trace."""
     if not settings.trace:
         return []
-    return read_trace(Path(settings.trace).expanduser(), speedup=settings.speedup, limit=settings.limit)
+    return read_trace(
+        Path(settings.trace).expanduser(),
+        speedup=settings.speedup,
+        limit=settings.limit,
+        scale=settings.scale,
+    )
 
 
 def plan_levels(
@@ -146,7 +152,7 @@ def load_fields(settings: LoadSettings) -> dict[str, Any]:
     """The settings that shaped the load; not those that name files to write."""
     shared = {"seed": settings.seed, "timeout_s": settings.timeout, "clients": settings.clients}
     if settings.trace:
-        names = ["speedup", "limit", "max_input_len", "max_output_len"]
+        names = ["speedup", "limit", "scale", "max_input_len", "max_output_len"]
     else:
         names = ["requests", "input_len", "output_len", "shared_prefix"]
     return {

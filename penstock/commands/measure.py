@@ -23,7 +23,7 @@ from penstock.commands.breakdown import Breakdown, break_down
 from penstock.commands.op_check import check_graphs, check_ops, layers_of_each_kind
 from penstock.commands.roofline import Roofline
 from penstock.errors import CapacityError, PenstockError
-from penstock.types import Admission, Request, RowPlan, SamplingParams, Sequence, StepPlan
+from penstock.types import Admission, PageUpdate, Request, RowPlan, SamplingParams, Sequence, StepPlan
 
 if TYPE_CHECKING:
     import torch
@@ -232,7 +232,7 @@ class Decoding:
             pages = engine.cache.reserve(sequence, context + num_steps)
             assert pages is not None
             sequence.num_computed = context
-            updates += [(row, index, page) for index, page in enumerate(pages)]
+            updates.append(PageUpdate(row, 0, tuple(pages)))
         admissions = [Admission(row, sampling, seed=row, num_prompt_tokens=context) for row in range(batch)]
         table = engine.runner.rows
         table.update(StepPlan(0, (), tuple(admissions), tuple(updates)))

@@ -16,7 +16,7 @@ from penstock.config import EngineConfig, from_mapping
 from penstock.engine.engine import Engine, check_token_ids, pick_device
 from penstock.errors import CapacityError, ContextLengthError, RequestError
 from penstock.models.source import ModelSource
-from penstock.types import Request, RowPlan, StepPlan
+from penstock.types import PageUpdate, Request, RowPlan, StepPlan
 from penstock.types import Sequence as Row
 
 
@@ -108,11 +108,9 @@ class DirectEngine:
             logits |= dict(zip(sampled, results))
         return torch.stack([logits[row.row] for row in rows if row.row is not None])
 
-    def _plan_rows(
-        self, rows: list[Row], are_decodes: bool
-    ) -> tuple[list[RowPlan], list[tuple[int, int, int]]]:
+    def _plan_rows(self, rows: list[Row], are_decodes: bool) -> tuple[list[RowPlan], list[PageUpdate]]:
         plans: list[RowPlan] = []
-        updates: list[tuple[int, int, int]] = []
+        updates: list[PageUpdate] = []
         scheduler = self.engine.scheduler
         budget = scheduler.max_step_tokens if len(rows) == 1 else scheduler.shared_step_tokens
         page_size = self.engine.info.page_size
@@ -128,7 +126,8 @@ class DirectEngine:
             first = len(row.pages)
             pages = self.engine.cache.reserve(row, num_tokens)
             assert pages is not None, "room was checked"
-            updates += [(row.row, first + i, page) for i, page in enumerate(pages)]
+            if pages:
+                updates.append(PageUpdate(row.row, first, tuple(pages)))
             start, row.num_computed = row.num_computed, row.num_computed + num_tokens
             plans.append(
                 RowPlan(

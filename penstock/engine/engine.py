@@ -223,6 +223,7 @@ class Engine:
             prefix=dict(self.cache.counters),
             num_sessions=len(self.cache.sessions),
             session_bytes=self.cache.sessions.num_bytes,
+            num_kv_tokens=max(self.info.num_pages - 1, 0) * self.info.page_size,
         )
 
     def sessions(self) -> list[SessionInfo]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from penstock import ops
 from penstock.engine.packing import pack_step, span_of
 from penstock.engine.pools import PoolSizes
 from penstock.layers.inputs import RowSpan, StepInputs
-from penstock.types import Admission, LogitEdit, RowPlan, SamplingParams, StepPlan
+from penstock.types import Admission, LogitEdit, PageUpdate, RowPlan, SamplingParams, StepPlan
 
 # How far a step goes: to the logits, or to tokens that are greedy, drawn, or drawn after top_k, top_p, min_p.
 Ending = Literal["logits", "greedy", "drawn", "filtered"]
@@ -150,10 +151,14 @@ class RowTable:
         ones = torch.ones_like(generated, dtype=torch.int32)
         self.generated[admission.row].fill_(0).index_add_(0, generated, ones)
 
-    def _update_pages(self, updates: tuple[tuple[int, int, int], ...]) -> None:
+    def _update_pages(self, updates: tuple[PageUpdate, ...]) -> None:
         if updates:
-            rows, indices, pages = self.upload(list(zip(*updates)))
-            self.page_table[rows, indices] = pages.int()
+            lengths = [len(update.pages) for update in updates]
+            row_ids = np.repeat([update.row for update in updates], lengths)
+            places = [np.arange(update.start, update.start + len(update.pages)) for update in updates]
+            pages = np.fromiter(chain.from_iterable(update.pages for update in updates), np.int64)
+            rows, indices, values = self.upload(np.stack([row_ids, np.concatenate(places), pages]))
+            self.page_table[rows, indices] = values.int()
 
     def step_inputs(self, rows: tuple[RowPlan, ...], deterministic: bool) -> StepInputs:
         packed = pack_step(rows)

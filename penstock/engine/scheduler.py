@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from penstock.cache import Cache
+from penstock.engine.leaders import Leaders
 from penstock.engine.terms import Terms
 from penstock.errors import RequestError
 from penstock.types import (
@@ -24,6 +25,7 @@ from penstock.types import (
     FinishReason,
     Followers,
     LogitEdit,
+    PageUpdate,
     PrefixHit,
     PromptScores,
     Request,
@@ -41,6 +43,10 @@ WATERMARK_SHARE = 8
 # How many seconds earlier or later one step of priority makes a request due. So it is overtaken only by those
 # who come soon after it, and nobody waits for ever.
 PRIORITY_STEP_S = 10.0
+
+# Pages that one plan may look up for admissions, some milliseconds of work. All decodes wait for it, so the
+# rest is admitted in the next plans.
+MAX_PAGES_LOOKED_UP = 8192
 
 # Of the prompt tokens that are still to be computed, a step that also decodes takes this share.
 BACKLOG_SHARE = 8
@@ -92,7 +98,8 @@ class Scheduler:
         self._decoding: set[Sequence] = set()  # of the running: those that continue from their last sample
         self._free_rows = list(range(max_rows))
         self._in_flight: dict[int, list[_Chunk]] = {}  # planned, not committed
-        self._replaced_pages: list[tuple[int, int, int]] = []  # page updates for the next plan
+        self._replaced_pages: list[PageUpdate] = []  # for the next plan
+        self._leaders = Leaders(cache)
 
     @property
     def num_waiting(self) -> int:
@@ -121,6 +128,8 @@ class Scheduler:
         terms = Terms.of(request, self.cache, self.max_model_len)
         due_s = self._clock() + request.priority * PRIORITY_STEP_S
         sequence = Sequence.start(request, self._num_arrivals, due_s)
+        sequence.targets = terms.targets
+        self.cache.take_digests(sequence)
         self._num_arrivals += 1
         self._sequences[request.id] = sequence
         self._terms[sequence] = terms
@@ -160,6 +169,8 @@ class Scheduler:
             if chunk.samples:
                 token_id, logprob = output.token_ids[chunk.row], output.logprobs.get(chunk.row)
                 deltas.append(self._append(sequence, token_id, logprob))
+                if not chunk.is_decode:
+                    self._leaders.remove(sequence)  # its prompt is registered
             elif sequence.row is not None:
                 self._register(sequence)
         return deltas
@@ -212,11 +223,17 @@ class Scheduler:
     def _admit_waiting(self, budget: int) -> list[_Chunk]:
         """Strictly in order, so that nobody is overtaken for ever; only who waits for a leader is passed."""
         chunks: list[_Chunk] = []
-        num_passed = 0
+        num_passed = num_pages = 0
         while self._free_rows and num_passed < min(len(self._waiting), self.max_rows):
             sequence = self._waiting[num_passed]
             if sequence.num_in_flight:  # preempted: the host does not know all of its tokens yet
                 break
+            if self._leaders.is_awaited(sequence):
+                num_passed += 1
+                continue
+            if num_pages > MAX_PAGES_LOOKED_UP:
+                break
+            num_pages += len(sequence.digests)
             hit = self.cache.match(sequence)
             if self._is_being_computed(sequence, hit):
                 num_passed += 1
@@ -231,6 +248,7 @@ class Scheduler:
             del self._waiting[num_passed]
             insort(self._running, sequence, key=_order)
             sequence.row = heapq.heappop(self._free_rows)
+            self._leaders.add(sequence)
             new_pages = self.cache.reserve(sequence, num_tokens)
             assert new_pages is not None, "admission has counted these pages"
             chunks.append(self._chunk(sequence, num_tokens, len(sequence.pages)))
@@ -258,29 +276,8 @@ class Scheduler:
         return num_prefill + min(len(self._running), self.cache.num_pages // WATERMARK_SHARE)
 
     def _is_being_computed(self, sequence: Sequence, hit: PrefixHit) -> bool:
-        """Whether a running sequence is about to register a longer prefix of this one than `hit`.
-
-        Then waiting for it is cheaper than computing the same again; n replies share a prompt this way.
-        """
-        limit = self.cache.max_hit(sequence)
-        if self.cache.has_slots:
-            return any(
-                hit.num_tokens < num_tokens <= limit and self._share_prefix(leader, sequence, num_tokens)
-                for leader in self._running
-                for num_tokens in self._pending_checkpoints(leader)
-            )
-        wanted = hit.num_tokens + self.page_size
-        return wanted <= limit and any(
-            self._share_prefix(leader, sequence, wanted) for leader in self._running
-        )
-
-    def _pending_checkpoints(self, leader: Sequence) -> list[int]:
-        targets = self._terms[leader].targets
-        return [n for n in targets if n > leader.num_computed or n in leader.checkpoints]
-
-    def _share_prefix(self, leader: Sequence, follower: Sequence, num_tokens: int) -> bool:
-        index = num_tokens // self.page_size - 1
-        return index < len(leader.digests) and leader.digests[index] == follower.digests[index]
+        """Whether it waits for a running sequence that is about to register a longer prefix of it."""
+        return self._leaders.follow(sequence, hit)
 
     def _chunk(self, sequence: Sequence, num_tokens: int, num_new_pages: int) -> _Chunk:
         assert sequence.row is not None
@@ -293,9 +290,10 @@ class Scheduler:
         page_updates, self._replaced_pages = self._replaced_pages, []
         edits: list[LogitEdit] = []
         for chunk in chunks:
-            pages = chunk.sequence.pages
-            first_new = len(pages) - chunk.num_new_pages
-            page_updates += [(chunk.row, i, pages[i]) for i in range(first_new, len(pages))]
+            if chunk.num_new_pages:
+                pages = chunk.sequence.pages
+                first_new = len(pages) - chunk.num_new_pages
+                page_updates.append(PageUpdate(chunk.row, first_new, tuple(pages[first_new:])))
             if chunk.samples:
                 edits += _logit_edits(chunk.sequence, chunk.row)
         plan = StepPlan(
@@ -320,12 +318,7 @@ class Scheduler:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         if chunk.is_decode and chunk.start % self.page_size == 0:
             self.cache.keep_reply_state(sequence)
-        checkpoints = []
-        for target in self._terms[sequence].targets:
-            if chunk.start < target <= end:
-                slot = self.cache.plan_checkpoint(sequence, target)
-                if slot is not None:
-                    checkpoints.append((target - chunk.start, slot))
+        checkpoints = [] if chunk.is_decode else self._plan_checkpoints(sequence, chunk.start, end)
         slot = sequence.slot or 0
         return RowPlan(
             row=chunk.row,
@@ -337,6 +330,14 @@ class Scheduler:
             checkpoints=tuple(checkpoints),
             followers=None if chunk.is_decode or not sequence.is_scored else _followers(chunk),
         )
+
+    def _plan_checkpoints(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
+        planned = []
+        for target in sorted(target for target in sequence.targets if start < target <= end):
+            slot = self.cache.plan_checkpoint(sequence, target)
+            if slot is not None:
+                planned.append((target - start, slot))
+        return planned
 
     def _admission(self, chunk: _Chunk) -> Admission:
         sequence, sampling = chunk.sequence, chunk.sequence.request.sampling
@@ -385,7 +386,9 @@ class Scheduler:
     def _register(self, sequence: Sequence) -> None:
         assert sequence.row is not None
         replaced = self.cache.commit(sequence)
-        self._replaced_pages += [(sequence.row, index, sequence.pages[index]) for index in replaced]
+        if replaced:
+            pages = sequence.pages
+            self._replaced_pages += [PageUpdate(sequence.row, i, tuple(pages[i:end])) for i, end in replaced]
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave_row(sequence)
@@ -399,6 +402,7 @@ class Scheduler:
             del self._waiting[bisect_left(self._waiting, _order(sequence), key=_order)]
         else:
             self._leave_row(sequence)
+        self._leaders.remove(sequence)
         del self._sequences[sequence.id], self._terms[sequence]
 
     def _leave_row(self, sequence: Sequence) -> None:
@@ -408,7 +412,8 @@ class Scheduler:
         if sequence.finish is not None:
             self.cache.keep_session(sequence)
         self.cache.release(sequence)
-        self._replaced_pages = [entry for entry in self._replaced_pages if entry[0] != sequence.row]
+        self._leaders.remove(sequence)
+        self._replaced_pages = [update for update in self._replaced_pages if update.row != sequence.row]
         heapq.heappush(self._free_rows, sequence.row)
         sequence.row = None
         del self._running[bisect_left(self._running, _order(sequence), key=_order)]

@@ -7,14 +7,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.cache import Cache
+from penstock.cache.checkpoints import GUESS, LADDER
 from penstock.errors import ContextLengthError, RequestError
 from penstock.types import Request
+
+EDGE_TOKENS = 512  # prompts of block traces, and many caches, part at multiples of this
+RUNG_TOKENS = 8192  # what a prompt that parts from a long one anywhere computes again at most
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
     max_num_tokens: int  # of prompt and reply together
-    targets: tuple[int, ...]  # where the state of its prompt is worth saving
+    targets: dict[int, float]  # where a state of its prompt is worth saving, and how likely it is wanted
 
     @classmethod
     def of(cls, request: Request, cache: Cache, max_model_len: int) -> Terms:
@@ -25,20 +29,24 @@ class Terms:
             limits.append(request.num_prompt_tokens + request.sampling.max_tokens)
         if cache.max_sequence_tokens is not None:
             limits.append(cache.max_sequence_tokens)
-        targets = checkpoint_targets(request, cache.page_size) if cache.keeps_checkpoints else ()
+        targets = checkpoint_targets(request, cache.page_size) if cache.keeps_checkpoints else {}
         return cls(min(limits), targets)
 
 
-def checkpoint_targets(request: Request, page_size: int) -> tuple[int, ...]:
-    """The page boundaries of a prompt where another prompt is likely to part from it.
+def checkpoint_targets(request: Request, page_size: int) -> dict[int, float]:
+    """The page boundaries of a prompt where another prompt may part from it, and how likely each is.
 
-    They are its end, the end of the system prompt (where the second message starts) and the starts of the
-    last two messages, all rounded down.
+    They are its end, the end of the system prompt (where the second message starts), the starts of the last
+    two messages, the last multiple of 512, all rounded down, and of a long prompt a sparse ladder. Where
+    prompts do part is learned while they come.
     """
     last = len(request.token_ids) - 1
     starts = [start for start in request.boundaries if 0 < start <= last]
-    wanted = {last, *starts[:1], *starts[-2:]}
-    return tuple(sorted({n // page_size * page_size for n in wanted} - {0}))
+    edge = last // EDGE_TOKENS * EDGE_TOKENS
+    rungs = dict.fromkeys(range(RUNG_TOKENS, last + 1, RUNG_TOKENS), LADDER)
+    likely = dict.fromkeys([*starts[:1], *starts[-2:], edge, last], GUESS)
+    chances = {n // page_size * page_size: chance for n, chance in (rungs | likely).items()}
+    return {n: chances[n] for n in sorted(chances) if n}
 
 
 def _require_room(request: Request, cache: Cache, max_model_len: int) -> None:

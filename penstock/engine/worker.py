@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.engine")
 
 WARM_UP_TOKENS = 3
+MAX_INTAKE_S = 0.005  # for new requests between two steps: the replies under way wait for them
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
@@ -206,8 +207,13 @@ def serve(
     took part in it: that was said before."""
     engine.on_start = lambda ids: channel.send(Deltas([TokenDelta(id) for id in ids]))
     while True:
-        while not (engine.has_work and inbox.empty()):
-            message = inbox.get()  # blocks, and only when there is nothing to compute
+        began = time.monotonic()
+        while not (engine.has_work and (inbox.empty() or time.monotonic() - began > MAX_INTAKE_S)):
+            if not engine.has_work:
+                message = inbox.get()  # blocks: there is nothing to compute
+                began = time.monotonic()
+            else:
+                message = inbox.get_nowait()
             if isinstance(message, Shutdown):
                 return
             handle(message, engine, channel)

@@ -6,6 +6,7 @@ Also asks the server what such requests need to know first: its model, its limit
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +41,13 @@ class ChatRequests:
                 limit = card.get("max_model_len")
                 return limit if isinstance(limit, int) else None
         return None
+
+    def kv_tokens(self) -> int | None:
+        """How many tokens the caches of the server hold, where its metrics say it."""
+        status, answer = self._client.read("GET", "/metrics")
+        text = answer.decode("utf-8", "replace")
+        found = re.findall(r"^penstock_kv_tokens\{.*\} (\d+)$", text, re.M) if status == 200 else []
+        return sum(map(int, found)) or None
 
     def body(
         self, prompt: str, num_output_tokens: int, *, may_end: bool = False, is_stream: bool = True

@@ -73,12 +73,14 @@ class PromptMaker:
             units = [letters[place], *self._number_as_words(turn), *rng.choices(self.words, k=num_units)]
         return " ".join(units[:num_units])
 
-    def make_of_blocks(self, block_ids: Sequence[int], num_tokens: int) -> str:
+    def make_of_blocks(
+        self, block_ids: Sequence[int], num_tokens: int, block_tokens: int = BLOCK_TOKENS
+    ) -> str:
         """A prompt that begins as every other one whose leading block ids are the same."""
         units: list[str] = []
         for place, block in enumerate(block_ids):
             rng = Random(f"{self.seed}-block-{block}")
-            units += self._units(rng, BLOCK_TOKENS) if not place else rng.choices(self.words, k=BLOCK_TOKENS)
+            units += self._units(rng, block_tokens) if not place else rng.choices(self.words, k=block_tokens)
         return " ".join(units[: self._num_units(num_tokens)])
 
     def _num_units(self, num_tokens: int) -> int:

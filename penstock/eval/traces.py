@@ -30,11 +30,16 @@ class Arrival:
     at_s: float
     input_len: int
     output_len: int
-    block_ids: tuple[int, ...] = ()  # prompts with equal leading ids begin alike, 512 tokens for each
+    block_ids: tuple[int, ...] = ()  # prompts with equal leading ids begin alike
+    block_tokens: int = BLOCK_TOKENS  # for each id
 
 
-def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None) -> list[Arrival]:
-    """The first `limit` arrivals of a trace, in order of time, `speedup` times as fast as they were."""
+def read_trace(
+    path: Path, *, speedup: float = 1.0, limit: int | None = None, scale: float = 1.0
+) -> list[Arrival]:
+    """The first `limit` arrivals of a trace, in order of time, `speedup` times as fast as they were and
+    `scale` times as long.
+    """
     try:
         with path.open(encoding="utf-8", newline="") as file:
             first = file.readline()
@@ -55,7 +60,17 @@ def read_trace(path: Path, *, speedup: float = 1.0, limit: int | None = None) ->
         raise PenstockError(f"{path} has no request in it")
     recorded.sort(key=lambda arrival: arrival.at_s)
     start_s = recorded[0].at_s
-    return [dataclasses.replace(arrival, at_s=(arrival.at_s - start_s) / speedup) for arrival in recorded]
+    block_tokens = max(1, round(BLOCK_TOKENS * scale))
+    return [
+        Arrival(
+            (arrival.at_s - start_s) / speedup,
+            max(1, arrival.input_len * block_tokens // BLOCK_TOKENS),
+            max(1, arrival.output_len * block_tokens // BLOCK_TOKENS),
+            arrival.block_ids,
+            block_tokens,
+        )
+        for arrival in recorded
+    ]
 
 
 def _read_csv(file: Iterable[str]) -> Iterator[Arrival]:

@@ -315,6 +315,7 @@ class TextEngine:
                 priority=asked.priority,
                 session_id=asked.session_id,
                 tenant=asked.tenant,
+                page_size=info.page_size,
             )
             for id, token_ids in zip(ids, prompts)
         ]

@@ -337,7 +337,7 @@ class Fleet:
             self._waiting[journey] = loop.call_later(timeout_s, self._end_waiting, journey)
             return
         request = resumed(journey.request, journey.said, journey.num_scored)
-        index, num_tokens_due = self._router.pick(request.token_ids, available)
+        index, num_tokens_due = self._router.pick(request, available)
         client = self._replicas[index].client
         assert client is not None
         journey.settle(client, self._router.loads[index], num_tokens_due)

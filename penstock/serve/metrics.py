@@ -17,6 +17,8 @@ from penstock.types import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+MISSED = "missed_tokens_"  # names of such counters of an engine's prefix cache go on with the reason
+
 FIRST_TOKEN_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 INTER_TOKEN_BOUNDS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -120,7 +122,16 @@ def _lines_of_engines(stats: Mapping[int, EngineStats]) -> Iterator[str]:
         if _is_outcome(outcome)
     ]
     yield from _family("prefix_lookups_total", "counter", "prompts looked up in the prefix cache", lookups)
-    others = dict.fromkeys(name for one in stats.values() for name in one.prefix if not _is_outcome(name))
+    missed = [
+        f'penstock_prefix_missed_tokens_total{{replica="{replica}",reason="{name.removeprefix(MISSED)}"}} {n}'
+        for replica, one in stats.items()
+        for name, n in one.prefix.items()
+        if name.startswith(MISSED)
+    ]
+    meaning = "prompt tokens that had to be computed, and why"
+    yield from _family("prefix_missed_tokens_total", "counter", meaning, missed)
+    names = dict.fromkeys(name for one in stats.values() for name in one.prefix)
+    others = [name for name in names if not (_is_outcome(name) or name.startswith(MISSED))]
     for name in others:
         meaning = f"{name.replace('_', ' ')} of the prefix cache"
         numbers = {replica: one.prefix[name] for replica, one in stats.items()}
@@ -131,6 +142,7 @@ _ENGINE_NUMBERS = (
     ("requests_waiting", "gauge", "requests that have no row yet", "num_waiting"),
     ("requests_running", "gauge", "requests that have a row", "num_running"),
     ("pages", "gauge", "pages of keys and values", "num_pages"),
+    ("kv_tokens", "gauge", "tokens whose keys and values fit", "num_kv_tokens"),
     ("free_pages", "gauge", "pages that are free or would be given back", "num_free_pages"),
     ("slots", "gauge", "slots of recurrent state", "num_slots"),
     ("free_slots", "gauge", "slots that are free or would be given back", "num_free_slots"),

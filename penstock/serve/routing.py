@@ -12,10 +12,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from penstock.digests import PageDigests
+from penstock.types import Request
+
 ROW_TOKENS = 2048
 AFFINITY = 2  # a token found in a cache is not computed, and does not need memory twice
-BLOCK_TOKENS = 64  # prompts are compared in blocks; caches are shared by the page, which is no smaller
-MAX_BLOCKS = 2**17
+PAGE_TOKENS = 64  # of requests that bring no digests
+MAX_PAGES = 2**17
 
 
 @dataclass(slots=True)
@@ -32,56 +35,58 @@ class Load:
 
 
 class PrefixMap:
-    """Who has seen which beginnings of prompts: one bit an engine for every block, the latest blocks only.
+    """Who has seen which beginnings of prompts: one bit an engine for every page, the latest pages only."""
 
-    A block's key is chained over all blocks before it. Two that collide cost a detour, no more.
-    """
-
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        self._max_blocks = max_blocks
-        self._engines: OrderedDict[int, int] = OrderedDict()  # key -> bits, the latest last
+    def __init__(self, max_pages: int = MAX_PAGES) -> None:
+        self._max_pages = max_pages
+        self._engines: OrderedDict[bytes, int] = OrderedDict()  # digest -> bits, the latest last
 
     def __len__(self) -> int:
         return len(self._engines)
 
-    def num_known_tokens(self, keys: Sequence[int], engine: int) -> int:
-        """How far this engine has seen the prompt whose blocks have these keys."""
-        num_blocks = 0
-        for key in keys:
-            if not self._engines.get(key, 0) >> engine & 1:
+    def num_known_pages(self, digests: Sequence[bytes], engine: int) -> int:
+        """How far this engine has seen the prompt whose pages have these digests."""
+        num_pages = 0
+        for digest in digests:
+            if not self._engines.get(digest, 0) >> engine & 1:
                 break
-            num_blocks += 1
-        return num_blocks * BLOCK_TOKENS
+            num_pages += 1
+        return num_pages
 
-    def add(self, keys: Iterable[int], engine: int) -> None:
-        for key in keys:
-            self._engines[key] = self._engines.get(key, 0) | 1 << engine
-            self._engines.move_to_end(key)
-        while len(self._engines) > self._max_blocks:
+    def add(self, digests: Iterable[bytes], engine: int) -> None:
+        for digest in digests:
+            self._engines[digest] = self._engines.get(digest, 0) | 1 << engine
+            self._engines.move_to_end(digest)
+        while len(self._engines) > self._max_pages:
             self._engines.popitem(last=False)
 
     def forget(self, engine: int) -> None:
         """Its cache is gone."""
-        for key, bits in list(self._engines.items()):
+        for digest, bits in list(self._engines.items()):
             left = bits & ~(1 << engine)
             if left:
-                self._engines[key] = left
+                self._engines[digest] = left
             else:
-                del self._engines[key]
+                del self._engines[digest]
 
 
 class Router:
     """Picks, and remembers what it picked."""
 
-    def __init__(self, num_engines: int, max_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(self, num_engines: int, max_pages: int = MAX_PAGES) -> None:
         self.loads = [Load() for _ in range(num_engines)]
-        self._prefixes = PrefixMap(max_blocks)
+        self._prefixes = PrefixMap(max_pages)
         self._num_picks = 0
 
-    def pick(self, token_ids: tuple[int, ...], among: Sequence[int]) -> tuple[int, int]:
-        """One of these engines, and how many of the tokens it should have to compute."""
-        keys = block_keys(token_ids) if len(self.loads) > 1 else []
-        known = {engine: self._prefixes.num_known_tokens(keys, engine) for engine in among}
+    def pick(self, request: Request, among: Sequence[int]) -> tuple[int, int]:
+        """One of these engines, and how many of the prompt's tokens it should have to compute."""
+        pages = request.page_digests
+        digests: list[bytes] = []
+        if len(self.loads) > 1:
+            pages = pages or PageDigests.of(request.token_ids, PAGE_TOKENS, request.tenant)
+            digests = pages.split()
+        page_size = pages.page_size if pages else PAGE_TOKENS
+        known = {one: page_size * self._prefixes.num_known_pages(digests, one) for one in among}
 
         def cost(engine: int) -> tuple[int, int]:
             load = self.loads[engine]
@@ -90,18 +95,8 @@ class Router:
         engine = min(among, key=cost)
         self._num_picks += 1
         self.loads[engine].last_pick = self._num_picks
-        self._prefixes.add(keys, engine)
-        return engine, len(token_ids) - known[engine]
+        self._prefixes.add(digests, engine)
+        return engine, len(request.token_ids) - known[engine]
 
     def forget(self, engine: int) -> None:
         self._prefixes.forget(engine)
-
-
-def block_keys(token_ids: tuple[int, ...]) -> list[int]:
-    """Of all whole blocks."""
-    keys = []
-    key = 0
-    for start in range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-        key = hash((key, token_ids[start : start + BLOCK_TOKENS]))
-        keys.append(key)
-    return keys

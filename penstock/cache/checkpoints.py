@@ -1,0 +1,137 @@
+"""State checkpoints: where each one stands, what it is worth, and which one gives way to another.
+
+A slot is worth the tokens it saves, those beyond the checkpoint below it, times the chance that a prompt goes
+on from there. The checkpoint with the lowest rank goes first:
+
+    rank = floor + chance * saved tokens        floor: the rank of the last one that had to go
+
+A use renews the rank and raises the chance. The floor rises with every loss, so a checkpoint that is not used
+sinks without being touched: guesses first, the small ones before the large, what was used much later. A new
+one that ranks below all others is refused, which raises the floor too: nothing stays for ever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, KeysView, Sequence
+from dataclasses import dataclass
+
+# Chances that a prompt goes on from a place; only their ratios count.
+LADDER = 0.01  # a rung of a long prompt: a place like any other
+GUESS = 0.1  # where messages begin and prompts end
+PROVEN = 1.0  # two prompts have parted there
+MOST = 4.0  # after uses, each of which adds PROVEN
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    slot: int
+    base: bytes | None  # the checkpoint below it
+    saved: int  # tokens from there on
+    chance: float
+    rank: float
+
+
+class Checkpoints:
+    """All checkpoints that prompts can go on from, by the digest of the last page before them."""
+
+    def __init__(self) -> None:
+        self._all: dict[bytes, Checkpoint] = {}
+        self._pins: Counter[bytes] = Counter()
+        self._floor = 0.0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._all
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pins)
+
+    @property
+    def pinned(self) -> Counter[bytes]:
+        return self._pins
+
+    def slots(self) -> Iterator[int]:
+        return (checkpoint.slot for checkpoint in self._all.values())
+
+    def digests(self) -> KeysView[bytes]:
+        return self._all.keys()
+
+    def slot_at(self, digest: bytes) -> int | None:
+        checkpoint = self._all.get(digest)
+        return None if checkpoint is None else checkpoint.slot
+
+    def nearest(self, digests: Sequence[bytes], num_pages: int) -> int:
+        """The number of pages, at most `num_pages`, after which the longest checkpoint stands."""
+        while num_pages > 0 and digests[num_pages - 1] not in self._all:
+            num_pages -= 1
+        return num_pages
+
+    def attach(self, digest: bytes, slot: int, *, base: bytes | None, saved: int, chance: float) -> None:
+        assert digest not in self._all
+        self._all[digest] = Checkpoint(slot, base, saved, chance, self._floor + chance * saved)
+
+    def use(self, digest: bytes) -> None:
+        """A prompt goes on from it."""
+        checkpoint = self._all.get(digest)
+        if checkpoint is not None:
+            checkpoint.chance = min(checkpoint.chance + PROVEN, MOST)
+            checkpoint.rank = self._floor + checkpoint.chance * checkpoint.saved
+
+    def evict_for(self, worth: float, keep: Collection[int | None]) -> int | None:
+        """Forgets the lowest one that is neither pinned nor in `keep`, for one of this worth. Returns its
+        slot; None if there is none, or if the new one would rank below it.
+        """
+        digest = self._lowest(keep)
+        if digest is None:
+            return None
+        rank = self._all[digest].rank
+        if rank > self._floor + worth:
+            self._floor += worth
+            return None
+        self._floor = max(self._floor, rank)
+        return self.forget(digest)
+
+    def forget(self, digest: bytes) -> int | None:
+        """Forgets this one, if it is there. Returns its slot; those above it save more from now on."""
+        gone = self._all.pop(digest, None)
+        if gone is None:
+            return None
+        for checkpoint in self._all.values():
+            if checkpoint.base == digest:
+                checkpoint.base = gone.base
+                checkpoint.saved += gone.saved
+                checkpoint.rank += checkpoint.chance * gone.saved
+        return gone.slot
+
+    def pin(self, digest: bytes) -> None:
+        assert digest in self._all
+        self._pins[digest] += 1
+
+    def unpin(self, digest: bytes) -> None:
+        self._pins[digest] -= 1
+        if not self._pins[digest]:
+            del self._pins[digest]
+
+    def is_pinned(self, digest: bytes) -> bool:
+        return digest in self._pins
+
+    def check(self) -> None:
+        """Asserts that ranks agree with what they are made of."""
+        assert self._pins.keys() <= self._all.keys(), "a pinned checkpoint was evicted"
+        for checkpoint in self._all.values():
+            assert checkpoint.saved > 0, "a checkpoint saves nothing"
+            assert 0 < checkpoint.chance <= MOST
+            assert checkpoint.base is None or checkpoint.base in self._all, "a base is gone"
+
+    def _lowest(self, keep: Collection[int | None]) -> bytes | None:
+        """Of equal ranks the oldest."""
+        candidates = (
+            (checkpoint.rank, digest)
+            for digest, checkpoint in self._all.items()
+            if checkpoint.slot not in keep and digest not in self._pins
+        )
+        return min(candidates, key=lambda candidate: candidate[0], default=(0.0, None))[1]
