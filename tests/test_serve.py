@@ -252,13 +252,13 @@ def test_scores_of_a_long_prompt_are_streamed_as_its_chunks_are_computed(api: op
 
 
 def test_more_scores_than_an_answer_may_have_are_a_400_that_says_what_to_lower(server: Server) -> None:
-    scored = {"max_tokens": 3000, "n": 128}
+    scored = {"max_tokens": 3000, "n": 24}
     chat = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, **scored}
     assert_refused(server.post(chat), 400, "logprobs")
     completion = {"prompt": "Once", "logprobs": 20, **scored}
     refusal = server.post(completion, "/v1/completions")
     assert_refused(refusal, 400, "logprobs")
-    for part in ("8,064,000", "1,048,576", "n is 128", "Lower"):
+    for part in ("1,512,000", "1,048,576", "n is 24", "Lower"):
         assert part in refusal.json()["error"]["message"]
 
 
@@ -470,11 +470,17 @@ def test_the_openai_client_raises_its_own_error_for_a_refusal(api: openai.OpenAI
 
 
 def test_more_requests_than_the_queue_holds_are_a_429_with_retry_after(server: Server) -> None:
-    answer = server.post({"messages": MESSAGES, "n": MAX_QUEUE + 1, "max_tokens": 1})
+    with server.stream({"messages": MESSAGES, "stream": True, **FREE}):
+        answer = server.post({"messages": MESSAGES, "n": MAX_QUEUE, "max_tokens": 1})
     assert_refused(answer, 429, None)
     assert answer.json()["error"]["code"] == "overloaded"
     assert int(answer.headers["retry-after"]) >= 1
+    assert eventually(server.is_idle, LONG_BEFORE_THE_END_S)
     assert server.post({"messages": MESSAGES, "n": MAX_QUEUE, "max_tokens": 1}).status_code == 200
+
+
+def test_more_replies_than_the_queue_ever_holds_are_a_400_that_says_so(server: Server) -> None:
+    assert_refused(server.post({"messages": MESSAGES, "n": MAX_QUEUE + 1, "max_tokens": 1}), 400, "n")
 
 
 # Clients that leave

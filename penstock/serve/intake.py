@@ -14,7 +14,7 @@ from collections import Counter
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.config import ServeConfig
-from penstock.errors import OverloadedError
+from penstock.errors import OverloadedError, RequestError
 
 # Larger bodies may hold half of the places and half of the bytes before they run: what is left is for chats
 # that take milliseconds to prepare.
@@ -102,6 +102,13 @@ class Place:
 
     def resize(self, num_places: int) -> None:
         """As many as the request will have replies."""
+        if num_places > self._queue.max_places:
+            raise RequestError(
+                f"the call asks for {num_places} replies",
+                f"The server takes {self._queue.max_places} at a time (--max-queue), of all calls together.",
+                "Lower n, or send fewer prompts in a call.",
+                param="n",
+            )
         if num_places > self._num_places:
             self._queue.take(self.tenant, num_places - self._num_places)
         elif num_places < self._num_places:
