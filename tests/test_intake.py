@@ -47,13 +47,13 @@ def intake_of(**settings: Any) -> Intake:
 
 def is_empty(intake: Intake) -> bool:
     bodies = intake.bodies
-    return not (intake.replies.num_taken or intake.counts.num_taken or bodies.num_bytes or bodies._num_large)
+    return not (intake.replies.taken or intake.counts.taken or bodies.num_bytes or bodies._num_large)
 
 
 def test_a_tenants_places_are_counted_as_its_own() -> None:
     intake = intake_of(max_queue=3)
     places = [intake.reserve(tenant) for tenant in "aab"]
-    assert intake.replies.num_taken == {"a": 2, "b": 1}
+    assert intake.replies.taken == {"a": 2, "b": 1}
     with pytest.raises(OverloadedError, match="full"):
         intake.reserve("c")
     places[0].release()
@@ -76,7 +76,7 @@ def test_bodies_hold_no_more_bytes_than_are_allowed_together() -> None:
     places[4].add_bytes(MB)
     for place in places:
         place.release()
-    intake.replies.give_back("")
+    intake.replies.release("")
     assert is_empty(intake)
 
 
@@ -126,7 +126,7 @@ def test_bodies_that_come_slowly_lose_their_room_when_others_need_it_and_not_bef
         assert not stopped, "there is no need"
         other = intake.reserve("")
         assert stopped == ["slow"]
-        assert intake.replies.num_taken == {"": 1, "fast": 1, "new": 1}
+        assert intake.replies.taken == {"": 1, "fast": 1, "new": 1}
         with pytest.raises(OverloadedError, match="slowly"):
             slow.receive(1)
         with pytest.raises(OverloadedError):

@@ -28,29 +28,33 @@ SLOW_BYTES_PER_S = 256 * 1024
 
 
 class Queue:
-    """So many places for all tenants. Whether one may have another is decided in `take` alone."""
+    """So many places for all tenants. Whether one may have another is decided in `reserve` alone."""
 
     def __init__(self, max_places: int, what: str) -> None:
         self.max_places = max_places
-        self.num_taken: Counter[str] = Counter()  # by tenant
+        self.taken: Counter[str] = Counter()  # by tenant
         self._what = what  # that waits in it, for who is refused
 
-    def has_room(self, num_places: int = 1) -> bool:
-        return self.num_taken.total() + num_places <= self.max_places
+    @property
+    def num_taken(self) -> int:
+        return self.taken.total()
 
-    def take(self, tenant: str, num_places: int = 1) -> None:
+    def has_room(self, num_places: int = 1) -> bool:
+        return self.num_taken + num_places <= self.max_places
+
+    def reserve(self, tenant: str, num_places: int = 1) -> None:
         if not self.has_room(num_places):
             raise OverloadedError(
                 "The server is full",
-                f"{self.num_taken.total()} {self._what}, at most {self.max_places} may.",
+                f"{self.num_taken} {self._what}, at most {self.max_places} may.",
                 "Try again later.",
             )
-        self.num_taken[tenant] += num_places
+        self.taken[tenant] += num_places
 
-    def give_back(self, tenant: str, num_places: int = 1) -> None:
-        self.num_taken[tenant] -= num_places
-        if not self.num_taken[tenant]:
-            del self.num_taken[tenant]
+    def release(self, tenant: str, num_places: int = 1) -> None:
+        self.taken[tenant] -= num_places
+        if not self.taken[tenant]:
+            del self.taken[tenant]
 
 
 class Bodies:
@@ -122,7 +126,7 @@ class Place:
     """What one request holds; its replies take its places over when it is submitted."""
 
     def __init__(self, intake: Intake, queue: Queue, tenant: str) -> None:
-        queue.take(tenant)
+        queue.reserve(tenant)
         self.tenant = tenant
         self.num_bytes = 0
         self.num_received = 0  # of those, so far
@@ -171,9 +175,9 @@ class Place:
     def resize(self, num_places: int) -> None:
         """As many as the request will have replies."""
         if num_places > self._num_places:
-            self._queue.take(self.tenant, num_places - self._num_places)
+            self._queue.reserve(self.tenant, num_places - self._num_places)
         elif num_places < self._num_places:
-            self._queue.give_back(self.tenant, self._num_places - num_places)
+            self._queue.release(self.tenant, self._num_places - num_places)
         self._num_places = num_places
 
     def add_bytes(self, num_bytes: int) -> None:
