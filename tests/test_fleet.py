@@ -618,12 +618,12 @@ def test_a_place_is_held_from_a_requests_head_to_the_end_of_its_last_reply() -> 
             world.fleet.submit([(ask(name), Reader()) for name in "abc"], place)
             assert intake.bodies.num_bytes == 0
             place.release()  # at the end of its answer, or before
-            assert intake.replies.num_taken == {"": 3, "other": 1}
+            assert intake.replies.taken == {"": 3, "other": 1}
             for num_left, name in zip((2, 1, 0), "abc"):
                 world.fleet.abort(name)
                 world.fleet.abort(name)
-                assert intake.replies.num_taken[""] == num_left
-            assert dict(intake.replies.num_taken) == {"other": 1}
+                assert intake.replies.taken[""] == num_left
+            assert dict(intake.replies.taken) == {"other": 1}
 
     asyncio.run(scenario())
 

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from penstock.config import ServeConfig
 from penstock.errors import DeadlineError, OverloadedError
 from penstock.serve.answer import Answer, Start
-from penstock.serve.intake import LARGE_BODY_BYTES, Intake, place_of
+from penstock.serve.intake import LARGE_BODY_BYTES, SLOW_BYTES_PER_S, SLOW_S, Intake, place_of
 from penstock.serve.metrics import Metrics
 from penstock.serve.preparation import Preparation
 from penstock.serve.responses.items import Item
@@ -47,13 +47,13 @@ def intake_of(**settings: Any) -> Intake:
 
 def is_empty(intake: Intake) -> bool:
     bodies = intake.bodies
-    return not (intake.replies.num_taken or intake.counts.num_taken or bodies.num_bytes or bodies._num_large)
+    return not (intake.replies.taken or intake.counts.taken or bodies.num_bytes or bodies._num_large)
 
 
 def test_a_tenants_places_are_counted_as_its_own() -> None:
     intake = intake_of(max_queue=3)
     places = [intake.reserve(tenant) for tenant in "aab"]
-    assert intake.replies.num_taken == {"a": 2, "b": 1}
+    assert intake.replies.taken == {"a": 2, "b": 1}
     with pytest.raises(OverloadedError, match="full"):
         intake.reserve("c")
     places[0].release()
@@ -76,7 +76,7 @@ def test_bodies_hold_no_more_bytes_than_are_allowed_together() -> None:
     places[4].add_bytes(MB)
     for place in places:
         place.release()
-    intake.replies.give_back("")
+    intake.replies.release("")
     assert is_empty(intake)
 
 
@@ -105,6 +105,54 @@ def test_the_largest_body_that_is_allowed_always_fits_an_idle_server() -> None:
     for settings in ({"max_bodies_mb": 1, "max_body_mb": 32}, {"max_queue": 1}):
         intake = intake_of(**settings)
         intake.reserve("").add_bytes(32 * MB)
+
+
+def test_bodies_that_come_slowly_lose_their_room_when_others_need_it_and_not_before() -> None:
+    now = 0.0
+    intake = Intake(ServeConfig(max_queue=3), lambda: now)
+    slow, fast, new = (intake.reserve(name) for name in ("slow", "fast", "new"))
+    stopped = []
+    with (
+        slow.reading(lambda: stopped.append("slow")),
+        fast.reading(lambda: stopped.append("fast")),
+        new.reading(lambda: stopped.append("new")),
+    ):
+        slow.receive(100)
+        now = SLOW_S * 0.9
+        with pytest.raises(OverloadedError):
+            intake.reserve("")
+        now, new.began_at = 10 * SLOW_S, 9.5 * SLOW_S
+        fast.receive(int(SLOW_BYTES_PER_S * 9.5 * SLOW_S))
+        assert not stopped, "there is no need"
+        other = intake.reserve("")
+        assert stopped == ["slow"]
+        assert intake.replies.taken == {"": 1, "fast": 1, "new": 1}
+        with pytest.raises(OverloadedError, match="slowly"):
+            slow.receive(1)
+        with pytest.raises(OverloadedError):
+            intake.reserve("")
+        assert stopped == ["slow"]
+    assert not intake.readers
+    for place in (slow, fast, new, other):
+        place.release()
+    assert is_empty(intake)
+
+
+def test_bytes_that_are_declared_and_never_come_keep_nobody_out_for_long() -> None:
+    now = 0.0
+    intake = Intake(ServeConfig(max_bodies_mb=64, max_body_mb=32), lambda: now)
+    places = [intake.reserve("") for _ in range(3)]
+    stopped = []
+    places[0].add_bytes(32 * MB)
+    with places[0].reading(lambda: stopped.append(0)):
+        with pytest.raises(OverloadedError):
+            places[1].add_bytes(32 * MB)
+        now = 2 * SLOW_S
+        places[1].add_bytes(32 * MB)
+        assert stopped == [0]
+        with places[1].reading(lambda: stopped.append(1)), pytest.raises(OverloadedError):
+            places[1].add_bytes(33 * MB)  # nobody is stopped for its own sake
+        assert stopped == [0]
 
 
 # Preparation
@@ -305,7 +353,7 @@ def test_a_place_is_free_again_however_a_request_ended(server: Server) -> None:
     assert eventually(lambda: server.post(ask).status_code == 200)
 
 
-def test_whoever_sends_slowly_holds_a_place_from_its_head_on(server: Server) -> None:
+def test_whoever_sends_slowly_holds_a_place_from_its_head_on_until_others_need_it(server: Server) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
     small = {"messages": MESSAGES, "max_tokens": 1}
     connections: list[socket.socket] = []
@@ -319,10 +367,15 @@ def test_whoever_sends_slowly_holds_a_place_from_its_head_on(server: Server) -> 
         assert eventually(is_refused_after_another)
         assert len(connections) >= MAX_QUEUE
         assert server.post({"prompt": "x"}, "/tokenize").status_code == 200
+        assert eventually(lambda: server.post(small).status_code == 200), "they have had their time"
+        connections[0].settimeout(10.0)
+        answer = connections[0].recv(2**16)
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert b"retry-after: 1" in answer
+        assert b"came slowly" in answer
     finally:
         for connection in connections:
             connection.close()
-    assert eventually(lambda: server.post(small).status_code == 200)
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])

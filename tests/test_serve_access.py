@@ -322,7 +322,7 @@ def test_bodies_are_refused_while_too_much_is_being_sent(is_declared: bool) -> N
     assert (refused.status, refused.headers["connection"]) == (429, "close")
     assert refused.json["error"]["code"] == "overloaded"
     assert refused.headers["retry-after"]
-    assert (intake.bodies.num_bytes, intake.replies.num_taken) == (900, {"": 1})
+    assert (intake.bodies.num_bytes, intake.replies.taken) == (900, {"": 1})
     assert call(app, "/v1/completions", method="POST", body=b"{}").status == 400
     too_large = call(app, "/v1/completions", {"content-length": "2000"}, "POST")
     assert (too_large.status, too_large.headers["connection"]) == (413, "close")
@@ -345,8 +345,8 @@ def test_whoever_finds_no_place_is_refused_before_any_of_its_body_is_read(path: 
     answered = call(app, path, GOOD, "POST", body=b"no JSON")
     assert answered.status == 400
     places[1].release()
-    assert not intake.replies.num_taken
-    assert not intake.counts.num_taken
+    assert not intake.replies.taken
+    assert not intake.counts.taken
     assert intake.bodies.num_bytes == 0
 
 

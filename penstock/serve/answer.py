@@ -19,8 +19,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from penstock.config import ServeConfig
 from penstock.errors import DeadlineError, EngineDeadError, OverloadedError, PenstockError
 from penstock.serve.connection import EventWriter
+from penstock.serve.intake import Place
 from penstock.serve.serving import Serving
 from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Deliver, ReplyDelta, ScoredToken, TextStream, Usage
@@ -221,31 +223,38 @@ async def read_body(request: Request, *, for_reply: bool = True) -> bytes:
     ends. `for_reply`: it is for the engines, and not only about tokens.
     """
     serving, scope = _serving(request.scope), request.scope
-    max_bytes = serving.config.max_body_bytes
     length = request.headers.get("content-length", "")
-    num_counted = int(length) if length.isdigit() else 0
-    if num_counted > max_bytes:
-        raise _body_too_large(max_bytes)
-    chunks: list[bytes] = []
-    num_bytes = 0
+    num_declared = int(length) if length.isdigit() else 0
+    if num_declared > serving.config.max_body_bytes:
+        raise _body_too_large(serving.config.max_body_bytes)
     try:
         place = scope["place"] = serving.intake.reserve(tenant_of(scope), for_reply=for_reply)
-        place.add_bytes(num_counted)
-        async with asyncio.timeout(serving.config.read_timeout):
-            async for chunk in request.stream():
-                num_bytes += len(chunk)
-                if num_bytes > max_bytes:
-                    raise _body_too_large(max_bytes)
-                if num_bytes > num_counted:  # it comes in chunks, of unknown number
-                    place.add_bytes(num_bytes - num_counted)
-                    num_counted = num_bytes
-                chunks.append(chunk)
-    except TimeoutError:
-        message = f"The body did not arrive within {serving.config.read_timeout:g} seconds."
-        raise HTTPException(408, message, UNREAD_HEADERS) from None
+        place.add_bytes(num_declared)
+        return await _receive_body(request, place, serving.config)
     except OverloadedError:
         scope["is_unread"] = True
         raise
+
+
+async def _receive_body(request: Request, place: Place, config: ServeConfig) -> bytes:
+    chunks: list[bytes] = []
+    try:
+        async with asyncio.timeout(config.read_timeout) as time_limit:
+
+            def stop() -> None:
+                if not time_limit.expired():
+                    time_limit.reschedule(0.0)
+
+            with place.reading(stop):
+                async for chunk in request.stream():
+                    if place.num_received + len(chunk) > config.max_body_bytes:
+                        raise _body_too_large(config.max_body_bytes)
+                    place.receive(len(chunk))
+                    chunks.append(chunk)
+    except TimeoutError:
+        place.require_room()
+        message = f"The body did not arrive within {config.read_timeout:g} seconds."
+        raise HTTPException(408, message, UNREAD_HEADERS) from None
     return b"".join(chunks)
 
 

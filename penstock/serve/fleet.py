@@ -269,7 +269,7 @@ class Fleet:
     def forget(self, journey: Journey) -> None:
         if self._journeys.get(journey.request.id) is journey:
             del self._journeys[journey.request.id]
-            self.intake.replies.give_back(journey.request.tenant)
+            self.intake.replies.release(journey.request.tenant)
         journey.leave()
         timer = self._waiting.pop(journey, None)
         if timer is not None:

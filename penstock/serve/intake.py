@@ -3,13 +3,16 @@
 A place is taken at the head of a request, before any of its body is read, and held until its reply has
 ended: by the request while it is read and prepared, then by its replies in the fleet, one each. Its bytes are
 counted from the head, as far as it declares them, until it is submitted. Whoever finds no place, or no bytes
-left, is refused at once. Only used from the event loop. Knows no HTTP but for the last class, which gives
-back what a request still holds at its end.
+left, is refused at once, unless others take long to send their bodies: they lose theirs first. Only used from
+the event loop. Knows no HTTP but for the last class, which gives back what a request still holds at its end.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,30 +22,39 @@ from penstock.errors import OverloadedError, RequestError
 # Larger bodies may hold half of the places and half of the bytes before they run: what is left is for chats
 # that take milliseconds to prepare.
 LARGE_BODY_BYTES = 1024**2
+# A body comes slowly if it takes more than so long, and than this rate allows. While there is room, it may.
+SLOW_S = 2.0
+SLOW_BYTES_PER_S = 256 * 1024
 
 
 class Queue:
-    """So many places for all tenants. Whether one may have another is decided in `take` alone."""
+    """So many places for all tenants. Whether one may have another is decided in `reserve` alone."""
 
     def __init__(self, max_places: int, what: str) -> None:
         self.max_places = max_places
-        self.num_taken: Counter[str] = Counter()  # by tenant
+        self.taken: Counter[str] = Counter()  # by tenant
         self._what = what  # that waits in it, for who is refused
 
-    def take(self, tenant: str, num_places: int = 1) -> None:
-        num_taken = self.num_taken.total()
-        if num_taken + num_places > self.max_places:
+    @property
+    def num_taken(self) -> int:
+        return self.taken.total()
+
+    def has_room(self, num_places: int = 1) -> bool:
+        return self.num_taken + num_places <= self.max_places
+
+    def reserve(self, tenant: str, num_places: int = 1) -> None:
+        if not self.has_room(num_places):
             raise OverloadedError(
                 "The server is full",
-                f"{num_taken} {self._what}, at most {self.max_places} may.",
+                f"{self.num_taken} {self._what}, at most {self.max_places} may.",
                 "Try again later.",
             )
-        self.num_taken[tenant] += num_places
+        self.taken[tenant] += num_places
 
-    def give_back(self, tenant: str, num_places: int = 1) -> None:
-        self.num_taken[tenant] -= num_places
-        if not self.num_taken[tenant]:
-            del self.num_taken[tenant]
+    def release(self, tenant: str, num_places: int = 1) -> None:
+        self.taken[tenant] -= num_places
+        if not self.taken[tenant]:
+            del self.taken[tenant]
 
 
 class Bodies:
@@ -56,49 +68,109 @@ class Bodies:
         self._max_large = max_large
         self._num_large = 0
 
+    def has_room(self, before: int, after: int) -> bool:
+        """For one body, which had so many bytes and will have so many."""
+        if self.num_bytes + after - before > self.max_bytes:
+            return False
+        num_large, num_large_bytes = self._large_after(before, after)
+        is_large = after > LARGE_BODY_BYTES
+        return not is_large or (num_large <= self._max_large and num_large_bytes <= self._max_large_bytes)
+
     def resize(self, before: int, after: int) -> None:
-        """Of one body, which had so many bytes and now has, or will have, so many."""
-        num_bytes = self.num_bytes + after - before
-        large_before, large_after = (size if size > LARGE_BODY_BYTES else 0 for size in (before, after))
-        num_large = self._num_large + bool(large_after) - bool(large_before)
-        num_large_bytes = self._num_large_bytes + large_after - large_before
-        is_too_much = num_bytes > self.max_bytes or (
-            large_after and (num_large > self._max_large or num_large_bytes > self._max_large_bytes)
-        )
-        if is_too_much and after > before:
+        if after > before and not self.has_room(before, after):
             raise OverloadedError(
                 "Too much is being sent to this server at the same time",
                 f"{self.num_bytes} bytes are being read and prepared, {self._num_large_bytes} of them in "
                 f"{self._num_large} large bodies.",
                 "Try again later.",
             )
-        self.num_bytes, self._num_large, self._num_large_bytes = num_bytes, num_large, num_large_bytes
+        self.num_bytes += after - before
+        self._num_large, self._num_large_bytes = self._large_after(before, after)
+
+    def _large_after(self, before: int, after: int) -> tuple[int, int]:
+        """How many large bodies there are then, and their bytes."""
+        was, will_be = (size if size > LARGE_BODY_BYTES else 0 for size in (before, after))
+        return self._num_large + bool(will_be) - bool(was), self._num_large_bytes + will_be - was
 
 
 class Intake:
     """All that requests hold together."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
         max_queue = config.max_queue
+        self.clock = clock
+        self.readers: dict[Place, None] = {}  # whose bodies are on their way, the oldest first
         self.replies = Queue(max_queue, "requests are being read, waiting or running")
         self.counts = Queue(max_queue, "requests for tokens are waiting")  # the engines never see these
         self.bodies = Bodies(config.max_bodies_bytes, config.max_body_bytes, max(1, max_queue // 2))
 
     def reserve(self, tenant: str, *, for_reply: bool = True) -> Place:
         """A place for a request of this tenant, at its head."""
-        return Place(self.replies if for_reply else self.counts, self.bodies, tenant)
+        queue = self.replies if for_reply else self.counts
+        self.make_room(queue.has_room)
+        return Place(self, queue, tenant)
+
+    def make_room(self, is_enough: Callable[[], bool], asking: Place | None = None) -> None:
+        """Ends the reading of bodies that come slowly, until there is enough or no other is slow."""
+        if is_enough():  # nearly always
+            return
+        now = self.clock()
+        for place in list(self.readers):
+            if is_enough() or place.began_at > now - SLOW_S:
+                return
+            if place is not asking and place.is_slow(now):
+                place.end_reading()
 
 
 class Place:
     """What one request holds; its replies take its places over when it is submitted."""
 
-    def __init__(self, queue: Queue, bodies: Bodies, tenant: str) -> None:
-        queue.take(tenant)
+    def __init__(self, intake: Intake, queue: Queue, tenant: str) -> None:
+        queue.reserve(tenant)
         self.tenant = tenant
         self.num_bytes = 0
+        self.num_received = 0  # of those, so far
+        self.began_at = intake.clock()
+        self._has_lost_room = False
+        self._intake = intake
         self._queue = queue
-        self._bodies = bodies
         self._num_places = 1
+        self._stop_reading: Callable[[], None] | None = None
+
+    @contextlib.contextmanager
+    def reading(self, stop: Callable[[], None]) -> Iterator[None]:
+        """While the body is on its way; `stop` ends that, should it come slowly and others need the room."""
+        self._stop_reading = stop
+        self._intake.readers[self] = None
+        try:
+            yield
+        finally:
+            self._intake.readers.pop(self, None)
+
+    def receive(self, num_bytes: int) -> None:
+        """Of the body. More than it declared, as chunks have no length before them, are counted now."""
+        self.num_received += num_bytes
+        if self.num_received > self.num_bytes:
+            self.add_bytes(self.num_received - self.num_bytes)
+
+    def is_slow(self, now: float) -> bool:
+        return now - self.began_at > SLOW_S + self.num_received / SLOW_BYTES_PER_S
+
+    def end_reading(self) -> None:
+        assert self._stop_reading is not None
+        self._has_lost_room = True
+        self._intake.readers.pop(self, None)
+        self.release()
+        self._stop_reading()
+
+    def require_room(self) -> None:
+        if self._has_lost_room:
+            raise OverloadedError(
+                "The server is full",
+                f"The body came slowly, {self.num_received} bytes in {SLOW_S:g} seconds or more, and others "
+                "needed its room.",
+                "Try again later.",
+            )
 
     def resize(self, num_places: int) -> None:
         """As many as the request will have replies."""
@@ -110,15 +182,18 @@ class Place:
                 param="n",
             )
         if num_places > self._num_places:
-            self._queue.take(self.tenant, num_places - self._num_places)
+            self._queue.reserve(self.tenant, num_places - self._num_places)
         elif num_places < self._num_places:
-            self._queue.give_back(self.tenant, self._num_places - num_places)
+            self._queue.release(self.tenant, self._num_places - num_places)
         self._num_places = num_places
 
     def add_bytes(self, num_bytes: int) -> None:
         """Of the body, when it declares them or they come; or of what the request makes us read again."""
-        self._bodies.resize(self.num_bytes, self.num_bytes + num_bytes)
-        self.num_bytes += num_bytes
+        self.require_room()
+        bodies, after = self._intake.bodies, self.num_bytes + num_bytes
+        self._intake.make_room(lambda: bodies.has_room(self.num_bytes, after), asking=self)
+        bodies.resize(self.num_bytes, after)
+        self.num_bytes = after
 
     def hand_over(self, num_replies: int) -> None:
         """To so many replies: each gives one place back when it ends. The body is not needed any more."""
@@ -132,7 +207,7 @@ class Place:
         self._drop_bytes()
 
     def _drop_bytes(self) -> None:
-        self._bodies.resize(self.num_bytes, 0)
+        self._intake.bodies.resize(self.num_bytes, 0)
         self.num_bytes = 0
 
 
