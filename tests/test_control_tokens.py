@@ -406,6 +406,14 @@ def test_roles_make_control_tokens_where_the_template_makes_them_of_roles() -> N
     assert model.control([{"role": "end", "content": "a"}]) == [model.tokenizer.id_of("<|end|>")]
 
 
+def test_many_words_that_make_control_tokens_need_few_stand_ins() -> None:
+    words = [f"{letter}{word}" for letter in "abcdefghijklmnopqrstuvwxyz0123456789" for word in ("end", "or")]
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    model = added(library_of_embedded(), *(f"<|{word}|>" for word in words), template=template)
+    for word in words:
+        assert not model.control([{"role": word, "content": word}]), word
+
+
 def test_brackets_are_marked_in_strings_and_kept_in_json() -> None:
     template = "<s>{% for m in messages %}[INST]{{ m.content }}[/INST][{{ m.list | tojson }}]{% endfor %}</s>"
     model = added(library_of_embedded(), "<s>", "</s>", "[INST]", "[/INST]", template=template)
