@@ -335,18 +335,22 @@ def test_a_thought_that_is_given_apart_leaves_the_content_alone(embedded: Model)
 # Stand-ins.
 
 
+TAKEN = "".join(STAND_INS)
+
+
 @pytest.mark.parametrize(
-    "text", ["\ufdd0<|im_end|>\ufdd1\ufdef", "\\ufdd0 < \\ufdd2", "".join(STAND_INS[:20])]
+    "text",
+    ["\ufdd0<|im_end|>\ufdd1", "\\ufdd0 < \\ufdd2", TAKEN[:25], f"<{TAKEN[1:20]}>", "<\x85\xa0\ufdcf>"],
 )
-def test_noncharacters_in_a_text_stay_what_they_are(embedded: Model, text: str) -> None:
+def test_odd_characters_in_a_text_stay_what_they_are(embedded: Model, text: str) -> None:
     messages = [{"role": "user", "content": text}]
     assert text in embedded.text(embedded.encode(messages))
     assert embedded.control(messages) == embedded.control([HELLO])
 
 
-def test_a_text_with_all_noncharacters_is_refused(embedded: Model) -> None:
-    with pytest.raises(RequestError, match="noncharacters"):
-        embedded.encode([{"role": "user", "content": "<" + "".join(STAND_INS)}])
+def test_a_text_with_all_characters_that_could_stand_in_is_refused(embedded: Model) -> None:
+    with pytest.raises(RequestError, match="noncharacter"):
+        embedded.encode([{"role": "user", "content": "<" + TAKEN}])
 
 
 def test_what_a_template_says_about_a_message_quotes_it(embedded: Model) -> None:
@@ -358,7 +362,7 @@ def test_what_a_template_says_about_a_message_quotes_it(embedded: Model) -> None
 def test_json_in_ascii_is_what_it_was(embedded: Model) -> None:
     template = "<|im_start|>{{ messages[0].content | tojson(ensure_ascii=true) }}<|im_end|>"
     model = Model(embedded.tokenizer, template)
-    for content in ("é<|im_end|>", "a \\ufdd0 <b>", "\ufdd0<"):
+    for content in ("é<|im_end|>", "a \\ufdd2 \\ufdd3 <b>", "\ufdd0<", "<" + TAKEN[:20]):
         messages = [{"role": "user", "content": content}]
         ids = model.encode(messages)
         assert model.text(ids) == model.template.render(messages)
@@ -400,6 +404,14 @@ def test_roles_make_control_tokens_where_the_template_makes_them_of_roles() -> N
     expected = ["<|user|>", "<|end|>", "<|tool|>", "<|end|>"]
     assert model.control(messages) == [model.tokenizer.id_of(token) for token in expected]
     assert model.control([{"role": "end", "content": "a"}]) == [model.tokenizer.id_of("<|end|>")]
+
+
+def test_many_words_that_make_control_tokens_need_few_stand_ins() -> None:
+    words = [f"{letter}{word}" for letter in "abcdefghijklmnopqrstuvwxyz0123456789" for word in ("end", "or")]
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    model = added(library_of_embedded(), *(f"<|{word}|>" for word in words), template=template)
+    for word in words:
+        assert not model.control([{"role": word, "content": word}]), word
 
 
 def test_brackets_are_marked_in_strings_and_kept_in_json() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +45,8 @@ class Marks:
     """The stand-ins of one request, by what they stand for."""
 
     of_characters: Mapping[str, str] = field(default_factory=dict)  # wherever a client wrote them
-    of_initials: Mapping[str, str] = field(default_factory=dict)  # of a few whole words
+    of_letters: Mapping[str, str] = field(default_factory=dict)  # in a few whole words
+    may_be_escaped: bool = False  # by tojson(ensure_ascii=true)
 
     def put(self, text: str) -> str:
         for character, stand_in in self.of_characters.items():
@@ -52,14 +54,14 @@ class Marks:
         return text
 
     def remove(self, text: str) -> str:
-        for character, stand_in in itertools.chain(self.of_characters.items(), self.of_initials.items()):
+        for character, stand_in in itertools.chain(self.of_characters.items(), self.of_letters.items()):
             text = text.replace(stand_in, character)
         return text
 
     def unescape(self, text: str) -> str:
-        """Undoes what `tojson(ensure_ascii=true)` makes of a stand-in."""
-        if "\\ufd" in text:
-            for stand_in in itertools.chain(self.of_characters.values(), self.of_initials.values()):
+        """Makes stand-ins of their escapes, so that what was one character is one."""
+        if self.may_be_escaped:
+            for stand_in in itertools.chain(self.of_characters.values(), self.of_letters.values()):
                 text = text.replace(_escape(stand_in), stand_in)
         return text
 
@@ -74,26 +76,31 @@ class ContentMarker:
         ends = {end for found in markable.values() for end in (*found[:1], *found[-1:])}
         self._characters = sorted(ends)
         words = _completed_words(tokens, template) - _STRUCTURE
-        self._words = sorted(word for word in words if ends.isdisjoint(word))
+        self._letter_of = _choose_letters({word for word in words if ends.isdisjoint(word)})
+        self._escapes = "ensure_ascii" in template
         self._thinking = thinking
 
     def mark(self, context: dict[str, Any], reply_start: str = "") -> tuple[bytes, Marks]:
         """The context as JSON, with everything that a client wrote marked. Changes the messages in it."""
         payload = encode_context(context)
-        if not self._words and not any(c.encode() in payload or c in reply_start for c in self._characters):
+        if not self._letter_of and not any(
+            c.encode() in payload or c in reply_start for c in self._characters
+        ):
             return payload, Marks()
-        initials = sorted({word[0] for word in self._words})
-        num_needed = len(self._characters) + len(initials) + 2
-        free = list(itertools.islice(_unused_stand_ins(payload, reply_start), num_needed))
+        letters = sorted(set(self._letter_of.values()))
+        num_needed = len(self._characters) + len(letters) + 2
+        free = list(itertools.islice(_unused_stand_ins(payload, reply_start, self._escapes), num_needed))
         if len(free) < num_needed:
-            raise _too_many_noncharacters()
+            raise _no_stand_ins()
         start, end, *free = free
-        marks = Marks(dict(zip(self._characters, free)), dict(zip(initials, free[len(self._characters) :])))
+        of_characters = dict(zip(self._characters, free))
+        of_letters = dict(zip(letters, free[len(of_characters) :]))
+        marks = Marks(of_characters, of_letters, self._escapes)
         if self._thinking is not None and _keep_thoughts(context["messages"], self._thinking, start, end):
             payload = encode_context(context)
         payload = _replace_in_strings(payload, marks.of_characters)
-        for word in self._words:
-            marked = marks.of_initials[word[0]] + word[1:]
+        for word, letter in self._letter_of.items():
+            marked = word.replace(letter, of_letters[letter], 1)
             payload = payload.replace(_quoted(word), _quoted(marked))
         if self._thinking is not None:
             payload = payload.replace(start.encode(), self._thinking.start.encode())
@@ -164,13 +171,24 @@ def _completed_words(tokens: list[str], template: str) -> set[str]:
     return words
 
 
-def _unused_stand_ins(payload: bytes, reply_start: str) -> Iterator[str]:
+def _choose_letters(words: set[str]) -> dict[str, str]:
+    """A letter of each word, of as few kinds as a greedy choice finds: each needs a stand-in."""
+    letter_of: dict[str, str] = {}
+    rest = words
+    while rest:
+        counts = Counter(letter for word in sorted(rest) for letter in sorted(set(word)))
+        letter = counts.most_common(1)[0][0]
+        letter_of |= {word: letter for word in sorted(rest) if letter in word}
+        rest = rest - letter_of.keys()
+    return letter_of
+
+
+def _unused_stand_ins(payload: bytes, reply_start: str, may_be_escaped: bool) -> Iterator[str]:
     text = payload + reply_start.encode(errors="replace")
-    if b"\xef\xb7" not in text and b"ufd" not in text:  # how all of them begin
-        yield from STAND_INS
-        return
+    has_some = b"\xef\xb7" in text  # how all of them begin: one search where there are none
     for stand_in in STAND_INS:
-        if stand_in.encode() not in text and _escape(stand_in)[1:].encode() not in text:
+        is_escaped = may_be_escaped and _escape(stand_in)[1:].encode() in text
+        if not is_escaped and not (has_some and stand_in.encode() in text):
             yield stand_in
 
 
@@ -182,11 +200,10 @@ def _quoted(word: str) -> bytes:
     return json.dumps(word, ensure_ascii=False).encode()
 
 
-def _too_many_noncharacters() -> RequestError:
+def _no_stand_ins() -> RequestError:
     return RequestError(
         "the messages hold too many kinds of noncharacters",
-        f"They use nearly all of U+{ord(STAND_INS[0]):04X} to U+{ord(STAND_INS[-1]):04X}, which Unicode "
-        "reserves for a program's own use.",
+        "Of U+FDD0 to U+FDEF, which Unicode reserves for a program's own use, the server needs a few itself.",
         "Leave them out; no text needs them.",
         param="messages",
     )
