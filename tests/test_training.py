@@ -178,7 +178,11 @@ def recur(
 
 
 def test_embedded_model_fits_its_limit() -> None:
-    assert 10_000_000 < count_parameters(ModelConfig()) <= 11_500_000
+    assert 15_000_000 < count_parameters(ModelConfig()) <= 16_500_000
+
+
+def test_what_is_trained_by_default_is_the_embedded_model() -> None:
+    assert ModelConfig.of_folder(ASSETS) == ModelConfig()
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 32, 64])
