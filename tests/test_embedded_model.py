@@ -200,9 +200,17 @@ def test_states_in_float16_cost_less_than_bfloat16_does(llm: LLM, folder: Path) 
     assert 0 < of_states < of_weights / 10
 
 
-def test_its_mtp_head_guesses_the_token_after_the_next(llm: LLM) -> None:
+def test_its_mtp_head_guesses_the_token_after_the_next(llm: LLM, folder: Path) -> None:
     """On held-out word problems, over the replies it writes itself: the first draft of speculation."""
-    model: Any = llm.engine.runner.model
+    model: Any = load_model(
+        find_model(str(folder)),
+        device="cpu",
+        dtype="float32",
+        random_weights=False,
+        seed=0,
+        on_phase=lambda _: None,
+        with_drafting_head=True,
+    )
     rng = Random("drafts")
     problems = [word_problems.sample(rng, True) for _ in range(6)]
     prompts = [

@@ -260,6 +260,36 @@ def test_sums_of_harnesses_are_right_whatever_their_wording() -> None:
     assert num_computed > 1200
 
 
+def test_the_gate_asks_for_simple_sums_and_training_has_harder_ones_too() -> None:
+    def is_simple(drawn: harness_sums.Sum) -> bool:
+        numbers, first = drawn.numbers, drawn.numbers[0]
+        are_round = all(number % 10 == 0 for number in numbers)
+        match drawn.form:
+            case "a+b+c":
+                return are_round or max(numbers) <= 20
+            case "a+b":
+                return are_round or max(numbers) <= 99
+            case "a-b":
+                return first % 100 == 0 or first in range(10, 100, 10)
+            case "a*b":
+                return max(numbers) <= 12 or min(numbers) <= 9
+            case "a/b":
+                return numbers[1] <= 12
+        return False
+
+    rng = Random("simple")
+    simple = [harness_sums.draw_sum(rng, three_share=0.4) for _ in range(2000)]
+    for drawn in simple:
+        assert is_simple(drawn), drawn
+        assert max(drawn.numbers) <= 5000, drawn
+    assert {drawn.form for drawn in simple} == {"a+b", "a+b+c", "a-b", "a*b", "a/b"}
+    harder = [harness_sums.draw_harder(rng) for _ in range(500)]
+    assert sum(is_simple(drawn) for drawn in harder) < 0.2 * len(harder)
+    asked, trained = ([question_of(c) for c in draw(harness_sums, 3000, flag)] for flag in (True, False))
+    assert not any("subtract" in q and "add" in q.lower() for q in asked)
+    assert any("subtract" in q and "add" in q.lower() for q in trained)
+
+
 def test_wordings_that_are_held_out_are_never_trained_on() -> None:
     trained, held_out = harness_sums.TRAINED, harness_sums.HELD_OUT
     assert not {*held_out.asking} & {*trained.asking, *spot_checks.QUESTIONS}

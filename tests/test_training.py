@@ -40,6 +40,7 @@ from training.examine import ask, load_model
 from training.examine import main as examine
 from training.export import check_with_transformers, export
 from training.improve import STAGES, Improvement, Stage
+from training.improve import main as improve
 from training.layers import is_among_largest
 from training.model import Qwen35Moe, count_parameters, init_weights
 from training.optimizer import FlatAdamW
@@ -177,7 +178,11 @@ def recur(
 
 
 def test_embedded_model_fits_its_limit() -> None:
-    assert 10_000_000 < count_parameters(ModelConfig()) <= 11_500_000
+    assert 15_000_000 < count_parameters(ModelConfig()) <= 16_500_000
+
+
+def test_what_is_trained_by_default_is_the_embedded_model() -> None:
+    assert ModelConfig.of_folder(ASSETS) == ModelConfig()
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 32, 64])
@@ -650,6 +655,28 @@ def test_an_examination_judges_as_the_gates_do(tmp_path: Path, capsys: pytest.Ca
 def test_a_stage_names_kinds_that_exist_and_rehearses_what_the_gates_ask(stage: Stage) -> None:
     gated = {gate.name for gate in GATES} - {"thinking_closed"}
     assert gated | {"small_talk"} <= stage.shares.keys() <= SHARES.keys()
+    assert max(stage.row_lens) >= 2300  # the longest conversations, which only recall has
+    refuses = "refusals" in stage.shares
+    assert refuses == (stage.name != "sums"), "what a stage has taught, the next one rehearses"
+
+
+def test_one_stage_runs_alone_from_a_model_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def train(self: Improvement, stage: Stage, init: Path, minutes: float) -> Path:
+        ran.append((stage.name, init, round(minutes, 2)))
+        return tmp_path
+
+    monkeypatch.setattr(Improvement, "train", train)
+    monkeypatch.setattr(Improvement, "pack", lambda *_: None)
+    monkeypatch.setattr(Improvement, "examine", lambda *_: None)
+    folders = ["--out", str(tmp_path), "--work", str(tmp_path), "--init", str(ASSETS)]
+    assert improve([*folders, "--stages", "polish", "--deadline", "190"]) == 0
+    assert ran == [("polish", ASSETS, 1.83)]
+    ran.clear()
+    assert improve([*folders, "--deadline", "9999"]) == 0
+    assert [name for name, _, _ in ran] == [stage.name for stage in STAGES]
+    assert [init for _, init, _ in ran] == [ASSETS, tmp_path, tmp_path]
 
 
 def test_a_packed_model_is_whole_when_its_parts_are_joined(

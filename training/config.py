@@ -19,7 +19,7 @@ class ModelConfig:
 
     vocab_size: int = 2560
     hidden_size: int = 256
-    num_layers: int = 8
+    num_layers: int = 12
     full_attention_interval: int = 4
     num_query_heads: int = 4
     num_kv_heads: int = 2

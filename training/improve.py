@@ -1,13 +1,14 @@
-"""Trains the embedded model on, in two stages that each leave a whole model behind.
+"""Trains the embedded model on, in stages that each leave a whole model behind.
 
-    python -m training.improve --out OUT --work DIR [--minutes 1.75 3.5] [--deadline 540]
+    python -m training.improve --out OUT --work DIR [--stages polish --init MODEL] [--minutes 1.83]
 
 `sums` trains the model as it is, mostly on sums as harnesses word them. `refusals` goes on from there with
-four more layers, mostly on requests whose tool is offered under another name or not at all; when it misses a
-gate, the model of `sums` is still there. OUT gets files small enough to be carried about:
+four more layers, mostly on requests whose tool is offered under another name or not at all. `polish` brings
+both together: many short rows of sums, all the rest rehearsed. When a stage misses a gate, the model before
+it is still there. OUT gets files small enough to be carried about:
 
     STAGE.tar.00, STAGE.tar.01    the model folder: cat OUT/STAGE.tar.* | tar -x -C MODELS
-    improve.json                  the gates of both, seconds, what failed
+    improve.json                  the gates of each, seconds, what failed
     improve.log                   everything that was printed
 """
 
@@ -27,8 +28,8 @@ from typing import Any, TextIO
 from training.tokenizer import ASSETS
 
 PART_BYTES = 16_000_000  # a file larger than 16 MiB cannot be carried everywhere
-SECONDS_TO_START = 40.0  # a stage: torch, the tokenizer, a graph for each row length
-SECONDS_TO_END = 75.0  # what is asked and written after the last step
+SECONDS_TO_START = 20.0  # a stage: torch, the tokenizer, a graph for each row length
+SECONDS_TO_END = 45.0  # what is asked and written after the last step
 SECONDS_TO_STOP = 20.0
 SHORTEST_STAGE_S = 5.0
 SECONDS_AFTER_DEADLINE = 25.0
@@ -40,7 +41,10 @@ ROW_LENS = (64, 96, 128, 192, 320, 384, 448, 576, 1280, 2560)
 class Stage:
     name: str
     shares: Mapping[str, float]  # of conversations: a sum has 50 tokens, a request with tools 400
+    minutes: float
     layers: int | None = None
+    row_lens: tuple[int, ...] = ROW_LENS
+    tokens_per_batch: int = 65_536
     flags: tuple[str, ...] = ("--peak-lr", "1e-3", "--first-token-weight", "4")
 
 
@@ -55,6 +59,7 @@ STAGES = (
             "recall": 0.04,
             "small_talk": 0.03,
         },
+        minutes=1.75,
     ),
     Stage(
         "refusals",
@@ -68,7 +73,26 @@ STAGES = (
             "recall": 0.05,
             "small_talk": 0.04,
         },
+        minutes=3.5,
         layers=12,
+    ),
+    # More than half of all tokens are sums. Small batches: twice the steps in the same time.
+    Stage(
+        "polish",
+        {
+            "harness_sums": 0.79,
+            "spot_checks": 0.115,
+            "word_problems": 0.032,
+            "tool_calls": 0.017,
+            "tool_choice": 0.019,
+            "refusals": 0.004,
+            "recall": 0.012,
+            "small_talk": 0.016,
+        },
+        minutes=1.83,
+        row_lens=(40, 48, 64, 96, 160, 320, 384, 448, 576, 1280, 2560),
+        tokens_per_batch=32_768,
+        flags=("--peak-lr", "6e-4", "--first-token-weight", "2"),
     ),
 )
 
@@ -82,7 +106,9 @@ class Improvement:
 
     def run(self) -> int:
         start, trained = self.flags.init, {}
-        for stage, minutes in zip(STAGES, self.flags.minutes, strict=False):
+        stages = [stage for stage in STAGES if stage.name in self.flags.stages]
+        minutes_of = self.flags.minutes or [stage.minutes for stage in stages]
+        for stage, minutes in zip(stages, minutes_of, strict=False):
             left_s = self.flags.deadline - self.elapsed_s - SECONDS_TO_START - SECONDS_TO_END
             if left_s < SHORTEST_STAGE_S:
                 self.note(stage.name, left_out=f"only {self.flags.deadline - self.elapsed_s:.0f} s were left")
@@ -93,7 +119,7 @@ class Improvement:
             self.pack(stage.name, folder)
             start = trained[stage.name] = folder
         self.examine(trained)
-        return 0 if len(trained) == len(self.flags.minutes) else 1
+        return 0 if len(trained) == len(stages) else 1
 
     @property
     def elapsed_s(self) -> float:
@@ -107,7 +133,8 @@ class Improvement:
             *("--out", out, "--init", init, "--minutes", f"{minutes:.3f}", "--no-check", *stage.flags),
             *(("--layers", stage.layers) if stage.layers else ()),
             *("--shares", *(f"{kind}={share}" for kind, share in stage.shares.items())),
-            *("--row-lens", *self.flags.row_lens, "--tokens-per-batch", self.flags.tokens_per_batch),
+            *("--row-lens", *(self.flags.row_lens or stage.row_lens)),
+            *("--tokens-per-batch", self.flags.tokens_per_batch or stage.tokens_per_batch),
             *("--workers", self.flags.workers, "--problems", self.flags.problems),
         )
         code = self.wait(process, until_s=self.flags.deadline)
@@ -166,14 +193,16 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for what is to be kept")
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
     parser.add_argument("--init", type=Path, default=ASSETS, metavar="MODEL", help="the embedded model")
-    parser.add_argument("--minutes", type=float, nargs="+", default=[1.75, 3.5], help="of training, by stage")
-    parser.add_argument("--deadline", type=float, default=540.0, metavar="SECONDS", help="for all")
+    names = [stage.name for stage in STAGES]
+    parser.add_argument("--stages", nargs="+", choices=names, default=names, help="default: all, in order")
+    parser.add_argument("--minutes", type=float, nargs="+", help="of training, by stage; default: its own")
+    parser.add_argument("--deadline", type=float, default=720.0, metavar="SECONDS", help="for all")
     parser.add_argument("--limit", type=int, default=200, metavar="N", help="problems per gate (200)")
     parser.add_argument("--problems", type=int, default=24, help="asked at the end of a stage, times four")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=12, help="processes that make data")
-    parser.add_argument("--row-lens", type=int, nargs="+", default=ROW_LENS)
-    parser.add_argument("--tokens-per-batch", type=int, default=65_536)
+    parser.add_argument("--row-lens", type=int, nargs="+", help="default: the stage's own")
+    parser.add_argument("--tokens-per-batch", type=int, help="default: the stage's own")
     return parser.parse_args(argv)
 
 

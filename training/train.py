@@ -45,7 +45,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--row-lens", type=int, nargs="+", default=train.row_lens)
     parser.add_argument("--tokens-per-batch", type=int, default=train.tokens_per_batch)
     parser.add_argument(
-        "--layers", type=int, metavar="N", help="default: those of --init, or 8; more are added on top"
+        "--layers", type=int, metavar="N", help="default: those of --init, or 12; more are added on top"
     )
     parser.add_argument(
         "--shares",

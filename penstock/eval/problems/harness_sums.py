@@ -2,6 +2,10 @@
 
 `spot_checks` are our own harness's; these are everybody else's. Whole wordings are held out besides numbers,
 so that a right answer shows reading and not a wording known by heart.
+
+The gate asks what one would do in the head: three round or small numbers added, a difference from a round
+number, two small or round numbers added, products of the table or of a digit, quotients that come out.
+Training has a tail of harder ones (`draw_harder`) so that they stay possible; no gate asks for them.
 """
 
 from __future__ import annotations
@@ -229,16 +233,21 @@ SYSTEMS = (
 )
 
 
+HARDER_SHARE = 0.1
+THINKING_SHARE = 0.3  # harnesses rarely ask for thoughts
+
+
 def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Conversation:
     """Held out: half in wordings that training never has, half in questions that it never has."""
     is_new_wording = held_out and rng.random() < 0.5
     wordings = HELD_OUT if is_new_wording else TRAINED
     while True:
-        drawn = draw_sum(rng)
+        is_harder = not held_out and rng.random() < HARDER_SHARE
+        drawn = draw_harder(rng) if is_harder else draw_sum(rng, three_share=0.4 if held_out else 0.7)
         question = word(rng, drawn, wordings)
         if is_new_wording or is_held_out(question) == held_out:
             break
-    is_thinking = rng.random() < 0.35 if thinking is None else thinking  # harnesses rarely ask for thoughts
+    is_thinking = rng.random() < THINKING_SHARE if thinking is None else thinking
     return Conversation(
         kind="harness_sums",
         messages=(
@@ -271,36 +280,49 @@ def word(rng: Random, drawn: Sum, wordings: Wordings) -> str:
     return question + gap + instruction
 
 
-def draw_sum(rng: Random) -> Sum:
+def draw_sum(rng: Random, three_share: float) -> Sum:
+    """A simple one. Three numbers at once are the slowest to learn: training has more of them."""
+    if rng.random() < three_share:
+        numbers = _three_numbers(rng)
+        return Sum("a+b+c", numbers, add_three(*numbers), sum(numbers))
     luck = rng.random()
-    if luck < 0.28:
-        return _three_added(rng)
-    if luck < 0.36:
-        return _three_with_a_difference(rng)
-    if luck < 0.62:
+    if luck < 0.4:
         return _difference(rng)
-    if luck < 0.78:
-        a, b = _number(rng), _number(rng)
-        return Sum("a+b", (a, b), add(a, b), a + b)
-    if luck < 0.92:
+    if luck < 0.65:
+        draw = pick(rng, (_round_number, lambda rng: between(rng, 0, pick(rng, (20, 99)))))
+        return _two_added(draw(rng), draw(rng))
+    if luck < 0.87:
         return _product(rng)
     return _quotient(rng)
 
 
-def _three_added(rng: Random) -> Sum:
+def draw_harder(rng: Random) -> Sum:
+    """Three numbers with a difference or of any two digits, four digits, the larger products."""
+    luck = rng.random()
+    if luck < 0.3:
+        return _three_with_a_difference(rng)
+    if luck < 0.5:
+        numbers = (_any_number(rng, 99), _any_number(rng, 99), _any_number(rng, 999))
+        return Sum("a+b+c", numbers, add_three(*numbers), sum(numbers))
+    if luck < 0.65:
+        return _two_added(_any_number(rng, 9999), _any_number(rng, 9999))
+    if luck < 0.85:
+        b, a = sorted((_any_number(rng, 9999), _any_number(rng, 9999)))
+        return Sum("a-b", (a, b), subtract(a, b), a - b)
+    a, b = between(rng, 11, 30), between(rng, 11, 30)
+    return Sum("a*b", (a, b), multiply(a, b), a * b)
+
+
+def _three_numbers(rng: Random) -> tuple[int, int, int]:
     if rng.random() < 0.2:
-        highest = pick(rng, (20, 99, 99))
-        numbers = tuple(between(rng, 1, highest) for _ in range(3))
-    else:
-        numbers = tuple(_round_number(rng) for _ in range(3))
-    return Sum("a+b+c", numbers, add_three(*numbers), sum(numbers))
+        return between(rng, 1, 20), between(rng, 1, 20), between(rng, 1, 20)
+    return _round_number(rng), _round_number(rng), _round_number(rng)
 
 
 def _three_with_a_difference(rng: Random) -> Sum:
     a, b = _round_number(rng), _round_number(rng)
     if rng.random() < 0.5:
-        step = 10 if a % 10 == 0 and b % 10 == 0 else 1
-        c = between(rng, 0, (a + b) // step) * step
+        c = between(rng, 0, (a + b) // 10) * 10
         work = f"{a} + {b} - {c} = {subtract(a + b, c)}"
         return Sum("a+b-c", (a, b, c), work, a + b - c)
     whole = a + b + _round_number(rng)
@@ -308,40 +330,42 @@ def _three_with_a_difference(rng: Random) -> Sum:
     return Sum("a-b-c", (whole, a, b), work, whole - a - b)
 
 
+def _two_added(a: int, b: int) -> Sum:
+    return Sum("a+b", (a, b), add(a, b), a + b)
+
+
 def _difference(rng: Random) -> Sum:
-    """Mostly from a round number."""
+    """From a round number: hundreds up to 1000, tens up to 100, a few beyond."""
     luck = rng.random()
-    if luck < 0.45:
-        a = pick(
-            rng, (100, 200, 300, 400, 500, 600, 700, 800, 900, 1000, 1000, 1000, 1500, 2000, 5000, 10_000)
-        )
-    elif luck < 0.75:
-        a = _round_number(rng)
+    if luck < 0.3:
+        a = 1000
+    elif luck < 0.7:
+        a = between(rng, 1, 9) * 100
+    elif luck < 0.9:
+        a = between(rng, 1, 10) * 10
     else:
-        a = _number(rng)
-    b = between(rng, 0, a)
-    if rng.random() < 0.25:
+        a = pick(rng, (1500, 2000, 5000))
+    b = between(rng, 1, a)
+    if rng.random() < 0.3:
         b -= b % 10
     return Sum("a-b", (a, b), subtract(a, b), a - b)
 
 
 def _product(rng: Random) -> Sum:
     luck = rng.random()
-    if luck < 0.4:
-        a, b = between(rng, 2, 20), between(rng, 2, 20)
-    elif luck < 0.55:
-        a, b = between(rng, 11, 30), between(rng, 11, 30)
+    if luck < 0.6:
+        a, b = between(rng, 2, 12), between(rng, 2, 12)
     elif luck < 0.8:
-        a, b = between(rng, 10, 99), between(rng, 2, 9)
+        a, b = between(rng, 11, 99), between(rng, 2, 9)
     else:
-        a, b = between(rng, 1, 99) * pick(rng, (10, 10, 100)), between(rng, 2, 9)
+        a, b = between(rng, 1, 20) * pick(rng, (10, 100)), between(rng, 2, 9)
     if rng.random() < 0.3:
         a, b = b, a
     return Sum("a*b", (a, b), multiply(a, b), a * b)
 
 
 def _quotient(rng: Random) -> Sum:
-    b, value = between(rng, 1, 12), between(rng, 1, 25)
+    b, value = between(rng, 1, 12), between(rng, 1, 12)
     if rng.random() < 0.4:
         value, b = pick(rng, (10, 20, 25, 50, 100, 125, 200, 250, 500)), pick(rng, (2, 2, 4, 5, 8, 10))
     return Sum("a/b", (b * value, b), divide(b * value, b), value)
@@ -349,16 +373,14 @@ def _quotient(rng: Random) -> Sum:
 
 def _round_number(rng: Random) -> int:
     step, most = pick(
-        rng, ((10, 99), (10, 99), (25, 40), (50, 20), (50, 40), (100, 10), (100, 30), (500, 8), (1000, 9))
+        rng, ((100, 10), (100, 10), (100, 10), (50, 20), (50, 20), (10, 20), (10, 20), (1000, 5))
     )
     return between(rng, 1, most) * step
 
 
-def _number(rng: Random) -> int:
-    if rng.random() < 0.5:
-        return _round_number(rng)
-    return between(rng, 0, pick(rng, (20, 99, 99, 999, 999, 9999)))
+def _any_number(rng: Random, highest: int) -> int:
+    return _round_number(rng) if rng.random() < 0.3 else between(rng, 0, highest)
 
 
 def _system_turn(rng: Random) -> tuple[Message, ...]:
-    return (system(pick(rng, SYSTEMS)),) if rng.random() < 0.3 else ()
+    return (system(pick(rng, SYSTEMS)),) if rng.random() < 0.2 else ()
