@@ -39,7 +39,7 @@ KEEP_ALIVE_S = 75
 ANSWER_GRACE_S = 1.0
 # A client that has closed its side of a connection, and may be gone, is looked at so often.
 LOOK_AT_HALF_CLOSED_S = 0.25
-LOOKS_PER_PROBE = 20  # and sent something so often, while its reply has not begun
+FIRST_PROBE, LOOKS_PER_PROBE = 4, 20  # and sent something so often, while its reply has not begun
 MAX_LOOKS_AT_HALF_CLOSED = 20  # for HTTP/1.0, where nothing can be sent before
 TURNED_AWAY_S = 0.25
 FULL_NEWS_S = 60.0
@@ -114,7 +114,10 @@ class HttpConnection(HttpToolsProtocol):
         if poll.poll(0) or (is_old and not cycle.response_started and num_looks > MAX_LOOKS_AT_HALF_CLOSED):
             self.transport.abort()
             return
-        if not (is_old or cycle.response_started or self.pipeline) and num_looks % LOOKS_PER_PROBE == 1:
+        if (
+            not (is_old or cycle.response_started or self.pipeline)
+            and num_looks % LOOKS_PER_PROBE == FIRST_PROBE
+        ):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         look = self._look_at_half_closed
         self._half_closed = self.loop.call_later(LOOK_AT_HALF_CLOSED_S, look, num_looks + 1)
