@@ -189,6 +189,7 @@ LOOPBACK = [
     "[::1]:8000",
     "[::ffff:127.0.0.1]:8000",
     "0.0.0.0:8000",
+    "host.docker.internal:8000",  # from a container, by way of the machine it runs on
 ]
 PUBLIC = [
     "evil.example",

@@ -28,6 +28,8 @@ ANY = "*"
 ANY_TYPE_PATH = "/invocations"
 FORM_TYPES = frozenset({"application/x-www-form-urlencoded", "multipart/form-data", "text/plain"})
 WILDCARD_ADDRESSES = ("0.0.0.0", "::")  # a client that connects to one of them reaches its own machine
+# By which containers call the machine they run on, its loopback too.
+CONTAINERS_HOSTS = ("host.docker.internal", "host.containers.internal")
 # Names that no registrar sells: nobody outside can make one of them point here.
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
 _JSON_TYPE = re.compile(r"application/([a-z0-9!#$&^_.-]+\+)?json")
@@ -123,7 +125,7 @@ class HostNames:
     def __init__(self, bound: str, allowed: Sequence[str]) -> None:
         self._takes_any = ANY in allowed
         self._is_loopback = _is_loopback(bound.lower())
-        own = {bound, *allowed, *WILDCARD_ADDRESSES}
+        own = {bound, *allowed, *WILDCARD_ADDRESSES, *CONTAINERS_HOSTS}
         if not self._is_loopback:
             machine = socket.gethostname()
             own |= {machine, machine.partition(".")[0]}

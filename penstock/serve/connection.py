@@ -12,6 +12,7 @@ the transport in between. Knows HTTP's chunks; what an event says is each API's.
 from __future__ import annotations
 
 import asyncio
+import logging
 import select
 from typing import Any
 
@@ -20,6 +21,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from penstock.config import ServeConfig
 from penstock.errors import OverloadedError
 from penstock.serve.open_files import TURNED_AWAY, connection_limit
+
+log = logging.getLogger("penstock.serve")
 
 # A client that reads slower than tokens come is cut off here: some thousands of events that nobody has read.
 MAX_BACKLOG_BYTES = 1024 * 1024
@@ -36,9 +39,10 @@ KEEP_ALIVE_S = 75
 ANSWER_GRACE_S = 1.0
 # A client that has closed its side of a connection, and may be gone, is looked at so often.
 LOOK_AT_HALF_CLOSED_S = 0.25
-LOOKS_PER_PROBE = 20  # and sent something so often, while its reply has not begun
+FIRST_PROBE, LOOKS_PER_PROBE = 4, 20  # and sent something so often, while its reply has not begun
 MAX_LOOKS_AT_HALF_CLOSED = 20  # for HTTP/1.0, where nothing can be sent before
 TURNED_AWAY_S = 0.25
+FULL_NEWS_S = 60.0
 TOO_MANY = b"Too many connections are open. Try again later."
 # Before uvicorn ends what runs when it shuts down, and logs that as a failure of ours.
 CUT_OFF_BEFORE_S = 0.5
@@ -49,6 +53,7 @@ class HttpConnection(HttpToolsProtocol):
 
     read_timeout_s = ServeConfig().read_timeout
     max_connections = 2**31
+    full_until = 0.0  # of all connections: the log has said so, and need not until then
 
     @classmethod
     def limited_by(cls, config: ServeConfig) -> type[HttpConnection]:
@@ -78,6 +83,9 @@ class HttpConnection(HttpToolsProtocol):
         """Says that there are too many, and leaves the client a moment to read it. Beyond some that are told,
         the connection just ends: descriptors are what there is too little of."""
         self._is_refused = True
+        if self.loop.time() > HttpConnection.full_until:
+            log.warning("all %d connections are in use; more are answered 503", self.max_connections)
+        HttpConnection.full_until = self.loop.time() + FULL_NEWS_S
         if len(self.connections) > self.max_connections + TURNED_AWAY:
             self.transport.abort()
             return
@@ -106,7 +114,10 @@ class HttpConnection(HttpToolsProtocol):
         if poll.poll(0) or (is_old and not cycle.response_started and num_looks > MAX_LOOKS_AT_HALF_CLOSED):
             self.transport.abort()
             return
-        if not (is_old or cycle.response_started or self.pipeline) and num_looks % LOOKS_PER_PROBE == 1:
+        if (
+            not (is_old or cycle.response_started or self.pipeline)
+            and num_looks % LOOKS_PER_PROBE == FIRST_PROBE
+        ):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         look = self._look_at_half_closed
         self._half_closed = self.loop.call_later(LOOK_AT_HALF_CLOSED_S, look, num_looks + 1)
