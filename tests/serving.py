@@ -113,6 +113,7 @@ def start_server(
     serve: dict[str, Any] | None = None,
     wait_for: str = "ready",
     log: IO[str] | None = None,  # where its stderr goes, if not to ours
+    path: Path | None = None,  # of modules that it and its engines find besides
 ) -> Iterator[Server]:
     settings = {"engine": {**TINY_ENGINE, **(engine or {})}, "serve": {"port": 0, **(serve or {})}}
     process = subprocess.Popen(
@@ -121,7 +122,11 @@ def start_server(
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(str(folder) for folder in (REPOSITORY, path) if folder is not None),
+            "OMP_NUM_THREADS": "1",
+        },
     )
     server = Server(process)
     try:
