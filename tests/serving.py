@@ -114,6 +114,7 @@ def start_server(
     wait_for: str = "ready",
     log: IO[str] | None = None,  # where its stderr goes, if not to ours
     max_files: int | None = None,  # that it may open
+    path: Path | None = None,  # of modules that it and its engines find besides
 ) -> Iterator[Server]:
     settings = {"engine": {**TINY_ENGINE, **(engine or {})}, "serve": {"port": 0, **(serve or {})}}
     limit = [] if max_files is None else ["bash", "-c", f'ulimit -n {max_files}; exec "$@"', "bash"]
@@ -123,7 +124,11 @@ def start_server(
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(str(folder) for folder in (REPOSITORY, path) if folder is not None),
+            "OMP_NUM_THREADS": "1",
+        },
     )
     server = Server(process)
     try:

@@ -101,11 +101,13 @@ class ParsedReply:
         fragments: list[str] = []
         reply = cls()
         for delta in deltas:
+            if type(delta) is ContentDelta:  # nearly all are text, and `match` takes four times as long
+                contents.append(delta.text)
+                continue
+            if type(delta) is ReasoningDelta:
+                thoughts.append(delta.text)
+                continue
             match delta:
-                case ContentDelta(text):
-                    contents.append(text)
-                case ReasoningDelta(text):
-                    thoughts.append(text)
                 case ToolCallStart(_, id, name):
                     reply.calls.append(ParsedCall(id, name))
                     fragments.clear()
