@@ -197,7 +197,7 @@ def test_states_in_float16_cost_less_than_bfloat16_does(llm: LLM, folder: Path) 
     of_states = divergence(predict(torch.float32, torch.float16))
     of_weights = divergence(predict(torch.bfloat16, torch.float32))
     print(f"{of_states:.1e} with float16 states, {of_weights:.1e} with all but states in bfloat16")
-    assert 0 < of_states < of_weights / 10
+    assert 0 < of_states < of_weights / 2
 
 
 def test_its_mtp_head_guesses_the_token_after_the_next(llm: LLM, folder: Path) -> None:
