@@ -63,9 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     config: EngineConfig = from_mapping(EngineConfig, settings)
     with PhaseList() as phases:
         with timed("libraries", phases):
-            from penstock.engine.engine import Engine, pick_device
+            from penstock.engine.device import pick_device, select_device
+            from penstock.engine.engine import Engine
             from penstock.ops.triton import tuning
         _require_gpu(pick_device(config.device))
+        select_device(config.device)
         engine = Engine.from_source(cut_layers(find_model(config.model), arguments.layers), config, phases)
         device = engine.runner.rows.device
         path = Path(arguments.out) if arguments.out else tuning.TABLES / f"{tuning.table_name(device)}.json"

@@ -11,6 +11,7 @@ import functools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -219,10 +220,12 @@ def launch_all(kinds: Sequence[Launches]) -> None:
 def launch_in_threads(launches: Sequence[Launch]) -> list[Launch]:
     """All of them at the same time: nearly all of compiling is done without Python's lock, and one kernel
     after the other it would take minutes. Returns those that there was no memory for meanwhile."""
+    # A thread begins on the first device, whichever is the current one here.
+    index = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def has_launched(launch: Launch) -> bool:
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), nullcontext() if index is None else torch.cuda.device(index):
                 launch()
         except torch.OutOfMemoryError:
             return False

@@ -5,13 +5,17 @@ The only place where the host waits for the device is `PendingStep.wait`.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock import ops
 from penstock.engine.constraints import StepMasks
+from penstock.engine.device import on_device
 from penstock.engine.graphs import DecodeGraphs, Model, is_decode, launch_all, run_for_last_tokens
 from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.rows import RowTable, SampleInputs, Wishes
@@ -21,6 +25,8 @@ from penstock.types import Followers, StepOutput, StepPlan, TokenLogprob
 
 FOLLOWER_ROWS = 64  # of logits at a time: a vocabulary has hundreds of thousands
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 Scores = tuple[Tensor, Tensor, Tensor]  # log-probabilities [T], of the likeliest [T, k], their ids [T, k]
 
 
@@ -105,6 +111,19 @@ class LaunchedLogits:
     scores: dict[int, Scores] = field(default_factory=dict)  # of followers, by row
 
 
+def _on_its_device(method: Callable[Given, Result]) -> Callable[Given, Result]:
+    """For methods of `Runner` that launch: the current device may be another engine's."""
+
+    @functools.wraps(method)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        runner = args[0]
+        assert isinstance(runner, Runner)
+        with on_device(runner.rows.last_token.device), torch.inference_mode():
+            return method(*args, **kwargs)
+
+    return call
+
+
 @dataclass(slots=True)
 class Runner:
     model: Model
@@ -114,7 +133,7 @@ class Runner:
     graphs: DecodeGraphs | None = None
     prompt_graphs: PromptGraphs | None = None
 
-    @torch.inference_mode()
+    @_on_its_device
     def capture(self, max_step_tokens: int, on_phase: OnPhase) -> None:
         """From here on decode steps and short prompts are replayed instead of launched."""
         given = (self.model, self.caches, self.rows, self.deterministic)
@@ -129,7 +148,7 @@ class Runner:
             graphs.capture(pool, on_phase)
         self.prompt_graphs, self.graphs = prompts, decodes
 
-    @torch.inference_mode()
+    @_on_its_device
     def launch(self, plan: StepPlan) -> PendingStep:
         self.rows.update(plan)
         wishes = self.rows.wishes(plan)
@@ -137,20 +156,20 @@ class Runner:
             return PendingStep(plan, wishes, [self.graphs.replay(plan, wishes.ending)])
         return self.launch_sampling(self._launch_forward(plan, wishes))
 
-    @torch.inference_mode()
+    @_on_its_device
     def launch_logits(self, plan: StepPlan) -> LaunchedLogits:
         """Half of `launch`, for steps whose masks the host makes meanwhile; `launch_sampling` is the rest."""
         self.rows.update(plan)
         return self._launch_forward(plan, self.rows.wishes(plan))
 
-    @torch.inference_mode()
+    @_on_its_device
     def launch_sampling(self, launched: LaunchedLogits, masks: StepMasks | None = None) -> PendingStep:
         plan, wishes = launched.plan, launched.wishes
         sampling = self.rows.sample_inputs(plan)
         tensors = self._sample(launched.logits, sampling, wishes, masks)
         return PendingStep(plan, wishes, tensors, launched.scores)
 
-    @torch.inference_mode()
+    @_on_its_device
     def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
         """One step whose tokens somebody else chooses."""
         self.rows.update(plan)
