@@ -188,7 +188,10 @@ class FakeRunner:
         for row in plan.rows:
             context = self._read_context(row)
             if row.samples:
-                token = sample_token(context, [edit for edit in plan.logit_edits if edit.row == row.row])
+                biases = self._rows[row.row].admission.sampling.logit_bias
+                edits = [LogitEdit(row.row, token, bias) for token, bias in biases.items()]
+                edits += [edit for edit in plan.logit_edits if edit.row == row.row]
+                token = sample_token(context, edits)
                 token_ids[row.row] = self._rows[row.row].last_sample = token
                 if self._rows[row.row].admission.sampling.logprobs is not None:
                     logprobs[row.row] = TokenLogprob(token, -float(len(context)))

@@ -389,13 +389,13 @@ def test_min_tokens_forbids_end_tokens_until_then(depth: int) -> None:
     assert not any(edits[5:])
 
 
-def test_logit_bias_is_applied_in_every_step_that_samples() -> None:
+def test_logit_biases_come_with_the_admission_and_steps_carry_none() -> None:
     world = World(Setup(max_step_tokens=4))
     sampling = SamplingParams(max_tokens=4, logit_bias={7: 100.0})
     run_all(world, [ask("a", prompt(6), sampling=sampling)])
     assert world.replies["a"] == [7] * 4
-    edited = [plan.logit_edits == (LogitEdit(0, 7, 100.0),) for plan in world.plans]
-    assert edited == [False, True, True, True, True]
+    assert [admission.sampling.logit_bias for admission in world.plans[0].admissions] == [{7: 100.0}]
+    assert not any(plan.logit_edits for plan in world.plans)
 
 
 def test_logprobs_are_passed_through() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock import ops
+from penstock.engine.biases import Entries, LogitBiases
 from penstock.engine.packing import pack_step, span_of
 from penstock.layers.inputs import RowSpan, StepInputs
 from penstock.types import Admission, LogitEdit, RowPlan, SamplingParams, StepPlan
@@ -29,7 +30,7 @@ class Wishes:
     """How the rows that sample in a step want it, on the host: what nobody asked for is skipped."""
 
     params: tuple[SamplingParams, ...]  # in the order of the rows
-    has_edits: bool
+    has_edits: bool  # of this step alone
 
     @property
     def ending(self) -> Ending:
@@ -44,6 +45,10 @@ class Wishes:
         return any(params.has_penalties for params in self.params)
 
     @property
+    def has_biases(self) -> bool:
+        return any(params.logit_bias for params in self.params)
+
+    @property
     def num_top_logprobs(self) -> int | None:
         """The most any row wants; None when no row wants any."""
         return max((params.logprobs for params in self.params if params.logprobs is not None), default=None)
@@ -51,7 +56,8 @@ class Wishes:
     @property
     def are_plain(self) -> bool:
         """Whether the next tokens are all that is wanted, from the logits as they are."""
-        return not (self.has_edits or self.has_penalties or self.num_top_logprobs is not None)
+        is_changed = self.has_edits or self.has_biases or self.has_penalties
+        return not (is_changed or self.num_top_logprobs is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,8 @@ class SampleInputs:
 
     rows: Tensor  # [L] int64
     positions: Tensor  # [L] int64  of the tokens that are drawn
-    edits: tuple[Tensor, Tensor, Tensor] | None  # indices into L, token ids, biases
+    biases: Entries | None  # of the rows, for as long as they run
+    edits: Entries | None  # of this step
 
 
 class RowTable:
@@ -80,6 +87,7 @@ class RowTable:
         self.knobs = torch.zeros(num_rows, len(_KNOBS), device=device)  # columns named by _KNOBS
         self.generated: Tensor | None = None  # [rows, vocab] int32, made when a request first has penalties
         self.in_prompt: Tensor | None = None  # [rows, vocab] bool
+        self._biases = LogitBiases(self.upload)
         self._params = [SamplingParams()] * num_rows
 
     def knob(self, name: str, rows: Tensor) -> Tensor:  # [L] float32
@@ -119,6 +127,7 @@ class RowTable:
             return
         for admission in admissions:
             self._params[admission.row] = admission.sampling
+            self._biases.set(admission.row, admission.sampling.logit_bias)
         rows = self.upload([admission.row for admission in admissions])
         self.seed[rows] = self.upload([admission.seed for admission in admissions])
         self.top_k[rows] = self.upload([admission.sampling.top_k for admission in admissions])
@@ -186,10 +195,11 @@ class RowTable:
         return SampleInputs(
             rows=rows,
             positions=positions,
+            biases=self._biases.entries([row.row for row in sampling]),
             edits=self._edits([edit for edit in plan.logit_edits if edit.row in place], place),
         )
 
-    def _edits(self, edits: list[LogitEdit], place: dict[int, int]) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _edits(self, edits: list[LogitEdit], place: dict[int, int]) -> Entries | None:
         if not edits:
             return None
         indices = self.upload([[place[edit.row] for edit in edits], [edit.token_id for edit in edits]])

@@ -231,6 +231,8 @@ class Runner:
                 table.knob("presence_penalty", rows),
                 table.knob("frequency_penalty", rows),
             )
+        if sampling.biases is not None:
+            logits = ops.bias_logits(logits, *sampling.biases)
         if sampling.edits is not None:
             logits = ops.edit_logits(logits, *sampling.edits)
         if masks is not None and masks.places:

@@ -292,7 +292,7 @@ class Scheduler:
             first_new = len(pages) - chunk.num_new_pages
             page_updates += [(chunk.row, i, pages[i]) for i in range(first_new, len(pages))]
             if chunk.samples:
-                edits += _logit_edits(chunk.sequence, chunk.row)
+                edits += _forbidden_ends(chunk.sequence, chunk.row)
         plan = StepPlan(
             step=self._num_steps,
             rows=tuple([self._row_plan(chunk) for chunk in chunks]),
@@ -420,9 +420,8 @@ def _scored_prompt(sequence: Sequence) -> tuple[TokenLogprob, ...]:
     return tuple(sequence.prompt_logprobs[place] for place in range(1, sequence.num_prompt_tokens))
 
 
-def _logit_edits(sequence: Sequence, row: int) -> list[LogitEdit]:
-    sampling = sequence.request.sampling
-    edits = [LogitEdit(row, token_id, bias) for token_id, bias in sampling.logit_bias.items()]
-    if sequence.num_generated < sampling.min_tokens:
-        edits += [LogitEdit.forbid(row, token_id) for token_id in sequence.request.end_token_ids]
-    return edits
+def _forbidden_ends(sequence: Sequence, row: int) -> list[LogitEdit]:
+    """Until the reply has its least length. Biases came with the admission."""
+    if sequence.num_generated >= sequence.request.sampling.min_tokens:
+        return []
+    return [LogitEdit.forbid(row, token_id) for token_id in sequence.request.end_token_ids]
