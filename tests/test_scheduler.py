@@ -470,6 +470,7 @@ def test_an_idle_scheduler_remembers_nobody() -> None:
     }
     assert sorted(held.pop("_free_rows")) == [0, 1, 2, 3]
     assert not any(held.values()), held
+    assert (world.scheduler.num_waiting, world.scheduler._waiting.num_tenants) == (0, 0)
 
 
 def test_without_the_prefix_cache_nothing_is_shared() -> None:
@@ -521,6 +522,7 @@ def random_request(rng: random.Random, name: str, setup: Setup, stems: list[tupl
         boundaries=tuple(sorted(rng.sample(range(num_tokens), min(num_tokens, rng.randrange(4))))),
         priority=rng.choice([0, 0, 0, -1, 1]),
         session_id=rng.choice([None, "s", "t", "u"]),
+        tenant=rng.choice(["", "", "", "ann", "ben"]),
     )
 
 

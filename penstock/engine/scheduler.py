@@ -15,9 +15,11 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 
 from penstock.cache import Cache
 from penstock.engine.terms import Terms
+from penstock.engine.turns import Holdings, WaitingLine, by_rank, due_order
 from penstock.errors import RequestError
 from penstock.types import (
     Admission,
@@ -43,6 +45,15 @@ PRIORITY_STEP_S = 10.0
 
 # Of the prompt tokens that are still to be computed, a step that also decodes takes this share.
 BACKLOG_SHARE = 8
+
+# A prompt that one step could compute is short. One part in so many of each step's prompt tokens belongs to
+# short prompts that stand behind long ones; to find them, a plan looks at so many, and so many in the cache.
+SHORT_SHARE = 4
+MAX_SCANNED = 1024
+MAX_LOOKUPS = 8
+
+# How long a tenant with less than its share waits before another one, with more, is preempted for it.
+PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +93,9 @@ class Scheduler:
         self._num_steps = 0
         self._sequences: dict[str, Sequence] = {}
         self._terms: dict[Sequence, Terms] = {}
-        self._waiting: list[Sequence] = []  # both by when they are due
-        self._running: list[Sequence] = []
+        self._waiting = WaitingLine()
+        self._refused: Sequence | None = None  # was next, but the last plan had no row or memory for it
+        self._running: list[Sequence] = []  # by when they are due
         self._decoding: set[Sequence] = set()  # of the running: those that continue from their last sample
         self._free_rows = list(range(max_rows))
         self._in_flight: dict[int, list[_Chunk]] = {}  # planned, not committed
@@ -114,12 +126,12 @@ class Scheduler:
                 "Use another id.",
             )
         terms = Terms.of(request, self.cache, self.max_model_len)
-        due_s = self._clock() + request.priority * PRIORITY_STEP_S
+        due_s = self._clock() - request.age_s + request.priority * PRIORITY_STEP_S
         sequence = Sequence.start(request, self._num_arrivals, due_s)
         self._num_arrivals += 1
         self._sequences[request.id] = sequence
         self._terms[sequence] = terms
-        insort(self._waiting, sequence, key=_order)
+        self._waiting.enter(sequence)
         return sequence
 
     def abort(self, request_id: str) -> TokenDelta | None:
@@ -131,12 +143,16 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step. None: nothing can run before an outstanding output is committed, or at all."""
+        self._make_room()
         chunks = self._plan_decodes()
-        num_decodes = len(chunks)
-        budget = self._prompt_budget(num_decodes)
-        chunks += self._plan_prefills(budget)
-        admitted = self._admit_waiting(budget - sum(chunk.num_tokens for chunk in chunks[num_decodes:]))
-        chunks += admitted
+        budget = self._prompt_budget(len(chunks))
+        prompts = [sequence for sequence in self._in_rank() if sequence not in self._decoding]
+        overtaking, admitted = self._plan_overtakers(prompts, budget)
+        budget -= _num_tokens(overtaking) + _num_tokens(admitted)
+        planned = {chunk.sequence for chunk in overtaking}
+        prefills = self._plan_prefills([one for one in prompts if one not in planned], budget)
+        admitted += self._admit_waiting(budget - _num_tokens(prefills))
+        chunks += overtaking + prefills + admitted
         assert chunks or self._in_flight or not self._sequences, "requests wait, but nothing can run"
         plan = self._build_plan(chunks, admitted) if chunks else None
         self.cache.end_plan()
@@ -159,14 +175,31 @@ class Scheduler:
                 self._register(sequence)
         return deltas
 
+    def _in_rank(self) -> list[Sequence]:
+        """The running ones, the last of which is the first to give up its row."""
+        return by_rank(self._running) if self._waiting.num_tenants > 1 else list(self._running)
+
+    def _make_room(self) -> None:
+        """Where the next tenant has less than its share of rows and pages, one that has more is preempted."""
+        sequence = self._refused
+        if sequence is None or self._waiting.num_tenants == 1 or sequence.num_in_flight:
+            return
+        if self._clock() - sequence.due_s >= PATIENCE_S:
+            tenants = self._waiting.num_tenants
+            holdings = Holdings(self._running, tenants, self.max_rows, self.cache.num_pages)
+            victim = holdings.victim_for(sequence, self.cache.pages_for(len(sequence.tokens)))
+            if victim is not None:
+                self._preempt(victim)
+
     def _plan_decodes(self) -> list[_Chunk]:
         chunks = []
-        for sequence in [sequence for sequence in self._running if sequence in self._decoding]:
+        in_rank = self._in_rank()
+        for sequence in [sequence for sequence in in_rank if sequence in self._decoding]:
             # In this order a victim is never one that has been planned: they all come before `sequence`.
             if sequence.row is None or sequence.num_tokens >= self._terms[sequence].max_num_tokens:
                 continue
             while (new_pages := self.cache.reserve(sequence, 1)) is None:
-                victim = self._running[-1]
+                victim = next(one for one in reversed(in_rank) if one.row is not None)
                 self._preempt(victim)
                 if victim is sequence:
                     break
@@ -187,14 +220,62 @@ class Scheduler:
     def _backlog(self) -> int:
         """Prompt tokens to be computed, of running and of as many waiting sequences as may run."""
         prompts = [sequence for sequence in self._running if sequence not in self._decoding]
-        prompts += self._waiting[: self.max_rows]
+        prompts += islice(self._waiting, self.max_rows)
         return sum(len(sequence.tokens) - sequence.num_computed for sequence in prompts)
 
-    def _plan_prefills(self, budget: int) -> list[_Chunk]:
-        chunks = []
-        for sequence in self._running:
-            if sequence in self._decoding:
+    def _plan_overtakers(
+        self, prompts: list[Sequence], budget: int
+    ) -> tuple[list[_Chunk], list[_Chunk]]:  # of running sequences, and of those admitted for it
+        """The part of a step that belongs to short prompts behind long ones.
+
+        A long prompt has at least the rest of every step, so it is overtaken but never held up for long.
+        """
+        lengths = [len(sequence.tokens) - sequence.num_computed for sequence in prompts]
+        place = next((place for place, length in enumerate(lengths) if length > budget), len(prompts))
+        share = min(budget // SHORT_SHARE, budget - sum(lengths[:place]))
+        short = [prompts[i] for i in range(place + 1, len(prompts)) if lengths[i] <= budget]
+        chunks = self._plan_prefills(short, share)
+        share -= _num_tokens(chunks)
+        if self._refused is not None or not self._free_rows or share <= 0:
+            return chunks, []
+        return chunks, self._admit_overtakers(budget, share, is_behind=place < len(prompts))
+
+    def _admit_overtakers(self, budget: int, share: int, is_behind: bool) -> list[_Chunk]:
+        """`is_behind`: all that wait stand behind a long prompt that runs."""
+        chunks: list[_Chunk] = []
+        first_long: Sequence | None = None
+        num_lookups, room = 0, budget
+        for sequence in islice(self._waiting.in_turn(self._clock()), MAX_SCANNED):
+            # The first long prompt that waits shall find a row and its pages when its time comes.
+            num_rows_kept = 0 if first_long is None else 1
+            if sequence.num_in_flight or share <= 0 or len(self._free_rows) <= num_rows_kept:
+                break
+            hit = None
+            if len(sequence.tokens) > budget and num_lookups < MAX_LOOKUPS:
+                hit = self.cache.match(sequence)
+                num_lookups += 1
+            if len(sequence.tokens) - (hit or PrefixHit()).num_tokens > budget:
+                first_long = first_long or sequence
                 continue
+            if not is_behind and first_long is None:  # its turn comes without that
+                room -= len(sequence.tokens)
+                share = min(share, room)
+                continue
+            hit = hit or self.cache.match(sequence)
+            if not self._is_being_computed(sequence, hit):
+                spare_pages = 0 if first_long is None else self.cache.pages_for(len(first_long.tokens))
+                chunk = self._admit(sequence, hit, share, spare_pages)
+                if chunk is None:
+                    break
+                chunks.append(chunk)
+                share -= chunk.num_tokens
+        for chunk in chunks:
+            self._waiting.remove(chunk.sequence)
+        return chunks
+
+    def _plan_prefills(self, sequences: list[Sequence], budget: int) -> list[_Chunk]:
+        chunks = []
+        for sequence in sequences:
             room = self.cache.num_free_tokens(sequence)
             num_tokens = self._chunk_len(sequence, sequence.num_computed, min(budget, room))
             if num_tokens:
@@ -205,32 +286,48 @@ class Scheduler:
         return chunks
 
     def _admit_waiting(self, budget: int) -> list[_Chunk]:
-        """Strictly in order, so that nobody is overtaken for ever; only who waits for a leader is passed."""
+        """Strictly in turn, so that nobody is overtaken for ever; only who waits for a leader is passed."""
         chunks: list[_Chunk] = []
         num_passed = 0
-        while self._free_rows and num_passed < min(len(self._waiting), self.max_rows):
-            sequence = self._waiting[num_passed]
+        self._refused = None
+        for sequence in self._waiting.in_turn(self._clock()):
+            if not self._free_rows:
+                self._refused = sequence
+                break
+            if num_passed == self.max_rows:
+                break
             if sequence.num_in_flight:  # preempted: the host does not know all of its tokens yet
                 break
             hit = self.cache.match(sequence)
             if self._is_being_computed(sequence, hit):
                 num_passed += 1
                 continue
-            num_tokens = self._chunk_len(sequence, hit.num_tokens, budget)
-            spare_pages = self._num_spoken_for()
-            is_alone = not (self._running or self._in_flight)
-            if num_tokens == 0 or not self.cache.admit(
-                sequence, hit, spare_pages=spare_pages, ends_sessions=is_alone
-            ):
+            if self._chunk_len(sequence, hit.num_tokens, budget) == 0:
                 break
-            del self._waiting[num_passed]
-            insort(self._running, sequence, key=_order)
-            sequence.row = heapq.heappop(self._free_rows)
-            new_pages = self.cache.reserve(sequence, num_tokens)
-            assert new_pages is not None, "admission has counted these pages"
-            chunks.append(self._chunk(sequence, num_tokens, len(sequence.pages)))
-            budget -= num_tokens
+            chunk = self._admit(sequence, hit, budget)
+            if chunk is None:
+                self._refused = sequence
+                break
+            chunks.append(chunk)
+            budget -= chunk.num_tokens
+        for chunk in chunks:
+            self._waiting.remove(chunk.sequence)
         return chunks
+
+    def _admit(self, sequence: Sequence, hit: PrefixHit, budget: int, spare_pages: int = 0) -> _Chunk | None:
+        """A row, memory and a first chunk within the budget; None, and nothing has changed, without."""
+        num_tokens = self._chunk_len(sequence, hit.num_tokens, budget)
+        is_alone = not (self._running or self._in_flight)
+        spare_pages += self._num_spoken_for()
+        if num_tokens == 0 or not self.cache.admit(
+            sequence, hit, spare_pages=spare_pages, ends_sessions=is_alone
+        ):
+            return None
+        insort(self._running, sequence, key=due_order)
+        sequence.row = heapq.heappop(self._free_rows)
+        new_pages = self.cache.reserve(sequence, num_tokens)
+        assert new_pages is not None, "admission has counted these pages"
+        return self._chunk(sequence, num_tokens, len(sequence.pages))
 
     def _chunk_len(self, sequence: Sequence, start: int, budget: int) -> int:
         """All that is left, or as many whole pages as the budget allows."""
@@ -303,6 +400,7 @@ class Scheduler:
         for chunk in chunks:
             chunk.sequence.num_computed += chunk.num_tokens
             chunk.sequence.initial_slot = None  # read once; from now on the sequence's own slot is
+            self._waiting.charge(chunk.sequence, chunk.num_tokens, chunk.is_decode)
             if chunk.samples:
                 chunk.sequence.num_in_flight += 1
                 self._decoding.add(chunk.sequence)
@@ -376,15 +474,18 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._leave_row(sequence)
         sequence.num_preemptions += 1
-        insort(self._waiting, sequence, key=_order)
+        self._waiting.add(sequence)
         self.num_preemptions += 1
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish = reason
         if sequence.row is None:
-            del self._waiting[bisect_left(self._waiting, _order(sequence), key=_order)]
+            self._waiting.remove(sequence)
         else:
             self._leave_row(sequence)
+        self._waiting.leave(sequence)
+        if self._refused is sequence:
+            self._refused = None
         del self._sequences[sequence.id], self._terms[sequence]
 
     def _leave_row(self, sequence: Sequence) -> None:
@@ -397,12 +498,12 @@ class Scheduler:
         self._replaced_pages = [entry for entry in self._replaced_pages if entry[0] != sequence.row]
         heapq.heappush(self._free_rows, sequence.row)
         sequence.row = None
-        del self._running[bisect_left(self._running, _order(sequence), key=_order)]
+        del self._running[bisect_left(self._running, due_order(sequence), key=due_order)]
         self._decoding.discard(sequence)
 
 
-def _order(sequence: Sequence) -> tuple[float, int]:
-    return sequence.due_s, sequence.arrival
+def _num_tokens(chunks: list[_Chunk]) -> int:
+    return sum(chunk.num_tokens for chunk in chunks)
 
 
 def _followers(chunk: _Chunk) -> Followers:
