@@ -153,6 +153,9 @@ class ServeConfig:
         (), "web origin whose pages may call this server, or *; may be repeated"
     )
     max_queue: int = setting(1024, "requests that may wait or run; more are answered 429 with Retry-After")
+    min_priority: int = setting(
+        0, "the most urgent that clients may ask for with `priority`, where lower runs earlier"
+    )
     max_body_mb: float = setting(32.0, "MB of a request's body; more is answered 413")
     read_timeout: float = setting(
         30.0, "seconds a client may take to send its body, and for its headers at most 10; then it is cut off"

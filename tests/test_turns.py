@@ -271,6 +271,28 @@ def test_a_reply_that_has_begun_is_admitted_before_all_others() -> None:
     assert len(world.replies["a"]) == 2
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_thought_that_is_closed_keeps_its_row_and_penalties_count_it(depth: int) -> None:
+    """As the server does it: the request that resumes the reply comes before the other is aborted."""
+    world = World(Setup(**{**ROOMY, "max_rows": 1, "depth": depth}))
+    sampling = SamplingParams(max_tokens=20, presence_penalty=1.0)
+    question, waiting = prompt(6), ask("waiting", prompt(4, seed=1), max_tokens=2, tenant="ben", priority=-3)
+    world.submit(ask("thinks", question, sampling=sampling, tenant="ann"))
+    world.submit(waiting)
+    while len(world.replies["thinks"]) < 5:
+        world.step()
+    thought = (*world.replies["thinks"], 7, 7)
+    fields: dict[str, Any] = {"num_resumed_tokens": len(thought), "age_s": world.now_s, "tenant": "ann"}
+    world.submit(ask("answers", (*question, *thought), sampling=sampling, **fields))
+    world.abort("thinks")
+    world.run()
+    assert list(world.finishes) == ["thinks", "answers", "waiting"]
+    assert len(world.replies["answers"]) == 20 - len(thought)
+    (admission,) = [one for plan in world.plans for one in plan.admissions if len(one.history) > 6]
+    assert admission.num_prompt_tokens == 6
+    assert admission.history == (*question, *thought)
+
+
 def test_a_request_is_due_by_its_age() -> None:
     world = World(Setup(**{**ROOMY, "max_rows": 1}))
     for name, age_s in (("running", 0.0), ("new", 0.0), ("old", 5.0)):

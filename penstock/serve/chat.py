@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.errors import ContextLengthError, RequestError
+from penstock.serve.admission import require_priority
 from penstock.serve.fleet import Fleet
 from penstock.serve.metrics import Metrics, TokenTimer
 from penstock.serve.openai.requests import (
@@ -59,6 +60,7 @@ class TextEngine:
         *,
         loop_guard: bool = False,
         system_prompt: str | None = None,  # of chats that have none
+        min_priority: int = 0,  # the most urgent that a request may be
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
@@ -67,6 +69,7 @@ class TextEngine:
         self._template_defaults = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._loop_guard = loop_guard
         self._system_prompt = system_prompt
+        self._min_priority = min_priority
         self._counting = asyncio.Semaphore(MAX_COUNTS)
         self._dialect = dialect_of(template.source)
         self._thought = Thought(None)
@@ -76,7 +79,7 @@ class TextEngine:
 
     async def stream_chat(self, request_id: str, chat: ChatRequest, deliver: Deliver) -> TextStream:
         asked_at = time.monotonic()
-        info = self._client.require_ready()
+        info = self._require_place(chat)
         # In a thread: the template waits for its own process, a long text takes the tokenizer a while, and
         # so does a grammar.
         try:
@@ -114,7 +117,7 @@ class TextEngine:
         self, request_id: str, completion: CompletionRequest, deliver: Deliver
     ) -> TextStream:
         asked_at = time.monotonic()
-        info = self._client.require_ready()
+        info = self._require_place(completion)
         prompts = await asyncio.to_thread(self._encode_prompts, completion)
         requests = self._build_requests(request_id, prompts, completion.sampling, info, completion)
         echoes = [self._as_text(prompt) if completion.echo else "" for prompt in completion.prompts]
@@ -126,6 +129,11 @@ class TextEngine:
             return self._reply(stream, request, index, PlainText(), asked_at, echo=echo, loop_guard=guard)
 
         return _submit(stream, requests, reply_to)
+
+    def _require_place(self, asked: TextRequest) -> EngineInfo:
+        """Raises why the request would not be taken, before it costs anything."""
+        require_priority(asked.priority, self._min_priority)
+        return self._client.require_ready(asked.tenant)
 
     async def tokenize(self, asked: TokenizeRequest, tenant: str) -> list[int]:
         async with self._counting:
@@ -195,7 +203,7 @@ class TextEngine:
 
     def _encode(self, text: str, add_special_tokens: bool, tenant: str) -> list[int]:
         """Judges a text that is far too long by its beginning: to count all of it could take a minute."""
-        max_model_len = self._client.require_ready().max_model_len
+        max_model_len = self._client.require_ready(tenant).max_model_len
         beginning = text[: LONG_TOKEN * max_model_len]
         if len(beginning) < len(text):
             num_tokens = len(self._tokenizer.encode(beginning, add_special_tokens, tenant))

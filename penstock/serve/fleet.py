@@ -19,8 +19,9 @@ from dataclasses import replace
 import msgspec
 
 from penstock.config import ServeConfig
-from penstock.errors import EngineDeadError, OverloadedError, PenstockError
+from penstock.errors import EngineDeadError, PenstockError
 from penstock.progress import OnPhase, Phase
+from penstock.serve.admission import QueueShares
 from penstock.serve.client import EXIT_GRACE_S, EngineClient, Receiver
 from penstock.serve.replica import Launch, Replica, ReplicaReport
 from penstock.serve.routing import Load, Router
@@ -115,6 +116,7 @@ class Fleet:
         self._on_phase = on_phase
         self._replicas = [Replica(index, launch, config) for index, launch in enumerate(launches)]
         self._router = Router(len(launches))
+        self._places = QueueShares(config.max_queue)
         self._journeys: dict[str, Journey] = {}
         self._waiting: dict[Journey, asyncio.TimerHandle] = {}
         self._infos: dict[int, EngineInfo] = {}  # of every replica that has come up, as it last did
@@ -161,26 +163,42 @@ class Fleet:
             raise self.failure
         return next(iter(self._infos.values()))
 
-    def require_ready(self) -> EngineInfo:
+    def require_ready(self, tenant: str = "") -> EngineInfo:
         """Raises why a new request would not be taken now. One that finds no engine for a while is."""
         if self.failure is not None or not self._have_all_come_up:
             raise EngineDeadError(
                 "The engine is not running", f"It is at: {self.phase.name}.", "Try again when /health is 200."
             )
-        self._require_room(1)
+        self._places.require(tenant)
         return self._tightest_info()
 
     def submit(self, receivers: Sequence[tuple[Request, Receiver]]) -> None:
         """Takes all the requests, or none of them."""
         if self.failure is not None:
             raise self.failure
-        self._require_room(len(receivers))
+        if receivers:
+            self._places.require(receivers[0][0].tenant, len(receivers))  # they are of one client
         for request, receiver in receivers:
-            assert request.id not in self._journeys, f"request id {request.id} is in use"
-            journey = Journey(self, _with_seed(request), receiver)
-            self._journeys[request.id] = journey
-            self._idle.clear()
-            self._place(journey, self._available())
+            self._start(Journey(self, _with_seed(request), receiver), self._available())
+
+    def go_on(self, request_id: str, request: Request, receiver: Receiver) -> None:
+        """Goes on with another request in the place of one: in the queue, and with the same engine."""
+        if self.failure is not None:
+            raise self.failure
+        journey = self._journeys.get(request_id)
+        same = [r.index for r in self._replicas if journey is not None and r.client is journey.client]
+        available = [index for index in same if index in self._available()]
+        # Before the other ends: its row is free then, and this one the next to have it.
+        self._start(Journey(self, _with_seed(request), receiver), available or self._available())
+        self.abort(request_id)
+
+    def _start(self, journey: Journey, available: list[int]) -> None:
+        request = journey.request
+        assert request.id not in self._journeys, f"request id {request.id} is in use"
+        self._journeys[request.id] = journey
+        self._places.take(request.tenant)
+        self._idle.clear()
+        self._place(journey, available)
 
     def abort(self, request_id: str) -> None:
         """Its receiver hears no more of it."""
@@ -236,6 +254,7 @@ class Fleet:
     def forget(self, journey: Journey) -> None:
         if self._journeys.get(journey.request.id) is journey:
             del self._journeys[journey.request.id]
+            self._places.release(journey.request.tenant)
         journey.leave()
         timer = self._waiting.pop(journey, None)
         if timer is not None:
@@ -255,15 +274,6 @@ class Fleet:
         self.num_moves += 1
         journey.leave()
         self._place(journey, available)
-
-    def _require_room(self, num_requests: int) -> None:
-        num_here, max_queue = len(self._journeys), self._config.max_queue
-        if num_here + num_requests > max_queue:
-            raise OverloadedError(
-                "The server is full",
-                f"{num_here} requests are waiting or running, at most {max_queue} may.",
-                "Try again later.",
-            )
 
     @property
     def _have_all_come_up(self) -> bool:
@@ -366,7 +376,7 @@ def resumed(request: Request, said: Sequence[int]) -> Request:
     return replace(
         request,
         token_ids=(*request.token_ids, *said),
-        num_resumed_tokens=len(said),
+        num_resumed_tokens=request.num_resumed_tokens + len(said),
         priority=request.priority - RESUMED_STEPS_EARLIER,
     )
 

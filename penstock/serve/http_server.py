@@ -57,6 +57,7 @@ async def serve_http(
         config.enable_thinking,
         loop_guard=config.loop_guard,
         system_prompt=system_prompt,
+        min_priority=config.min_priority,
     )
     serving = Serving(fleet, text_engine, metrics, name, config, started_at=int(time.time()))
     server = _HttpServer(
