@@ -278,6 +278,7 @@ def test_a_thought_that_is_closed_keeps_its_row_and_penalties_count_it(depth: in
     sampling = SamplingParams(max_tokens=20, presence_penalty=1.0)
     question, waiting = prompt(6), ask("waiting", prompt(4, seed=1), max_tokens=2, tenant="ben", priority=-3)
     world.submit(ask("thinks", question, sampling=sampling, tenant="ann"))
+    world.step()
     world.submit(waiting)
     while len(world.replies["thinks"]) < 5:
         world.step()
