@@ -180,6 +180,11 @@ class ServeConfig:
         for name, value in positive.items():
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}", "It must be more than 0.")
+        if self.min_priority > 0:
+            raise ConfigError(
+                f"min_priority is {self.min_priority}",
+                "It must be 0 or less: requests that do not say have the priority 0.",
+            )
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(
                 f"log_format is {self.log_format!r}",

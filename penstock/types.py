@@ -8,7 +8,6 @@ engine reports `TokenDelta`s. No tensors here: everything can be printed, compar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -196,19 +195,6 @@ class PrefixHit:
 
 
 @dataclass(frozen=True, slots=True)
-class LogitEdit:
-    """Adds `bias` to one token's logit of one row in this step; -inf forbids the token."""
-
-    row: int
-    token_id: int
-    bias: float
-
-    @classmethod
-    def forbid(cls, row: int, token_id: int) -> LogitEdit:
-        return cls(row, token_id, -math.inf)
-
-
-@dataclass(frozen=True, slots=True)
 class Admission:
     """A sequence takes a row: what the device must know about it for longer than one step."""
 
@@ -217,6 +203,7 @@ class Admission:
     seed: int  # resolved: never None, so that every draw has a reproducible key
     num_prompt_tokens: int
     history: tuple[int, ...] = ()  # tokens so far; given only when penalties need them
+    end_token_ids: tuple[int, ...] = ()  # given only when min_tokens forbids them for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +245,6 @@ class StepPlan:
     rows: tuple[RowPlan, ...]
     admissions: tuple[Admission, ...] = ()
     page_updates: tuple[tuple[int, int, int], ...] = ()  # (row, index in its page table, page)
-    logit_edits: tuple[LogitEdit, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Logit biases: uploaded when a row is admitted, and the same for whoever takes the row later."""
+"""Logit biases and ends that come too early: uploaded with a row's admission, its next owner has its own."""
 
 from __future__ import annotations
 
@@ -46,12 +46,14 @@ def test_a_row_taken_over_has_its_new_owners_biases() -> None:
         assert entries[2].tolist() == [bias]
 
 
-def test_biases_are_added_like_edits() -> None:
+def test_a_bias_is_added_where_it_belongs_and_nowhere_else() -> None:
     torch.manual_seed(0)
     logits, tokens = torch.randn(3, 50), torch.randperm(50)[:20]
     rows, bias = torch.arange(20) % 3, torch.randn(20)
-    edited = ops.edit_logits(logits.clone(), rows, tokens, bias)
-    assert torch.equal(ops.bias_logits(logits.clone(), rows, tokens, bias), edited)
+    expected = logits.clone()
+    for row, token, value in zip(rows, tokens, bias):
+        expected[row, token] += value
+    assert torch.equal(ops.bias_logits(logits.clone(), rows, tokens, bias), expected)
 
 
 def test_a_biased_reply_is_the_same_alone_and_among_others() -> None:
@@ -82,10 +84,12 @@ def test_a_preempted_row_comes_back_with_its_biases(overlap: bool) -> None:
         assert tokens_of(crowded[one.id]) == tokens_of(calm[one.id])
 
 
-def test_a_steady_decode_uploads_no_biases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_steady_decode_uploads_neither_biases_nor_forbidden_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(LLAMA)
+    ends = tuple(range(1, 320, 2))
     for i in range(4):
-        engine.submit(request(f"r{i}", prompt(20, i), logit_bias=MANY, max_tokens=20))
+        limits: dict[str, Any] = {"end_token_ids": ends, "min_tokens": 19, "max_tokens": 20}
+        engine.submit(request(f"r{i}", prompt(20, i), logit_bias=MANY, **limits))
     for _ in range(3):
         engine.step()
     rows, sizes = engine.runner.rows, []

@@ -636,6 +636,12 @@ def test_the_queue_is_shared_by_tenants_when_it_is_full() -> None:
     places.require("ben", 8)
 
 
+def test_a_floor_that_would_refuse_requests_without_a_priority_is_refused_itself() -> None:
+    assert ServeConfig(min_priority=-5).min_priority == -5
+    with pytest.raises(ConfigError, match="min_priority is 1"):
+        ServeConfig(min_priority=1)
+
+
 def test_the_queue_is_bounded_for_all_engines_together_and_the_tightest_context_holds() -> None:
     async def scenario() -> None:
         async with world_of(2, max_queue=4) as world:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fake_runner import VOCAB_SIZE, Setup, World, reply_alone
 from penstock.engine.terms import checkpoint_targets
 from penstock.errors import ContextLengthError, RequestError
-from penstock.types import LogitEdit, Request, SamplingParams, StepPlan
+from penstock.types import Request, SamplingParams, StepPlan
 
 PLAIN = Setup()
 HYBRID = Setup(num_slots=13)
@@ -384,18 +384,16 @@ def test_min_tokens_forbids_end_tokens_until_then(depth: int) -> None:
     sampling = SamplingParams(max_tokens=20, min_tokens=5)
     run_all(world, [ask("a", prompt(5), sampling=sampling, end_token_ids=every)])
     assert world.replies["a"][:5] == [0] * 5
-    edits = [plan.logit_edits for plan in world.plans]
-    assert edits[:5] == [tuple(LogitEdit.forbid(0, token) for token in every)] * 5
-    assert not any(edits[5:])
+    assert world.replies["a"][5] != 0
+    assert [one.end_token_ids for plan in world.plans for one in plan.admissions] == [every]
 
 
-def test_logit_biases_come_with_the_admission_and_steps_carry_none() -> None:
+def test_logit_biases_come_with_the_admission() -> None:
     world = World(Setup(max_step_tokens=4))
     sampling = SamplingParams(max_tokens=4, logit_bias={7: 100.0})
     run_all(world, [ask("a", prompt(6), sampling=sampling)])
     assert world.replies["a"] == [7] * 4
     assert [admission.sampling.logit_bias for admission in world.plans[0].admissions] == [{7: 100.0}]
-    assert not any(plan.logit_edits for plan in world.plans)
 
 
 def test_logprobs_are_passed_through() -> None:

@@ -1,4 +1,4 @@
-"""The logit biases of running rows, on the device since their admission.
+"""What is added to single logits of running rows, on the device since their admission.
 
 A step that has the biased rows of the step before, at the same places, uploads nothing.
 """
@@ -31,9 +31,10 @@ class LogitBiases:
             token_ids = self._upload(list(biases), torch.int64)
             self._of_row[row] = token_ids, self._upload(list(biases.values()), torch.float32)
 
-    def entries(self, rows: Sequence[int]) -> Entries | None:
-        """Of the rows that sample in a step. Of one row, every token id has at most one."""
-        biased = [(place, row) for place, row in enumerate(rows) if row in self._of_row]
+    def entries(self, rows: Sequence[int | None]) -> Entries | None:
+        """Of the rows that sample in a step, None for one that is left out. Of one row, every token id has at
+        most one."""
+        biased = [(place, row) for place, row in enumerate(rows) if row is not None and row in self._of_row]
         if not biased:
             return None
         if self._joined is None or biased != self._joined_rows:

@@ -231,10 +231,9 @@ class Runner:
                 table.knob("presence_penalty", rows),
                 table.knob("frequency_penalty", rows),
             )
-        if sampling.biases is not None:
-            logits = ops.bias_logits(logits, *sampling.biases)
-        if sampling.edits is not None:
-            logits = ops.edit_logits(logits, *sampling.edits)
+        for entries in (sampling.biases, sampling.forbidden_ends):
+            if entries is not None:
+                logits = ops.bias_logits(logits, *entries)
         if masks is not None and masks.places:
             allowed = masks.allowed.to(logits.device, non_blocking=True)
             logits = ops.mask_logits(logits, table.upload(masks.places), allowed)

@@ -25,7 +25,6 @@ from penstock.types import (
     Admission,
     FinishReason,
     Followers,
-    LogitEdit,
     PrefixHit,
     Request,
     RowPlan,
@@ -383,19 +382,15 @@ class Scheduler:
 
     def _build_plan(self, chunks: list[_Chunk], admitted: list[_Chunk]) -> StepPlan:
         page_updates, self._replaced_pages = self._replaced_pages, []
-        edits: list[LogitEdit] = []
         for chunk in chunks:
             pages = chunk.sequence.pages
             first_new = len(pages) - chunk.num_new_pages
             page_updates += [(chunk.row, i, pages[i]) for i in range(first_new, len(pages))]
-            if chunk.samples:
-                edits += _forbidden_ends(chunk.sequence, chunk.row)
         plan = StepPlan(
             step=self._num_steps,
             rows=tuple([self._row_plan(chunk) for chunk in chunks]),
             admissions=tuple([self._admission(chunk) for chunk in admitted]),
             page_updates=tuple(page_updates),
-            logit_edits=tuple(edits),
         )
         for chunk in chunks:
             chunk.sequence.num_computed += chunk.num_tokens
@@ -433,6 +428,7 @@ class Scheduler:
 
     def _admission(self, chunk: _Chunk) -> Admission:
         sequence, sampling = chunk.sequence, chunk.sequence.request.sampling
+        is_too_short = sequence.num_generated < sampling.min_tokens
         seed = sampling.seed
         if seed is None:
             name = str(sequence.arrival).encode()
@@ -443,6 +439,7 @@ class Scheduler:
             seed=seed,
             num_prompt_tokens=sequence.num_prompt_tokens,
             history=tuple(sequence.tokens) if sampling.has_penalties else (),
+            end_token_ids=sequence.request.end_token_ids if is_too_short else (),
         )
 
     def _append(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> TokenDelta:
@@ -519,10 +516,3 @@ def _scored_prompt(sequence: Sequence) -> tuple[TokenLogprob, ...]:
     if not sequence.prompt_logprobs or len(sequence.tokens) != sequence.num_prompt_tokens + 1:
         return ()
     return tuple(sequence.prompt_logprobs[place] for place in range(1, sequence.num_prompt_tokens))
-
-
-def _forbidden_ends(sequence: Sequence, row: int) -> list[LogitEdit]:
-    """Until the reply has its least length. Biases came with the admission."""
-    if sequence.num_generated >= sequence.request.sampling.min_tokens:
-        return []
-    return [LogitEdit.forbid(row, token_id) for token_id in sequence.request.end_token_ids]

@@ -18,7 +18,7 @@ from penstock.ops.reference import decode_rows as _decode_rows
 from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rope import rope_table
 from penstock.ops.reference.rows import CHUNK, LEAST_KEYS, Chunks, cut_chunks
-from penstock.ops.reference.sampling import bias_logits, edit_logits, penalize_repeats, token_logprobs
+from penstock.ops.reference.sampling import bias_logits, penalize_repeats, token_logprobs
 
 linear = op(matmul.linear)
 norm_linear = op(matmul.norm_linear)
@@ -40,7 +40,6 @@ __all__ = [
     "bias_logits",
     "cut_chunks",
     "decode_rows",
-    "edit_logits",
     "gated_delta_net",
     "gated_rms_norm",
     "linear",

@@ -30,13 +30,8 @@ def penalize_repeats(
 
 
 def bias_logits(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
-    """Adds bias [N] to single logits in place, at most once to each: there is nothing to sort."""
+    """Adds bias [N] to single logits in place, once to each at most; -inf forbids a token."""
     return logits.index_put_((rows, token_ids), logits[rows, token_ids] + bias)
-
-
-def edit_logits(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
-    """Adds bias [N] to single logits, in place; -inf forbids a token."""
-    return logits.index_put_((rows, token_ids), bias, accumulate=True)
 
 
 def sample(
