@@ -19,7 +19,7 @@ from penstock.engine.turns import WaitingLine, by_rank
 from penstock.types import Request, SamplingParams, Sequence
 from test_scheduler import ask, prompt, run_all
 
-ROOMY: dict[str, Any] = {"num_pages": 2049, "max_rows": 16, "max_model_len": 1024}
+ROOMY: dict[str, Any] = {"num_pages": 1025, "max_rows": 16, "max_model_len": 1024}
 LONG = 320  # tokens of a prompt, 20 steps
 KINDS = pytest.mark.parametrize("num_slots", [0, 60], ids=["plain", "hybrid"])
 
@@ -143,6 +143,26 @@ def test_a_plan_looks_up_few_of_many_long_prompts(monkeypatch: pytest.MonkeyPatc
     assert num_lookups <= scheduler_module.MAX_LOOKUPS + 1
 
 
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**40))
+def test_crowds_of_all_lengths_and_urgencies_are_served_as_if_alone(seed: int) -> None:
+    """While steps are of changing sizes, so that what was short becomes long, and the other way round."""
+    rng = random.Random(seed)
+    sizes = {"max_step_tokens": 64, "mixed_step_tokens": rng.choice([8, 16, 24])}
+    world = World(Setup(**{**ROOMY, **sizes, "num_pages": 300, "depth": rng.choice([0, 1])}))
+    requests = []
+    for i in range(30):
+        length = rng.choice([2, 7, 15, 30, 60, 200])
+        fields: dict[str, Any] = {"max_tokens": rng.choice([1, 3, 9]), "priority": rng.choice([0, 0, -9, 9])}
+        requests.append(ask(str(i), prompt(length, seed=i), tenant=rng.choice("aab"), **fields))
+        world.submit(requests[-1])
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            world.step()
+    world.run()
+    for request in requests:
+        world.require_reply_alone(request)
+
+
 # Tenants
 
 
@@ -186,11 +206,11 @@ def test_alone_a_tenant_uses_every_row() -> None:
 @KINDS
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_tenant_without_rows_gets_its_share_of_them(num_slots: int, depth: int) -> None:
-    """From one that holds all of them for hundreds of steps."""
-    sizes = {**ROOMY, "max_rows": 8, "max_step_tokens": 64, "num_slots": num_slots, "depth": depth}
-    world = World(Setup(**sizes))
-    requests = [ask(f"a{i}", prompt(4, seed=i), max_tokens=300, tenant="ann") for i in range(8)]
-    requests += [ask(f"b{i}", prompt(4, seed=50 + i), max_tokens=300, tenant="ben") for i in range(8)]
+    """From one that holds all of them for a hundred steps."""
+    sizes = {"max_rows": 8, "max_step_tokens": 64, "num_slots": num_slots, "depth": depth, "num_pages": 600}
+    world = World(Setup(**{**ROOMY, **sizes}))
+    requests = [ask(f"a{i}", prompt(4, seed=i), max_tokens=120, tenant="ann") for i in range(8)]
+    requests += [ask(f"b{i}", prompt(4, seed=50 + i), max_tokens=120, tenant="ben") for i in range(8)]
     for request in requests[:8]:
         world.submit(request)
     for _ in range(20):
@@ -231,6 +251,27 @@ def test_a_tenants_only_sequence_is_never_preempted_for_another() -> None:
     while "a" not in world.finishes:
         world.step()
         assert world.sequences["a"].num_preemptions == 0
+    world.run()
+
+
+def test_one_tenants_wait_for_memory_does_not_hold_up_another_but_not_for_ever() -> None:
+    world = World(Setup(num_pages=65, max_rows=8, max_step_tokens=256, max_model_len=256))
+    world.submit(ask("a running", prompt(120), max_tokens=100, tenant="ann"))
+    world.step()
+    world.submit(ask("a large", prompt(140, seed=1), max_tokens=2, tenant="ann"))
+    world.step()
+    assert world.sequences["a large"].row is None
+    world.submit(ask("a small", prompt(4, seed=2), max_tokens=2, tenant="ann"))
+    world.submit(ask("b", prompt(4, seed=3), max_tokens=2, tenant="ben"))
+    assert steps_until(world, "b") <= 2
+    assert world.sequences["a small"].row is None
+    num_passed = 0
+    while "a large" not in world.finishes:
+        world.submit(ask(f"b{num_passed}", prompt(4, seed=10 + num_passed), max_tokens=50, tenant="ben"))
+        world.step()
+        num_passed += 1
+        assert num_passed < 400
+    assert world.sequences["a running"].num_preemptions == 0
     world.run()
 
 

@@ -51,8 +51,10 @@ SHORT_SHARE = 4
 MAX_SCANNED = 1024
 MAX_LOOKUPS = 8
 
-# How long a tenant with less than its share waits before another one, with more, is preempted for it.
+# How long a tenant with less than its share waits before another one, with more, is preempted for it, and how
+# long other tenants may pass a sequence that waits for memory.
 PATIENCE_S = 1.0
+PASSED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +186,12 @@ class Scheduler:
         if sequence is None or self._waiting.num_tenants == 1 or sequence.num_in_flight:
             return
         if self._clock() - sequence.due_s >= PATIENCE_S:
-            tenants = self._waiting.num_tenants
-            holdings = Holdings(self._running, tenants, self.max_rows, self.cache.num_pages)
-            victim = holdings.victim_for(sequence, self.cache.pages_for(len(sequence.tokens)))
+            victim = self._holdings().victim_for(sequence, self.cache.pages_for(len(sequence.tokens)))
             if victim is not None:
                 self._preempt(victim)
+
+    def _holdings(self) -> Holdings:
+        return Holdings(self._running, self._waiting.num_tenants, self.max_rows, self.cache.num_pages)
 
     def _plan_decodes(self) -> list[_Chunk]:
         chunks = []
@@ -231,7 +234,7 @@ class Scheduler:
         """
         lengths = [len(sequence.tokens) - sequence.num_computed for sequence in prompts]
         place = next((place for place, length in enumerate(lengths) if length > budget), len(prompts))
-        share = min(budget // SHORT_SHARE, budget - sum(lengths[:place]))
+        share = max(min(budget // SHORT_SHARE, budget - sum(lengths[:place])), 0)
         short = [prompts[i] for i in range(place + 1, len(prompts)) if lengths[i] <= budget]
         chunks = self._plan_prefills(short, share)
         share -= _num_tokens(chunks)
@@ -285,18 +288,22 @@ class Scheduler:
         return chunks
 
     def _admit_waiting(self, budget: int) -> list[_Chunk]:
-        """Strictly in turn, so that nobody is overtaken for ever; only who waits for a leader is passed."""
+        """Strictly in turn, so that nobody is overtaken for ever; only who waits for a leader is passed, and
+        for a while, by tenants that have less than their share, who waits for memory."""
         chunks: list[_Chunk] = []
         num_passed = 0
-        self._refused = None
+        self._refused, holdings = None, None
         for sequence in self._waiting.in_turn(self._clock()):
             if not self._free_rows:
-                self._refused = sequence
+                self._refused = self._refused or sequence
                 break
             if num_passed == self.max_rows:
                 break
             if sequence.num_in_flight:  # preempted: the host does not know all of its tokens yet
                 break
+            if holdings is not None and not self._may_pass(sequence, holdings):
+                num_passed += 1
+                continue
             hit = self.cache.match(sequence)
             if self._is_being_computed(sequence, hit):
                 num_passed += 1
@@ -305,13 +312,24 @@ class Scheduler:
                 break
             chunk = self._admit(sequence, hit, budget)
             if chunk is None:
-                self._refused = sequence
-                break
-            chunks.append(chunk)
-            budget -= chunk.num_tokens
+                self._refused = self._refused or sequence
+                if self._waiting.num_tenants == 1 or self._clock() - self._refused.due_s > PASSED_S:
+                    break
+                num_passed += 1
+            else:
+                chunks.append(chunk)
+                budget -= chunk.num_tokens
+            if self._refused is not None:
+                holdings = self._holdings()
         for chunk in chunks:
             self._waiting.remove(chunk.sequence)
         return chunks
+
+    def _may_pass(self, sequence: Sequence, holdings: Holdings) -> bool:
+        """Whether it may have memory that another tenant's sequence before it waits for."""
+        assert self._refused is not None
+        is_other = sequence.request.tenant != self._refused.request.tenant
+        return is_other and holdings.are_within_share(sequence, self.cache.pages_for(len(sequence.tokens)))
 
     def _admit(self, sequence: Sequence, hit: PrefixHit, budget: int, spare_pages: int = 0) -> _Chunk | None:
         """A row, memory and a first chunk within the budget; None, and nothing has changed, without."""

@@ -131,12 +131,16 @@ class Holdings:
     def _part(self, num_rows: int, num_pages: int) -> float:
         return max(num_rows / self._max_rows, num_pages / self._num_pages)
 
+    def are_within_share(self, sequence: Sequence, num_pages: int) -> bool:
+        """Whether they are, of its tenant, when it has a row and so many pages."""
+        tenant = sequence.request.tenant
+        return self._part(self._rows[tenant] + 1, self._pages[tenant] + num_pages) <= self._share
+
     def victim_for(self, sequence: Sequence, num_pages: int) -> Sequence | None:
         """Whose row and pages this one may have, which needs so many: it stays within its tenant's share
         then, and the other tenant has more than its own. Everybody keeps one row."""
         needy = sequence.request.tenant
-        part = self._part(self._rows[needy] + 1, self._pages[needy] + num_pages)
-        if self._rows[needy] and part > self._share:
+        if self._rows[needy] and not self.are_within_share(sequence, num_pages):
             return None
         parts = {t: self._part(self._rows[t], self._pages[t]) for t in self._rows if t != needy}
         above = [t for t, part in parts.items() if part > self._share and self._rows[t] > 1]
