@@ -165,6 +165,9 @@ class ServeConfig:
     max_queue: int = setting(
         1024, "requests that may be read, wait or run; more are answered 429 with Retry-After"
     )
+    min_priority: int = setting(
+        0, "the most urgent that clients may ask for with `priority`, where lower runs earlier"
+    )
     max_body_mb: float = setting(32.0, "MB of a request's body; more is answered 413")
     max_bodies_mb: float = setting(
         512.0, "MB of all bodies that are being read and prepared; more are answered 429 with Retry-After"
@@ -199,6 +202,11 @@ class ServeConfig:
                 raise ConfigError(
                     f"allowed_host is {name!r}", "It is the name in a URL, without http:// and path."
                 )
+        if self.min_priority > 0:
+            raise ConfigError(
+                f"min_priority is {self.min_priority}",
+                "It must be 0 or less: requests that do not say have the priority 0.",
+            )
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(
                 f"log_format is {self.log_format!r}",

@@ -11,14 +11,13 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from penstock.cache import Cache, SessionLimits
 from penstock.engine.scheduler import Scheduler
 from penstock.types import (
     Admission,
-    LogitEdit,
     PromptScores,
     Request,
     RowPlan,
@@ -32,14 +31,12 @@ from penstock.types import (
 VOCAB_SIZE = 12
 
 
-def sample_token(context: tuple[int, ...], edits: list[LogitEdit]) -> int:
+def sample_token(context: tuple[int, ...], biases: Mapping[int, float], forbidden: Collection[int]) -> int:
     """The token with the highest score, a number that only the context and the token decide."""
     state = zlib.crc32(bytes(context))
     scores = [zlib.crc32(bytes([token]), state) % 100 for token in range(VOCAB_SIZE)]
-    biases = {edit.token_id: 0.0 for edit in edits}
-    for edit in edits:
-        biases[edit.token_id] += edit.bias
-    return max(range(VOCAB_SIZE), key=lambda token: (scores[token] + biases.get(token, 0.0), token))
+    allowed = [token for token in range(VOCAB_SIZE) if token not in forbidden]
+    return max(allowed, key=lambda token: (scores[token] + biases.get(token, 0.0), token))
 
 
 def reply_alone(request: Request, max_model_len: int) -> tuple[list[int], str]:
@@ -47,10 +44,9 @@ def reply_alone(request: Request, max_model_len: int) -> tuple[list[int], str]:
     tokens, sampling = list(request.token_ids), request.sampling
     num_prompt = len(tokens)
     while True:
-        edits = [LogitEdit(0, token, bias) for token, bias in sampling.logit_bias.items()]
-        if len(tokens) - num_prompt < sampling.min_tokens:
-            edits += [LogitEdit.forbid(0, token) for token in request.end_token_ids]
-        tokens.append(sample_token(tuple(tokens), edits))
+        is_too_short = len(tokens) - num_prompt < sampling.min_tokens
+        forbidden = request.end_token_ids if is_too_short else ()
+        tokens.append(sample_token(tuple(tokens), sampling.logit_bias, forbidden))
         if tokens[-1] in request.end_token_ids:
             return tokens[num_prompt:], "stop"
         if len(tokens) - num_prompt == sampling.max_tokens or len(tokens) == max_model_len:
@@ -203,7 +199,10 @@ class FakeRunner:
         for row in plan.rows:
             context = self._read_context(row)
             if row.samples:
-                token = sample_token(context, [edit for edit in plan.logit_edits if edit.row == row.row])
+                admission = self._rows[row.row].admission
+                is_too_short = len(context) - admission.num_prompt_tokens < admission.sampling.min_tokens
+                forbidden = admission.end_token_ids if is_too_short else ()
+                token = sample_token(context, admission.sampling.logit_bias, forbidden)
                 token_ids[row.row] = self._rows[row.row].last_sample = token
                 if self._rows[row.row].admission.sampling.logprobs is not None:
                     logprobs[row.row] = TokenLogprob(token, -float(len(context)))

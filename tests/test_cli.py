@@ -297,13 +297,15 @@ def parse(settings: type[Any], *words: str) -> argparse.Namespace:
 
 SAMPLES = {"int": "7", "float": "0.5", "bool": "1", "str": "x"}
 SAMPLES |= {"tuple[int, ...]": "7", "tuple[str, ...]": "x"}
+OWN_SAMPLES = {"min_priority": "-7"}  # of settings that take few values
 
 
 @pytest.mark.parametrize("settings", [EngineConfig, ServeConfig])
 def test_every_setting_has_a_flag_and_a_variable(settings: type[Any]) -> None:
     for flag in flags_of(settings):
         kind = str(flag.field.type).removesuffix(" | None")
-        text = flag.field.metadata.get("choices", (SAMPLES[kind],))[0]
+        sample = OWN_SAMPLES.get(flag.field.name, SAMPLES[kind])
+        text = flag.field.metadata.get("choices", (sample,))[0]
         words = [flag.name] if flag.is_switch else [flag.name, text]
         by_flag = read_settings(settings, parse(settings, *words), {})
         by_variable = read_settings(settings, parse(settings), {f"PENSTOCK_{flag.field.name.upper()}": text})

@@ -23,9 +23,10 @@ from penstock.errors import (
 )
 from penstock.progress import OnPhase, Phase
 from penstock.serve import replica as replica_module
+from penstock.serve.admission import QueueShares
 from penstock.serve.client import Receiver
 from penstock.serve.devices import place_engines
-from penstock.serve.fleet import MAX_BLAME, Fleet
+from penstock.serve.fleet import MAX_BLAME, Fleet, resumed
 from penstock.serve.replica import sum_stats
 from penstock.serve.routing import AFFINITY, PAGE_TOKENS, ROW_TOKENS, PrefixMap, Router
 from penstock.types import EngineInfo, EngineStats, Request, SamplingParams, TokenDelta
@@ -588,6 +589,68 @@ def test_an_engine_that_cannot_start_ends_the_fleet_at_first_and_is_tried_again_
     asyncio.run(asyncio.wait_for(scenario(), 10.0))
 
 
+def test_a_reply_that_goes_on_keeps_its_place_and_its_engine_however_full_the_queue_is() -> None:
+    """As after a thought that was closed: the next request resumes it, before the row is given away."""
+
+    async def scenario() -> None:
+        async with world_of(2, max_queue=4) as world:
+            for number in range(4):
+                world.submit(replace(ask(f"r{number}"), tenant="ann"))
+            world.submit(replace(ask("other"), tenant="ben"))  # within its share: now there are five
+            (engine,) = [one for one in world.current if "r1" in one.rows]
+            rest = replace(ask("r1-answer"), tenant="ann")
+            seen_at_abort: list[set[str]] = []
+            abort = engine.abort
+
+            def watched(request_id: str) -> None:
+                seen_at_abort.append(set(engine.rows))
+                abort(request_id)
+
+            engine.abort = watched  # type: ignore[method-assign]
+            world.fleet._journeys["r1"].num_faults = 5
+            world.fleet.go_on("r1", rest, Reader())
+            assert world.fleet._journeys["r1-answer"].num_faults == 5, "engines it has cost are not forgotten"
+            assert [{"r1", "r1-answer"} <= rows for rows in seen_at_abort] == [True]
+            assert "r1" not in engine.rows
+            assert world.fleet.num_outstanding == 5
+            with pytest.raises(OverloadedError):
+                world.submit(replace(ask("new"), tenant="ann"))
+
+    asyncio.run(scenario())
+
+
+def test_a_resumed_request_that_loses_its_engine_counts_all_it_has_said() -> None:
+    request = Request(id="r", token_ids=(1, 2, 3, 4), num_resumed_tokens=2)
+    again = resumed(request, [5])
+    assert (again.token_ids, again.num_prompt_tokens) == ((1, 2, 3, 4, 5), 2)
+
+
+def test_the_queue_is_shared_by_tenants_when_it_is_full() -> None:
+    places = QueueShares(8, "requests are here")
+    places.reserve("ann", 8)  # alone it may have all
+    with pytest.raises(OverloadedError, match="full"):
+        places.reserve("ann")
+    places.reserve("ben", 4)  # half of them is its share
+    with pytest.raises(OverloadedError) as error:
+        places.require("ben")
+    assert "4 are of this API key, one of 2" in error.value.why
+    places.require("cleo", 2)
+    places.release("ann", 5)
+    places.require("ann")  # there is a place again, for anybody
+    with pytest.raises(OverloadedError):
+        places.require("ben", 2)
+    places.release("ann", 3)
+    places.release("ben", 4)
+    assert places.num_taken == 0
+    places.require("ben", 8)
+
+
+def test_a_floor_that_would_refuse_requests_without_a_priority_is_refused_itself() -> None:
+    assert ServeConfig(min_priority=-5).min_priority == -5
+    with pytest.raises(ConfigError, match="min_priority is 1"):
+        ServeConfig(min_priority=1)
+
+
 def test_the_queue_is_bounded_for_all_engines_together_and_the_tightest_context_holds() -> None:
     async def scenario() -> None:
         async with world_of(2, max_queue=4) as world:
@@ -614,7 +677,7 @@ def test_a_place_is_held_from_a_requests_head_to_the_end_of_its_last_reply() -> 
             place.add_bytes(1000)
             place.resize(3)
             with pytest.raises(OverloadedError):
-                intake.reserve("other").resize(2)
+                intake.reserve("other").resize(3)  # more than its half
             world.fleet.submit([(ask(name), Reader()) for name in "abc"], place)
             assert intake.bodies.num_bytes == 0
             place.release()  # at the end of its answer, or before

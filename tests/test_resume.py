@@ -8,10 +8,11 @@ import pytest
 
 from penstock.engine.engine import Engine
 from penstock.serve.fleet import resumed
-from penstock.text.grammar import json_schema_grammar
+from penstock.text.dialects.dialect import Thinking
+from penstock.text.grammar import json_schema_grammar, with_blank_start
 from penstock.types import Request, TokenDelta
 from small_models import HYBRID_MOE, LLAMA, make_engine, prompt, request, run, tokens_of
-from test_constraints import THINK_END, constrained, engine_of
+from test_constraints import PERSON_GRAMMAR, THINK_END, TOKENIZER, assert_person, constrained, engine_of
 
 ENDS = tuple(range(0, 320, 9))
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}
@@ -57,6 +58,14 @@ def test_a_grammar_goes_on_where_it_was(starts_after: tuple[int, ...]) -> None:
         logprobs=None,
     )
     assert_same_wherever_it_is_cut(engine_of(), one)
+
+
+def test_a_grammar_begins_behind_a_thought_that_was_closed_for_the_model() -> None:
+    """In the words of the dialect, the line ends of which the grammar takes for its own."""
+    one = constrained("r", with_blank_start(PERSON_GRAMMAR), grammar_starts_after=(THINK_END,))
+    closing = TOKENIZER.encode(Thinking().forced_end)
+    assert closing[-1] != THINK_END
+    assert_person(run(engine_of(), resumed(one, [*prompt(5, 3), *closing]))["r"])
 
 
 def test_a_reply_may_be_cut_as_often_as_it_has_tokens() -> None:

@@ -113,10 +113,10 @@ def test_penalties_match_their_definitions() -> None:
     assert torch.allclose(out, torch.tensor([[1.0, -3.0, -0.5, 3.0]]))
 
 
-def test_edits_forbid_and_bias_single_tokens() -> None:
+def test_biases_forbid_and_favour_single_tokens() -> None:
     logits = LOGITS.repeat(2, 1)
     rows, tokens = torch.tensor([0, 1]), torch.tensor([4, 3])
-    out = ops.edit_logits(logits, rows, tokens, torch.tensor([-torch.inf, 100.0]))
+    out = ops.bias_logits(logits, rows, tokens, torch.tensor([-torch.inf, 100.0]))
     assert out[0].argmax() == 5
     assert out[1].argmax() == 3
 

@@ -21,7 +21,7 @@ from penstock.cache.checkpoints import PROVEN
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.terms import checkpoint_targets
 from penstock.errors import ContextLengthError, RequestError
-from penstock.types import LogitEdit, PrefixHit, Request, SamplingParams, Sequence, StepOutput, StepPlan
+from penstock.types import PrefixHit, Request, SamplingParams, Sequence, StepOutput, StepPlan
 
 PLAIN = Setup()
 HYBRID = Setup(num_slots=13)
@@ -393,18 +393,16 @@ def test_min_tokens_forbids_end_tokens_until_then(depth: int) -> None:
     sampling = SamplingParams(max_tokens=20, min_tokens=5)
     run_all(world, [ask("a", prompt(5), sampling=sampling, end_token_ids=every)])
     assert world.replies["a"][:5] == [0] * 5
-    edits = [plan.logit_edits for plan in world.plans]
-    assert edits[:5] == [tuple(LogitEdit.forbid(0, token) for token in every)] * 5
-    assert not any(edits[5:])
+    assert world.replies["a"][5] != 0
+    assert [one.end_token_ids for plan in world.plans for one in plan.admissions] == [every]
 
 
-def test_logit_bias_is_applied_in_every_step_that_samples() -> None:
+def test_logit_biases_come_with_the_admission() -> None:
     world = World(Setup(max_step_tokens=4))
     sampling = SamplingParams(max_tokens=4, logit_bias={7: 100.0})
     run_all(world, [ask("a", prompt(6), sampling=sampling)])
     assert world.replies["a"] == [7] * 4
-    edited = [plan.logit_edits == (LogitEdit(0, 7, 100.0),) for plan in world.plans]
-    assert edited == [False, True, True, True, True]
+    assert [admission.sampling.logit_bias for admission in world.plans[0].admissions] == [{7: 100.0}]
 
 
 @KINDS
@@ -496,6 +494,7 @@ def test_an_idle_scheduler_remembers_nobody() -> None:
     assert sorted(held.pop("_free_rows")) == [0, 1, 2, 3]
     assert not any(held.values()), held
     assert world.scheduler._leaders.is_empty
+    assert (world.scheduler.num_waiting, world.scheduler._waiting.num_tenants) == (0, 0)
 
 
 def test_without_the_prefix_cache_nothing_is_shared() -> None:
@@ -578,7 +577,7 @@ def test_who_waits_for_a_leader_is_not_looked_up_again_until_it_has_come() -> No
             calls.clear()
             step_blindly(scheduler)
             num_matches.append(len(calls))
-    assert num_matches == [2, 0, 0, 0, 1]  # four steps of 16,384 tokens
+    assert num_matches == [4, 0, 0, 0, 2]  # in turn and out of turn; four steps of 16,384 tokens
 
 
 def test_digests_that_come_with_a_request_are_those_that_the_engine_would_compute() -> None:
@@ -636,6 +635,7 @@ def random_request(rng: random.Random, name: str, setup: Setup, stems: list[tupl
         priority=rng.choice([0, 0, 0, -1, 1]),
         session_id=rng.choice([None, "s", "t", "u"]),
         num_scored_tokens=rng.randrange(num_tokens) if is_taken_over else 0,
+        tenant=rng.choice(["", "", "", "ann", "ben"]),
     )
 
 

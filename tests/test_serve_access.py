@@ -25,6 +25,7 @@ from penstock.serve.intake import Intake
 from penstock.serve.metrics import Metrics, render
 from penstock.serve.request_log import JsonLines, TextLines
 from penstock.serve.serving import Serving
+from penstock.serve.tenants import tenant_of_key
 from penstock.serve.text_stream import Deliver, TextStream
 
 KEYS = ("sk-first-key", "sk-second")
@@ -337,7 +338,9 @@ def test_whoever_finds_no_place_is_refused_before_any_of_its_body_is_read(path: 
     app = app_of(max_queue=2, api_key=KEYS)
     intake = app.state.serving.intake
     for_reply = path in BODY_ROUTES
-    places = [intake.reserve("other", for_reply=for_reply) for _ in range(2)]
+    places = [intake.reserve(tenant_of_key(KEYS[0]), for_reply=for_reply) for _ in range(2)]
+    others = call(app, path, {"x-api-key": KEYS[1]}, "POST", body=b"no JSON")
+    assert others.status == 400, "another key has its share"
     refused = call(app, path, GOOD, "POST", body=None)  # it would be a 499, had we begun to read
     assert refused.status == (529 if path.startswith("/v1/messages") else 429)
     assert (refused.headers["connection"], refused.headers["retry-after"]) == ("close", "1")

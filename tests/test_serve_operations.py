@@ -28,7 +28,8 @@ def log_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(log_file: Path) -> Iterator[Server]:
     """One row: what waits can be seen to wait."""
-    settings = {"read_timeout": READ_TIMEOUT_S, "log_format": "json", "max_body_mb": 1.0}
+    settings: dict[str, Any] = {"read_timeout": READ_TIMEOUT_S, "log_format": "json", "max_body_mb": 1.0}
+    settings["min_priority"] = -10
     with (
         log_file.open("w") as log,
         start_server(engine={"max_rows": 1}, serve=settings, log=log) as running,
@@ -65,7 +66,9 @@ def test_time_spent_waiting_counts(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-@pytest.mark.parametrize("change", [{"timeout": 0}, {"timeout": -1}, {"timeout": "1"}, {"priority": 10**6}])
+@pytest.mark.parametrize(
+    "change", [{"timeout": 0}, {"timeout": -1}, {"timeout": "1"}, {"priority": 10**6}, {"priority": -11}]
+)
 def test_a_time_or_a_priority_that_cannot_be_is_a_400(
     server: Server, path: str, change: dict[str, Any]
 ) -> None:
@@ -74,6 +77,14 @@ def test_a_time_or_a_priority_that_cannot_be_is_a_400(
 
 
 # Priorities
+
+
+def test_nobody_is_more_urgent_than_the_operator_allows(server: Server) -> None:
+    answer = server.post({"messages": MESSAGES, "max_tokens": 1, "priority": -11})
+    assert "takes -10 or more" in answer.json()["error"]["message"]
+    responses = server.post({"input": "x", "max_output_tokens": 1, "priority": -11}, "/v1/responses")
+    assert_refused(responses, 400, "priority")
+    assert server.post({"messages": MESSAGES, "max_tokens": 1, "priority": -10}).status_code == 200
 
 
 def test_of_those_that_wait_the_more_urgent_runs_first(server: Server) -> None:

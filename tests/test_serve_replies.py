@@ -37,6 +37,10 @@ class FakeClient:
     def submit(self, receivers: Sequence[tuple[Request, Reply]], place: object = None) -> None:
         self.submitted += [request for request, _ in receivers]
 
+    def go_on(self, request_id: str, request: Request, _: Reply) -> None:
+        self.submitted.append(request)
+        self.abort(request_id)
+
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
@@ -104,7 +108,8 @@ def test_a_budget_cuts_a_thought_at_its_token_however_many_come_at_once(tokenize
         first, second = growing.client.submitted
         assert growing.client.aborted == [first.id]
         assert second.token_ids == (*PROMPT, *ids[:4], *closing_ids)
-        assert second.sampling.max_tokens == 1000 - 4 - len(closing_ids)
+        assert second.num_prompt_tokens == len(PROMPT), "the thought counts as said, also for penalties"
+        assert second.sampling == first.sampling
         growing.client.aborted.clear()
         growing.grow("42", size, "stop")
         parsed = growing.parsed
@@ -150,7 +155,7 @@ def test_a_reopened_thought_is_closed_again_and_nothing_said_is_lost(tokenizer: 
             "\n</think>\n\n"
         )
         assert growing.parsed.content.split() == ["first", "second"]
-        assert third.sampling.max_tokens == 1000 - len(third.token_ids) + len(PROMPT)
+        assert third.num_prompt_tokens == len(PROMPT)
 
     in_loop(grow)
 

@@ -82,8 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
     _require_positions(arguments, config, source)
     with PhaseList() as phases:
         with timed("libraries", phases):
+            from penstock.engine.device import select_device
             from penstock.engine.direct import DirectEngine
             from penstock.engine.engine import Engine
+        select_device(config.device)
         engine = DirectEngine(Engine.from_source(source, config, phases))
         require_room(engine, max(arguments.batch), _most_tokens(arguments, config))
         with timed("check", phases):

@@ -67,10 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
     config: EngineConfig = from_mapping(EngineConfig, settings)
     with PhaseList() as phases:
         with timed("libraries", phases):
-            from penstock.engine.engine import Engine, pick_device
+            from penstock.engine.device import pick_device, select_device
+            from penstock.engine.engine import Engine
             from penstock.ops.triton import tuning
         device = pick_device(config.device)
         _require_gpu(device)
+        select_device(device)
         path, tiles = _table_to_write(arguments.out, device)
         engine = Engine.from_source(cut_layers(find_model(config.model), arguments.layers), config, phases)
         kept = []

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from penstock.config import EngineConfig, from_mapping
-from penstock.engine.engine import Engine, check_token_ids, pick_device
+from penstock.engine.device import pick_device
+from penstock.engine.engine import Engine, check_token_ids
 from penstock.errors import CapacityError, ContextLengthError, RequestError
 from penstock.models.source import ModelSource
 from penstock.types import PageUpdate, Request, RowPlan, StepPlan

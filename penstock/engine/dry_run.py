@@ -20,7 +20,7 @@ from penstock.engine.pools import PoolSizes
 from penstock.engine.rows import RowTable
 from penstock.engine.runner import Runner
 from penstock.engine.storage import allocate_caches
-from penstock.types import MAX_LOGPROBS, Admission, Followers, LogitEdit, RowPlan, SamplingParams, StepPlan
+from penstock.types import MAX_LOGPROBS, Admission, Followers, RowPlan, SamplingParams, StepPlan
 
 LEAST_STEP_TOKENS = 512
 
@@ -34,6 +34,7 @@ EVERY_OPTION = SamplingParams(
     presence_penalty=0.1,
     frequency_penalty=0.1,
     logit_bias={0: 1.0},
+    min_tokens=2,  # so that the next token may not end the reply
     logprobs=MAX_LOGPROBS,
 )
 
@@ -126,8 +127,10 @@ class DryRun:
         plan = StepPlan(
             step=0,
             rows=tuple(RowPlan(row, 1, (), samples=True) for row in numbers),
-            admissions=tuple(Admission(row, EVERY_OPTION, 0, 1, history=(0,)) for row in numbers),
-            logit_edits=tuple(LogitEdit.forbid(row, 0) for row in numbers),
+            admissions=tuple(
+                Admission(row, EVERY_OPTION, seed=0, num_prompt_tokens=1, history=(0,), end_token_ids=(0,))
+                for row in numbers
+            ),
         )
         self.runner.launch(plan).wait()
 

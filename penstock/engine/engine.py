@@ -19,6 +19,7 @@ from penstock import ops
 from penstock.cache import Cache, SessionLimits
 from penstock.config import EngineConfig
 from penstock.engine.constraints import Constraints, GrammarCompiler
+from penstock.engine.device import on_device, pick_device
 from penstock.engine.memory import build_runner
 from penstock.engine.pools import GB, PoolSizes
 from penstock.engine.runner import PendingStep
@@ -46,7 +47,8 @@ class Engine:
         """Takes a model whose weights are in place and the memory its cache may use."""
         device = model.device
         check_page_size(config, device)
-        memory, self.runner = build_runner(model, config, name, on_phase)
+        with on_device(device):
+            memory, self.runner = build_runner(model, config, name, on_phase)
         pools = memory.pools
         self.cache = Cache(
             page_size=config.page_size,
@@ -103,16 +105,18 @@ class Engine:
         on_phase: OnPhase = lambda _: None,
         tokenizer: str | None = None,  # a folder or tokenizer.json, if not the model's own
     ) -> Engine:
-        with timed("weights", on_phase) as report:
-            model = load_model(
-                source,
-                device=pick_device(config.device),
-                dtype=config.dtype,
-                random_weights=config.random_weights,
-                seed=config.weights_seed,
-                on_phase=report,
-            )
-        return cls(model, config, source.name, on_phase, _tokenizer_file(tokenizer, source))
+        device = pick_device(config.device)
+        with on_device(torch.device(device)):
+            with timed("weights", on_phase) as report:
+                model = load_model(
+                    source,
+                    device=device,
+                    dtype=config.dtype,
+                    random_weights=config.random_weights,
+                    seed=config.weights_seed,
+                    on_phase=report,
+                )
+            return cls(model, config, source.name, on_phase, _tokenizer_file(tokenizer, source))
 
     def submit(self, request: Request) -> None:
         """Refuses what would end the engine for everybody: the device indexes with these ids unchecked."""
@@ -208,7 +212,8 @@ class Engine:
         rows = self.runner.rows
         logits = torch.zeros(1, rows.vocab_size, device=rows.device)
         words = rows.upload([[0] * -(-rows.vocab_size // 32)], torch.int32)
-        ops.mask_logits(logits, rows.upload([0]), words)  # compiles it
+        with on_device(logits.device):
+            ops.mask_logits(logits, rows.upload([0]), words)  # compiles it
 
     def stats(self) -> EngineStats:
         self.cache.sessions.expire()
@@ -258,24 +263,6 @@ def _tokenizer_file(tokenizer: str | None, source: ModelSource) -> Path | None:
     if path is None or path.suffix == ".json":
         return path
     return (path if path.is_dir() else path.parent) / "tokenizer.json"
-
-
-def pick_device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(
-            f"The device {name!r} is not there",
-            f"torch {torch.__version__} sees no CUDA device.",
-            "Use --device cpu, or install a CUDA build of torch and a driver.",
-        )
-    try:
-        torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"The device {name!r} does not exist", "", "Use auto, cpu, cuda or cuda:N."
-        ) from error
-    return name
 
 
 def _session_limits(config: EngineConfig, pools: PoolSizes) -> SessionLimits:

@@ -11,6 +11,7 @@ import functools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -225,8 +226,15 @@ def launch_all(kinds: Sequence[Launches]) -> list[Launch]:
 def launch_in_threads(launches: Sequence[Launch]) -> list[Launch]:
     """All of them at the same time: nearly all of compiling is done without Python's lock, and one kernel
     after the other it would take minutes. Returns those that there was no memory for meanwhile."""
+    # A thread begins on the first device, whichever is the current one here.
+    index = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def has_launched(launch: Launch) -> bool:
+        with nullcontext() if index is None else torch.cuda.device(index):
+            return _has_launched(launch)
+
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        done = list(threads.map(_has_launched, launches))
+        done = list(threads.map(has_launched, launches))
     return [launch for launch, is_done in zip(launches, done) if not is_done]
 
 

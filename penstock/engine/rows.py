@@ -7,6 +7,7 @@ one copy; everything that can be derived is derived on the device, so that nothi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor
 
 from penstock import ops
+from penstock.engine.biases import Entries, LogitBiases
 from penstock.engine.packing import pack_step, span_of
 from penstock.engine.pools import PoolSizes
 from penstock.layers.inputs import RowSpan, StepInputs
-from penstock.types import Admission, LogitEdit, PageUpdate, RowPlan, SamplingParams, StepPlan
+from penstock.types import Admission, PageUpdate, RowPlan, SamplingParams, StepPlan
 
 # How far a step goes: to the logits, or to tokens that are greedy, drawn, or drawn after top_k, top_p, min_p.
 Ending = Literal["logits", "greedy", "drawn", "filtered"]
@@ -31,7 +33,7 @@ class Wishes:
     """How the rows that sample in a step want it, on the host: what nobody asked for is skipped."""
 
     params: tuple[SamplingParams, ...]  # in the order of the rows
-    has_edits: bool
+    has_forbidden_ends: bool
 
     @property
     def ending(self) -> Ending:
@@ -46,6 +48,10 @@ class Wishes:
         return any(params.has_penalties for params in self.params)
 
     @property
+    def has_biases(self) -> bool:
+        return any(params.logit_bias for params in self.params)
+
+    @property
     def num_top_logprobs(self) -> int | None:
         """The most any row wants; None when no row wants any."""
         return max((params.logprobs for params in self.params if params.logprobs is not None), default=None)
@@ -53,7 +59,8 @@ class Wishes:
     @property
     def are_plain(self) -> bool:
         """Whether the next tokens are all that is wanted, from the logits as they are."""
-        return not (self.has_edits or self.has_penalties or self.num_top_logprobs is not None)
+        is_changed = self.has_forbidden_ends or self.has_biases or self.has_penalties
+        return not (is_changed or self.num_top_logprobs is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,8 @@ class SampleInputs:
 
     rows: Tensor  # [L] int64
     positions: Tensor  # [L] int64  of the tokens that are drawn
-    edits: tuple[Tensor, Tensor, Tensor] | None  # indices into L, token ids, biases
+    biases: Entries | None
+    forbidden_ends: Entries | None  # of rows that are too short to end
 
 
 class RowTable:
@@ -82,6 +90,9 @@ class RowTable:
         self.knobs = torch.zeros(num_rows, len(_KNOBS), device=device)  # columns named by _KNOBS
         self.generated: Tensor | None = None  # [rows, vocab] int32, made when a request first has penalties
         self.in_prompt: Tensor | None = None  # [rows, vocab] bool
+        self._biases = LogitBiases(self.upload)
+        self._forbidden_ends = LogitBiases(self.upload)
+        self._may_end_at = [0] * num_rows  # the first position where a row may have an end token
         self._params = [SamplingParams()] * num_rows
 
     @classmethod
@@ -109,7 +120,7 @@ class RowTable:
 
     def wishes(self, plan: StepPlan) -> Wishes:
         params = tuple([self._params[row.row] for row in plan.rows if row.samples])
-        return Wishes(params, has_edits=bool(plan.logit_edits))
+        return Wishes(params, any(self._must_go_on(row) for row in plan.rows if row.samples))
 
     def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, ending: Ending) -> Tensor:  # [L] int64
         """The next tokens of `rows`, at `positions`, by the rows' own parameters."""
@@ -131,6 +142,9 @@ class RowTable:
             return
         for admission in admissions:
             self._params[admission.row] = admission.sampling
+            self._biases.set(admission.row, admission.sampling.logit_bias)
+            self._forbidden_ends.set(admission.row, dict.fromkeys(admission.end_token_ids, -math.inf))
+            self._may_end_at[admission.row] = admission.num_prompt_tokens + admission.sampling.min_tokens
         rows = self.upload([admission.row for admission in admissions])
         self.seed[rows] = self.upload([admission.seed for admission in admissions])
         self.top_k[rows] = self.upload([admission.sampling.top_k for admission in admissions])
@@ -196,20 +210,19 @@ class RowTable:
 
     def sample_inputs(self, plan: StepPlan) -> SampleInputs:
         sampling = [row for row in plan.rows if row.samples]
-        place = {row.row: index for index, row in enumerate(sampling)}
         packed = [[row.row for row in sampling], [row.start + row.num_tokens for row in sampling]]
         rows, positions = self.upload(packed)
         return SampleInputs(
             rows=rows,
             positions=positions,
-            edits=self._edits([edit for edit in plan.logit_edits if edit.row in place], place),
+            biases=self._biases.entries([row.row for row in sampling]),
+            forbidden_ends=self._forbidden_ends.entries(
+                [row.row if self._must_go_on(row) else None for row in sampling]
+            ),
         )
 
-    def _edits(self, edits: list[LogitEdit], place: dict[int, int]) -> tuple[Tensor, Tensor, Tensor] | None:
-        if not edits:
-            return None
-        indices = self.upload([[place[edit.row] for edit in edits], [edit.token_id for edit in edits]])
-        return indices[0], indices[1], self.upload([edit.bias for edit in edits], torch.float32)
+    def _must_go_on(self, row: RowPlan) -> bool:
+        return row.start + row.num_tokens < self._may_end_at[row.row]
 
     def upload(self, values: object, dtype: torch.dtype = torch.int64) -> Tensor:
         return self.stage(values, dtype).to(self.device, non_blocking=True)

@@ -5,14 +5,18 @@ The only place where the host waits for the device is `PendingStep.wait`.
 
 from __future__ import annotations
 
+import functools
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock import ops
 from penstock.engine.constraints import StepMasks
+from penstock.engine.device import on_device
 from penstock.engine.graphs import DecodeGraphs, Model, is_decode, launch_all, run_for_last_tokens
 from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.rows import RowTable, SampleInputs, Wishes
@@ -22,6 +26,8 @@ from penstock.types import Followers, PromptScores, StepOutput, StepPlan, TokenL
 
 FOLLOWER_ROWS = 64  # of logits at a time: a vocabulary has hundreds of thousands
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 Scores = tuple[Tensor, Tensor, Tensor]  # log-probabilities [T], of the likeliest [T, k], their ids [T, k]
 
 
@@ -107,6 +113,19 @@ class LaunchedLogits:
     scores: dict[int, Scores] = field(default_factory=dict)  # of followers, by row
 
 
+def _on_its_device(method: Callable[Given, Result]) -> Callable[Given, Result]:
+    """For methods of `Runner` that launch: the current device may be another engine's."""
+
+    @functools.wraps(method)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        runner = args[0]
+        assert isinstance(runner, Runner)
+        with on_device(runner.rows.last_token.device), torch.inference_mode():
+            return method(*args, **kwargs)
+
+    return call
+
+
 @dataclass(slots=True)
 class Runner:
     model: Model
@@ -120,7 +139,7 @@ class Runner:
         given = (self.model, self.caches, self.rows, self.deterministic)
         return PromptGraphs(*given, max_step_tokens), DecodeGraphs(*given)
 
-    @torch.inference_mode()
+    @_on_its_device
     def warm_up(self, max_step_tokens: int) -> None:
         """Launches every kernel once, if there is memory for its step: a capture can compile none."""
         launch_all([graphs.launches for graphs in self.graphs_to_capture(max_step_tokens)])
@@ -128,7 +147,7 @@ class Runner:
             cache.forget_nobodys()  # what steps wrote over each other
         torch._C._cuda_clearCublasWorkspaces()  # each thread has had one
 
-    @torch.inference_mode()
+    @_on_its_device
     def capture(self, max_step_tokens: int, on_phase: OnPhase) -> None:
         """From here on decode steps and short prompts are replayed instead of launched."""
         prompts, decodes = self.graphs_to_capture(max_step_tokens)
@@ -138,7 +157,7 @@ class Runner:
             graphs.capture(pool, on_phase)
         self.prompt_graphs, self.graphs = prompts, decodes
 
-    @torch.inference_mode()
+    @_on_its_device
     def launch(self, plan: StepPlan) -> PendingStep:
         self.rows.update(plan)
         wishes = self.rows.wishes(plan)
@@ -146,20 +165,20 @@ class Runner:
             return PendingStep(plan, wishes, [self.graphs.replay(plan, wishes.ending)])
         return self.launch_sampling(self._launch_forward(plan, wishes))
 
-    @torch.inference_mode()
+    @_on_its_device
     def launch_logits(self, plan: StepPlan) -> LaunchedLogits:
         """Half of `launch`, for steps whose masks the host makes meanwhile; `launch_sampling` is the rest."""
         self.rows.update(plan)
         return self._launch_forward(plan, self.rows.wishes(plan))
 
-    @torch.inference_mode()
+    @_on_its_device
     def launch_sampling(self, launched: LaunchedLogits, masks: StepMasks | None = None) -> PendingStep:
         plan, wishes = launched.plan, launched.wishes
         sampling = self.rows.sample_inputs(plan)
         tensors = self._sample(launched.logits, sampling, wishes, masks)
         return PendingStep(plan, wishes, tensors, launched.scores)
 
-    @torch.inference_mode()
+    @_on_its_device
     def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
         """One step whose tokens somebody else chooses."""
         self.rows.update(plan)
@@ -221,8 +240,9 @@ class Runner:
                 table.knob("presence_penalty", rows),
                 table.knob("frequency_penalty", rows),
             )
-        if sampling.edits is not None:
-            logits = ops.edit_logits(logits, *sampling.edits)
+        for entries in (sampling.biases, sampling.forbidden_ends):
+            if entries is not None:
+                logits = ops.bias_logits(logits, *entries)
         if masks is not None and masks.places:
             allowed = masks.allowed.to(logits.device, non_blocking=True)
             logits = ops.mask_logits(logits, table.upload(masks.places), allowed)

@@ -13,18 +13,16 @@ import heapq
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from hashlib import blake2b
+from itertools import islice
 
 from penstock.cache import Cache
+from penstock.engine.chunks import Chunk, num_tokens_of
+from penstock.engine.fairness import Holdings, WaitingLine, by_rank, due_order
 from penstock.engine.leaders import Leaders
 from penstock.engine.terms import Terms
 from penstock.errors import RequestError
 from penstock.types import (
-    Admission,
     FinishReason,
-    Followers,
-    LogitEdit,
     PageUpdate,
     PrefixHit,
     PromptScores,
@@ -44,8 +42,8 @@ WATERMARK_SHARE = 8
 # who come soon after it, and nobody waits for ever.
 PRIORITY_STEP_S = 10.0
 
-# Pages that one plan may look up for admissions, some milliseconds of work. All decodes wait for it, so the
-# rest is admitted in the next plans.
+# Pages that one plan may look up for admissions in turn, and as many for those out of turn: milliseconds of
+# work. All decodes wait for it, so the rest is admitted in the next plans.
 MAX_PAGES_LOOKED_UP = 8192
 
 # Of the prompt tokens that are still to be computed, a step that also decodes takes this share.
@@ -54,18 +52,16 @@ BACKLOG_SHARE = 8
 # Log-probabilities of a prompt in one delta, alternatives included: some milliseconds of a server's time.
 DELTA_SCORES = 4096
 
+# A prompt that one step could compute is short. One part in so many of each step's prompt tokens belongs to
+# short prompts that stand behind long ones; to find them, a plan looks at so many, and so many in the cache.
+SHORT_SHARE = 4
+MAX_SCANNED = 1024
+MAX_LOOKUPS = 8
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """The tokens of one sequence in one step, before and after it became a RowPlan."""
-
-    sequence: Sequence
-    row: int
-    start: int
-    num_tokens: int
-    samples: bool
-    is_decode: bool
-    num_new_pages: int  # at the end of the sequence's page table: those the row does not have yet
+# How long a tenant with less than its share waits before another one, with more, is preempted for it, and how
+# long other tenants may pass a sequence that waits for memory.
+PATIENCE_S = 1.0
+PASSED_S = 30.0
 
 
 class Scheduler:
@@ -93,11 +89,12 @@ class Scheduler:
         self._num_steps = 0
         self._sequences: dict[str, Sequence] = {}
         self._terms: dict[Sequence, Terms] = {}
-        self._waiting: list[Sequence] = []  # both by when they are due
-        self._running: list[Sequence] = []
+        self._waiting = WaitingLine()
+        self._refused: Sequence | None = None  # was next, but the last plan had no row or memory for it
+        self._running: list[Sequence] = []  # by when they are due
         self._decoding: set[Sequence] = set()  # of the running: those that continue from their last sample
         self._free_rows = list(range(max_rows))
-        self._in_flight: dict[int, list[_Chunk]] = {}  # planned, not committed
+        self._in_flight: dict[int, list[Chunk]] = {}  # planned, not committed
         self._replaced_pages: list[PageUpdate] = []  # for the next plan
         self._leaders = Leaders(cache)
 
@@ -126,14 +123,14 @@ class Scheduler:
                 "Use another id.",
             )
         terms = Terms.of(request, self.cache, self.max_model_len)
-        due_s = self._clock() + request.priority * PRIORITY_STEP_S
+        due_s = self._clock() - request.age_s + request.priority * PRIORITY_STEP_S
         sequence = Sequence.start(request, self._num_arrivals, due_s)
         sequence.targets = terms.targets
         self.cache.take_digests(sequence)
         self._num_arrivals += 1
         self._sequences[request.id] = sequence
         self._terms[sequence] = terms
-        insort(self._waiting, sequence, key=_order)
+        self._waiting.enter(sequence)
         return sequence
 
     def abort(self, request_id: str) -> TokenDelta | None:
@@ -145,12 +142,16 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step. None: nothing can run before an outstanding output is committed, or at all."""
+        self._make_room()
         chunks = self._plan_decodes()
-        num_decodes = len(chunks)
-        budget = self._prompt_budget(num_decodes)
-        chunks += self._plan_prefills(budget)
-        admitted = self._admit_waiting(budget - sum(chunk.num_tokens for chunk in chunks[num_decodes:]))
-        chunks += admitted
+        budget = self._prompt_budget(len(chunks))
+        prompts = [sequence for sequence in self._in_rank() if sequence not in self._decoding]
+        overtaking, admitted = self._plan_overtakers(prompts, budget)
+        budget -= num_tokens_of(overtaking) + num_tokens_of(admitted)
+        planned = {chunk.sequence for chunk in overtaking}
+        prefills = self._plan_prefills([one for one in prompts if one not in planned], budget)
+        admitted += self._admit_waiting(budget - num_tokens_of(prefills))
+        chunks += overtaking + prefills + admitted
         self.admitted_ids = [chunk.sequence.id for chunk in admitted]
         assert chunks or self._in_flight or not self._sequences, "requests wait, but nothing can run"
         plan = self._build_plan(chunks, admitted) if chunks else None
@@ -175,14 +176,32 @@ class Scheduler:
                 self._register(sequence)
         return deltas
 
-    def _plan_decodes(self) -> list[_Chunk]:
+    def _in_rank(self) -> list[Sequence]:
+        """The running ones, the last of which is the first to give up its row."""
+        return by_rank(self._running) if self._waiting.num_tenants > 1 else list(self._running)
+
+    def _make_room(self) -> None:
+        """Where the next tenant has less than its share of rows and pages, one that has more is preempted."""
+        sequence = self._refused
+        if sequence is None or self._waiting.num_tenants == 1 or sequence.num_in_flight:
+            return
+        if self._clock() - sequence.due_s >= PATIENCE_S:
+            victim = self._holdings().victim_for(sequence, self.cache.pages_for(len(sequence.tokens)))
+            if victim is not None:
+                self._preempt(victim)
+
+    def _holdings(self) -> Holdings:
+        return Holdings(self._running, self._waiting.num_tenants, self.max_rows, self.cache.num_pages)
+
+    def _plan_decodes(self) -> list[Chunk]:
         chunks = []
-        for sequence in [sequence for sequence in self._running if sequence in self._decoding]:
+        in_rank = self._in_rank()
+        for sequence in [sequence for sequence in in_rank if sequence in self._decoding]:
             # In this order a victim is never one that has been planned: they all come before `sequence`.
             if sequence.row is None or sequence.num_tokens >= self._terms[sequence].max_num_tokens:
                 continue
             while (new_pages := self.cache.reserve(sequence, 1)) is None:
-                victim = self._running[-1]
+                victim = next(one for one in reversed(in_rank) if one.row is not None)
                 self._preempt(victim)
                 if victim is sequence:
                     break
@@ -203,14 +222,70 @@ class Scheduler:
     def _backlog(self) -> int:
         """Prompt tokens to be computed, of running and of as many waiting sequences as may run."""
         prompts = [sequence for sequence in self._running if sequence not in self._decoding]
-        prompts += self._waiting[: self.max_rows]
+        prompts += islice(self._waiting, self.max_rows)
         return sum(len(sequence.tokens) - sequence.num_computed for sequence in prompts)
 
-    def _plan_prefills(self, budget: int) -> list[_Chunk]:
-        chunks = []
-        for sequence in self._running:
-            if sequence in self._decoding:
+    def _plan_overtakers(
+        self, prompts: list[Sequence], budget: int
+    ) -> tuple[list[Chunk], list[Chunk]]:  # of running sequences, and of those admitted for it
+        """The part of a step that belongs to short prompts behind long ones.
+
+        A long prompt has at least the rest of every step, so it is overtaken but never held up for long.
+        """
+        lengths = [len(sequence.tokens) - sequence.num_computed for sequence in prompts]
+        place = next((place for place, length in enumerate(lengths) if length > budget), len(prompts))
+        share = max(min(budget // SHORT_SHARE, budget - sum(lengths[:place])), 0)
+        short = [prompts[i] for i in range(place + 1, len(prompts)) if lengths[i] <= budget]
+        chunks = self._plan_prefills(short, share)
+        share -= num_tokens_of(chunks)
+        if self._refused is not None or not self._free_rows or share <= 0:
+            return chunks, []
+        return chunks, self._admit_overtakers(budget, share, is_behind=place < len(prompts))
+
+    def _admit_overtakers(self, budget: int, share: int, is_behind: bool) -> list[Chunk]:
+        """`is_behind`: all that wait stand behind a long prompt that runs."""
+        chunks: list[Chunk] = []
+        first_long: Sequence | None = None
+        num_lookups = num_pages = 0
+        room = budget
+        for sequence in islice(self._waiting.in_turn(self._clock()), MAX_SCANNED):
+            # The first long prompt that waits shall find a row and its pages when its time comes.
+            num_rows_kept = 0 if first_long is None else 1
+            if sequence.num_in_flight or share <= 0 or len(self._free_rows) <= num_rows_kept:
+                break
+            if self._leaders.is_awaited(sequence):
                 continue
+            if num_pages > MAX_PAGES_LOOKED_UP:
+                break
+            hit = None
+            if len(sequence.tokens) > budget and num_lookups < MAX_LOOKUPS:
+                hit = self.cache.match(sequence)
+                num_lookups += 1
+                num_pages += len(sequence.digests)
+            if len(sequence.tokens) - (hit or PrefixHit()).num_tokens > budget:
+                first_long = first_long or sequence
+                continue
+            if not is_behind and first_long is None:  # its turn comes without that
+                room -= len(sequence.tokens)
+                share = min(share, room)
+                continue
+            if hit is None:
+                hit = self.cache.match(sequence)
+                num_pages += len(sequence.digests)
+            if not self._is_being_computed(sequence, hit):
+                spare_pages = 0 if first_long is None else self.cache.pages_for(len(first_long.tokens))
+                chunk = self._admit(sequence, hit, share, spare_pages)
+                if chunk is None:
+                    break
+                chunks.append(chunk)
+                share -= chunk.num_tokens
+        for chunk in chunks:
+            self._waiting.remove(chunk.sequence)
+        return chunks
+
+    def _plan_prefills(self, sequences: list[Sequence], budget: int) -> list[Chunk]:
+        chunks = []
+        for sequence in sequences:
             room = self.cache.num_free_tokens(sequence)
             num_tokens = self._chunk_len(sequence, sequence.num_computed, min(budget, room))
             if num_tokens:
@@ -220,15 +295,22 @@ class Scheduler:
                 budget -= num_tokens
         return chunks
 
-    def _admit_waiting(self, budget: int) -> list[_Chunk]:
-        """Strictly in order, so that nobody is overtaken for ever; only who waits for a leader is passed."""
-        chunks: list[_Chunk] = []
+    def _admit_waiting(self, budget: int) -> list[Chunk]:
+        """Strictly in turn, so that nobody is overtaken for ever; only who waits for a leader is passed, and
+        for a while, by tenants that have less than their share, who waits for memory."""
+        chunks: list[Chunk] = []
         num_passed = num_pages = 0
-        while self._free_rows and num_passed < min(len(self._waiting), self.max_rows):
-            sequence = self._waiting[num_passed]
+        self._refused, holdings = None, None
+        for sequence in self._waiting.in_turn(self._clock()):
+            if not self._free_rows:
+                self._refused = self._refused or sequence
+                break
+            if num_passed == self.max_rows:
+                break
             if sequence.num_in_flight:  # preempted: the host does not know all of its tokens yet
                 break
-            if self._leaders.is_awaited(sequence):
+            is_out_of_turn = holdings is not None and not self._may_pass(sequence, holdings)
+            if is_out_of_turn or self._leaders.is_awaited(sequence):
                 num_passed += 1
                 continue
             if num_pages > MAX_PAGES_LOOKED_UP:
@@ -238,22 +320,44 @@ class Scheduler:
             if self._is_being_computed(sequence, hit):
                 num_passed += 1
                 continue
-            num_tokens = self._chunk_len(sequence, hit.num_tokens, budget)
-            spare_pages = self._num_spoken_for()
-            is_alone = not (self._running or self._in_flight)
-            if num_tokens == 0 or not self.cache.admit(
-                sequence, hit, spare_pages=spare_pages, ends_sessions=is_alone
-            ):
+            if self._chunk_len(sequence, hit.num_tokens, budget) == 0:
                 break
-            del self._waiting[num_passed]
-            insort(self._running, sequence, key=_order)
-            sequence.row = heapq.heappop(self._free_rows)
-            self._leaders.add(sequence)
-            new_pages = self.cache.reserve(sequence, num_tokens)
-            assert new_pages is not None, "admission has counted these pages"
-            chunks.append(self._chunk(sequence, num_tokens, len(sequence.pages)))
-            budget -= num_tokens
+            chunk = self._admit(sequence, hit, budget)
+            if chunk is None:
+                self._refused = self._refused or sequence
+                if self._waiting.num_tenants == 1 or self._clock() - self._refused.due_s > PASSED_S:
+                    break
+                num_passed += 1
+            else:
+                chunks.append(chunk)
+                budget -= chunk.num_tokens
+            if self._refused is not None:
+                holdings = self._holdings()
+        for chunk in chunks:
+            self._waiting.remove(chunk.sequence)
         return chunks
+
+    def _may_pass(self, sequence: Sequence, holdings: Holdings) -> bool:
+        """Whether it may have memory that another tenant's sequence before it waits for."""
+        assert self._refused is not None
+        is_other = sequence.request.tenant != self._refused.request.tenant
+        return is_other and holdings.are_within_share(sequence, self.cache.pages_for(len(sequence.tokens)))
+
+    def _admit(self, sequence: Sequence, hit: PrefixHit, budget: int, spare_pages: int = 0) -> Chunk | None:
+        """A row, memory and a first chunk within the budget; None, and nothing has changed, without."""
+        num_tokens = self._chunk_len(sequence, hit.num_tokens, budget)
+        is_alone = not (self._running or self._in_flight)
+        spare_pages += self._num_spoken_for()
+        if num_tokens == 0 or not self.cache.admit(
+            sequence, hit, spare_pages=spare_pages, ends_sessions=is_alone
+        ):
+            return None
+        insort(self._running, sequence, key=due_order)
+        sequence.row = heapq.heappop(self._free_rows)
+        self._leaders.add(sequence)
+        new_pages = self.cache.reserve(sequence, num_tokens)
+        assert new_pages is not None, "admission has counted these pages"
+        return self._chunk(sequence, num_tokens, len(sequence.pages))
 
     def _chunk_len(self, sequence: Sequence, start: int, budget: int) -> int:
         """All that is left, or as many whole pages as the budget allows."""
@@ -279,33 +383,26 @@ class Scheduler:
         """Whether it waits for a running sequence that is about to register a longer prefix of it."""
         return self._leaders.follow(sequence, hit)
 
-    def _chunk(self, sequence: Sequence, num_tokens: int, num_new_pages: int) -> _Chunk:
+    def _chunk(self, sequence: Sequence, num_tokens: int, num_new_pages: int) -> Chunk:
         assert sequence.row is not None
         start = sequence.num_computed
         is_decode = sequence in self._decoding
         samples = is_decode or start + num_tokens == len(sequence.tokens)
-        return _Chunk(sequence, sequence.row, start, num_tokens, samples, is_decode, num_new_pages)
+        return Chunk(sequence, sequence.row, start, num_tokens, samples, is_decode, num_new_pages)
 
-    def _build_plan(self, chunks: list[_Chunk], admitted: list[_Chunk]) -> StepPlan:
+    def _build_plan(self, chunks: list[Chunk], admitted: list[Chunk]) -> StepPlan:
         page_updates, self._replaced_pages = self._replaced_pages, []
-        edits: list[LogitEdit] = []
-        for chunk in chunks:
-            if chunk.num_new_pages:
-                pages = chunk.sequence.pages
-                first_new = len(pages) - chunk.num_new_pages
-                page_updates.append(PageUpdate(chunk.row, first_new, tuple(pages[first_new:])))
-            if chunk.samples:
-                edits += _logit_edits(chunk.sequence, chunk.row)
+        page_updates += [chunk.new_pages for chunk in chunks if chunk.num_new_pages]
         plan = StepPlan(
             step=self._num_steps,
             rows=tuple([self._row_plan(chunk) for chunk in chunks]),
-            admissions=tuple([self._admission(chunk) for chunk in admitted]),
+            admissions=tuple([chunk.admission for chunk in admitted]),
             page_updates=tuple(page_updates),
-            logit_edits=tuple(edits),
         )
         for chunk in chunks:
             chunk.sequence.num_computed += chunk.num_tokens
             chunk.sequence.initial_slot = None  # read once; from now on the sequence's own slot is
+            self._waiting.charge(chunk.sequence, chunk.num_tokens, chunk.is_decode)
             if chunk.samples:
                 chunk.sequence.num_in_flight += 1
                 self._decoding.add(chunk.sequence)
@@ -313,7 +410,7 @@ class Scheduler:
         self._num_steps += 1
         return plan
 
-    def _row_plan(self, chunk: _Chunk) -> RowPlan:
+    def _row_plan(self, chunk: Chunk) -> RowPlan:
         # Made after all admissions of the step, because running comes before remembering.
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         if chunk.is_decode and chunk.start % self.page_size == 0:
@@ -328,7 +425,7 @@ class Scheduler:
             slot=slot,
             initial_slot=slot if sequence.initial_slot is None else sequence.initial_slot,
             checkpoints=tuple(checkpoints),
-            followers=None if chunk.is_decode or not sequence.is_scored else _followers(chunk),
+            followers=chunk.followers,
         )
 
     def _plan_checkpoints(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
@@ -338,20 +435,6 @@ class Scheduler:
             if slot is not None:
                 planned.append((target - start, slot))
         return planned
-
-    def _admission(self, chunk: _Chunk) -> Admission:
-        sequence, sampling = chunk.sequence, chunk.sequence.request.sampling
-        seed = sampling.seed
-        if seed is None:
-            name = str(sequence.arrival).encode()
-            seed = int.from_bytes(blake2b(name, digest_size=8).digest(), "little") >> 1
-        return Admission(
-            row=chunk.row,
-            sampling=sampling,
-            seed=seed,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            history=tuple(sequence.tokens) if sampling.has_penalties else (),
-        )
 
     def _append(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> TokenDelta:
         sequence.tokens.append(token_id)
@@ -393,16 +476,19 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._leave_row(sequence)
         sequence.num_preemptions += 1
-        insort(self._waiting, sequence, key=_order)
+        self._waiting.add(sequence)
         self.num_preemptions += 1
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish = reason
         if sequence.row is None:
-            del self._waiting[bisect_left(self._waiting, _order(sequence), key=_order)]
+            self._waiting.remove(sequence)
         else:
             self._leave_row(sequence)
         self._leaders.remove(sequence)
+        self._waiting.leave(sequence)
+        if self._refused is sequence:
+            self._refused = None
         del self._sequences[sequence.id], self._terms[sequence]
 
     def _leave_row(self, sequence: Sequence) -> None:
@@ -416,25 +502,5 @@ class Scheduler:
         self._replaced_pages = [update for update in self._replaced_pages if update.row != sequence.row]
         heapq.heappush(self._free_rows, sequence.row)
         sequence.row = None
-        del self._running[bisect_left(self._running, _order(sequence), key=_order)]
+        del self._running[bisect_left(self._running, due_order(sequence), key=due_order)]
         self._decoding.discard(sequence)
-
-
-def _order(sequence: Sequence) -> tuple[float, int]:
-    return sequence.due_s, sequence.arrival
-
-
-def _followers(chunk: _Chunk) -> Followers:
-    sequence, start = chunk.sequence, chunk.start + 1
-    end = min(start + chunk.num_tokens, sequence.num_prompt_tokens)
-    num_top = sequence.request.sampling.prompt_logprobs
-    assert num_top is not None
-    return Followers(tuple(sequence.tokens[start:end]), num_top)
-
-
-def _logit_edits(sequence: Sequence, row: int) -> list[LogitEdit]:
-    sampling = sequence.request.sampling
-    edits = [LogitEdit(row, token_id, bias) for token_id, bias in sampling.logit_bias.items()]
-    if sequence.num_generated < sampling.min_tokens:
-        edits += [LogitEdit.forbid(row, token_id) for token_id in sequence.request.end_token_ids]
-    return edits

@@ -19,7 +19,7 @@ from penstock.ops.reference.moe import new_counters
 from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rope import rope_table
 from penstock.ops.reference.rows import CHUNK, LEAST_KEYS, Chunks, cut_chunks
-from penstock.ops.reference.sampling import edit_logits, penalize_repeats, token_logprobs
+from penstock.ops.reference.sampling import bias_logits, penalize_repeats, token_logprobs
 
 linear = op(matmul.linear)
 norm_linear = op(matmul.norm_linear)
@@ -38,9 +38,9 @@ __all__ = [
     "CHUNK",
     "LEAST_KEYS",
     "Chunks",
+    "bias_logits",
     "cut_chunks",
     "decode_rows",
-    "edit_logits",
     "gated_delta_net",
     "gated_rms_norm",
     "linear",

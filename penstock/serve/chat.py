@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.errors import ContextLengthError, RequestError
+from penstock.serve.admission import require_priority
 from penstock.serve.fleet import Fleet
 from penstock.serve.intake import Place
 from penstock.serve.metrics import Metrics, TokenTimer
@@ -64,6 +65,7 @@ class TextEngine:
         loop_guard: bool = False,
         system_prompt: str | None = None,  # of chats that have none
         allow_special_tokens_in_content: bool = False,
+        min_priority: int = 0,  # the most urgent that a request may be
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
@@ -73,6 +75,7 @@ class TextEngine:
         self._template_defaults = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._loop_guard = loop_guard
         self._system_prompt = system_prompt
+        self._min_priority = min_priority
         self._preparation = Preparation()
         self._counting = Preparation(MAX_COUNTS)
         self._dialect = dialect_of(template.source)
@@ -86,7 +89,7 @@ class TextEngine:
     ) -> TextStream:
         """`place`: that the call has in the queue, until its replies take it over."""
         asked_at = time.monotonic()
-        info = self._client.require_ready()
+        info = self._require_ready(chat)
         num_bytes = _resize(place, chat.sampling.n)
         prompt = await self._preparation.run(num_bytes, self._prepare_chat, request_id, chat, info)
         stream = TextStream(self._client, deliver)
@@ -115,7 +118,7 @@ class TextEngine:
         self, request_id: str, completion: CompletionRequest, deliver: Deliver, place: Place | None = None
     ) -> TextStream:
         asked_at = time.monotonic()
-        info = self._client.require_ready()
+        info = self._require_ready(completion)
         num_bytes = _resize(place, completion.sampling.n * len(completion.prompts))
         requests, echoes = await self._preparation.run(
             num_bytes, self._prepare_completion, request_id, completion, info
@@ -137,6 +140,11 @@ class TextEngine:
             )
 
         return _submit(stream, requests, reply_to, place)
+
+    def _require_ready(self, asked: TextRequest) -> EngineInfo:
+        """Raises why the request would not be taken, before it is prepared."""
+        require_priority(asked.priority, self._min_priority)
+        return self._client.require_ready()
 
     async def tokenize(self, asked: TokenizeRequest, tenant: str, num_bytes: int = 0) -> list[int]:
         """`num_bytes`: of the request, here and below."""

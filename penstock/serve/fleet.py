@@ -208,12 +208,32 @@ class Fleet:
             place.release()
             raise
         for request, receiver in receivers:
-            assert request.id not in self._journeys, f"request id {request.id} is in use"
             assert request.tenant == place.tenant, "a reply gives its tenant's place back"
-            journey = Journey(self, _with_seed(request), receiver)
-            self._journeys[request.id] = journey
-            self._idle.clear()
-            self._place(journey, self._available())
+            self._start(Journey(self, _with_seed(request), receiver), self._available())
+
+    def go_on(self, request_id: str, request: Request, receiver: Receiver) -> None:
+        """Goes on with another request in the place of one: in the queue, and with the same engine."""
+        if self.failure is not None:
+            raise self.failure
+        following = Journey(self, _with_seed(request), receiver)
+        same: list[int] = []
+        journey = self._journeys.get(request_id)
+        if journey is not None:
+            following.num_faults = journey.num_faults
+            same = [r.index for r in self._replicas if r.client is journey.client]
+        available = [index for index in same if index in self._available()]
+        self.intake.replies.take(request.tenant)  # however full it is: the other's place becomes free
+        # Before the other ends: its row is free then, and this one the next to have it.
+        self._start(following, available or self._available())
+        self.abort(request_id)
+
+    def _start(self, journey: Journey, available: list[int]) -> None:
+        """With a request that has a place in the queue."""
+        request = journey.request
+        assert request.id not in self._journeys, f"request id {request.id} is in use"
+        self._journeys[request.id] = journey
+        self._idle.clear()
+        self._place(journey, available)
 
     def abort(self, request_id: str) -> None:
         """Its receiver hears no more of it."""
@@ -428,7 +448,7 @@ def resumed(request: Request, said: Sequence[int], num_scored: int = 0) -> Reque
     return replace(
         request,
         token_ids=(*request.token_ids, *said),
-        num_resumed_tokens=len(said),
+        num_resumed_tokens=request.num_resumed_tokens + len(said),
         priority=request.priority - RESUMED_STEPS_EARLIER,
     )
 

@@ -58,6 +58,7 @@ async def serve_http(
         loop_guard=config.loop_guard,
         system_prompt=system_prompt,
         allow_special_tokens_in_content=config.allow_special_tokens_in_content,
+        min_priority=config.min_priority,
     )
     serving = Serving(fleet, text_engine, metrics, name, config, started_at=int(time.time()))
     server = _HttpServer(

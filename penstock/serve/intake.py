@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.config import ServeConfig
 from penstock.errors import OverloadedError, RequestError
+from penstock.serve.admission import QueueShares
 
 # Larger bodies may hold half of the places and half of the bytes before they run: what is left is for chats
 # that take milliseconds to prepare.
@@ -25,36 +25,6 @@ LARGE_BODY_BYTES = 1024**2
 # A body comes slowly if it takes more than so long, and than this rate allows. While there is room, it may.
 SLOW_S = 2.0
 SLOW_BYTES_PER_S = 256 * 1024
-
-
-class Queue:
-    """So many places for all tenants. Whether one may have another is decided in `reserve` alone."""
-
-    def __init__(self, max_places: int, what: str) -> None:
-        self.max_places = max_places
-        self.taken: Counter[str] = Counter()  # by tenant
-        self._what = what  # that waits in it, for who is refused
-
-    @property
-    def num_taken(self) -> int:
-        return self.taken.total()
-
-    def has_room(self, num_places: int = 1) -> bool:
-        return self.num_taken + num_places <= self.max_places
-
-    def reserve(self, tenant: str, num_places: int = 1) -> None:
-        if not self.has_room(num_places):
-            raise OverloadedError(
-                "The server is full",
-                f"{self.num_taken} {self._what}, at most {self.max_places} may.",
-                "Try again later.",
-            )
-        self.taken[tenant] += num_places
-
-    def release(self, tenant: str, num_places: int = 1) -> None:
-        self.taken[tenant] -= num_places
-        if not self.taken[tenant]:
-            del self.taken[tenant]
 
 
 class Bodies:
@@ -100,8 +70,8 @@ class Intake:
         max_queue = config.max_queue
         self.clock = clock
         self.readers: dict[Place, None] = {}  # whose bodies are on their way, the oldest first
-        self.replies = Queue(max_queue, "requests are being read, waiting or running")
-        self.counts = Queue(max_queue, "requests for tokens are waiting")  # the engines never see these
+        self.replies = QueueShares(max_queue, "requests are being read, waiting or running")
+        self.counts = QueueShares(max_queue, "requests for tokens are waiting")  # engines never see these
         self.bodies = Bodies(config.max_bodies_bytes, config.max_body_bytes, max(1, max_queue // 2))
 
     def reserve(self, tenant: str, *, for_reply: bool = True) -> Place:
@@ -125,7 +95,7 @@ class Intake:
 class Place:
     """What one request holds; its replies take its places over when it is submitted."""
 
-    def __init__(self, intake: Intake, queue: Queue, tenant: str) -> None:
+    def __init__(self, intake: Intake, queue: QueueShares, tenant: str) -> None:
         queue.reserve(tenant)
         self.tenant = tenant
         self.num_bytes = 0

@@ -1,7 +1,7 @@
 """Replies while they are generated: an engine's tokens become text, and the text becomes news of the reply.
 
 Stop strings end a reply here, not in the engine. So does a thinking budget: the thought is closed in the
-model's own words, and the reply goes on as a new request that begins with all that was said so far. Knows no
+model's own words, and the reply goes on as a request that resumes it there, in the place it had. Knows no
 HTTP and no schema; it is told what to generate, and tells what came.
 
 What is counted: the tokens of the reply but not the end token, which has no text, so that a client that
@@ -12,6 +12,7 @@ counted, as are those that closed a thought. A prompt is counted once, however m
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -148,9 +149,8 @@ class TextStream:
 
     def go_on(self, request_id: str, request: Request, reply: Reply) -> None:
         """Continues a reply with another request."""
-        self._client.abort(request_id)
+        self._client.go_on(request_id, request, reply)
         self._open.discard(request_id)
-        self._client.submit([(request, reply)])
         self._open.add(request.id)
 
     def fail(self, error: Exception) -> None:
@@ -197,6 +197,7 @@ class Reply:
     ) -> None:
         self.request = request  # the one that runs
         self._asked = request
+        self._began_s = time.monotonic()
         self.num_cached_tokens = 0
         self.num_reasoning_tokens = 0
         self._stream = stream
@@ -322,22 +323,18 @@ class Reply:
     def _go_on(self) -> FinishReason | None:
         """Asks for what comes after the closed thought; says why there can be nothing."""
         self.num_reasoning_tokens += len(self._thought.closing_ids)
-        asked = self._asked.sampling
-        assert asked.max_tokens is not None
-        num_left = asked.max_tokens - self.num_tokens
-        if num_left < 1:
+        max_tokens = self._asked.sampling.max_tokens
+        assert max_tokens is not None
+        if self.num_tokens >= max_tokens:
             return "length"
         closed = self.request
+        thought_ids = (*self._said_ids, *self._thought.closing_ids)
         self.request = replace(
             closed,
             id=f"{closed.id}-answer",
-            token_ids=(*closed.token_ids, *self._said_ids, *self._thought.closing_ids),
-            sampling=replace(
-                asked,
-                max_tokens=num_left,
-                min_tokens=max(0, asked.min_tokens - self.num_tokens),
-                grammar_starts_after=(),
-            ),
+            token_ids=(*closed.token_ids, *thought_ids),
+            num_resumed_tokens=closed.num_resumed_tokens + len(thought_ids),
+            age_s=time.monotonic() - self._began_s,
         )
         self._said_ids.clear()
         self._stream.go_on(closed.id, self.request, self)

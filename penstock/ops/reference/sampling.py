@@ -29,9 +29,9 @@ def penalize_repeats(
     return logits
 
 
-def edit_logits(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
-    """Adds bias [N] to single logits, in place; -inf forbids a token."""
-    return logits.index_put_((rows, token_ids), bias, accumulate=True)
+def bias_logits(logits: Tensor, rows: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
+    """Adds bias [N] to single logits in place, once to each at most; -inf forbids a token."""
+    return logits.index_put_((rows, token_ids), logits[rows, token_ids] + bias)
 
 
 def sample(

@@ -1,0 +1,61 @@
+"""The tokens of one sequence in one step, and what the device must be told of that sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from penstock.types import Admission, Followers, PageUpdate, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Before and after it became a RowPlan."""
+
+    sequence: Sequence
+    row: int
+    start: int
+    num_tokens: int
+    samples: bool
+    is_decode: bool
+    num_new_pages: int  # at the end of the sequence's page table: those the row does not have yet
+
+    @property
+    def new_pages(self) -> PageUpdate:
+        pages = self.sequence.pages
+        first_new = len(pages) - self.num_new_pages
+        return PageUpdate(self.row, first_new, tuple(pages[first_new:]))
+
+    @property
+    def followers(self) -> Followers | None:
+        """The tokens after those of the chunk, where a prompt is scored."""
+        sequence, start = self.sequence, self.start + 1
+        if self.is_decode or not sequence.is_scored:
+            return None
+        end = min(start + self.num_tokens, sequence.num_prompt_tokens)
+        num_top = sequence.request.sampling.prompt_logprobs
+        assert num_top is not None
+        return Followers(tuple(sequence.tokens[start:end]), num_top)
+
+    @property
+    def admission(self) -> Admission:
+        """Of a sequence whose first chunk in its row this is."""
+        sequence, sampling = self.sequence, self.sequence.request.sampling
+        is_too_short = sequence.num_generated < sampling.min_tokens
+        seed = sampling.seed
+        if seed is None:
+            name = str(sequence.arrival).encode()
+            seed = int.from_bytes(blake2b(name, digest_size=8).digest(), "little") >> 1
+        return Admission(
+            row=self.row,
+            sampling=sampling,
+            seed=seed,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            history=tuple(sequence.tokens) if sampling.has_penalties else (),
+            end_token_ids=sequence.request.end_token_ids if is_too_short else (),
+        )
+
+
+def num_tokens_of(chunks: Iterable[Chunk]) -> int:
+    return sum(chunk.num_tokens for chunk in chunks)

@@ -1,0 +1,52 @@
+"""Which device an engine runs on, and how it becomes the current one.
+
+Triton launches on the current device of the thread, and events and streams are made there, wherever the
+tensors are. A process that has one engine selects its device once; a library must not move its caller's
+current device, so engines also enter theirs for every step.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from penstock.errors import ConfigError
+
+
+def pick_device(name: str) -> str:
+    """The name of a device that is there."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"The device {name!r} does not exist", "", "Use auto, cpu, cuda or cuda:N."
+        ) from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"The device {name!r} is not there",
+            f"torch {torch.__version__} sees no CUDA device.",
+            "Use --device cpu, or install a CUDA build of torch and a driver.",
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        num_devices = torch.cuda.device_count()
+        raise ConfigError(
+            f"The device {name!r} is not there",
+            f"torch sees {num_devices} CUDA devices, cuda:0 to cuda:{num_devices - 1}.",
+            "Use one of those; CUDA_VISIBLE_DEVICES says which GPUs they are.",
+        )
+    return name
+
+
+def select_device(name: str) -> None:
+    """Makes the device current for this thread from now on: for processes that have one engine."""
+    device = torch.device(pick_device(name))
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes the device current inside a `with`."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

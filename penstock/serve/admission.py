@@ -1,0 +1,68 @@
+"""Who may still ask when many do: places in the queue, shared by tenants, and how urgent a request may be.
+
+A tenant sends one API key. Counts only; what a place is taken for, and for how long, others know.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from penstock.errors import OverloadedError, RequestError
+
+
+class QueueShares:
+    """So many places for all tenants. Alone a tenant may take all of them.
+
+    When all are taken, a tenant that has less than its share (an equal part for each that is here) still gets
+    in. So there may be more requests than places, but never because of one tenant.
+    """
+
+    def __init__(self, max_places: int, what: str) -> None:
+        self.max_places = max_places
+        self.taken: Counter[str] = Counter()  # by tenant, of those that have any
+        self._what = what  # that waits in it, for who is refused
+
+    @property
+    def num_taken(self) -> int:
+        return self.taken.total()
+
+    def has_room(self, num_places: int = 1) -> bool:
+        """Whether any tenant may have so many."""
+        return self.num_taken + num_places <= self.max_places
+
+    def require(self, tenant: str, num_places: int = 1) -> None:
+        """Raises why there are not so many for this tenant."""
+        num_own, num_tenants = self.taken[tenant], len(self.taken.keys() | {tenant})
+        share = max(1, self.max_places // num_tenants)
+        if self.has_room(num_places) or num_own + num_places <= share:
+            return
+        why = f"{self.num_taken} {self._what}, at most {self.max_places} may."
+        if num_tenants > 1:
+            why += f" {num_own} are of this API key, one of {num_tenants} that share the server."
+        raise OverloadedError("The server is full", why, "Try again later.")
+
+    def reserve(self, tenant: str, num_places: int = 1) -> None:
+        """Takes the places or raises; every one must be released."""
+        self.require(tenant, num_places)
+        self.take(tenant, num_places)
+
+    def take(self, tenant: str, num_places: int = 1) -> None:
+        """For who has a place already and must not lose it."""
+        self.taken[tenant] += num_places
+
+    def release(self, tenant: str, num_places: int = 1) -> None:
+        self.taken[tenant] -= num_places
+        assert self.taken[tenant] >= 0, "a place was released twice"
+        if not self.taken[tenant]:
+            del self.taken[tenant]
+
+
+def require_priority(priority: int, min_priority: int) -> None:
+    """Raises for a request that is more urgent than the operator lets clients be."""
+    if priority < min_priority:
+        raise RequestError(
+            f"priority is {priority}",
+            f"Lower runs earlier, and this server takes {min_priority} or more.",
+            "Leave it out, or have the server started with a lower --min-priority.",
+            param="priority",
+        )
