@@ -25,6 +25,7 @@ from penstock.engine.runner import PendingStep, Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.storage import allocate_caches
 from penstock.errors import ConfigError, PenstockError, RequestError
+from penstock.layers.packing import pack_weights
 from penstock.models.source import ModelSource, find_model
 from penstock.progress import OnPhase, Phase, timed
 from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, StepPlan, TokenDelta
@@ -77,6 +78,8 @@ class Engine:
             reply_states=not config.deterministic,  # steps of one token round otherwise than a prefill does
             session_limits=_session_limits(config, pools),
         )
+        if device.type == "cpu" and not config.deterministic:
+            pack_weights(model)
         self.runner = Runner(model, caches, rows, config.deterministic)
         max_step_tokens, shared_step_tokens = _step_tokens(config, device)
         if device.type == "cuda" and config.graphs is not False:
