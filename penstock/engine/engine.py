@@ -25,6 +25,7 @@ from penstock.engine.pools import GB, PoolSizes
 from penstock.engine.runner import PendingStep
 from penstock.engine.scheduler import Scheduler
 from penstock.errors import ConfigError, PenstockError, RequestError
+from penstock.layers.packing import pack_weights
 from penstock.models.source import ModelSource, find_model
 from penstock.progress import OnPhase, timed
 from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, StepPlan, TokenDelta
@@ -47,6 +48,8 @@ class Engine:
         """Takes a model whose weights are in place and the memory its cache may use."""
         device = model.device
         check_page_size(config, device)
+        if device.type == "cpu" and not config.deterministic:
+            pack_weights(model)
         with on_device(device):
             memory, self.runner = build_runner(model, config, name, on_phase)
         pools = memory.pools

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.ops.reference import one_token
+from penstock.ops.reference import one_token, packed
 from penstock.ops.reference.activation import silu
 from penstock.ops.reference.norm import norm_tokens
 
 TILE = 16
-WIDENED_ELEMENTS = 2**22  # of a weight that are copied to a wider dtype at a time
+WIDENED_ELEMENTS = 2**20  # of a weight that are copied to a wider dtype at a time: 4 MB, which a cache holds
 
 
 def linear(
@@ -29,9 +29,14 @@ def linear(
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
-    if residual is not None and bias is None and one_token.is_alone(x, deterministic):
+    if deterministic:
+        out = _tiled_linear(x, weight, bias)
+    elif packed.is_better(x, weight):
+        out = packed.multiply(x, weight, bias)
+    elif residual is not None and bias is None and one_token.is_alone(x, deterministic):
         return one_token.add_linear(residual, x, weight)
-    out = _tiled_linear(x, weight, bias) if deterministic else F.linear(x, weight, bias)
+    else:
+        out = F.linear(x, weight, bias)
     return out if residual is None else residual + out
 
 
@@ -70,16 +75,21 @@ def swiglu(gate_up: Tensor, deterministic: bool) -> Tensor:
 def _widened_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, deterministic: bool
 ) -> Tensor:
-    rows_at_once = max(1, WIDENED_ELEMENTS // weight.shape[1])
-    parts = [
-        linear(x.to(dtype), rows.to(dtype), deterministic=deterministic)
-        for rows in weight.split(rows_at_once)
-    ]
-    out = torch.cat(parts, dim=-1)
-    return out if bias is None else out + bias.to(dtype)
+    """A part of the weight after the other, into the same memory: wide, they never leave the cache."""
+    wide_x = x.to(dtype)
+    rows_at_once = max(1, min(len(weight), WIDENED_ELEMENTS // weight.shape[1]))
+    wide = torch.empty(rows_at_once, weight.shape[1], dtype=dtype, device=weight.device)
+    out = torch.empty(len(x), len(weight), dtype=dtype, device=x.device)
+    for first in range(0, len(weight), rows_at_once):
+        rows = weight[first : first + rows_at_once]
+        own = out[:, first : first + rows_at_once]
+        own.copy_(linear(wide_x, wide[: len(rows)].copy_(rows), deterministic=deterministic))
+    return out if bias is None else out.add_(bias.to(dtype))
 
 
 def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if weight.is_mkldnn:  # of an engine that is not deterministic, and somebody who checks it
+        weight = weight.to_dense()
     num_tokens = x.shape[0]
     height = TILE if x.is_cuda else _tile_height(*weight.shape, weight.dtype)
     padded = F.pad(x, (0, 0, 0, -num_tokens % height))

@@ -1,0 +1,92 @@
+"""Weights that a CPU keeps in an arrangement of its own: the same products, in no more memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import ops
+from penstock.layers.packing import PACKED, pack_weights
+from penstock.ops.reference import packed
+from small_models import FAMILIES, logprobs_of, make_engine, prompt, request, run
+
+CAN_PACK = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+NEEDS_PACKING = pytest.mark.skipif(
+    not CAN_PACK, reason="this CPU, or this torch, multiplies no bf16 in oneDNN"
+)
+
+
+def some(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 64, 65])
+@pytest.mark.parametrize(("N", "M"), [(1100, 520), (520, 1100)])
+def test_products_are_those_of_float64(N: int, M: int, num_tokens: int, dtype: torch.dtype) -> None:
+    """Packed where it is a gain, with a bias and a residual, and in fixed tiles as well."""
+    x, weight = some(num_tokens, M, dtype=dtype), some(N, M, dtype=dtype, seed=1)
+    bias, residual = some(N, dtype=dtype, seed=2), some(num_tokens, N, dtype=dtype, seed=3)
+    kept = ops.pack(weight)
+    assert kept.shape == weight.shape
+    assert kept.is_mkldnn == (CAN_PACK and dtype == torch.bfloat16)
+    exact = x.double() @ weight.double().T + bias.double() + residual.double()
+    for deterministic in (False, True):
+        seen = ops.linear(x, kept, bias, residual.clone(), deterministic=deterministic)
+        error = (seen.double() - exact).abs().max() / exact.abs().max()
+        assert error <= (1e-6 if dtype == torch.float32 else 2**-7)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8])
+def test_a_head_in_bf16_gives_unrounded_logits_part_by_part(num_tokens: int) -> None:
+    x, weight = some(num_tokens, 600, dtype=torch.bfloat16), some(5000, 600, dtype=torch.bfloat16, seed=1)
+    ones = torch.ones(600)
+    assert weight.numel() > 2 * 2**20, "several parts"
+    seen = ops.norm_linear(x, ones, 1e-6, weight, out_dtype=torch.float32)
+    exact = ops.rms_norm(x, ones, 1e-6).double() @ weight.double().T
+    assert ((seen - exact).abs().max() / exact.abs().max()) <= 1e-6
+
+
+def test_small_weights_and_other_dtypes_stay_as_they_are() -> None:
+    for weight in (
+        some(64, 64, dtype=torch.bfloat16),
+        some(1100, 520, dtype=torch.float32),
+        some(1100, 520, dtype=torch.float16),
+    ):
+        assert ops.pack(weight) is weight
+
+
+@NEEDS_PACKING
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_model_says_the_same_and_a_deterministic_one_is_not_packed(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "LEAST_ELEMENTS", 1)
+
+    def say(**settings: Any) -> tuple[bool, float, int]:
+        engine = make_engine(FAMILIES[family], dtype="bfloat16", prefix_cache=False, **settings)
+        model: nn.Module = engine.runner.model  # type: ignore[assignment]
+        said = logprobs_of(run(engine, request("one", prompt(40), max_tokens=1))["one"])
+        return any(p.is_mkldnn for p in model.parameters()), said[0].logprob, engine.info.weight_bytes
+
+    was_packed, logprob, num_bytes = say(deterministic=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.engine.engine.pack_weights", lambda model: None)
+        assert say(deterministic=False) == (False, pytest.approx(logprob, abs=0.05), num_bytes)
+    assert was_packed
+    assert not say(deterministic=True)[0]
+
+
+@NEEDS_PACKING
+def test_every_named_weight_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "LEAST_ELEMENTS", 1)
+    engine = make_engine(FAMILIES["hybrid_moe"], dtype="bfloat16", deterministic=True)
+    model: nn.Module = engine.runner.model  # type: ignore[assignment]
+    pack_weights(model)
+    kinds = {type(module) for module in model.modules()} & PACKED.keys()
+    assert len(kinds) == 3
+    for module in model.modules():
+        assert all(getattr(module, name).is_mkldnn for name in PACKED.get(type(module), ()))
