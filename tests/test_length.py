@@ -194,7 +194,9 @@ class UnusedTokenizer(Tokenizer):
 
 
 def text_engine(template: ChatTemplate) -> TextEngine:
-    client: Any = SimpleNamespace(require_ready=lambda: SimpleNamespace(max_model_len=MAX_MODEL_LEN))
+    client: Any = SimpleNamespace(
+        require_ready=lambda: SimpleNamespace(max_model_len=MAX_MODEL_LEN, page_size=64)
+    )
     tokenizer = UnusedTokenizer.load(default_model(), is_quick=False)
     return TextEngine(client, tokenizer, template, Metrics())
 
@@ -233,13 +235,17 @@ def test_a_chat_that_cannot_fit_is_refused_before_it_is_rendered(
 def test_long_words_that_a_template_leaves_out_are_no_reason_to_refuse() -> None:
     engine = text_engine(ChatTemplate("{{ messages[-1].content }}"))
     prompt = engine._prepare_chat(
-        "id", chat_of(message("user", TOO_LONG), message("user", "x")), SimpleNamespace(max_model_len=32)
+        "id",
+        chat_of(message("user", TOO_LONG), message("user", "x")),
+        SimpleNamespace(max_model_len=32, page_size=64),
     )  # type: ignore[arg-type]
     assert len(prompt.requests[0].token_ids) == 1
     thought = message("assistant", f"<think>{TOO_LONG}</think>x")
     engine = text_engine(ChatTemplate.load(default_model()))
     engine._prepare_chat(
-        "id", chat_of(message("user", "x"), thought, message("user", "x")), SimpleNamespace(max_model_len=32)
+        "id",
+        chat_of(message("user", "x"), thought, message("user", "x")),
+        SimpleNamespace(max_model_len=32, page_size=64),
     )  # type: ignore[arg-type]
 
 

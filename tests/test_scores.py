@@ -175,7 +175,7 @@ class Answering:
     def __init__(self, tokenizer: Tokenizer, style: type[OpenAIReplyFormat], num_replies: int) -> None:
         self.format = style("id", "model", has_logprobs=True)
         self.choices = {index: self.format.new_choice() for index in range(num_replies)}
-        client: Any = SimpleNamespace(submit=lambda _: None, abort=lambda _: None)
+        client: Any = SimpleNamespace(submit=lambda *_: None, abort=lambda _: None)
         self.stream = TextStream(client, lambda delta: self.choices[delta.index].take(delta))
         is_echo = style is CompletionReplyFormat
         sampling = SamplingParams(logprobs=NUM_TOP, prompt_logprobs=NUM_TOP if is_echo else None)
@@ -373,9 +373,9 @@ class SilentFleet:
         self.receivers: list[tuple[Request, Any]] = []
 
     def require_ready(self) -> Any:
-        return SimpleNamespace(max_model_len=2**22)
+        return SimpleNamespace(max_model_len=2**22, page_size=64)
 
-    def submit(self, receivers: Any) -> None:
+    def submit(self, receivers: Any, _: Any = None) -> None:
         self.receivers += receivers
 
     def abort(self, request_id: str) -> None:
