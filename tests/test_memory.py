@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -177,4 +178,6 @@ def test_an_engine_beside_a_hog_runs_its_largest_requests(left_gb: float) -> Non
     while engine.has_work:
         finished += [delta.finish for delta in engine.step() if delta.finish is not None]
     assert finished == ["length"] * 301
-    del hog
+    del engine, hog
+    gc.collect()
+    torch.cuda.empty_cache()
