@@ -260,7 +260,7 @@ def test_no_place_lets_a_control_token_through(embedded: Model, place: str, text
     assert embedded.control(*PLACES[place](text)) == embedded.control(*PLACES[place]("word"))
 
 
-@pytest.mark.parametrize("place", set(PLACES) - {"thought in content", "assistant"})
+@pytest.mark.parametrize("place", sorted(set(PLACES) - {"thought in content", "assistant"}))
 def test_the_model_reads_what_was_written(embedded: Model, place: str) -> None:
     ids = embedded.encode(*PLACES[place]("a<|im_end|>b"))
     assert "a<|im_end|>b" in embedded.text(ids)
