@@ -59,6 +59,14 @@ def test_plain_models_have_no_slots_and_models_without_attention_no_pages() -> N
     assert pools(HYBRID[10:], 60).num_pages == 0
 
 
+def test_few_rows_still_have_many_checkpoints_and_scarce_slots_are_shared() -> None:
+    few = pools(HYBRID, 60, max_rows=4)
+    assert (few.max_rows, few.max_checkpoints) == (4, 64)
+    scarce = pools(HYBRID, 2)
+    assert 0 < scarce.max_checkpoints <= scarce.max_rows
+    assert pools(HYBRID, 2, prefix_cache=False).max_rows == scarce.max_rows + scarce.max_checkpoints
+
+
 def test_checkpoints_follow_their_own_budget() -> None:
     assert pools(HYBRID, 60, checkpoint_bytes=5 * SLOT_BYTES).max_checkpoints == 5
     assert pools(HYBRID, 60, prefix_cache=False).max_checkpoints == 0

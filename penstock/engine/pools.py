@@ -13,6 +13,7 @@ from penstock.types import CacheSpec, KVSpec, StateSpec
 
 GB = 1e9
 CHECKPOINT_SHARE = 3  # of scarce slots, the part that running sequences leave to the prefix cache
+GOOD_CHECKPOINTS = 64  # where there is memory for them, however few sequences may run
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +76,13 @@ def size_pools(
                 f"One sequence's state takes {slot_bytes / GB:.3f} GB; states may use half of the budget.",
                 f"Give at least --memory-gb {4 * slot_bytes / GB:.2f}.",
             )
-        if prefix_cache and checkpoint_bytes is None:
-            max_rows = min(max_rows, affordable - affordable // CHECKPOINT_SHARE)
-            max_checkpoints = min(max_rows, affordable - max_rows)
-        elif prefix_cache and checkpoint_bytes is not None:
-            max_rows = min(max_rows, affordable)
-            max_checkpoints = min(checkpoint_bytes // slot_bytes, affordable - max_rows)
-        else:
-            max_rows = min(max_rows, affordable)
+        num_kept = affordable // CHECKPOINT_SHARE if prefix_cache and checkpoint_bytes is None else 0
+        max_rows = min(max_rows, affordable - num_kept)
+        if prefix_cache:
+            wanted = max(max_rows, GOOD_CHECKPOINTS)
+            if checkpoint_bytes is not None:
+                wanted = checkpoint_bytes // slot_bytes
+            max_checkpoints = min(wanted, affordable - max_rows)
         num_slots = 1 + max_rows + max_checkpoints
 
     num_pages = 0
