@@ -25,7 +25,7 @@ TURN_START = "<|im_start|>"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     file: Path = tmp_path_factory.mktemp("prompt") / "system.txt"
     file.write_text(f"\n{SYSTEM}\n")
-    with start_server({"max_rows": 16}, {"system_prompt_file": str(file)}) as server:  # 16 checkpoints
+    with start_server({"max_rows": 16}, {"system_prompt_file": str(file)}) as server:  # 64 checkpoints
         yield server
 
 
@@ -76,7 +76,7 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
 
 def flood(server: Server, seed: int) -> None:
     """More prompts of others than there are checkpoints."""
-    complete(server, [prompt(PAGE + 1, 1000 * seed + number) for number in range(24)])
+    complete(server, [prompt(PAGE + 1, 1000 * seed + number) for number in range(72)])
 
 
 def metric(server: Server, name: str) -> float:

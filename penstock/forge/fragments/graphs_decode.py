@@ -26,7 +26,7 @@ class DecodeStep:
         self.tokens, self.slots, self.positions, self.advance = self.inputs.unbind()
         self.expected: tuple[list[int], list[int]] = ([], [])  # slots, and where they are after the last step
 
-    def load(self, tokens: Tensor, slots: list[int], positions: list[int]) -> None:
+    def fill(self, tokens: Tensor, slots: list[int], positions: list[int]) -> None:
         num_rows, padding = len(slots), len(self.tokens) - len(slots)
         if (slots, positions) != self.expected:
             spare = [self.model.cache.spare] * padding
@@ -73,7 +73,7 @@ class DecodeGraphs:
             on_device = tokens.to(self.model.rope.device, torch.int64)
             return run_tokens(self.model, on_device, slots, positions)
         size = next(size for size in STEP_SIZES if size >= num_rows)
-        self.steps[size].load(tokens, slots, positions)
+        self.steps[size].fill(tokens, slots, positions)
         replay, logits = (self.long if max(positions) >= SPLIT_KEYS else self.short)[size]
         replay()
         return logits[:num_rows].clone()

@@ -31,7 +31,7 @@ class PromptPass:
         self.prompts = torch.zeros(2, PASS_PROMPTS, dtype=torch.int64, device=device)  # ends, slots
         self.num_tiles = cdiv(size, TILE_TOKENS) + PASS_PROMPTS
 
-    def load(self, tokens: Tensor, lengths: list[int], slots: list[int]) -> None:
+    def fill(self, tokens: Tensor, lengths: list[int], slots: list[int]) -> None:
         num_tokens, padding = sum(lengths), PASS_PROMPTS - len(lengths)
         ends = [*accumulate(lengths)] + [num_tokens] * padding
         write_numbers(self.prompts, [ends, slots + [0] * padding])
@@ -128,7 +128,7 @@ class PrefillGraphs:
         if is_too_much:
             return run_prompts(self.model, tokens, lengths, slots)
         size = next(size for size in self.sizes if size >= num_tokens)
-        self.passes[size].load(tokens, lengths, slots)
+        self.passes[size].fill(tokens, lengths, slots)
         replay, logits = self.captured[size]
         replay()
         return logits[: len(lengths)].clone()
