@@ -45,7 +45,7 @@ def main() -> int:
                 counts[outcome] += 1
             if outcome == "failed":
                 failures.append(f"{name}::{test}")
-    report: dict[str, Any] = {"bench": "gpu tests", **certificate(), "gpu": gpu_name()}
+    report: dict[str, Any] = {"what": "pytest -m gpu", **certificate(), "gpu": gpu_name()}
     report["commit"] = flags.commit or report["commit"]
     report |= {
         "passed": sum(counts["passed"] for counts in files.values()),

@@ -69,6 +69,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * 10**9, 85 * 10**9))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: gpus.current)
     monkeypatch.setattr(torch.cuda, "set_device", gpus.set_device)
     monkeypatch.setattr(torch.cuda, "device", Inside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from penstock.engine.graphs import (
     is_decode,
     launch_all,
     launch_in_threads,
+    num_compile_threads,
     run_for_last_tokens,
 )
 from penstock.engine.packing import RowCounts, StepSize
@@ -84,6 +86,17 @@ def test_what_finds_no_memory_among_others_is_launched_later() -> None:
     assert sorted(launched) == sorted([0, 2, 4, *range(6)])
     with pytest.raises(ZeroDivisionError):
         launch_in_threads([lambda: 1 / 0])
+
+
+@pytest.mark.parametrize(("free_gb", "num_threads"), [(0.4, 1), (2.7, 2), (9.7, 9), (80, 16)])
+def test_scarce_memory_has_few_threads_that_compile(
+    free_gb: float, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each keeps a library's handle in it for good."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free_gb * 1e9), 0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    assert num_compile_threads() == num_threads
 
 
 def test_pages_that_kernels_cannot_read_are_refused_on_a_gpu() -> None:

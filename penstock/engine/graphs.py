@@ -223,7 +223,7 @@ def launch_all(kinds: Sequence[Launches]) -> list[Launch]:
     return [launch for launch in [*launch_in_threads(ahead), *after] if not _has_launched(launch)]
 
 
-def _num_threads() -> int:
+def num_compile_threads() -> int:
     """One for each core, but no more than there are free GB: libraries keep some 60 MB for every thread."""
     num_cores = os.cpu_count() or 1
     if not torch.cuda.is_initialized():
@@ -242,7 +242,7 @@ def launch_in_threads(launches: Sequence[Launch]) -> list[Launch]:
         with nullcontext() if index is None else torch.cuda.device(index):
             return _has_launched(launch)
 
-    with ThreadPoolExecutor(_num_threads()) as threads:
+    with ThreadPoolExecutor(num_compile_threads()) as threads:
         done = list(threads.map(has_launched, launches))
     return [launch for launch, is_done in zip(launches, done) if not is_done]
 
