@@ -124,6 +124,13 @@ def test_a_requests_own_budget_wins_and_a_limit_without_room_for_an_answer_is_ke
         assert (cut["usage"]["completion_tokens"], cut["choices"][0]["finish_reason"]) == (6, "length")
 
 
+def test_an_effort_leaves_room_for_the_answer_too(server: Server) -> None:
+    body = {"input": TOM, "temperature": 0, "max_output_tokens": 40, "reasoning": {"effort": "low"}}
+    thought, message = server.post(body, "/v1/responses").json()["output"]
+    assert thought["type"] == "reasoning"
+    assert message["content"][0]["text"]
+
+
 def test_the_operators_sampling_is_for_requests_that_do_not_say_in_every_api(server: Server) -> None:
     def drawn(**fields: Any) -> str:
         given = {**body(TOM, max_tokens=60, seed=3), **fields}

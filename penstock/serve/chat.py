@@ -336,10 +336,14 @@ class TextEngine:
 
     def _thinking_budget(self, chat: ChatRequest, request: Request, is_thinking: bool) -> int | None:
         """The request's own or, so that an answer comes before the limit, a share of its tokens."""
-        if chat.thinking_budget is not None or not is_thinking or self._thinking_share == 1:
+        if chat.thinking_budget is not None or not is_thinking:
             return chat.thinking_budget
-        assert request.sampling.max_tokens is not None
-        return max(MIN_THOUGHT_TOKENS, int(self._thinking_share * request.sampling.max_tokens))
+        budgets = [] if chat.effort_budget is None else [chat.effort_budget]
+        if self._thinking_share < 1:
+            assert request.sampling.max_tokens is not None
+            share = int(self._thinking_share * request.sampling.max_tokens)
+            budgets.append(max(MIN_THOUGHT_TOKENS, share))
+        return min(budgets, default=None)
 
     def _guard(self, asked: TextRequest) -> LoopGuard | None:
         is_wanted = self._loop_guard if asked.loop_guard is None else asked.loop_guard

@@ -173,7 +173,8 @@ class ChatRequest(TextRequest):
     must_call: list[PlainTool] | None = None  # one of these
     is_parallel: bool = True  # more than one call
     json_form: JsonForm | None = None
-    thinking_budget: int | None = None  # tokens
+    thinking_budget: int | None = None  # tokens, as the request says
+    effort_budget: int | None = None  # tokens, of an effort: the server's own budget may be less
     keeps_thoughts_in_content: bool = False  # for clients that know no field for them
     reply_start: str = ""  # what the reply goes on from
     is_cut_to_context: bool = False  # where max_tokens is more than fits behind the prompt

@@ -206,7 +206,7 @@ def _chat_request(
         must_call=must_call,
         is_parallel=fields.parallel_tool_calls is not False,
         json_form=_json_form(text.format),
-        thinking_budget=budget,
+        effort_budget=budget,
         timeout_s=fields.timeout,
         priority=fields.priority or 0,
     )
