@@ -16,6 +16,7 @@ from penstock.errors import ConfigError, nearest
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 STATE_DTYPES = {"float32": 4, "float16": 2}  # bytes of an element
 LOG_FORMATS = ("text", "json")
+REASONING_PLACES = ("separate", "content")
 
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
@@ -142,8 +143,28 @@ class ServeConfig:
     system_prompt_file: str | None = setting(
         None, "text file with the system prompt of chats that have none, computed before the first request"
     )
-    loop_guard: bool = setting(False, "end replies that only repeat themselves, if a request does not say")
+    chat_template: str | None = setting(
+        None, "file with a chat template, or no-think: Qwen's without thoughts (default: the model's own)"
+    )
     enable_thinking: bool | None = setting(None, "what the chat template is told when a request does not say")
+    thinking_share: float = setting(
+        0.5,
+        "share of max_tokens after which a thought is closed if a request has no budget, at least 16 tokens; "
+        "1: never",
+    )
+    reasoning: str = setting(
+        "separate",
+        "where chat completions have thoughts: in reasoning_content, or in content between <think> tags",
+        choices=REASONING_PLACES,
+    )
+    loop_guard: bool = setting(
+        False,
+        "close thoughts and then end replies that only repeat themselves, if a request does not say",
+    )
+    temperature: float | None = setting(None, "of requests that do not say (default: 0, the likeliest token)")
+    top_p: float | None = setting(None, "of requests that do not say (default: 1, every token)")
+    repetition_penalty: float | None = setting(None, "of requests that do not say (default: 1, none)")
+    greedy: bool = setting(False, "the same as --temperature 0")
     allow_special_tokens_in_content: bool = setting(
         False, "let control tokens that messages and tools contain act as control tokens, not as text"
     )
@@ -207,12 +228,33 @@ class ServeConfig:
                 f"min_priority is {self.min_priority}",
                 "It must be 0 or less: requests that do not say have the priority 0.",
             )
-        if self.log_format not in LOG_FORMATS:
+        for name, choices in (("log_format", LOG_FORMATS), ("reasoning", REASONING_PLACES)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(
+                    f"{name} is {value!r}",
+                    f"It must be one of {', '.join(choices)}.",
+                    nearest(value, choices),
+                )
+        if not 0 < self.thinking_share <= 1:
             raise ConfigError(
-                f"log_format is {self.log_format!r}",
-                f"It must be one of {', '.join(LOG_FORMATS)}.",
-                nearest(self.log_format, LOG_FORMATS),
+                f"thinking_share is {self.thinking_share}",
+                "It must be more than 0 and at most 1.",
+                "To turn thinking off, use --no-enable-thinking.",
             )
+        if self.greedy and self.temperature:
+            raise ConfigError(
+                f"greedy is on and temperature is {self.temperature}",
+                "Greedy decoding has the temperature 0.",
+                "Leave one of them out.",
+            )
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """What requests that do not say are drawn with; what is not in it is as `SamplingParams` has it."""
+        given = {name: getattr(self, name) for name in ("temperature", "top_p", "repetition_penalty")}
+        given = {name: value for name, value in given.items() if value is not None}
+        return {**given, "temperature": 0.0} if self.greedy else given
 
     @property
     def max_body_bytes(self) -> int:

@@ -86,18 +86,20 @@ class LLM:
         model: str = "",
         *,
         tokenizer: str | None = None,
+        chat_template: str | None = None,
         allow_special_tokens_in_content: bool = False,
         on_phase: OnPhase = lambda _: None,
         **settings: Any,
     ) -> None:
         """`model` is a folder, a preset (with random_weights=True) or, if empty, the embedded model.
 
-        `settings` are the fields of `EngineConfig`.
+        `chat_template` is a file to use instead of the model's own; `settings` are the fields of
+        `EngineConfig`.
         """
         config: EngineConfig = from_mapping(EngineConfig, {"model": model, **settings})
         source = find_model(model)
         self.tokenizer = Tokenizer.load(tokenizer or source.path)
-        self.template = ChatTemplate.load(tokenizer or source.path)
+        self.template = ChatTemplate.load(tokenizer or source.path, chat_template)
         self.chat_encoder = ChatEncoder(self.template, self.tokenizer, allow_special_tokens_in_content)
         self.engine = Engine.from_source(source, config, on_phase, tokenizer)
         self._replies: dict[str, _Reply] = {}

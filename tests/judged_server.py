@@ -153,7 +153,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         text = reply["text"] + (" and more" if "stream differs" in faults else "")
         pieces = re.findall(r"\S*\s*", text)
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-        deltas += [{"content": piece} for piece in pieces if piece]
+        field = "reasoning_content" if "only thinks" in faults else "content"
+        deltas += [{field: piece} for piece in pieces if piece]
         for number, delta in enumerate(deltas):
             time.sleep(self.server.seconds_a_token)
             if "breaks off" in faults and number == 2:
@@ -256,6 +257,8 @@ def whole_reply(body: dict[str, Any], reply: dict[str, Any], faults: set[str]) -
     choices: list[dict[str, Any]] = []
     for index in range(1 if "one choice" in faults else body.get("n", 1)):
         message = {"role": "assistant", "content": reply["text"]}
+        if "only thinks" in faults:
+            message = {"role": "assistant", "content": "", "reasoning_content": reply["text"]}
         choices.append({"index": index, "message": message, "finish_reason": reply["finish_reason"]})
         if "no index" in faults:
             del choices[-1]["index"]

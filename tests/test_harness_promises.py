@@ -31,6 +31,8 @@ EVERYTHING_ASKED = {promise.name for promise in PROMISES} - {
     *CROWD, "health", "model list", "still healthy", "too long a prompt",
 }  # fmt: skip
 
+SAYS_IT_THINKS = {"required fields", "usage adds up", "no thinking", "completion recount"}
+
 FAULTS: dict[str, set[str]] = {
     "": set(),
     "unhealthy": {"health", "still healthy"},
@@ -57,6 +59,7 @@ FAULTS: dict[str, set[str]] = {
     "breaks off": STREAMS,
     "thinks": {"no thinking"},
     "always thinks": {"no thinking", "thinking off"},
+    "only thinks": SAYS_IT_THINKS | {"thinking off"},
     "inflates": {"finish_reason length", "completion recount"},
     "500 for faults": {"faulty requests", "too long a prompt"},
     "faults in html": {"faulty requests", "too long a prompt"},
@@ -81,6 +84,15 @@ def test_every_fault_is_found_by_its_own_line(fault: str) -> None:
     assert broken == FAULTS[fault], "\n".join(map(str, verdicts))
     assert all("saw" in verdict.words for verdict in verdicts if verdict.mark == "FAIL")
     assert not any("cannot be read" in verdict.words for verdict in verdicts), "\n".join(map(str, verdicts))
+
+
+def test_a_server_that_only_thinks_is_told_so() -> None:
+    with judged_server("only thinks") as server:
+        probe = probe_of(server.url)
+        verdicts = [judge(promise, probe) for promise in PROMISES if promise.name in SAYS_IT_THINKS]
+    for verdict in verdicts:
+        assert "an empty content and only a thought" in verdict.words
+        assert "--no-enable-thinking" in verdict.words
 
 
 def crowd_verdicts(*faults: str, places: int = 200, timeout_s: float = 10.0) -> dict[str, str]:

@@ -13,7 +13,8 @@ from penstock.errors import RequestError
 from penstock.serve.metrics import Metrics, TokenTimer
 from penstock.serve.openai.replies import ChatReplyFormat
 from penstock.serve.text_stream import Reply, ReplyDelta, TextStream, Thought, Usage
-from penstock.text.dialects import DIALECTS, ParsedReply, StreamParser
+from penstock.text.dialects import DIALECTS, ParsedReply, ReplyEnd, StreamParser
+from penstock.text.loop_guard import CHECK_EVERY, MIN_TOKENS, LoopGuard
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Request, SamplingParams, TokenDelta, TokenLogprob
 
@@ -120,6 +121,50 @@ def test_a_budget_cuts_a_thought_at_its_token_however_many_come_at_once(tokenize
     usage = Usage(len(PROMPT), 4 + len(closing_ids) + num_answer, 2, 4 + len(closing_ids))
     assert grown[0] == (tokenizer.decode(ids[:4]).rstrip(), "42", "stop", usage)
     assert all(each == grown[0] for each in grown)
+
+
+def test_a_loop_in_a_thought_closes_it_and_only_a_loop_behind_it_ends_the_reply(tokenizer: Tokenizer) -> None:
+    closing_ids = tuple(tokenizer.encode("\n</think>\n\n"))
+    sampling = SamplingParams(max_tokens=2000)
+    loop = "la " * 400
+
+    def grow(size: int) -> tuple[Any, ...]:
+        thought = Thought(tokenizer.id_of("</think>"), None, closing_ids)
+        options = {"thought": thought, "loop_guard": LoopGuard()}
+        growing = Growing(tokenizer, sampling, options, in_thinking=True)
+        growing.grow(loop, size)
+        _, second = growing.client.submitted
+        num_thought = len(second.token_ids) - len(PROMPT) - len(closing_ids)
+        assert MIN_TOKENS <= num_thought <= MIN_TOKENS + CHECK_EVERY + size
+        assert second.token_ids[-len(closing_ids) :] == closing_ids
+        assert not any(isinstance(piece, ReplyEnd) for delta in growing.deltas for piece in delta.news)
+        growing.client.aborted.clear()
+        growing.grow("It is 42. ", size)
+        growing.grow(loop, size)
+        assert len(growing.client.submitted) == 2, "an answer has no thought to close"
+        (end,) = [piece for delta in growing.deltas for piece in delta.news if isinstance(piece, ReplyEnd)]
+        assert (end.reason, end.is_loop) == ("length", True)
+        assert growing.parsed.content.startswith("It is 42. la la")
+        usage = growing.stream.usage
+        return num_thought, usage.num_reasoning_tokens - num_thought
+
+    for size in (1, 7, 50):
+        assert in_loop(lambda size=size: grow(size))[1] == len(closing_ids)
+
+
+def test_a_thought_that_loops_where_no_answer_fits_ends_the_reply(tokenizer: Tokenizer) -> None:
+    closing_ids = tuple(tokenizer.encode("\n</think>\n\n"))
+
+    def grow() -> None:
+        options = {"thought": Thought(1, None, closing_ids), "loop_guard": LoopGuard()}
+        sampling = SamplingParams(max_tokens=MIN_TOKENS + CHECK_EVERY + 1)
+        growing = Growing(tokenizer, sampling, options, in_thinking=True)
+        growing.grow("la " * 400, 1)
+        assert len(growing.client.submitted) == 1
+        assert growing.parsed.reason == "length"
+        assert growing.stream.usage.num_completion_tokens <= MIN_TOKENS + CHECK_EVERY + 1
+
+    in_loop(grow)
 
 
 def test_a_thought_within_its_budget_is_left_alone(tokenizer: Tokenizer) -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from penstock.text.tokenizer import Tokenizer
 from serving import REPOSITORY, child_pids, command_of, engine_pids_of, eventually, is_alive
+from thinking_template import write_thinking_template
 
 pytestmark = pytest.mark.skipif(
     not (REPOSITORY / ".venv/bin/penstock").exists(), reason="the scripts would install first"
@@ -94,6 +96,21 @@ def scripts(tmp_path: Path) -> Iterator[Scripts]:
     found = Scripts(tmp_path)
     yield found
     found.stop()
+
+
+@pytest.mark.parametrize("flags", [(), ("--enable-thinking",)])
+def test_replies_come_without_thinking_unless_the_script_is_told_otherwise(
+    scripts: Scripts, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    template = write_thinking_template(tmp_path)
+    started = scripts.start("--chat-template", str(template), *flags)
+    assert started.returncode == 0, started.stderr
+    body = {"messages": [{"role": "user", "content": "What is 17 + 26?"}], "max_tokens": 64}
+    reply = httpx.post(f"{scripts.url}/v1/chat/completions", json=body, timeout=60.0).json()
+    message, usage = reply["choices"][0]["message"], reply["usage"]
+    assert bool(message.get("reasoning_content")) == bool(flags)
+    if not flags:
+        assert usage["completion_tokens"] == len(Tokenizer.load(None).encode(message["content"])) > 0
 
 
 def test_a_server_is_started_once_comes_back_when_killed_and_is_stopped_once(scripts: Scripts) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.assets import default_model
-from penstock.errors import CheckpointError, RequestError
+from penstock.errors import CheckpointError, ConfigError, RequestError
 from penstock.serve.openai.requests import parse_chat
 from penstock.text import template_worker
 from penstock.text.template import ChatTemplate
@@ -359,3 +359,32 @@ def test_python_cannot_be_reached(target: str, attribute: str) -> None:
 )
 def test_files_cannot_be_read(source: str) -> None:
     assert render_or_none(ChatTemplate(source), HELLO) is None
+
+
+# A template instead of the model's own
+
+
+def test_a_chosen_file_is_used_instead_of_the_models_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages[0].content }}!{{ eos_token }}")
+    assert ChatTemplate.load(None, str(file)).render(HELLO).startswith(f"{HELLO[0]['content']}!<|im_end|>")
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
+def test_the_template_without_thoughts_never_opens_one(variables: dict[str, bool]) -> None:
+    """And is the tiny model's, which is of the Qwen3.5 family, in all else."""
+    own, quiet = ChatTemplate.load(None), ChatTemplate.load(None, "no-think")
+    assert quiet.variables == frozenset()
+    assert quiet.render(HELLO, **variables) == own.render(HELLO, enable_thinking=False)
+    rest = [source.partition("-#}")[2].rpartition("{%- if add_generation_prompt -%}")[0] for source in (
+        own.source or "", quiet.source or "",
+    )]  # fmt: skip
+    assert rest[0] == rest[1] != ""
+
+
+def test_a_chosen_file_that_is_not_there_or_no_template_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.jinja"):
+        ChatTemplate.load(None, str(tmp_path / "missing.jinja"))
+    (tmp_path / "broken.jinja").write_text("{% if %}")
+    with pytest.raises(CheckpointError, match=r"broken\.jinja"):
+        ChatTemplate.load(None, str(tmp_path / "broken.jinja"))

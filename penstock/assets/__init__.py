@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 MODEL_NAME = "penstock-tiny"
+NO_THINK_TEMPLATE = Path(__file__).parent / "no_think.jinja"  # of the Qwen3.5 family
 
 
 def default_model() -> Path:

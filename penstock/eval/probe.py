@@ -64,6 +64,12 @@ class Reply:
         return text
 
     @property
+    def thought(self) -> str:
+        """What a server has split off the content, by either of its usual names; empty: nothing."""
+        message = field_of(self.choice, "message", dict)
+        return str(message.get("reasoning_content") or message.get("reasoning") or "")
+
+    @property
     def finish_reason(self) -> str:
         reason: str = field_of(self.choice, "finish_reason", str)
         return reason

@@ -27,6 +27,10 @@ from penstock.eval.probe import (
 )
 
 A_DAY_S = 86_400
+THINKS = (
+    ". The server thinks unless a request says no: start Penstock with --no-enable-thinking, as "
+    "start_server.sh does"
+)
 THOUGHT_MARKS = ("<think>", "</think>")
 UNLIKELY = ("\u2603\u2603\u2603", "@@##@@", "qqqzzzqqq")  # stop strings that no reply has
 LONG_LIMIT = 512
@@ -66,6 +70,7 @@ def required_fields(probe: Probe) -> str:
     expect(index == 0, f"choices[0].index = {index}", "0")
     role = field_of(reply.choice["message"], "role", str)
     expect(role == "assistant", f"role = {role}", "assistant")
+    expect_content(reply)
     expect(bool(reply.content), "an empty content", "some text")
     expect(reply.finish_reason in ("stop", "length"), reply.finish_reason, "stop or length")
     return f"id, object, created, model, choices and usage of {name}"
@@ -76,6 +81,7 @@ def usage_adds_up(probe: Probe) -> str:
     prompt, completion, total = (reply.usage[name] for name in USAGE)
     expect(prompt > 0, reply.usage, "prompt_tokens above 0")
     expect(total == prompt + completion, reply.usage, f"total_tokens = {prompt + completion}")
+    expect_content(reply)
     num_bytes = len(reply.content.encode())
     expect(
         1 <= completion <= num_bytes + 1,
@@ -231,16 +237,22 @@ def stream_usage(probe: Probe) -> str:
     return f"the last chunk has the usage of the whole reply, {show(usage)}"
 
 
-def _expect_no_thought(reply: Reply) -> None:
-    message = reply.choice["message"]
+def _expect_no_thought(reply: Reply, hint: str = "") -> None:
     found = [mark for mark in THOUGHT_MARKS if mark in reply.content]
-    expect(not found, reply.content, f"no {' and '.join(found)}")
-    thought = message.get("reasoning_content") or message.get("reasoning")
-    expect(not thought, f"a thought: {show(thought)}", "no thought")
+    expect(not found, reply.content, f"no {' and '.join(found)}{hint}")
+    expect(not reply.thought, f"a thought: {show(reply.thought)}", f"no thought{hint}")
+
+
+def expect_content(reply: Reply) -> None:
+    """A reply that is all thought counts as nothing wherever content is counted."""
+    if reply.thought and not reply.content:
+        raise Unmet(f"saw an empty content and only a thought: {show(reply.thought)}; expected text{THINKS}")
 
 
 def no_thinking(probe: Probe) -> str:
-    _expect_no_thought(probe.ask(QUESTION, max_tokens=128))
+    reply = probe.ask(QUESTION, max_tokens=128)
+    expect_content(reply)
+    _expect_no_thought(reply, THINKS)
     return "no <think> in a plain reply"
 
 
@@ -280,9 +292,11 @@ def completion_recount(probe: Probe) -> str:
     seen = []
     for content, limit in ((QUESTION, 24), (QUESTION, 128), (SUM, LONG_LIMIT)):
         reply = probe.ask(content, max_tokens=limit)
+        expect_content(reply)
         claimed = reply.usage["completion_tokens"]
         count = probe.counter.recount(reply.content, claimed, reply.finish_reason)
-        expect(not count.is_off, f"completion_tokens = {claimed}", f"{count.counted}, counted again")
+        hint = THINKS if reply.thought else ""  # usage has the thought, content has not
+        expect(not count.is_off, f"completion_tokens = {claimed}", f"{count.counted}, counted again{hint}")
         seen.append(f"{claimed}/{count.counted}")
     return f"completions claimed/counted again: {', '.join(seen)}"
 

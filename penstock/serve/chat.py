@@ -30,7 +30,7 @@ from penstock.serve.reply_form import form_param, grammar_of
 from penstock.serve.system_prompt import with_system_prompt
 from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
 from penstock.text.chat_prompt import ChatEncoder, RenderedChat
-from penstock.text.dialects import StreamParser, dialect_of
+from penstock.text.dialects import StreamParser, ThoughtsInContent, dialect_of
 from penstock.text.length import roles_written, words_written
 from penstock.text.loop_guard import LoopGuard
 from penstock.text.prompt import SHORTEN, build_requests, check_ids, limit_scores
@@ -40,6 +40,7 @@ from penstock.types import EngineInfo, Request, SamplingParams
 
 LONG_TOKEN = 16  # characters; few tokens of a text have as many
 MAX_ECHO_CHARS = 2**24  # of all replies to one call
+MIN_THOUGHT_TOKENS = 16  # of a budget that the server chooses
 MAX_COUNTS = 2  # at a time: threads, and the processes of the chat template, are there for replies first
 
 
@@ -62,6 +63,7 @@ class TextEngine:
         metrics: Metrics,
         enable_thinking: bool | None = None,
         *,
+        thinking_share: float = 1.0,  # of max_tokens that a thought without a budget may have
         loop_guard: bool = False,
         system_prompt: str | None = None,  # of chats that have none
         allow_special_tokens_in_content: bool = False,
@@ -73,6 +75,7 @@ class TextEngine:
         self._chat_encoder = ChatEncoder(template, tokenizer, allow_special_tokens_in_content)
         self._metrics = metrics
         self._template_defaults = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self._thinking_share = thinking_share
         self._loop_guard = loop_guard
         self._system_prompt = system_prompt
         self._min_priority = min_priority
@@ -93,12 +96,15 @@ class TextEngine:
         num_bytes = _resize(place, chat.sampling.n)
         prompt = await self._preparation.run(num_bytes, self._prepare_chat, request_id, chat, info)
         stream = TextStream(self._client, deliver)
-        thought = replace(self._thought, budget=chat.thinking_budget)
 
         def reply_to(request: Request, index: int) -> Reply:
-            parser = StreamParser(
+            split = StreamParser(
                 self._dialect, chat.tools, in_thinking=prompt.is_thinking, parses_tools=bool(chat.tools)
             )
+            parser: Parser = split
+            if chat.keeps_thoughts_in_content and self._dialect.thinking is not None:
+                parser = ThoughtsInContent(split, self._dialect.thinking)
+            thought = replace(self._thought, budget=self._thinking_budget(chat, request, prompt.is_thinking))
             return self._reply(
                 stream,
                 request,
@@ -327,6 +333,17 @@ class TextEngine:
             )
             for id, token_ids in zip(ids, prompts)
         ]
+
+    def _thinking_budget(self, chat: ChatRequest, request: Request, is_thinking: bool) -> int | None:
+        """The request's own or, so that an answer comes before the limit, a share of its tokens."""
+        if chat.thinking_budget is not None or not is_thinking:
+            return chat.thinking_budget
+        budgets = [] if chat.effort_budget is None else [chat.effort_budget]
+        if self._thinking_share < 1:
+            assert request.sampling.max_tokens is not None
+            share = int(self._thinking_share * request.sampling.max_tokens)
+            budgets.append(max(MIN_THOUGHT_TOKENS, share))
+        return min(budgets, default=None)
 
     def _guard(self, asked: TextRequest) -> LoopGuard | None:
         is_wanted = self._loop_guard if asked.loop_guard is None else asked.loop_guard

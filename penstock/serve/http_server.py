@@ -30,8 +30,9 @@ from penstock.text.tokenizer import Tokenizer
 Text = tuple[Tokenizer, ChatTemplate]
 
 
-def load_text(path: Path) -> Text:
-    return Tokenizer.load(path, is_quick=False), ChatTemplate.load(path)
+def load_text(path: Path, chat_template: str | None = None) -> Text:
+    """`chat_template`: instead of the checkpoint's own."""
+    return Tokenizer.load(path, is_quick=False), ChatTemplate.load(path, chat_template)
 
 
 async def serve_http(
@@ -55,6 +56,7 @@ async def serve_http(
         template,
         metrics,
         config.enable_thinking,
+        thinking_share=config.thinking_share,
         loop_guard=config.loop_guard,
         system_prompt=system_prompt,
         allow_special_tokens_in_content=config.allow_special_tokens_in_content,

@@ -2,12 +2,16 @@
 
 An invocation is a chat when it has messages, and a completion when it has a prompt, as OpenAI's endpoints
 take them; only that thinking is off here unless `thinking` asks for it. A prompt that shall be thought
-about becomes a chat of one message, since it is the chat template that knows how a model thinks.
+about becomes a chat of one message, since it is the chat template that knows how a model thinks; its answer
+is a completion's all the same, because its client sent a prompt: `text`, and the thought beside it.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -17,6 +21,7 @@ from penstock.serve.answer import Answer, read_body
 from penstock.serve.openai.body import decode_body
 from penstock.serve.openai.chat_options import Thinking, thinking_switch
 from penstock.serve.openai.messages import Message
+from penstock.serve.openai.replies import CompletionReplyFormat
 from penstock.serve.openai.requests import (
     MAX_ID_VALUES,
     ChatBody,
@@ -45,10 +50,26 @@ class Invocation(msgspec.Struct):
 
 
 class PromptToThinkAbout(ChatBody, kw_only=True):
-    """A chat of one message."""
+    """A chat of one message, in the words of a completion."""
 
-    prompt: str
+    prompt: str | Annotated[list[str], Meta(min_length=1, max_length=1)]
     messages: list[Message] = msgspec.field(default_factory=list)
+    logprobs: bool | int | None = None  # type: ignore[assignment]  # how many alternatives
+    echo: bool | None = None
+
+    def as_chat(self) -> ChatBody:
+        if self.echo:
+            raise RequestError(
+                "echo cannot be had with thinking",
+                "The prompt becomes a chat.",
+                "Leave one of them out.",
+                param="echo",
+            )
+        prompt = self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+        self.messages = [Message("user", prompt)]
+        if self.logprobs is not None and not isinstance(self.logprobs, bool):
+            self.top_logprobs, self.logprobs = self.logprobs, True
+        return self
 
 
 def routes(serving: Serving) -> list[Route]:
@@ -63,6 +84,7 @@ class Invocations:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._openai = OpenAIRoutes(serving)
+        self._defaults = serving.config.sampling_defaults
 
     async def ping(self, request: Request) -> Response:
         return Response(status_code=200 if self._serving.is_ready else 503)
@@ -72,16 +94,14 @@ class Invocations:
         shape = decode_body(body, Invocation, MAX_ID_VALUES)
         if shape.has("messages") == shape.has("prompt"):
             raise RequestError("A prompt or messages are needed, and not both", param="prompt")
-        is_thinking = shape.speaks_of_thinking
         if shape.has("messages"):
             fields = decode_body(body, ChatBody)
-        elif is_thinking:
-            asked = decode_body(body, PromptToThinkAbout)
-            asked.messages = [Message("user", asked.prompt)]
-            fields = asked
-        else:
-            completion = completion_request(decode_body(body, CompletionBody, MAX_ID_VALUES))
-            return self._openai.answer_completion(request, completion)
-        if not (is_thinking or fields.enable_thinking is not None or fields.reasoning_effort):
-            fields.enable_thinking = False
-        return self._openai.answer_chat(request, chat_request(fields))
+            is_open = fields.enable_thinking is None and not fields.reasoning_effort
+            if is_open and not shape.speaks_of_thinking:
+                fields.enable_thinking = False
+            return self._openai.answer_chat(request, chat_request(fields, self._defaults))
+        if shape.speaks_of_thinking:
+            chat = chat_request(decode_body(body, PromptToThinkAbout).as_chat(), self._defaults)
+            return self._openai.answer_chat(request, chat, CompletionReplyFormat)
+        completion = completion_request(decode_body(body, CompletionBody, MAX_ID_VALUES), self._defaults)
+        return self._openai.answer_completion(request, completion)

@@ -22,7 +22,7 @@ import uvloop
 
 from penstock.assets import default_model
 from penstock.config import EngineConfig, ServeConfig, WorkerConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RequestError
 from penstock.models.source import find_model
 from penstock.progress import OnPhase, Phase
 from penstock.serve.client import EXIT_GRACE_S, EngineClient
@@ -31,6 +31,7 @@ from penstock.serve.fleet import Fleet
 from penstock.serve.open_files import allow_many_files, connection_limit
 from penstock.serve.system_prompt import read_system_prompt, shared_prompt
 from penstock.serve.tenants import tenant_of_key
+from penstock.types import SamplingParams
 
 BACKLOG = 2048
 
@@ -38,10 +39,19 @@ BACKLOG = 2048
 def run(engine_config: EngineConfig, serve_config: ServeConfig, on_phase: OnPhase = lambda _: None) -> None:
     """Serves until SIGINT or SIGTERM; raises what kept the server or its engines from starting."""
     allow_many_files()
-    connection_limit(serve_config)  # raises before anything has begun
+    connection_limit(serve_config)  # raises before anything has begun, as the next does
+    check_sampling_defaults(serve_config)
     listener = open_port(serve_config.host, serve_config.port)
     with listener, contextlib.suppress(asyncio.CancelledError):  # a signal came before there was HTTP
         uvloop.run(_serve(listener, engine_config, serve_config, on_phase))
+
+
+def check_sampling_defaults(config: ServeConfig) -> None:
+    """Raises what requests that do not say would be refused for."""
+    try:
+        SamplingParams(**config.sampling_defaults)
+    except RequestError as error:
+        raise ConfigError(error.what, error.why, error.todo) from error
 
 
 def open_port(host: str, port: int) -> socket.socket:
@@ -79,11 +89,15 @@ async def _serve(
     system_prompt = read_system_prompt(serve_config.system_prompt_file)
     text = None
     warm_prompt: tuple[int, ...] = ()
+    if serve_config.chat_template is not None:  # what is wrong with it is said before an engine starts
+        from penstock.serve.http_server import load_text
+
+        text = load_text(text_path, serve_config.chat_template)
     if system_prompt is not None:  # which the engines compute before they are ready
         from penstock.serve.http_server import load_text
         from penstock.text.chat_prompt import ChatEncoder
 
-        text = tokenizer, template = load_text(text_path)
+        text = tokenizer, template = text or load_text(text_path)
         encoder = ChatEncoder(template, tokenizer, serve_config.allow_special_tokens_in_content)
         warm_prompt = shared_prompt(system_prompt, encoder, serve_config.enable_thinking)
     fleet = _start_fleet(engine_config, serve_config, str(text_path), warm_prompt, on_phase)

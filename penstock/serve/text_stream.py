@@ -1,8 +1,9 @@
 """Replies while they are generated: an engine's tokens become text, and the text becomes news of the reply.
 
-Stop strings end a reply here, not in the engine. So does a thinking budget: the thought is closed in the
-model's own words, and the reply goes on as a request that resumes it there, in the place it had. Knows no
-HTTP and no schema; it is told what to generate, and tells what came.
+Stop strings end a reply here, not in the engine. A thinking budget ends a thought, and so does a loop in it:
+the thought is closed in the model's own words, and the reply goes on as a request that resumes it there, in
+the place it had. Where `max_tokens` leaves no room for an answer behind it, it is left to that limit. Knows
+no HTTP and no schema; it is told what to generate, and tells what came.
 
 What is counted: the tokens of the reply but not the end token, which has no text, so that a client that
 tokenises the text again comes to the same `completion_tokens`. Tokens that completed a stop string are
@@ -214,6 +215,7 @@ class Reply:
         self._ends_after_call = ends_after_call
         self._form_param = form_param
         self._loop_guard = loop_guard
+        self._has_closed_loop = False  # a thought that repeated itself; the next loop ends the reply
         self._is_loop = False
         self._decoder = StreamDecoder(
             tokenizer,
@@ -243,11 +245,12 @@ class Reply:
         if self.request is self._asked:
             self.num_cached_tokens = delta.num_cached_tokens
         num_before = self.num_tokens
-        is_over_budget = False
+        is_loop = finish is None and self._loop_guard is not None and self._loop_guard.push(token_ids)
+        is_closed = False  # the thought, by us
         if self._parser.is_thinking:
-            token_ids, is_over_budget = self._think(token_ids, finish is not None)
-            finish = None if is_over_budget else finish
-        if self._thought.budget is not None:
+            token_ids, is_closed = self._think(token_ids, finish is not None, is_loop)
+            finish = None if is_closed else finish
+        if self._thought.closing_ids and (self._thought.budget is not None or self._loop_guard is not None):
             self._said_ids += token_ids
         text = self._decoder.push(token_ids)
         # Behind a scored prompt the first token has a score even if it only ends the reply: lm-eval leaves
@@ -256,13 +259,15 @@ class Reply:
         scored = self._score(delta.logprobs if keeps_end else delta.logprobs[: self.num_tokens - num_before])
         echo, first = self._take_prompt_start()
         text, scored = echo + text, first + scored
-        if is_over_budget and not self._decoder.stopped:
-            text += self._decoder.push(self._thought.closing_ids)
         if self._decoder.stopped:
             finish = "stop"
-        elif is_over_budget:
-            finish = self._go_on()
-        elif finish is None and self._loop_guard is not None and self._loop_guard.push(token_ids):
+        elif is_closed:
+            text += self._decoder.push(self._thought.closing_ids)
+            if self._decoder.stopped:
+                finish = "stop"
+            else:
+                self._go_on()
+        elif is_loop:
             finish, self._is_loop = "length", True  # as it would have ended, had it been left alone
             self._timer.count_loop()
         if finish is not None:
@@ -307,26 +312,35 @@ class Reply:
             news += [*rest, ReplyEnd(end.reason, self._decoder.stop_string, self._is_loop)]
         return news, finish is not None
 
-    def _think(self, token_ids: tuple[int, ...], is_last: bool) -> tuple[tuple[int, ...], bool]:
+    def _think(
+        self, token_ids: tuple[int, ...], is_last: bool, is_loop: bool
+    ) -> tuple[tuple[int, ...], bool]:
         """Counts tokens of a thought; gives those it may have, and whether it must be closed after them."""
         end_id, budget = self._thought.end_id, self._thought.budget
         has_end = end_id in token_ids
         num_thought = token_ids.index(end_id) + 1 if has_end else len(token_ids)
         if budget is not None:
-            num_left = budget - self.num_reasoning_tokens
-            if num_thought > num_left or (num_thought == num_left and not (has_end or is_last)):
+            num_left = max(0, budget - self.num_reasoning_tokens)
+            is_over = num_thought > num_left or (num_thought == num_left and not (has_end or is_last))
+            if is_over and self._has_room_behind(num_left):
                 self.num_reasoning_tokens += num_left
                 return token_ids[:num_left], True
         self.num_reasoning_tokens += num_thought
-        return token_ids, False
+        is_closed = (
+            is_loop and not (has_end or self._has_closed_loop) and self._has_room_behind(len(token_ids))
+        )
+        self._has_closed_loop |= is_closed
+        return token_ids, is_closed
 
-    def _go_on(self) -> FinishReason | None:
-        """Asks for what comes after the closed thought; says why there can be nothing."""
-        self.num_reasoning_tokens += len(self._thought.closing_ids)
+    def _has_room_behind(self, num_thought: int) -> bool:
+        """Whether an answer fits behind so many more tokens and the end of the thought."""
         max_tokens = self._asked.sampling.max_tokens
         assert max_tokens is not None
-        if self.num_tokens >= max_tokens:
-            return "length"
+        return self.num_tokens + num_thought + len(self._thought.closing_ids) < max_tokens
+
+    def _go_on(self) -> None:
+        """Asks for what comes after the closed thought."""
+        self.num_reasoning_tokens += len(self._thought.closing_ids)
         closed = self.request
         thought_ids = (*self._said_ids, *self._thought.closing_ids)
         self.request = replace(
@@ -337,8 +351,9 @@ class Reply:
             age_s=time.monotonic() - self._began_s,
         )
         self._said_ids.clear()
+        if self._loop_guard is not None:
+            self._loop_guard = LoopGuard()  # the answer is another text
         self._stream.go_on(closed.id, self.request, self)
-        return None
 
     def _score(self, logprobs: Sequence[TokenLogprob]) -> tuple[ScoredToken, ...]:
         bytes_of = self._tokenizer.token_bytes

@@ -3,7 +3,7 @@
 A model that has lost its way writes the same few tokens, or the same paragraph, until a limit ends it. The
 guard looks at the end of a reply now and then, and calls it a loop when the end consists of one run of tokens
 over and over: at least `MIN_REPEATS` times and at least `MIN_TOKENS` long. It judges tokens, knows no text,
-and decides nothing: who asked ends the reply.
+and decides nothing: who asked closes the thought or ends the reply.
 """
 
 from __future__ import annotations

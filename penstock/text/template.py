@@ -18,12 +18,14 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import CheckpointError, RequestError, TemplateProcessError
+from penstock.assets import NO_THINK_TEMPLATE, default_model
+from penstock.errors import CheckpointError, ConfigError, RequestError, TemplateProcessError
 from penstock.file_kinds import impostor
 from penstock.text.json_values import refuse_many_arguments
 from penstock.text.template_process import MEMORY_LIMIT_BYTES, Answer, Failure, shared_processes
 
 TEMPLATE_FILE = "chat_template.jinja"
+NAMED_TEMPLATES = {"no-think": NO_THINK_TEMPLATE}
 SPECIAL_TOKEN_NAMES = (
     "bos_token",
     "eos_token",
@@ -115,15 +117,16 @@ class ChatTemplate:
         self._variables = frozenset() if source is None else self._names_it_reads()
 
     @classmethod
-    def load(cls, path: Path | str | None) -> ChatTemplate:
-        """The template of a checkpoint folder (or of a file in it); None is the embedded model's."""
-        if path is None:
-            from penstock.assets import default_model
+    def load(cls, path: Path | str | None, chosen: str | None = None) -> ChatTemplate:
+        """The template of a checkpoint folder (or of a file in it); None is the embedded model's.
 
+        `chosen`: a file, or a name of `NAMED_TEMPLATES`, instead of the checkpoint's own.
+        """
+        if path is None:
             path = default_model()
         path = Path(path)
         folder = path if path.is_dir() else path.parent
-        source, file = find_template(folder)
+        source, file = find_template(folder) if chosen is None else _read_chosen(chosen)
         return cls(source, file, _special_tokens(folder))
 
     @property
@@ -262,6 +265,20 @@ def find_template(folder: Path) -> tuple[str | None, Path | None]:
         if source is not None:
             return source, config
     return None, None
+
+
+def _read_chosen(chosen: str) -> tuple[str, Path]:
+    file = Path(chosen).expanduser()
+    if chosen in NAMED_TEMPLATES and not file.is_file():
+        file = NAMED_TEMPLATES[chosen]
+    try:
+        return file.read_text(encoding="utf-8"), file
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"Cannot read the chat template from {file}",
+            f"{error}.",
+            f"Name a Jinja file in UTF-8, or one of those that come along: {', '.join(NAMED_TEMPLATES)}.",
+        ) from error
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from penstock.serve.openai.chat_options import (
     thinking_budget,
     thinking_switch,
 )
-from penstock.serve.openai.requests import ChatRequest, StopString
+from penstock.serve.openai.requests import NO_DEFAULTS, ChatRequest, Defaults, StopString
 from penstock.types import SamplingParams
 
 # Claude Code's first system block. It differs in every request, and nothing behind it could be found cached.
@@ -138,15 +138,17 @@ class _Turn:
     blocks: list[Block]
 
 
-def parse_messages(body: bytes, thinks: bool | None) -> ChatRequest:
-    """`thinks`: what the operator wants where a request leaves it open."""
+def parse_messages(body: bytes, thinks: bool | None, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
+    """`thinks`, `defaults`: what the operator wants where a request leaves it open."""
     fields = decode_body(body, MessagesBody)
     given = {
         name: value
         for name in ("temperature", "top_p", "top_k")
         if (value := getattr(fields, name)) is not None
     }
-    sampling = SamplingParams(max_tokens=fields.max_tokens, stop=tuple(fields.stop_sequences or ()), **given)
+    sampling = SamplingParams(
+        max_tokens=fields.max_tokens, stop=tuple(fields.stop_sequences or ()), **{**defaults, **given}
+    )
     return _chat_request(fields, thinks, sampling, is_stream=bool(fields.stream))
 
 

@@ -30,9 +30,10 @@ class AnthropicRoutes:
         self._serving = serving
         self._text = serving.text
         self._thinks = serving.config.enable_thinking
+        self._defaults = serving.config.sampling_defaults
 
     async def create_message(self, request: Request) -> Answer:
-        chat = in_session(parse_messages(await read_body(request), self._thinks), request)
+        chat = in_session(parse_messages(await read_body(request), self._thinks, self._defaults), request)
         request_id, place = request.scope["request_id"], place_of(request.scope)
         style = MessageFormat(request_id, self._serving.model_name, chat.sampling.max_tokens)
 

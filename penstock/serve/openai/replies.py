@@ -146,30 +146,39 @@ class ChatReplyFormat(OpenAIReplyFormat):
 
 
 class CompletionReplyFormat(OpenAIReplyFormat):
-    """text_completion, streamed or not: the older shape, with parallel lists of log-probabilities."""
+    """text_completion, streamed or not: the older shape, with parallel lists of log-probabilities.
+
+    A prompt that was thought about (sagemaker.py) has the thought beside its text, as chats have it.
+    """
 
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
-        text, finish = "", b"null"
+        text, thought, finish = "", "", b"null"
         for piece in delta.news:
             if isinstance(piece, ContentDelta):
                 text += piece.text
+            elif isinstance(piece, ReasoningDelta):
+                thought += piece.text
             elif isinstance(piece, ReplyEnd):
                 finish = _finish(piece.reason, piece.is_loop)
-        return b'%s"choices":[{"index":%d,"text":%s,"logprobs":%s,"finish_reason":%s}]}\n\n' % (
+        return b'%s"choices":[{"index":%d,%s,"logprobs":%s,"finish_reason":%s}]}\n\n' % (
             self._chunk_head,
             delta.index,
-            msgspec.json.encode(text),
+            msgspec.json.encode(_text_fields(text, thought))[1:-1],
             self._chunk_scores(delta),
             finish,
         )
 
     def _reply_fields(self, reply: ParsedReply) -> dict[str, Any]:
-        return {"text": reply.content}
+        return _text_fields(reply.content, reply.reasoning)
 
     def _new_scores(self) -> CompletionScores:
         return CompletionScores()
+
+
+def _text_fields(text: str, thought: str) -> dict[str, str]:
+    return {"text": text, "reasoning_content": thought} if thought else {"text": text}
 
 
 def _finish(reason: str, is_loop: bool) -> bytes:

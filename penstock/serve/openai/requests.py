@@ -7,7 +7,9 @@ names it. Nothing here renders, tokenises or generates; replies are written in r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
@@ -42,6 +44,9 @@ MAX_TEMPLATE_ARGUMENTS = 64
 MAX_TIMEOUT_S = 7 * 24 * 3600
 MAX_PRIORITY = 1000
 MAX_SESSION_ID_CHARS = 256
+
+Defaults = Mapping[str, float]  # sampling parameters of requests that do not say
+NO_DEFAULTS: Defaults = MappingProxyType({})
 
 Scalar = bool | int | float | str | None
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -168,7 +173,9 @@ class ChatRequest(TextRequest):
     must_call: list[PlainTool] | None = None  # one of these
     is_parallel: bool = True  # more than one call
     json_form: JsonForm | None = None
-    thinking_budget: int | None = None  # tokens
+    thinking_budget: int | None = None  # tokens, as the request says
+    effort_budget: int | None = None  # tokens, of an effort: the server's own budget may be less
+    keeps_thoughts_in_content: bool = False  # for clients that know no field for them
     reply_start: str = ""  # what the reply goes on from
     is_cut_to_context: bool = False  # where max_tokens is more than fits behind the prompt
 
@@ -188,11 +195,12 @@ class TokenizeRequest:
     shows_texts: bool
 
 
-def parse_chat(body: bytes) -> ChatRequest:
-    return chat_request(decode_body(body, ChatBody))
+def parse_chat(body: bytes, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
+    """`defaults`: the server's sampling parameters, here and below."""
+    return chat_request(decode_body(body, ChatBody), defaults)
 
 
-def chat_request(fields: ChatBody) -> ChatRequest:
+def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
     if fields.max_completion_tokens is not None:  # the newer name of the same field
         fields.max_tokens = fields.max_completion_tokens
     if fields.functions or fields.function_call:
@@ -213,7 +221,7 @@ def chat_request(fields: ChatBody) -> ChatRequest:
         messages=[plain_message(message, index) for index, message in enumerate(fields.messages)],
         tools=tools,
         template_arguments=_template_arguments(fields),
-        sampling=_sampling(fields, logprobs, {"logprobs": "top_logprobs"}),
+        sampling=_sampling(fields, logprobs, {"logprobs": "top_logprobs"}, defaults),
         is_stream=bool(fields.stream),
         include_usage=_includes_usage(fields),
         must_call=must_call,
@@ -227,11 +235,11 @@ def chat_request(fields: ChatBody) -> ChatRequest:
     )
 
 
-def parse_completion(body: bytes) -> CompletionRequest:
-    return completion_request(decode_body(body, CompletionBody, MAX_ID_VALUES))
+def parse_completion(body: bytes, defaults: Defaults = NO_DEFAULTS) -> CompletionRequest:
+    return completion_request(decode_body(body, CompletionBody, MAX_ID_VALUES), defaults)
 
 
-def completion_request(fields: CompletionBody) -> CompletionRequest:
+def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS) -> CompletionRequest:
     if fields.suffix:
         raise RequestError("suffix is not supported", "The model only continues text.", param="suffix")
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
@@ -246,7 +254,7 @@ def completion_request(fields: CompletionBody) -> CompletionRequest:
             "Split the call.",
             param="prompt",
         )
-    sampling = _sampling(fields, fields.logprobs, {})
+    sampling = _sampling(fields, fields.logprobs, {}, defaults)
     if fields.echo:
         sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
     return CompletionRequest(
@@ -289,9 +297,11 @@ def _includes_usage(fields: SamplingFields) -> bool:
     return bool(fields.stream_options is not None and fields.stream_options.include_usage)
 
 
-def _sampling(fields: SamplingFields, logprobs: int | None, renamed: dict[str, str]) -> SamplingParams:
+def _sampling(
+    fields: SamplingFields, logprobs: int | None, renamed: dict[str, str], defaults: Defaults
+) -> SamplingParams:
     """`renamed`: how this endpoint calls a field that `SamplingParams` calls otherwise."""
-    given = given_fields(fields, ("max_tokens", "min_tokens", *DRAW_NAMES, "n"))
+    given = {**defaults, **given_fields(fields, ("max_tokens", "min_tokens", *DRAW_NAMES, "n"))}
     stop = fields.stop or ()
     given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     given["stop_token_ids"] = tuple(fields.stop_token_ids or ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -47,6 +48,8 @@ class OpenAIRoutes:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._text = serving.text
+        self._defaults = serving.config.sampling_defaults
+        self._keeps_thoughts = serving.config.reasoning == "content"
 
     async def list_models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model_card()]})
@@ -70,20 +73,24 @@ class OpenAIRoutes:
         return None if info is None else info.max_model_len
 
     async def chat(self, request: Request) -> Answer:
-        return self.answer_chat(request, parse_chat(await read_body(request)))
+        return self.answer_chat(request, parse_chat(await read_body(request), self._defaults))
 
-    def answer_chat(self, request: Request, chat: ChatRequest) -> Answer:
+    def answer_chat(
+        self, request: Request, chat: ChatRequest, style: type[OpenAIReplyFormat] = ChatReplyFormat
+    ) -> Answer:
         request_id, place = request.scope["request_id"], place_of(request.scope)
-        chat = in_session(chat, request)
+        # Content that must be JSON has no room for a thought.
+        keeps_thoughts = self._keeps_thoughts and chat.json_form is None
+        chat = replace(in_session(chat, request), keeps_thoughts_in_content=keeps_thoughts)
         return self._answer(
             request_id,
             chat,
-            ChatReplyFormat,
+            style,
             lambda deliver: self._text.stream_chat(request_id, chat, deliver, place),
         )
 
     async def complete(self, request: Request) -> Answer:
-        return self.answer_completion(request, parse_completion(await read_body(request)))
+        return self.answer_completion(request, parse_completion(await read_body(request), self._defaults))
 
     def answer_completion(self, request: Request, asked: CompletionRequest) -> Answer:
         request_id, place = request.scope["request_id"], place_of(request.scope)

@@ -2,7 +2,7 @@
 
 `reasoning.effort` says how much the model may think. "none" and "minimal": not at all. "low" and "medium": up
 to 2048 and 8192 tokens, after which the thought is closed and the answer begins. "high" and above: as long as
-it likes. Without an effort it is as the server and the chat template have it.
+the server lets it (`--thinking-share`). Without an effort it is as the server and the chat template have it.
 
 Unknown fields are tolerated; a field that cannot be honoured is a `RequestError` that names it. How items
 become messages is items.py's, which conversations are kept store.py's.
@@ -35,7 +35,14 @@ from penstock.serve.openai.chat_options import (
     json_form,
     plain_tools,
 )
-from penstock.serve.openai.requests import DRAW_NAMES, ChatRequest, DrawFields, given_fields
+from penstock.serve.openai.requests import (
+    DRAW_NAMES,
+    NO_DEFAULTS,
+    ChatRequest,
+    Defaults,
+    DrawFields,
+    given_fields,
+)
 from penstock.serve.responses.items import Item, Items, plain_messages
 from penstock.types import SamplingParams
 
@@ -152,14 +159,16 @@ def parse_response(body: bytes) -> ResponseBody:
     return fields
 
 
-def response_request(fields: ResponseBody, history: list[Item]) -> ResponseRequest:
-    """`history`: the items before those that were sent."""
+def response_request(
+    fields: ResponseBody, history: list[Item], defaults: Defaults = NO_DEFAULTS
+) -> ResponseRequest:
+    """`history`: the items before those that were sent; `defaults`: the server's sampling parameters."""
     if isinstance(fields.input, str):
         items = [Item(role="user", content=fields.input)]
     else:
         items = fields.input
     with own_names():
-        chat = _chat_request(fields, history, items)
+        chat = _chat_request(fields, history, items, defaults)
     is_stored = fields.store is not False
     return ResponseRequest(chat, [*history, *items], _echo(fields, chat.sampling, is_stored), is_stored)
 
@@ -181,7 +190,9 @@ def use_own_name(error: RequestError) -> None:
         error.param = own
 
 
-def _chat_request(fields: ResponseBody, history: list[Item], items: list[Item]) -> ChatRequest:
+def _chat_request(
+    fields: ResponseBody, history: list[Item], items: list[Item], defaults: Defaults
+) -> ChatRequest:
     text = fields.text or Text()
     tools, must_call = chosen_tools(_nested(fields.tool_choice), _plain_tools(fields.tools or []))
     switch, budget = _thinking(fields.reasoning)
@@ -189,13 +200,13 @@ def _chat_request(fields: ResponseBody, history: list[Item], items: list[Item]) 
         messages=plain_messages(history, items, fields.instructions),
         tools=tools or None,
         template_arguments={} if switch is None else {"enable_thinking": switch},
-        sampling=_sampling(fields),
+        sampling=_sampling(fields, defaults),
         is_stream=bool(fields.stream),
         include_usage=True,
         must_call=must_call,
         is_parallel=fields.parallel_tool_calls is not False,
         json_form=_json_form(text.format),
-        thinking_budget=budget,
+        effort_budget=budget,
         timeout_s=fields.timeout,
         priority=fields.priority or 0,
     )
@@ -286,8 +297,9 @@ def _thinking(reasoning: Reasoning | None) -> tuple[bool | None, int | None]:
     return EFFORTS[effort]
 
 
-def _sampling(fields: ResponseBody) -> SamplingParams:
-    return SamplingParams(max_tokens=fields.max_output_tokens, **given_fields(fields, DRAW_NAMES))
+def _sampling(fields: ResponseBody, defaults: Defaults) -> SamplingParams:
+    given = {**defaults, **given_fields(fields, DRAW_NAMES)}
+    return SamplingParams(max_tokens=fields.max_output_tokens, **given)
 
 
 def _echo(fields: ResponseBody, sampling: SamplingParams, is_stored: bool) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class ResponsesRoutes:
             tenant = tenant_of(request.scope)
             place.add_bytes(self._store.num_bytes_of(previous, "previous_response_id", tenant))
             history = self._store.items_of(previous, "previous_response_id", tenant)
-        asked = response_request(fields, history)
+        asked = response_request(fields, history, self._serving.config.sampling_defaults)
         id = new_id()
 
         def keep(body: bytes, output: list[Fields]) -> None:

@@ -17,6 +17,7 @@ from penstock.text.dialects.deltas import (
 )
 from penstock.text.dialects.dialect import DIALECTS, CallForm, Dialect, Thinking, dialect_of
 from penstock.text.dialects.parser import StreamParser
+from penstock.text.dialects.thoughts_in_content import ThoughtsInContent
 
 __all__ = [
     "DIALECTS",
@@ -30,6 +31,7 @@ __all__ = [
     "ReplyEnd",
     "StreamParser",
     "Thinking",
+    "ThoughtsInContent",
     "ToolArguments",
     "ToolCallEnd",
     "ToolCallStart",
