@@ -143,6 +143,9 @@ class ServeConfig:
         None, "text file with the system prompt of chats that have none, computed before the first request"
     )
     loop_guard: bool = setting(False, "end replies that only repeat themselves, if a request does not say")
+    session_mb: float = setting(
+        256.0, "MB of messages that sessions hold, so that chats go on from them (0: none do)"
+    )
     enable_thinking: bool | None = setting(None, "what the chat template is told when a request does not say")
     allow_special_tokens_in_content: bool = setting(
         False, "let control tokens that messages and tools contain act as control tokens, not as text"
@@ -197,6 +200,10 @@ class ServeConfig:
         for name, value in positive.items():
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}", "It must be more than 0.")
+        if not self.session_mb >= 0:
+            raise ConfigError(
+                f"session_mb is {self.session_mb}", "It must be 0, for no messages in sessions, or more."
+            )
         for name in self.allowed_host:
             if not name or "/" in name:
                 raise ConfigError(
@@ -221,6 +228,10 @@ class ServeConfig:
     @property
     def max_bodies_bytes(self) -> int:
         return int(self.max_bodies_mb * 1024**2)
+
+    @property
+    def session_bytes(self) -> int:
+        return int(self.session_mb * 1024**2)
 
     def load_api_keys(self) -> tuple[str, ...]:
         """The keys of flags and file; empty: everybody is answered."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.serve.answer import JSON_TYPE, Answer, Start, json_response, read_body
+from penstock.serve.answer import JSON_TYPE, NO_HEADERS, Answer, Start, json_response, read_body
 from penstock.serve.intake import place_of
 from penstock.serve.openai.replies import ChatReplyFormat, CompletionReplyFormat, OpenAIReplyFormat
 from penstock.serve.openai.requests import (
@@ -25,7 +25,7 @@ from penstock.serve.openai.requests import (
     parse_tokenize,
 )
 from penstock.serve.serving import Serving
-from penstock.serve.sessions import in_session
+from penstock.serve.sessions import SessionChat, in_session
 from penstock.serve.tenants import tenant_of
 
 LIST_PART = 50_000  # ids or texts: some milliseconds
@@ -73,14 +73,8 @@ class OpenAIRoutes:
         return self.answer_chat(request, parse_chat(await read_body(request)))
 
     def answer_chat(self, request: Request, chat: ChatRequest) -> Answer:
-        request_id, place = request.scope["request_id"], place_of(request.scope)
-        chat = in_session(chat, request)
-        return self._answer(
-            request_id,
-            chat,
-            ChatReplyFormat,
-            lambda deliver: self._text.stream_chat(request_id, chat, deliver, place),
-        )
+        talk = SessionChat(chat, request, self._serving)
+        return self._answer(request.scope["request_id"], chat, ChatReplyFormat, talk.stream, talk.headers)
 
     async def complete(self, request: Request) -> Answer:
         return self.answer_completion(request, parse_completion(await read_body(request)))
@@ -96,7 +90,12 @@ class OpenAIRoutes:
         )
 
     def _answer(
-        self, request_id: str, asked: TextRequest, style: type[OpenAIReplyFormat], start: Start
+        self,
+        request_id: str,
+        asked: TextRequest,
+        style: type[OpenAIReplyFormat],
+        start: Start,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> Answer:
         spelled = style(
             request_id,
@@ -104,7 +103,7 @@ class OpenAIRoutes:
             has_logprobs=asked.sampling.logprobs is not None,
             include_usage=asked.include_usage,
         )
-        return Answer(start, spelled, asked.is_stream, asked.timeout_s, spelled.new_choice)
+        return Answer(start, spelled, asked.is_stream, asked.timeout_s, spelled.new_choice, headers)
 
     async def tokenize(self, request: Request) -> Response:
         asked = parse_tokenize(await read_body(request, for_reply=False))

@@ -11,7 +11,7 @@ become messages is items.py's, which conversations are kept store.py's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -36,7 +36,7 @@ from penstock.serve.openai.chat_options import (
     plain_tools,
 )
 from penstock.serve.openai.requests import DRAW_NAMES, ChatRequest, DrawFields, given_fields
-from penstock.serve.responses.items import Item, Items, plain_messages
+from penstock.serve.responses.items import NO_CALLS, Item, Items, PlainMessage, plain_messages
 from penstock.types import SamplingParams
 
 EFFORTS: dict[str | None, tuple[bool | None, int | None]] = {  # whether to think, and up to how many tokens
@@ -152,14 +152,16 @@ def parse_response(body: bytes) -> ResponseBody:
     return fields
 
 
-def response_request(fields: ResponseBody, history: list[Item]) -> ResponseRequest:
-    """`history`: the items before those that were sent."""
+def response_request(
+    fields: ResponseBody, history: list[Item], called: Mapping[str, str] = NO_CALLS
+) -> ResponseRequest:
+    """`history`: the items before those that were sent; `called`: names of tools by ids of calls before."""
     if isinstance(fields.input, str):
         items = [Item(role="user", content=fields.input)]
     else:
         items = fields.input
     with own_names():
-        chat = _chat_request(fields, history, items)
+        chat = _chat_request(fields, plain_messages(history, items, fields.instructions, called))
     is_stored = fields.store is not False
     return ResponseRequest(chat, [*history, *items], _echo(fields, chat.sampling, is_stored), is_stored)
 
@@ -181,12 +183,12 @@ def use_own_name(error: RequestError) -> None:
         error.param = own
 
 
-def _chat_request(fields: ResponseBody, history: list[Item], items: list[Item]) -> ChatRequest:
+def _chat_request(fields: ResponseBody, messages: list[PlainMessage]) -> ChatRequest:
     text = fields.text or Text()
     tools, must_call = chosen_tools(_nested(fields.tool_choice), _plain_tools(fields.tools or []))
     switch, budget = _thinking(fields.reasoning)
     return ChatRequest(
-        messages=plain_messages(history, items, fields.instructions),
+        messages=messages,
         tools=tools or None,
         template_arguments={} if switch is None else {"enable_thinking": switch},
         sampling=_sampling(fields),
@@ -197,6 +199,7 @@ def _chat_request(fields: ResponseBody, history: list[Item], items: list[Item]) 
         json_form=_json_form(text.format),
         thinking_budget=budget,
         timeout_s=fields.timeout,
+        session_id=fields.session_id,
         priority=fields.priority or 0,
     )
 
