@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,11 @@ import pytest
 from penstock.errors import RequestError
 from penstock.serve import conversations as module
 from penstock.serve.conversations import Conversations, Message, Status
+from penstock.serve.openai.requests import ChatRequest
+from penstock.serve.sessions import ReplyNote
+from penstock.serve.text_stream import ReplyDelta
+from penstock.text.dialects import ContentDelta, ReplyEnd
+from penstock.types import SamplingParams
 
 KEY = ("ann", "chat")
 ALICE = {"role": "user", "content": "My name is Alice."}
@@ -94,6 +100,33 @@ def test_a_turn_without_an_end_leaves_the_session_as_it_was() -> None:
     kept = begun()
     kept.begin(KEY, [ASK])
     kept.begin(KEY, [ASK, TELL, ASK])
+    assert say(kept, [ASK])[1] == [ALICE, HELLO, ASK]
+
+
+def test_the_first_of_several_replies_is_held_when_all_have_ended() -> None:
+    kept = Conversations()
+    turn, _, messages = kept.begin(KEY, [ALICE])
+    sampling = SamplingParams(n=2)
+    chat = ChatRequest(
+        messages=messages,
+        tools=None,
+        template_arguments={},
+        sampling=sampling,
+        is_stream=False,
+        include_usage=False,
+        reply_start="Hello, ",
+    )
+    note = ReplyNote(kept, turn, chat)
+    note.stream = SimpleNamespace(num_context_tokens=9)  # type: ignore[assignment]
+    delivered: list[ReplyDelta] = []
+    deliver = note.before(delivered.append)
+    for index, text in ((1, "Bob."), (0, "Alice"), (0, ".")):
+        deliver(ReplyDelta(index, [ContentDelta(text)]))
+    deliver(ReplyDelta(0, [ReplyEnd("stop")]))
+    assert len(kept) == 0, "the other may fail, and then the whole call has"
+    deliver(ReplyDelta(1, [ReplyEnd("length")]))
+    assert len(delivered) == 5
+    assert kept.describe("ann")[0].num_tokens == 9
     assert say(kept, [ASK])[1] == [ALICE, HELLO, ASK]
 
 

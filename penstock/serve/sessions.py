@@ -89,7 +89,7 @@ class SessionChat:
     async def stream(self, deliver: Deliver) -> TextStream:
         note = None
         if self._turn is not None:
-            note = _ReplyNote(self._conversations, self._turn, self._chat.reply_start)
+            note = ReplyNote(self._conversations, self._turn, self._chat)
             deliver = note.before(deliver)
         try:
             stream = await self._text.stream_chat(self._request_id, self._chat, deliver, self._place)
@@ -102,30 +102,34 @@ class SessionChat:
         return stream
 
 
-class _ReplyNote:
-    """Takes a chat's first reply down, and adds it to its session at its end."""
+class ReplyNote:
+    """Collects a chat's first reply, and adds it to its session when all its replies have ended."""
 
     stream: TextStream  # set before there is news
 
-    def __init__(self, conversations: Conversations, turn: Turn, reply_start: str) -> None:
+    def __init__(self, conversations: Conversations, turn: Turn, chat: ChatRequest) -> None:
         self._conversations = conversations
         self._turn = turn
-        self._reply_start = reply_start
+        self._reply_start = chat.reply_start
+        self._num_open = chat.sampling.n
         self._news: list[Delta] = []
 
     def before(self, deliver: Deliver) -> Deliver:
-        """Whoever reads the end of a reply can go on from it at once."""
+        """A client that has read the end of a reply can go on from it at once."""
 
         def note_and_deliver(delta: ReplyDelta) -> None:
-            if delta.index == 0:
-                self._take(delta.news)
+            self._take(delta)
             deliver(delta)
 
         return note_and_deliver
 
-    def _take(self, news: list[Delta]) -> None:
-        self._news += news
-        if news and isinstance(news[-1], ReplyEnd):
+    def _take(self, delta: ReplyDelta) -> None:
+        if delta.index == 0:
+            self._news += delta.news
+        if not (delta.news and isinstance(delta.news[-1], ReplyEnd)):
+            return
+        self._num_open -= 1
+        if self._num_open == 0:
             message = _message_of(ParsedReply.of(self._news), self._reply_start)
             self._conversations.end(self._turn, message, self.stream.num_context_tokens)
 
