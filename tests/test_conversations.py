@@ -96,6 +96,26 @@ def test_a_result_goes_on_from_its_call_and_knows_its_name() -> None:
     assert say(kept, [ASK])[1][2]["name"] == "feed"
 
 
+def test_a_request_that_begins_with_the_last_reply_goes_on_from_it() -> None:
+    kept = begun()
+    assert say(kept, [HELLO, ASK]) == ("continued", [ALICE, HELLO, ASK])
+    other = HELLO | {"content": "Who?"}
+    assert say(kept, [other, ASK]) == ("history", [other, ASK])
+    calls = [{"id": "c1", "function": {"name": "feed", "arguments": "{}"}}]
+    call = {"role": "assistant", "content": "", "tool_calls": calls}
+    result = {"role": "tool", "tool_call_id": "c1", "name": "feed", "content": "done"}
+    for sent, status in ((call, "continued"), (call | {"tool_calls": [calls[0] | {"id": "c2"}]}, "history")):
+        kept.delete(KEY)
+        say(kept, [ALICE], call)
+        assert say(kept, [sent, result])[0] == status
+    kept.delete(KEY)
+    say(kept, [ALICE], call)
+    arguments = {"id": "c1", "function": {"name": "feed", "arguments": {}}}  # as another API spells them
+    prompt = [ALICE, call, result, ASK]
+    assert say(kept, [call | {"tool_calls": [arguments]}, result, ASK]) == ("continued", prompt)
+    assert kept.describe("ann")[0].num_messages == 5
+
+
 def test_a_turn_without_an_end_leaves_the_session_as_it_was() -> None:
     kept = begun()
     kept.begin(KEY, [ASK])

@@ -1,9 +1,10 @@
 """The messages that sessions hold, so that a chat goes on when only its new messages are sent.
 
-The rule: a request that contains an assistant's message, or begins with the session's first
-message, is a whole history and takes the place of what is held. Anything else comes after what is held. A
-system prompt that is sent takes the place of the one that is held. A turn is added when its reply has ended,
-by the same rule; a reply that failed or was aborted leaves everything as it was.
+The rule: a request that contains an assistant's message, or begins with the session's first message, is a
+whole history and takes the place of what is held. Anything else comes after what is held; it may begin with
+the session's last reply, as the result of a tool does where its call is sent with it. A system prompt that is
+sent takes the place of the one that is held. A turn is added when its reply has ended, by the same rule; a
+reply that failed or was aborted leaves everything as it was.
 
 In memory only, up to a number of bytes, of sessions and of idle minutes. Over the limits, the least recently
 used session goes of the tenant that holds most. Ids of ended sessions are remembered, so that a request for
@@ -91,6 +92,7 @@ class _Conversation:
     system: Packed = Packed()
     said: Packed = Packed()
     first: Message | None = None
+    last: Message | None = None  # a reply
     num_tokens: int = 0
 
     @property
@@ -111,6 +113,7 @@ class _Conversation:
         self.system = turn.system if turn.system.num_messages else self.system
         self.first = self.first if self.said.num_messages else turn.first
         self.said = self.said + turn.said + Packed.of([reply])
+        self.last = reply
 
 
 @dataclass(slots=True)
@@ -166,9 +169,11 @@ class Conversations:
         """A request with these messages comes. Gives its turn, what is held and comes before the messages,
         and all messages of the prompt."""
         system, said = _split_system(sent)
+        conversation = self._find(key)
+        if conversation is not None and len(said) > 1 and _is_same_reply(said[0], conversation.last):
+            said = said[1:]
         first = said[0] if said else None
         has_assistant = any(message["role"] == "assistant" for message in said)
-        conversation = self._find(key)
         status: Status
         held: list[Message] = []
         if has_assistant or (conversation is not None and conversation.is_history(first, has_assistant)):
@@ -282,6 +287,16 @@ def _split_system(messages: list[Message]) -> tuple[list[Message], list[Message]
     """System messages at the start, and the rest; later ones are a part of the conversation."""
     said = list(itertools.dropwhile(lambda message: message["role"] == "system", messages))
     return messages[: len(messages) - len(said)], said
+
+
+def _is_same_reply(message: Message, reply: Message | None) -> bool:
+    """Calls have ids; what was said beside them, or thought before, need not be sent again."""
+    if reply is None or message["role"] != "assistant":
+        return False
+    calls, sent = ([call["id"] for call in one.get("tool_calls", ())] for one in (reply, message))
+    if calls or sent:
+        return calls == sent
+    return bool(message["content"].strip() == reply["content"].strip())
 
 
 def _require_room(conversation: _Conversation, num_sent: int) -> None:
