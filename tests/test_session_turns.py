@@ -170,6 +170,14 @@ def test_calls_and_results_are_held_and_a_result_alone_goes_on_from_its_call(ser
     assert continued.headers["x-session-status"] == "continued"
     assert num_prompt_tokens(continued) == num_prompt_tokens(whole)
     assert text_of(continued) == text_of(whole)
+    chat_tools["tool_choice"] = "required"
+    again = post(server, CHAT, CHAT.body([user(ORDER)], session_id="c", **chat_tools)).json()
+    said = again["choices"][0]["message"]
+    result["tool_call_id"] = said["tool_calls"][0]["id"]
+    chat_tools["tool_choice"] = "auto"
+    with_call = post(server, CHAT, CHAT.body([said, result], session_id="c", **chat_tools))
+    assert with_call.headers["x-session-status"] == "continued"
+    assert num_prompt_tokens(with_call) == num_prompt_tokens(whole)
 
     tool = {"name": "feed_pet", "description": function["description"], "input_schema": FEED}
     fields: dict[str, Any] = {"tools": [tool], "tool_choice": {"type": "any"}}
@@ -301,8 +309,9 @@ def test_session_ids_are_checked_in_every_api(server: Server) -> None:
 def test_a_session_goes_on_in_another_engine(server: Server) -> None:
     """Runs last. What was computed is lost with the engine; what was said is not."""
     say(server, NAME, "failover")
-    os.kill(server.engine_pid, signal.SIGKILL)
-    assert eventually(lambda: server.health().json()["status"] != "ok" or not server.engine_pids)
+    lost = server.engine_pid
+    os.kill(lost, signal.SIGKILL)
+    assert eventually(lambda: lost not in server.engine_pids)
     assert eventually(lambda: server.http.get(f"{server.url}/ready").status_code == 200, 60.0)
     held = session(server, "failover").json()
     assert (held["messages"], held["continues"], held["cached"], held["bytes"]) == (2, True, False, 0)
