@@ -146,6 +146,9 @@ class ServeConfig:
     chat_template: str | None = setting(
         None, "file with a chat template, or no-think: Qwen's without thoughts (default: the model's own)"
     )
+    session_mb: float = setting(
+        256.0, "MB of messages that sessions hold, so that chats go on from them (0: none do)"
+    )
     enable_thinking: bool | None = setting(None, "what the chat template is told when a request does not say")
     thinking_share: float = setting(
         0.5,
@@ -218,6 +221,10 @@ class ServeConfig:
         for name, value in positive.items():
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}", "It must be more than 0.")
+        if not self.session_mb >= 0:
+            raise ConfigError(
+                f"session_mb is {self.session_mb}", "It must be 0, for no messages in sessions, or more."
+            )
         for name in self.allowed_host:
             if not name or "/" in name:
                 raise ConfigError(
@@ -263,6 +270,10 @@ class ServeConfig:
     @property
     def max_bodies_bytes(self) -> int:
         return int(self.max_bodies_mb * 1024**2)
+
+    @property
+    def session_bytes(self) -> int:
+        return int(self.session_mb * 1024**2)
 
     def load_api_keys(self) -> tuple[str, ...]:
         """The keys of flags and file; empty: everybody is answered."""

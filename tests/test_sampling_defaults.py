@@ -24,7 +24,7 @@ APIS: dict[str, tuple[dict[str, Any], Parse]] = {
     "messages": (MESSAGES, lambda body, defaults: parse_messages(body, None, defaults).sampling),
     "responses": (
         {"input": "x"},
-        lambda body, defaults: response_request(parse_response(body), [], defaults).chat.sampling,
+        lambda body, defaults: response_request(parse_response(body), [], defaults=defaults).chat.sampling,
     ),
 }
 

@@ -67,6 +67,19 @@ def test_sessions_are_their_tenants(server: Server) -> None:
     assert ask(server, ben, "/v1/sessions/talk").json()["id"] == "talk"
 
 
+def test_what_a_session_holds_is_its_tenants(server: Server) -> None:
+    path, statuses = "/v1/chat/completions", []
+    for key in (*KEYS, *KEYS):
+        body = {"messages": [{"role": "user", "content": f"turn {len(statuses)}"}], "max_tokens": 2}
+        answer = ask(server, key, path, {**body, "session_id": "private"})
+        statuses.append(answer.headers["x-session-status"])
+    assert statuses == ["new", "new", "continued", "continued"]
+    assert [ask(server, key, "/v1/sessions/private").json()["messages"] for key in KEYS] == [4, 4]
+    server.http.delete(server.url + "/v1/sessions/private", headers={"x-api-key": KEYS[0]})
+    assert ask(server, KEYS[0], "/v1/sessions/private").status_code == 404
+    assert ask(server, KEYS[1], "/v1/sessions/private").json()["messages"] == 4
+
+
 def test_kept_responses_are_their_tenants(server: Server) -> None:
     ann, ben = KEYS
     kept = ask(server, ann, "/v1/responses", {"input": "Hello", "max_output_tokens": 4}).json()

@@ -23,7 +23,7 @@ from penstock.serve.error_answers import answer_error
 from penstock.serve.tenants import tenant_of_key
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})  # what asks these has no key: load balancers, probes
-EXPOSED_HEADERS = ("x-request-id", "retry-after")
+EXPOSED_HEADERS = ("x-request-id", "x-session-status", "retry-after")
 
 
 def access_middleware(config: ServeConfig) -> list[Middleware]:

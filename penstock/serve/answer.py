@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ EVENT_STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # or nginx collects tokens before it passes them on
 ]
+NO_HEADERS: Mapping[str, str] = {}
 UNREAD_HEADERS = {"connection": "close"}  # a body that is not read to its end leaves nothing to go on with
 
 Pieces = list[bytes | bytearray]  # joined, they are what is sent
@@ -90,11 +91,13 @@ class Answer:
         is_stream: bool,
         timeout_s: float | None = None,
         new_choice: Callable[[], Choice] = Choice,
+        headers: Mapping[str, str] = NO_HEADERS,  # of an answer that is no error
     ) -> None:
         self._start: Start | None = start
         self._style = style
         self._is_stream = is_stream
         self._new_choice = new_choice
+        self._headers = headers
         self._timeout_s = timeout_s  # as the request says; the server's own is never exceeded
         self._ends_at: float | None = None  # on the loop's clock
 
@@ -117,7 +120,7 @@ class Answer:
         with await self._begin(deliver) as stream, self._accounted(scope, stream):
             await stream.wait_ended()
             body = self._style.encode_body(choices, stream.usage)
-        await Response(body, media_type=JSON_TYPE)(scope, receive, send)
+        await Response(body, headers=self._headers, media_type=JSON_TYPE)(scope, receive, send)
 
     async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = EventWriter(scope["transport"], scope["http_version"])
@@ -129,7 +132,8 @@ class Answer:
         with await self._begin(deliver) as stream, self._accounted(scope, stream):
             # Headers wait for the first token, so that whatever fails before it has a status code.
             await stream.wait_started()
-            await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+            headers = [*EVENT_STREAM_HEADERS, *((k.encode(), v.encode()) for k, v in self._headers.items())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 events.open()
                 await stream.wait_ended()

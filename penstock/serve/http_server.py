@@ -21,6 +21,7 @@ from penstock.errors import PenstockError
 from penstock.serve.app import create_app
 from penstock.serve.chat import TextEngine
 from penstock.serve.connection import HttpConnection
+from penstock.serve.conversations import Conversations
 from penstock.serve.fleet import Fleet
 from penstock.serve.metrics import Metrics
 from penstock.serve.serving import Serving
@@ -43,6 +44,7 @@ async def serve_http(
     name: str,
     text: Text,
     system_prompt: str | None,
+    session_minutes: float,
     on_ready: Callable[[], None],
 ) -> bool:
     """Serves until a signal, or until there never will be an engine, which is raised. True when all replies
@@ -62,7 +64,8 @@ async def serve_http(
         allow_special_tokens_in_content=config.allow_special_tokens_in_content,
         min_priority=config.min_priority,
     )
-    serving = Serving(fleet, text_engine, metrics, name, config, started_at=int(time.time()))
+    conversations = Conversations(config.session_bytes, 60 * session_minutes)
+    serving = Serving(fleet, text_engine, metrics, name, config, int(time.time()), conversations)
     server = _HttpServer(
         uvicorn.Config(
             create_app(serving),

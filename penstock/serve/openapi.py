@@ -104,7 +104,23 @@ RESPONSE = _object(
     output=_list_of(_object("type")),
 )
 EVENT = _object("data", data=STRING, event=STRING)
-SESSION = _object("id", "object", "tokens", "bytes", object={"const": "session"}, tokens=COUNT, bytes=COUNT)
+SESSION = _object(
+    "id",
+    "object",
+    "messages",
+    "message_bytes",
+    "continues",
+    "cached",
+    "tokens",
+    "bytes",
+    object={"const": "session"},
+    messages=COUNT,
+    message_bytes=COUNT,
+    continues={"type": "boolean"},
+    cached={"type": "boolean"},
+    tokens=COUNT,
+    bytes=COUNT,
+)
 ERRORS = {
     "OpenAIError": _object(
         "error", error=_object("message", "type", "param", "code", message=STRING, type=STRING)

@@ -113,6 +113,7 @@ async def _serve(
             name=serve_config.served_model_name or source.name,
             text=text or load_text(text_path),
             system_prompt=system_prompt,
+            session_minutes=engine_config.session_minutes,
             on_ready=lambda: on_phase(Phase("ready", url, 1.0, time.perf_counter() - started)),
         )
     finally:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from penstock.config import ServeConfig
 from penstock.serve.chat import TextEngine
+from penstock.serve.conversations import Conversations
 from penstock.serve.fleet import Fleet
 from penstock.serve.intake import Intake
 from penstock.serve.metrics import Metrics
@@ -20,6 +21,7 @@ class Serving:
     model_name: str  # in answers
     config: ServeConfig
     started_at: int  # seconds since 1970
+    conversations: Conversations = field(default_factory=Conversations)
     draining: asyncio.Event = field(default_factory=asyncio.Event)  # set: what runs may end, no more begins
 
     @property

@@ -1,7 +1,9 @@
-"""Sessions over HTTP: which conversation a request belongs to, which are kept, and forgetting one.
+"""Sessions over HTTP: which conversation a request belongs to, what is kept of it, and forgetting one.
 
-A request names its session with the field `session_id` or, in any API, with the header `x-session-id`; the
-field is the stronger word. Tenants do not see each other's. What keeping one means is the cache's business.
+A request names its session with the field `session_id` or with the header `x-session-id`, in any API; the
+field wins. Tenants do not see each other's sessions. The engines keep what was computed (cache/sessions.py),
+the server keeps what was said (conversations.py): a chat goes on from it on any engine. The prompt of a raw
+completion is the whole text, so only what was computed for it is kept.
 """
 
 from __future__ import annotations
@@ -13,15 +15,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.errors import PenstockError, RequestError
+from penstock.errors import ContextLengthError, PenstockError, RequestError
 from penstock.serve.answer import json_response
+from penstock.serve.chat import TextEngine
+from penstock.serve.conversations import SHORTEN, ConversationInfo, Conversations, Key, Message, Turn
 from penstock.serve.fleet import Fleet
-from penstock.serve.openai.requests import MAX_SESSION_ID_CHARS, TextRequest
+from penstock.serve.intake import place_of
+from penstock.serve.openai.requests import MAX_SESSION_ID_CHARS, ChatRequest, TextRequest
 from penstock.serve.serving import Serving
 from penstock.serve.tenants import tenant_of
+from penstock.serve.text_stream import Deliver, ReplyDelta, TextStream
+from penstock.text.dialects import Delta, ParsedReply, ReplyEnd
 from penstock.types import SessionInfo
 
 HEADER = "x-session-id"
+STATUS_HEADER = "x-session-status"  # of an answer; its values are `conversations.Status`
+WHY_ENDED = {
+    "deleted": "It was deleted.",
+    "expired": "It was not used for longer than --session-minutes.",
+    "evicted": "It made room for other sessions: --session-mb is what their messages may take.",
+}
 
 Asked = TypeVar("Asked", bound=TextRequest)
 
@@ -36,12 +49,102 @@ class SessionNotFoundError(PenstockError):
 def in_session(asked: Asked, request: Request) -> Asked:
     """What was asked, by its tenant, in the session that the header names if the body names none."""
     tenant = tenant_of(request.scope)
-    session_id = asked.session_id
-    if session_id is None:
-        session_id = _session_of_header(request)
+    session_id = named_session(asked.session_id, request)
     return replace(
         asked, tenant=tenant, session_id=None if session_id is None else _scoped(tenant, session_id)
     )
+
+
+def named_session(field: str | None, request: Request) -> str | None:
+    """As the client calls it; `field`: what the body says."""
+    return field if field is not None else _session_of_header(request)
+
+
+def session_key(field: str | None, request: Request) -> Key | None:
+    session_id = named_session(field, request)
+    return None if session_id is None else (tenant_of(request.scope), session_id)
+
+
+class SessionChat:
+    """A chat that may be one of a session: then it goes on from what the session holds, and its first reply
+    is added there when it has ended."""
+
+    def __init__(self, asked: ChatRequest, request: Request, serving: Serving) -> None:
+        self._text: TextEngine = serving.text
+        self._request_id: str = request.scope["request_id"]
+        self._place = place_of(request.scope)
+        self._conversations = serving.conversations
+        self._turn: Turn | None = None
+        self.held: list[Message] = []  # comes before what was sent
+        if (key := session_key(asked.session_id, request)) is not None:
+            self._place.add_bytes(serving.conversations.num_bytes_of(key))
+            self._turn, self.held, messages = serving.conversations.begin(key, asked.messages)
+            asked = replace(asked, messages=messages)
+        self._chat = in_session(asked, request)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self._turn is None else {STATUS_HEADER: self._turn.status}
+
+    async def stream(self, deliver: Deliver) -> TextStream:
+        note = None
+        if self._turn is not None:
+            note = ReplyNote(self._conversations, self._turn, self._chat)
+            deliver = note.before(deliver)
+        try:
+            stream = await self._text.stream_chat(self._request_id, self._chat, deliver, self._place)
+        except ContextLengthError as error:
+            if self.held:
+                error.todo = f"{len(self.held)} of the messages are the session's. {SHORTEN}"
+            raise
+        if note is not None:
+            note.stream = stream
+        return stream
+
+
+class ReplyNote:
+    """Collects a chat's first reply, and adds it to its session when all its replies have ended."""
+
+    stream: TextStream  # set before there is news
+
+    def __init__(self, conversations: Conversations, turn: Turn, chat: ChatRequest) -> None:
+        self._conversations = conversations
+        self._turn = turn
+        self._reply_start = chat.reply_start
+        self._num_open = chat.sampling.n
+        self._news: list[Delta] = []
+
+    def before(self, deliver: Deliver) -> Deliver:
+        """A client that has read the end of a reply can go on from it at once."""
+
+        def note_and_deliver(delta: ReplyDelta) -> None:
+            self._take(delta)
+            deliver(delta)
+
+        return note_and_deliver
+
+    def _take(self, delta: ReplyDelta) -> None:
+        if delta.index == 0:
+            self._news += delta.news
+        if not (delta.news and isinstance(delta.news[-1], ReplyEnd)):
+            return
+        self._num_open -= 1
+        if self._num_open == 0:
+            message = _message_of(ParsedReply.of(self._news), self._reply_start)
+            self._conversations.end(self._turn, message, self.stream.num_context_tokens)
+
+
+def _message_of(reply: ParsedReply, reply_start: str) -> Message:
+    """As chat templates expect it. They decide which thoughts a prompt repeats."""
+    message: Message = {"role": "assistant", "content": reply_start + reply.content}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in reply.calls
+        ]
+    return message
 
 
 def _session_of_header(request: Request) -> str | None:
@@ -72,51 +175,72 @@ def routes(serving: Serving) -> list[Route]:
 class SessionRoutes:
     def __init__(self, serving: Serving) -> None:
         self._client = serving.client
+        self._conversations = serving.conversations
 
     async def list(self, request: Request) -> Response:
         """The most recently used first."""
         self._client.require_ready()
-        sessions = [_describe(info) for info in await _sessions_of(request, self._client)]
-        return json_response({"object": "list", "data": sessions})
+        return json_response(
+            {"object": "list", "data": await _describe_all(request, self._client, self._conversations)}
+        )
 
     async def show(self, request: Request) -> Response:
         self._client.require_ready()
-        session_id = request.path_params["id"]
-        for info in await _sessions_of(request, self._client):
-            if info.id == session_id:
-                return json_response(_describe(info))
-        raise _unknown(session_id)
+        for session in await _describe_all(request, self._client, self._conversations):
+            if session["id"] == request.path_params["id"]:
+                return json_response(session)
+        raise self._unknown(request)
 
     async def delete(self, request: Request) -> Response:
         self._client.require_ready()
-        session_id = request.path_params["id"]
-        if not await self._client.drop_session(_scoped(tenant_of(request.scope), session_id)):
-            raise _unknown(session_id)
+        tenant, session_id = _key_of_path(request)
+        had_messages = self._conversations.delete((tenant, session_id))
+        if not (await self._client.drop_session(_scoped(tenant, session_id)) or had_messages):
+            raise self._unknown(request)
         return json_response({"id": session_id, "object": "session", "deleted": True})
 
+    def _unknown(self, request: Request) -> SessionNotFoundError:
+        tenant, session_id = _key_of_path(request)
+        why = self._conversations.why_ended((tenant, session_id))
+        return SessionNotFoundError(
+            f"There is no session {session_id[:MAX_SESSION_ID_CHARS]!r}",
+            "It never was, or ended long ago." if why is None else WHY_ENDED[why],
+            "GET /v1/sessions lists those that are kept. A request that names this one begins it anew.",
+        )
 
-async def _sessions_of(request: Request, client: Fleet) -> list[SessionInfo]:
+
+async def _describe_all(
+    request: Request, client: Fleet, conversations: Conversations
+) -> list[dict[str, Any]]:
     """The tenant's own, by the names it gave them."""
-    scope = _scoped(tenant_of(request.scope), "")
-    infos = await client.sessions()
-    return [replace(info, id=info.id.removeprefix(scope)) for info in infos if info.id.startswith(scope)]
+    tenant = tenant_of(request.scope)
+    scope = _scoped(tenant, "")
+    infos = [info for info in await client.sessions() if info.id.startswith(scope)]
+    in_cache = {info.id.removeprefix(scope): info for info in infos}
+    with_messages = {info.id: info for info in conversations.describe(tenant)}
+    sessions = [_describe(id, in_cache.get(id), with_messages.get(id)) for id in in_cache | with_messages]
+    return sorted(sessions, key=lambda session: session["idle_seconds"])
 
 
-def _describe(info: SessionInfo) -> dict[str, Any]:
+def _key_of_path(request: Request) -> Key:
+    return tenant_of(request.scope), request.path_params["id"]
+
+
+def _describe(
+    id: str, in_cache: SessionInfo | None, with_messages: ConversationInfo | None
+) -> dict[str, Any]:
+    """What the engines keep and what the server keeps; one of them may have ended before the other."""
+    infos = [info for info in (in_cache, with_messages) if info is not None]
     return {
-        "id": info.id,
+        "id": id,
         "object": "session",
-        "tokens": info.num_tokens,
-        "bytes": info.num_bytes,
-        "hits": info.num_hits,
-        "age_seconds": round(info.age_s, 3),
-        "idle_seconds": round(info.idle_s, 3),
+        "messages": 0 if with_messages is None else with_messages.num_messages,
+        "message_bytes": 0 if with_messages is None else with_messages.num_bytes,
+        "continues": with_messages is not None,
+        "cached": in_cache is not None,
+        "tokens": infos[0].num_tokens,
+        "bytes": 0 if in_cache is None else in_cache.num_bytes,
+        "hits": 0 if in_cache is None else in_cache.num_hits,
+        "age_seconds": round(max(info.age_s for info in infos), 3),
+        "idle_seconds": round(min(info.idle_s for info in infos), 3),
     }
-
-
-def _unknown(session_id: str) -> SessionNotFoundError:
-    return SessionNotFoundError(
-        f"There is no session {session_id[:MAX_SESSION_ID_CHARS]!r}",
-        "It never was, was deleted, was not used for too long, or made room for others.",
-        "GET /v1/sessions lists those that are kept.",
-    )

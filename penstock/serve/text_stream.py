@@ -176,6 +176,12 @@ class TextStream:
             num_reasoning_tokens=sum(reply.num_reasoning_tokens for reply in replies),
         )
 
+    @property
+    def num_context_tokens(self) -> int:
+        """Of the first prompt and its first reply, so far."""
+        reply = self._prompts[0][0]
+        return reply.num_prompt_tokens + reply.num_tokens
+
 
 class Reply:
     """One reply: receives the tokens of its request and gives news of them to the stream."""

@@ -9,7 +9,7 @@ replies.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -28,7 +28,7 @@ from penstock.serve.openai.chat_options import (
     thinking_budget,
     thinking_switch,
 )
-from penstock.serve.openai.requests import NO_DEFAULTS, ChatRequest, Defaults, StopString
+from penstock.serve.openai.requests import NO_DEFAULTS, ChatRequest, Defaults, SessionId, StopString
 from penstock.types import SamplingParams
 
 # Claude Code's first system block. It differs in every request, and nothing behind it could be found cached.
@@ -128,6 +128,7 @@ class MessagesBody(PromptBody, kw_only=True):
     top_k: int | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
     stream: bool | None = None
+    session_id: SessionId | None = None  # not Anthropic's: a session that is kept here
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,8 @@ def parse_messages(body: bytes, thinks: bool | None, defaults: Defaults = NO_DEF
     sampling = SamplingParams(
         max_tokens=fields.max_tokens, stop=tuple(fields.stop_sequences or ()), **{**defaults, **given}
     )
-    return _chat_request(fields, thinks, sampling, is_stream=bool(fields.stream))
+    chat = _chat_request(fields, thinks, sampling, is_stream=bool(fields.stream))
+    return replace(chat, session_id=fields.session_id)
 
 
 def parse_count(body: bytes, thinks: bool | None) -> ChatRequest:

@@ -12,7 +12,7 @@ from penstock.serve.anthropic.requests import parse_count, parse_messages
 from penstock.serve.intake import place_of
 from penstock.serve.openai.requests import TokenizeRequest
 from penstock.serve.serving import Serving
-from penstock.serve.sessions import in_session
+from penstock.serve.sessions import SessionChat
 from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Deliver, TextStream
 
@@ -33,16 +33,16 @@ class AnthropicRoutes:
         self._defaults = serving.config.sampling_defaults
 
     async def create_message(self, request: Request) -> Answer:
-        chat = in_session(parse_messages(await read_body(request), self._thinks, self._defaults), request)
-        request_id, place = request.scope["request_id"], place_of(request.scope)
-        style = MessageFormat(request_id, self._serving.model_name, chat.sampling.max_tokens)
+        chat = parse_messages(await read_body(request), self._thinks, self._defaults)
+        talk = SessionChat(chat, request, self._serving)
+        style = MessageFormat(request.scope["request_id"], self._serving.model_name, chat.sampling.max_tokens)
 
         async def start(deliver: Deliver) -> TextStream:
-            stream = await self._text.stream_chat(request_id, chat, deliver, place)
+            stream = await talk.stream(deliver)
             style.usage_so_far = lambda: stream.usage
             return stream
 
-        return Answer(start, style, chat.is_stream, chat.timeout_s)
+        return Answer(start, style, chat.is_stream, chat.timeout_s, headers=talk.headers)
 
     async def count_tokens(self, request: Request) -> Response:
         chat = parse_count(await read_body(request, for_reply=False), self._thinks)

@@ -51,6 +51,7 @@ NO_DEFAULTS: Defaults = MappingProxyType({})
 Scalar = bool | int | float | str | None
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+SessionId = Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_ID_CHARS)]
 TemplateArguments = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_ARGUMENTS)]
 
 
@@ -74,6 +75,7 @@ class DrawFields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower runs earlier
+    session_id: SessionId | None = None
 
 
 DRAW_NAMES = (  # of those fields, the ones that `SamplingParams` calls the same
@@ -106,7 +108,6 @@ class SamplingFields(DrawFields, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     n: int | None = None
     stream_options: StreamOptions | None = None
-    session_id: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_ID_CHARS)] | None = None
     loop_guard: bool | None = None
 
 

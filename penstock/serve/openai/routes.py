@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.serve.answer import JSON_TYPE, Answer, Start, json_response, read_body
+from penstock.serve.answer import JSON_TYPE, NO_HEADERS, Answer, Start, json_response, read_body
 from penstock.serve.intake import place_of
 from penstock.serve.openai.replies import ChatReplyFormat, CompletionReplyFormat, OpenAIReplyFormat
 from penstock.serve.openai.requests import (
@@ -26,7 +26,7 @@ from penstock.serve.openai.requests import (
     parse_tokenize,
 )
 from penstock.serve.serving import Serving
-from penstock.serve.sessions import in_session
+from penstock.serve.sessions import SessionChat, in_session
 from penstock.serve.tenants import tenant_of
 
 LIST_PART = 50_000  # ids or texts: some milliseconds
@@ -78,16 +78,11 @@ class OpenAIRoutes:
     def answer_chat(
         self, request: Request, chat: ChatRequest, style: type[OpenAIReplyFormat] = ChatReplyFormat
     ) -> Answer:
-        request_id, place = request.scope["request_id"], place_of(request.scope)
         # Content that must be JSON has no room for a thought.
         keeps_thoughts = self._keeps_thoughts and chat.json_form is None
-        chat = replace(in_session(chat, request), keeps_thoughts_in_content=keeps_thoughts)
-        return self._answer(
-            request_id,
-            chat,
-            style,
-            lambda deliver: self._text.stream_chat(request_id, chat, deliver, place),
-        )
+        chat = replace(chat, keeps_thoughts_in_content=keeps_thoughts)
+        talk = SessionChat(chat, request, self._serving)
+        return self._answer(request.scope["request_id"], chat, style, talk.stream, talk.headers)
 
     async def complete(self, request: Request) -> Answer:
         return self.answer_completion(request, parse_completion(await read_body(request), self._defaults))
@@ -103,7 +98,12 @@ class OpenAIRoutes:
         )
 
     def _answer(
-        self, request_id: str, asked: TextRequest, style: type[OpenAIReplyFormat], start: Start
+        self,
+        request_id: str,
+        asked: TextRequest,
+        style: type[OpenAIReplyFormat],
+        start: Start,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> Answer:
         spelled = style(
             request_id,
@@ -111,7 +111,7 @@ class OpenAIRoutes:
             has_logprobs=asked.sampling.logprobs is not None,
             include_usage=asked.include_usage,
         )
-        return Answer(start, spelled, asked.is_stream, asked.timeout_s, spelled.new_choice)
+        return Answer(start, spelled, asked.is_stream, asked.timeout_s, spelled.new_choice, headers)
 
     async def tokenize(self, request: Request) -> Response:
         asked = parse_tokenize(await read_body(request, for_reply=False))

@@ -7,6 +7,7 @@ a reply go in again as they are, so a conversation that is kept needs no other f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -20,6 +21,7 @@ PARAGRAPH = "\n\n"
 ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
 TEXT_PARTS = ("input_text", "output_text", "text")
 PlainMessage = dict[str, Any]
+NO_CALLS: Mapping[str, str] = {}
 
 
 class Part(msgspec.Struct, omit_defaults=True):
@@ -45,14 +47,43 @@ class Item(msgspec.Struct, omit_defaults=True):
 Items = Annotated[list[Item], Meta(min_length=1, max_length=MAX_ITEMS)]
 
 
-def plain_messages(history: list[Item], items: list[Item], instructions: str | None) -> list[PlainMessage]:
-    """The conversation as chat templates expect it: instructions, what was kept, what was sent."""
+def plain_messages(
+    history: list[Item],
+    items: list[Item],
+    instructions: str | None,
+    called: Mapping[str, str] = NO_CALLS,
+) -> list[PlainMessage]:
+    """The conversation as chat templates expect it: instructions, what was kept, what was sent.
+
+    `called`: names of tools by the ids of calls that came before all of it.
+    """
     whole = [*history, *items]
     _check_size(whole)
-    conversation = _Conversation(instructions)
+    conversation = _Conversation(instructions, called)
     for index, item in enumerate(whole, -len(history)):
         conversation.add(item, f"input[{index}]")
     return conversation.messages()
+
+
+def items_of(messages: list[PlainMessage]) -> list[Item]:
+    """The other way: messages of a chat as items."""
+    items: list[Item] = []
+    for message in messages:
+        if message["role"] == "tool":
+            call_id = message.get("tool_call_id")
+            items.append(Item(type="function_call_output", call_id=call_id, output=message["content"]))
+            continue
+        if thought := message.get("reasoning_content"):
+            items.append(Item(type="reasoning", content=[Part("reasoning_text", thought)]))
+        calls = message.get("tool_calls", ())
+        if message["content"] or not calls:
+            items.append(Item(type="message", role=message["role"], content=message["content"]))
+        for call in calls:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if not isinstance(arguments, str):
+                arguments = msgspec.json.encode(arguments).decode()
+            items.append(Item(type="function_call", call_id=call["id"], name=name, arguments=arguments))
+    return items
 
 
 def _check_size(items: list[Item]) -> None:
@@ -87,9 +118,9 @@ class _Message:
 class _Conversation:
     """Messages so far, of which the last may be the model's and still grow."""
 
-    def __init__(self, instructions: str | None) -> None:
+    def __init__(self, instructions: str | None, called: Mapping[str, str]) -> None:
         self._messages: list[_Message] = []
-        self._called: dict[str, str] = {}  # names by call id
+        self._called = dict(called)  # names by call id
         if instructions:
             self._messages.append(_Message("system", instructions))
 

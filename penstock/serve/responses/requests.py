@@ -11,7 +11,7 @@ become messages is items.py's, which conversations are kept store.py's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -43,7 +43,7 @@ from penstock.serve.openai.requests import (
     DrawFields,
     given_fields,
 )
-from penstock.serve.responses.items import Item, Items, plain_messages
+from penstock.serve.responses.items import NO_CALLS, Item, Items, PlainMessage, plain_messages
 from penstock.types import SamplingParams
 
 EFFORTS: dict[str | None, tuple[bool | None, int | None]] = {  # whether to think, and up to how many tokens
@@ -160,15 +160,20 @@ def parse_response(body: bytes) -> ResponseBody:
 
 
 def response_request(
-    fields: ResponseBody, history: list[Item], defaults: Defaults = NO_DEFAULTS
+    fields: ResponseBody,
+    history: list[Item],
+    called: Mapping[str, str] = NO_CALLS,
+    defaults: Defaults = NO_DEFAULTS,
 ) -> ResponseRequest:
-    """`history`: the items before those that were sent; `defaults`: the server's sampling parameters."""
+    """`history`: the items before those that were sent; `called`: names of tools by ids of calls before;
+    `defaults`: the server's sampling parameters."""
     if isinstance(fields.input, str):
         items = [Item(role="user", content=fields.input)]
     else:
         items = fields.input
     with own_names():
-        chat = _chat_request(fields, history, items, defaults)
+        messages = plain_messages(history, items, fields.instructions, called)
+        chat = _chat_request(fields, messages, defaults)
     is_stored = fields.store is not False
     return ResponseRequest(chat, [*history, *items], _echo(fields, chat.sampling, is_stored), is_stored)
 
@@ -190,14 +195,12 @@ def use_own_name(error: RequestError) -> None:
         error.param = own
 
 
-def _chat_request(
-    fields: ResponseBody, history: list[Item], items: list[Item], defaults: Defaults
-) -> ChatRequest:
+def _chat_request(fields: ResponseBody, messages: list[PlainMessage], defaults: Defaults) -> ChatRequest:
     text = fields.text or Text()
     tools, must_call = chosen_tools(_nested(fields.tool_choice), _plain_tools(fields.tools or []))
     switch, budget = _thinking(fields.reasoning)
     return ChatRequest(
-        messages=plain_messages(history, items, fields.instructions),
+        messages=messages,
         tools=tools or None,
         template_arguments={} if switch is None else {"enable_thinking": switch},
         sampling=_sampling(fields, defaults),
@@ -208,6 +211,7 @@ def _chat_request(
         json_form=_json_form(text.format),
         effort_budget=budget,
         timeout_s=fields.timeout,
+        session_id=fields.session_id,
         priority=fields.priority or 0,
     )
 

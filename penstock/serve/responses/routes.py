@@ -11,12 +11,12 @@ from starlette.types import Receive, Scope, Send
 from penstock.errors import RequestError
 from penstock.serve.answer import JSON_TYPE, Answer, json_response, read_body
 from penstock.serve.intake import place_of
-from penstock.serve.responses.items import Item
+from penstock.serve.responses.items import Item, items_of
 from penstock.serve.responses.replies import Fields, ResponseReplyFormat
 from penstock.serve.responses.requests import own_names, parse_response, response_request
 from penstock.serve.responses.store import ResponseStore, new_id
 from penstock.serve.serving import Serving
-from penstock.serve.sessions import in_session
+from penstock.serve.sessions import SessionChat, session_key
 from penstock.serve.tenants import tenant_of
 
 
@@ -42,25 +42,21 @@ class ResponsesRoutes:
             tenant = tenant_of(request.scope)
             place.add_bytes(self._store.num_bytes_of(previous, "previous_response_id", tenant))
             history = self._store.items_of(previous, "previous_response_id", tenant)
-        asked = response_request(fields, history, self._serving.config.sampling_defaults)
-        id = new_id()
+        key = session_key(fields.session_id, request)
+        called = {} if key is None else self._serving.conversations.names_of_calls(key)
+        asked = response_request(fields, history, called, self._serving.config.sampling_defaults)
+        talk = SessionChat(asked.chat, request, self._serving)
+        said, id = [*items_of(talk.held), *asked.items], new_id()
 
         def keep(body: bytes, output: list[Fields]) -> None:
-            items = [*asked.items, *msgspec.convert(output, list[Item])]
+            items = [*said, *msgspec.convert(output, list[Item])]
             self._store.keep(id, body, items, tenant_of(request.scope))
 
         style = ResponseReplyFormat(
             id, self._serving.model_name, asked.echo, keep if asked.is_stored else None
         )
-        request_id = request.scope["request_id"]
-        chat = in_session(asked.chat, request)
-        answer = Answer(
-            lambda deliver: self._serving.text.stream_chat(request_id, chat, deliver, place),
-            style,
-            asked.chat.is_stream,
-            asked.chat.timeout_s,
-        )
-        return OwnNames(answer)
+        chat = asked.chat
+        return OwnNames(Answer(talk.stream, style, chat.is_stream, chat.timeout_s, headers=talk.headers))
 
     async def show(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":

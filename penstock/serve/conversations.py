@@ -1,0 +1,332 @@
+"""The messages that sessions hold, so that a chat goes on when only its new messages are sent.
+
+The rule: a request that contains an assistant's message, or begins with the session's first message, is a
+whole history and takes the place of what is held. Anything else comes after what is held; it may begin with
+the session's last reply, as the result of a tool does where its call is sent with it. A system prompt that is
+sent takes the place of the one that is held. A turn is added when its reply has ended, by the same rule; a
+reply that failed or was aborted leaves everything as it was.
+
+In memory only, up to a number of bytes, of sessions and of idle minutes. Over the limits, the least recently
+used session goes of the tenant that holds most. Ids of ended sessions are remembered, so that a request for
+one can be told why it is gone. Messages are kept as JSON: what they take is known exactly. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.errors import RequestError
+from penstock.text.json_values import MAX_VALUES, has_more_values
+
+MAX_BYTES = 256 * 1024**2
+MAX_IDLE_S = 30 * 60.0
+MAX_SESSIONS = 4096
+MAX_ENDED = 4096  # ids that are remembered
+MAX_MESSAGES = 4096  # of one session: as many as a request may have
+SHORTEN = "Send a shorter history in its place, or delete the session."
+
+Message = dict[str, Any]  # as chat templates expect it
+Key = tuple[str, str]  # a tenant, and the id that it gave its session
+WhyEnded = Literal["deleted", "expired", "evicted"]
+# How a request met its session: it is the first, it went on from what is held, it brought a whole history, or
+# it began again, since what was held is gone.
+Status = Literal["new", "continued", "history", "deleted", "expired", "evicted"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationInfo:
+    """What a session holds."""
+
+    id: str
+    num_messages: int
+    num_bytes: int
+    num_tokens: int  # of the last prompt and its reply
+    age_s: float
+    idle_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Messages as JSON, without brackets: joining them decodes nothing."""
+
+    json: bytes = b""
+    num_messages: int = 0
+
+    @classmethod
+    def of(cls, messages: list[Message]) -> Packed:
+        return cls(msgspec.json.encode(messages)[1:-1], len(messages))
+
+    def unpack(self) -> list[Message]:
+        messages: list[Message] = msgspec.json.decode(b"[%b]" % self.json)
+        return messages
+
+    def __add__(self, other: Packed) -> Packed:
+        json = b",".join(part.json for part in (self, other) if part.num_messages)
+        return Packed(json, self.num_messages + other.num_messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a session until its reply has ended: what it sent, not what was held."""
+
+    key: Key
+    status: Status
+    system: Packed  # at the start
+    said: Packed  # after that
+    first: Message | None  # of what was said
+    has_assistant: bool
+    number: int  # of all turns and endings, in their order
+
+
+@dataclass(slots=True)
+class _Conversation:
+    created_at: float
+    used_at: float
+    system: Packed = Packed()
+    said: Packed = Packed()
+    first: Message | None = None
+    last: Message | None = None  # a reply
+    num_tokens: int = 0
+
+    @property
+    def num_messages(self) -> int:
+        return self.system.num_messages + self.said.num_messages
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.system.json) + len(self.said.json)
+
+    def is_history(self, first: Message | None, has_assistant: bool) -> bool:
+        """Whether messages are a whole conversation, which takes the place of this one."""
+        return has_assistant or first == self.first
+
+    def add(self, turn: Turn, reply: Message) -> None:
+        if self.is_history(turn.first, turn.has_assistant):
+            self.system = self.said = Packed()
+        self.system = turn.system if turn.system.num_messages else self.system
+        self.first = self.first if self.said.num_messages else turn.first
+        self.said = self.said + turn.said + Packed.of([reply])
+        self.last = reply
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """The sessions of one tenant."""
+
+    sessions: OrderedDict[str, _Conversation] = field(
+        default_factory=OrderedDict
+    )  # least recently used first
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    why: WhyEnded
+    number: int
+
+
+class Conversations:
+    def __init__(
+        self,
+        max_bytes: int = MAX_BYTES,  # 0: nothing is kept
+        max_idle_s: float = MAX_IDLE_S,
+        max_sessions: int = MAX_SESSIONS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._max_idle_s = max_idle_s
+        self._max_sessions = max_sessions
+        self._clock = clock
+        self._shelves: dict[str, _Shelf] = {}  # by tenant; none is empty
+        self._ended: OrderedDict[Key, _Ended] = OrderedDict()  # the latest last
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return sum(len(shelf.sessions) for shelf in self._shelves.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shelf.num_bytes for shelf in self._shelves.values())
+
+    def num_bytes_of(self, key: Key) -> int:
+        """Of what is held, before it is decoded."""
+        conversation = self._find(key)
+        return 0 if conversation is None else conversation.num_bytes
+
+    def names_of_calls(self, key: Key) -> dict[str, str]:
+        """The tools that were called, by the ids of their calls."""
+        conversation = self._find(key)
+        return {} if conversation is None else _names_of_calls(_unpack(conversation))
+
+    def begin(self, key: Key, sent: list[Message]) -> tuple[Turn, list[Message], list[Message]]:
+        """A request with these messages comes. Gives its turn, what is held and comes before the messages,
+        and all messages of the prompt."""
+        system, said = _split_system(sent)
+        conversation = self._find(key)
+        if conversation is not None and len(said) > 1 and _is_same_reply(said[0], conversation.last):
+            said = said[1:]
+        first = said[0] if said else None
+        has_assistant = any(message["role"] == "assistant" for message in said)
+        status: Status
+        held: list[Message] = []
+        if has_assistant or (conversation is not None and conversation.is_history(first, has_assistant)):
+            status = "history"
+        elif conversation is None:
+            status = self.why_ended(key) or "new"
+        else:
+            status = "continued"
+            _require_room(conversation, len(sent))
+            held_said = _unpack(conversation)
+            names = _names_of_calls(held_said)
+            said = [_named(message, names) for message in said]
+            held = [*([] if system else conversation.system.unpack()), *held_said]
+        self._touch(key)
+        number = next(self._numbers)
+        turn = Turn(key, status, Packed.of(system), Packed.of(said), first, has_assistant, number)
+        return turn, held, [*system, *held, *said]
+
+    def end(self, turn: Turn, reply: Message, num_tokens: int) -> None:
+        """Its reply has ended. If the session was deleted meanwhile, it stays so."""
+        ended = self._ended.get(turn.key)
+        is_deleted = ended is not None and ended.why == "deleted" and ended.number > turn.number
+        if is_deleted or not self._max_bytes:
+            return
+        self._expire()
+        tenant, id = turn.key
+        shelf = self._shelves.setdefault(tenant, _Shelf())
+        now = self._clock()
+        conversation = shelf.sessions.setdefault(id, _Conversation(created_at=now, used_at=now))
+        num_bytes_before = conversation.num_bytes
+        conversation.add(turn, reply)
+        conversation.num_tokens = num_tokens
+        shelf.num_bytes += conversation.num_bytes - num_bytes_before
+        self._ended.pop(turn.key, None)
+        self._touch(turn.key)
+        self._evict_surplus()
+
+    def describe(self, tenant: str) -> list[ConversationInfo]:
+        """The tenant's, the most recently used first."""
+        self._expire()
+        shelf, now = self._shelves.get(tenant, _Shelf()), self._clock()
+        return [
+            ConversationInfo(
+                id=id,
+                num_messages=one.num_messages,
+                num_bytes=one.num_bytes,
+                num_tokens=one.num_tokens,
+                age_s=now - one.created_at,
+                idle_s=now - one.used_at,
+            )
+            for id, one in reversed(shelf.sessions.items())
+        ]
+
+    def delete(self, key: Key) -> bool:
+        """Says whether there was one. Replies that are on their way are not added to it any more."""
+        if self._find(key) is None:
+            return False
+        self._end(key, "deleted")
+        return True
+
+    def why_ended(self, key: Key) -> WhyEnded | None:
+        """None: there is such a session, never was one, or it ended long ago."""
+        self._expire()
+        ended = self._ended.get(key)
+        return None if ended is None else ended.why
+
+    def _find(self, key: Key) -> _Conversation | None:
+        self._expire()
+        tenant, id = key
+        shelf = self._shelves.get(tenant)
+        return None if shelf is None else shelf.sessions.get(id)
+
+    def _touch(self, key: Key) -> None:
+        tenant, id = key
+        conversation = self._find(key)
+        if conversation is not None:
+            conversation.used_at = self._clock()
+            self._shelves[tenant].sessions.move_to_end(id)
+
+    def _expire(self) -> None:
+        oldest = self._clock() - self._max_idle_s
+        for tenant, shelf in list(self._shelves.items()):
+            while shelf.sessions:
+                id, conversation = next(iter(shelf.sessions.items()))
+                if conversation.used_at >= oldest:
+                    break
+                self._end((tenant, id), "expired")
+
+    def _evict_surplus(self) -> None:
+        while self.num_bytes > self._max_bytes:
+            self._evict_of(max(self._shelves, key=lambda tenant: self._shelves[tenant].num_bytes))
+        while len(self) > self._max_sessions:
+            self._evict_of(max(self._shelves, key=lambda tenant: len(self._shelves[tenant].sessions)))
+
+    def _evict_of(self, tenant: str) -> None:
+        self._end((tenant, next(iter(self._shelves[tenant].sessions))), "evicted")
+
+    def _end(self, key: Key, why: WhyEnded) -> None:
+        tenant, id = key
+        shelf = self._shelves[tenant]
+        shelf.num_bytes -= shelf.sessions.pop(id).num_bytes
+        if not shelf.sessions:
+            del self._shelves[tenant]
+        self._ended[key] = _Ended(why, next(self._numbers))
+        self._ended.move_to_end(key)
+        while len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+
+
+def _split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """System messages at the start, and the rest; later ones are a part of the conversation."""
+    said = list(itertools.dropwhile(lambda message: message["role"] == "system", messages))
+    return messages[: len(messages) - len(said)], said
+
+
+def _is_same_reply(message: Message, reply: Message | None) -> bool:
+    """Calls have ids; what was said beside them, or thought before, need not be sent again."""
+    if reply is None or message["role"] != "assistant":
+        return False
+    calls, sent = ([call["id"] for call in one.get("tool_calls", ())] for one in (reply, message))
+    if calls or sent:
+        return calls == sent
+    return bool(message["content"].strip() == reply["content"].strip())
+
+
+def _require_room(conversation: _Conversation, num_sent: int) -> None:
+    if conversation.num_messages + num_sent > MAX_MESSAGES:
+        raise _full(f"It may have {MAX_MESSAGES:,} with those that were sent.", conversation)
+
+
+def _unpack(conversation: _Conversation) -> list[Message]:
+    """What was said. While it is decoded, nobody else is served."""
+    if has_more_values([conversation.said.json]):
+        raise _full(f"They may consist of {MAX_VALUES:,} values.", conversation)
+    return conversation.said.unpack()
+
+
+def _full(why: str, conversation: _Conversation) -> RequestError:
+    return RequestError(
+        f"The session holds {conversation.num_messages} messages and cannot go on",
+        why,
+        SHORTEN,
+        param="session_id",
+    )
+
+
+def _names_of_calls(messages: list[Message]) -> dict[str, str]:
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    return {call["id"]: call["function"]["name"] for call in calls if call["id"] is not None}
+
+
+def _named(message: Message, names: dict[str, str]) -> Message:
+    """A result says which tool it came from, as it does where its call is sent with it."""
+    if message["role"] != "tool" or "name" in message or message.get("tool_call_id") not in names:
+        return message
+    return {**message, "name": names[message["tool_call_id"]]}
