@@ -13,7 +13,15 @@ from typing import Any
 
 from penstock.commands import birth
 from penstock.commands.console import PhaseList
-from penstock.commands.flags import add_flags, flags_of, foreign_flag, read_counts, read_settings
+from penstock.commands.flags import (
+    add_flags,
+    flags_of,
+    foreign_flag,
+    read_count,
+    read_counts,
+    read_number,
+    read_settings,
+)
 from penstock.config import from_mapping
 from penstock.errors import ConfigError
 from penstock.eval import check_server, gates, score
@@ -77,16 +85,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests at a time; for throughput several, one level each (default: 1 to 64; gates: 8)",
     )
     parser.add_argument(
+        "--limit",
+        type=read_limit,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="problems to ask, a count or a fraction such as 0.1 "
+        "(default: 200; quality: QUALITY_LIMIT, or 100 of a task)",
+    )
+    parser.add_argument(
         "results",
         nargs="*",
         metavar="RESULTS",
         default=argparse.SUPPRESS,
         help="report: folders and files of results (default: results); the others take none",
     )
-    added = {"concurrency", "results"}
+    added = {"concurrency", "limit", "results"}
     for name, measurement in MEASUREMENTS.items():
         add_flags(parser, measurement.settings, title=name, skip=added)
         added |= {flag.field.name for flag in flags_of(measurement.settings)}
+
+
+def read_limit(text: str) -> int | float:
+    """A count as people write it, 4k included, or a fraction of what there is."""
+    return read_number(text) if "." in text and not text[-1:].isalpha() else read_count(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -59,7 +59,7 @@ class Asking:
 
     base_url: str
     model: str
-    limit: int
+    limit: float  # a count, or below 1 a fraction of the questions
     num_concurrent: int
     seed: int
     timeout_s: float

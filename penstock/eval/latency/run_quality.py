@@ -20,7 +20,14 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.eval.chat_requests import listed_model
 from penstock.eval.correctness.run_correctness import NO_THINKING
 from penstock.eval.lm_harness import Asking, Evaluation, LocalTask, evaluate, require_lm_eval
-from penstock.eval.results import Reporter, format_table, prepare_output, read_fields, require_at_least
+from penstock.eval.results import (
+    Reporter,
+    draw_seed,
+    format_table,
+    prepare_output,
+    read_fields,
+    require_at_least,
+)
 from penstock.http_client import HttpClient
 
 ASK_FOR_A_LETTER = (
@@ -74,7 +81,7 @@ class QualitySettings:
     data: str | None = setting(None, "a folder with mmlu_pro and ifeval (default: lm-eval fetches them)")
     limit: int = setting(100, "questions of a task")
     num_concurrent: int = setting(8, "requests at once")
-    seed: int = setting(1234, "sent with every request")
+    seed: int | None = setting(None, "sent with every request (default: drawn anew)")
     output: str | None = setting(None, "also write the last line to this file")
     max_tokens: int = setting(2048, "of a reply")
     timeout: float = setting(600.0, "seconds after which a request has failed")
@@ -129,7 +136,7 @@ def run(settings: QualitySettings, reporter: Reporter) -> int:
         model,
         settings.limit,
         settings.num_concurrent,
-        settings.seed,
+        draw_seed(settings.seed),
         settings.timeout,
         settings.max_tokens,
         body,
