@@ -211,6 +211,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _send(self, content: Any, status: int = 200) -> None:
         data = json.dumps(content).encode() if not isinstance(content, str) else content.encode()
         self.send_response(status)
+        self.send_header("Content-Type", "text/html" if isinstance(content, str) else "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

@@ -38,7 +38,7 @@ DESCRIPTION = """Judge any server of the OpenAI API over HTTP.
   throughput    tokens a second by concurrency, counted again
   score         the two together, weighted
   latency       the time of a whole reply at three lengths
-  quality       MMLU-Pro and IFEval through lm-evaluation-harness, on a sample
+  quality       MMLU-Pro and IFEval through lm-evaluation-harness, GPQA-Diamond streamed; a sample
   gates         problems no model was trained on: the share it gets right, and the share it must
   report        a page, --output report.html, of what was measured before, beside others; asks no server
 

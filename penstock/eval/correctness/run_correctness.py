@@ -55,9 +55,10 @@ class CorrectnessSettings:
         "gsm8k", "which ones; embedded are made up here, for the tiny model", choices=PROBLEMS
     )
     data: str | None = setting(
-        None, "GSM8K's test.jsonl; quality: a folder with mmlu_pro and ifeval (default: lm-eval fetches them)"
+        None,
+        "GSM8K's test.jsonl; quality: a folder of mmlu_pro, ifeval, gpqa_diamond (default: lm-eval fetches)",
     )
-    max_tokens: int = setting(1024, "of a reply (default: 1024; quality: 2048)")
+    max_tokens: int = setting(1024, "of a reply (default: 1024; quality: 512, GPQA-Diamond 12288)")
     timeout: float = setting(300.0, "seconds after which a request has failed")
     body: str = setting(NO_THINKING, f"fields for every request, as JSON (default: {NO_THINKING})")
 
