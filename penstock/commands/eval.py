@@ -22,6 +22,7 @@ from penstock.commands.flags import (
     read_number,
     read_settings,
 )
+from penstock.commands.variables import is_given_by_variable
 from penstock.config import from_mapping
 from penstock.errors import ConfigError
 from penstock.eval import check_server, gates, score
@@ -126,7 +127,10 @@ def _refuse_flags_of_others(arguments: argparse.Namespace, measurement: Measurem
     owners: dict[str, list[str]] = {}
     for name, other in MEASUREMENTS.items():
         for flag in flags_of(other.settings):
-            if flag.field.name not in own and hasattr(arguments, flag.field.name):
+            is_typed = hasattr(arguments, flag.field.name) and not is_given_by_variable(
+                arguments, flag.field.name
+            )
+            if flag.field.name not in own and is_typed:
                 owners.setdefault(flag.name, []).append(name)
     if owners:
         flag_name, names = next(iter(owners.items()))
