@@ -174,3 +174,14 @@ def test_the_served_models_folder_is_found(
             exit_code, report, said = run(capsys, *words)
             assert exit_code == 0, said
             assert (report["recounted"], report["recounted_with"]) == (True, str(source))
+
+
+def test_check_server_recounts_when_the_served_models_folder_is_here(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with judged_server() as server:
+        for model, mark in (("judged", "SKIP"), ("penstock-tiny", "PASS")):
+            main(["eval", "check-server", "--base-url", server.url, "--model", model])
+            said = capsys.readouterr().out
+            assert f"[{mark}] T15 prompt recount" in said
+            assert f"[{mark}] T15 completion recount" in said

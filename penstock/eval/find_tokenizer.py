@@ -68,11 +68,9 @@ class FoundTokenizer:
 
 
 def find_tokenizer(given: str | None, client: HttpClient, model: str) -> FoundTokenizer:
-    if given:
-        return FoundTokenizer(TokenCounter.load(given), source=given)
-    for folder in _local_folders(client, model):
-        if (folder / "tokenizer.json").is_file():
-            return FoundTokenizer(TokenCounter.load(str(folder)), source=str(folder))
+    folder = given or find_folder(client, model)
+    if folder is not None:
+        return FoundTokenizer(TokenCounter.load(folder), source=folder)
     server = ServerCounter(client, model)
     try:
         can_count = server.count_text("one two") > 0
@@ -81,6 +79,12 @@ def find_tokenizer(given: str | None, client: HttpClient, model: str) -> FoundTo
     if can_count:
         return FoundTokenizer(server=server, source="the server's own /tokenize")
     return FoundTokenizer()
+
+
+def find_folder(client: HttpClient, model: str) -> str | None:
+    """The served model's folder, where this machine has it."""
+    found = (folder for folder in _local_folders(client, model) if (folder / "tokenizer.json").is_file())
+    return next(map(str, found), None)
 
 
 def _local_folders(client: HttpClient, model: str) -> Iterator[Path]:
