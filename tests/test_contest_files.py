@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from command_line import ROOT
+from command_line import ROOT, fails
 from judged_server import TINY, judged_server
 from penstock.cli import main
 from penstock.eval.contest_files import contest_correctness, contest_level, read_correctness, read_throughput
@@ -151,6 +151,10 @@ def test_the_servers_own_tokenizer_is_asked_when_there_is_no_other(
     assert "counted again with the server's own /tokenize" in said
     assert report["recounted_with"] == "the server's own /tokenize"
     assert all(row["verified_tok_s"] > 0 for row in report["levels"])
+    with judged_server("counts for others", "counts no prompts") as server:
+        exit_code, said = fails(capsys, "eval", "throughput", "--base-url", server.url, *LOAD)
+    assert exit_code == 1
+    assert said.startswith("error: The server's count of a prompt does not grow with the prompt")
     with judged_server("counts for others", "inflates") as server:
         exit_code, report, said = run(capsys, "throughput", "--base-url", server.url, *LOAD)
     assert exit_code == 1

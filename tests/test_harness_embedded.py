@@ -63,7 +63,7 @@ def test_the_embedded_model_is_judged_from_end_to_end(
         str(correctness),
     ]
     assert main(["eval", "correctness", *words]) == 0
-    words = ["--base-url", embedded.url, *SMALL_LOAD, *WITH_TOKENIZER, "--concurrency", "1,4"]
+    words = ["--base-url", embedded.url, *SMALL_LOAD, *WITH_TOKENIZER, "--concurrency", "1,4", "--seed", "0"]
     assert main(["eval", "throughput", *words, "--output", str(throughput)]) == 0, capsys.readouterr().out
     capsys.readouterr()
     exit_code, report, _ = measure(

@@ -33,7 +33,7 @@ class ServerCounter:
             return 0
         return self._count({"prompt": text, "add_special_tokens": False})
 
-    def count_prompt(self, messages: Sequence[Mapping[str, Any]]) -> int:
+    def count_prompt(self, messages: Sequence[Mapping[str, Any]], /) -> int:
         return self._count(
             {
                 "messages": list(messages),
@@ -73,7 +73,8 @@ def find_tokenizer(given: str | None, client: HttpClient, model: str) -> FoundTo
         return FoundTokenizer(TokenCounter.load(folder), source=folder)
     server = ServerCounter(client, model)
     try:
-        can_count = server.count_text("one two") > 0
+        probe = [{"role": "user", "content": "one two"}]
+        can_count = 0 < server.count_text("one two") < server.count_prompt(probe)
     except PenstockError:
         can_count = False
     if can_count:

@@ -41,9 +41,11 @@ class Recount:
 
 
 class ReplyCounter(Protocol):
-    """Whatever can count the tokens of a text."""
+    """Whatever can count the tokens of a text, and of a prompt with its template."""
 
     def count_text(self, text: str, /) -> int: ...
+
+    def count_prompt(self, messages: Sequence[Mapping[str, Any]], /) -> int: ...
 
 
 def recount_reply(counter: ReplyCounter, text: str, claimed: int, finish_reason: str) -> Recount:

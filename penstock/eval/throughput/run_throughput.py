@@ -149,10 +149,10 @@ class _Measuring:
         """A server that does not even let us connect makes a level that failed, not a crash."""
         settings, name = self._settings, f"c = {concurrency}"
         rng = Random(f"{settings.seed}-level-{concurrency}")
-        warmups = [self._next(min(settings.max_tokens, WARMUP_TOKENS)) for _ in range(NUM_WARMUPS)]
-        requests = [self._next(settings.max_tokens) for _ in range(settings.num_requests)]
-        requests = insert_spot_checks(requests, rng)
         try:
+            warmups = [self._next(min(settings.max_tokens, WARMUP_TOKENS)) for _ in range(NUM_WARMUPS)]
+            requests = [self._next(settings.max_tokens) for _ in range(settings.num_requests)]
+            requests = insert_spot_checks(requests, rng)
             with self._reporter.bars() as phases, timed(name, phases) as report:
                 self._send(warmups, concurrency, lambda progress: None)
 
@@ -160,16 +160,17 @@ class _Measuring:
                     report(Phase(name, _in_words(progress), progress.num_done / len(requests)))
 
                 result = self._send(requests, concurrency, show)
+            return judge_level(concurrency, requests, result, self._counter)
         except PenstockError as error:
             what = f"{error.what}. {error.why}".strip()
             return LevelResult(concurrency, settings.num_requests, error=what)
-        return judge_level(concurrency, requests, result, self._counter)
 
     def _next(self, max_tokens: int) -> Request:
         index, self._num_prompts = self._num_prompts, self._num_prompts + 1
         prompt = self._prompts.make(index, self._settings.input_tokens)
-        if isinstance(self._prompts, TokenPrompts):
-            return Request(prompt, max_tokens, self._prompts.count(prompt))
+        if self._counter is not None:
+            num_tokens = self._counter.count_prompt([{"role": "user", "content": prompt}])
+            return Request(prompt, max_tokens, num_tokens)
         return Request(prompt, max_tokens, self._settings.input_tokens if self._prompts.is_exact else None)
 
     def _send(self, requests: Sequence[Request], concurrency: int, on_progress: OnProgress) -> LoadResult:
