@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 from penstock import __version__
 from penstock.commands.console import print_error, print_note
-from penstock.commands.flags import Parser, UsageError, unknown_variables
+from penstock.commands.flags import ENV_PREFIX, Parser, UsageError, unknown_variables
+from penstock.commands.variables import read_variables, variables_of
 from penstock.errors import PenstockError, nearest
 
 COMMANDS = {
@@ -44,8 +45,9 @@ Try it; without a model these use a tiny one that comes along:
   penstock inspect Qwen3.5-35B-A3B            parameters, bytes, what fits here
   penstock forge --budget 10m                 an engine.py for the model in target/
 
-penstock COMMAND --help shows every flag. Engine and server flags are environment variables too:
---max-rows is PENSTOCK_MAX_ROWS. Numbers may be short: 4k is 4096. --debug shows tracebacks.
+penstock COMMAND --help shows every flag. All are environment variables too: of the engine and the server
+--max-rows is PENSTOCK_MAX_ROWS, of eval --limit is PENSTOCK_EVAL_LIMIT, and so on.
+Numbers may be short: 4k is 4096. --debug shows tracebacks.
 Exit codes: 0 done, 1 an error, 2 a command line not understood, 130 stopped with Ctrl-C."""
 
 
@@ -87,11 +89,16 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
     )
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return name, parser.parse_strictly(words[1:])
+    given = read_variables(name, parser, words[1:], os.environ)
+    arguments = parser.parse_strictly([*given.words, *words[1:]])
+    arguments.from_variables = given.fields
+    arguments.own_variables = variables_of(name, parser)
+    return name, arguments
 
 
 def _run(name: str, arguments: argparse.Namespace) -> int:
-    for sentence in unknown_variables(os.environ):
+    others = tuple(f"{ENV_PREFIX}{other.upper()}_" for other in COMMANDS if other != name)
+    for sentence in unknown_variables(os.environ, arguments.own_variables, others):
         print_note(sentence)
     try:
         exit_code: int = importlib.import_module(f"penstock.commands.{name}").run(arguments)

@@ -90,6 +90,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send({"error": {"message": "out of\npages"}}, 500)
             return
         try:
+            if self.path == "/tokenize" and "counts for others" in faults:
+                asked = json.loads(data)
+                count = (
+                    count_prompt(asked["messages"]) if "messages" in asked else count_text(asked["prompt"])
+                )
+                self._send({"count": count})
+                return
+            if self.path == "/v1/completions":
+                body = self._checked_raw(data)
+                self.server.bodies.append(body)
+                self._answer(body)
+                return
             if self.path != "/v1/chat/completions":
                 self._send({"error": {"message": "no such path"}}, 200 if "any path" in faults else 404)
                 return
@@ -104,6 +116,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         self.server.bodies.append(body)
         self._answer(body)
+
+    def _checked_raw(self, data: bytes) -> dict[str, Any]:
+        body: dict[str, Any] = json.loads(data)
+        if "messages" in body or "chat_template_kwargs" in body or not isinstance(body.get("prompt"), str):
+            raise Refused("a raw prompt has no messages")
+        return body
 
     def _checked(self, data: bytes) -> dict[str, Any]:
         try:
@@ -152,8 +170,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         text = reply["text"] + (" and more" if "stream differs" in faults else "")
         pieces = re.findall(r"\S*\s*", text)
+        thought = reply.get("thought", "")
         deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
         field = "reasoning_content" if "only thinks" in faults else "content"
+        deltas += [{"reasoning_content": thought}] if thought else []
         deltas += [{field: piece} for piece in pieces if piece]
         for number, delta in enumerate(deltas):
             time.sleep(self.server.seconds_a_token)
@@ -161,6 +181,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.connection.close()
                 return
             choice: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": None}
+            if "prompt" in body:
+                choice = {"index": 0, "text": delta["content"], "finish_reason": None}
             self._event({"choices": [choice]}, number)
         last = {"index": 0, "delta": {}, "finish_reason": reply["finish_reason"]}
         self._event({"choices": [last]}, 0)
@@ -190,6 +212,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _send(self, content: Any, status: int = 200) -> None:
         data = json.dumps(content).encode() if not isinstance(content, str) else content.encode()
         self.send_response(status)
+        self.send_header("Content-Type", "text/html" if isinstance(content, str) else "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -197,6 +220,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 def count_prompt(messages: list[dict[str, Any]]) -> int:
     return len(TOKENIZER.encode(TEMPLATE.render(messages, enable_thinking=False)))
+
+
+def count_text(text: str) -> int:
+    return len(TOKENIZER.encode(text))
+
+
+def count_whole_prompt(body: dict[str, Any]) -> int:
+    return count_text(body["prompt"]) if "prompt" in body else count_prompt(body["messages"])
+
+
+def prompt_of(body: dict[str, Any]) -> str:
+    return str(body["prompt"] if "prompt" in body else body["messages"][-1]["content"])
 
 
 def solve(question: str) -> str | None:
@@ -210,7 +245,7 @@ def solve(question: str) -> str | None:
 
 def make_text(body: dict[str, Any], faults: set[str]) -> str:
     """What the model writes: a function of the prompt, and of the seed where it may choose."""
-    question = body["messages"][-1]["content"]
+    question = prompt_of(body)
     temperature = body.get("temperature", 1 if "chooses by default" in faults else 0)
     sum_text = solve(question)
     if temperature > 0:
@@ -245,7 +280,7 @@ def make_reply(body: dict[str, Any], faults: set[str]) -> dict[str, Any]:
         text, has_ended = text[: min(found)], True
         num_tokens = len(TOKENIZER.encode(text)) + 1
     reason = "stop" if has_ended or "always stop" in faults else "length"
-    num_prompt = 33 if "counts no prompts" in faults else count_prompt(body["messages"])
+    num_prompt = 33 if "counts no prompts" in faults else count_whole_prompt(body)
     if "inflates" in faults:
         num_tokens *= 2
     usage = {"prompt_tokens": num_prompt, "completion_tokens": num_tokens}
@@ -259,7 +294,8 @@ def whole_reply(body: dict[str, Any], reply: dict[str, Any], faults: set[str]) -
         message = {"role": "assistant", "content": reply["text"]}
         if "only thinks" in faults:
             message = {"role": "assistant", "content": "", "reasoning_content": reply["text"]}
-        choices.append({"index": index, "message": message, "finish_reason": reply["finish_reason"]})
+        said = {"text": reply["text"]} if "prompt" in body else {"message": message}
+        choices.append({"index": index, **said, "finish_reason": reply["finish_reason"]})
         if "no index" in faults:
             del choices[-1]["index"]
     name = "reply-1" if "odd ids" in faults else "chatcmpl-1"

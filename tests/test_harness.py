@@ -330,6 +330,9 @@ def test_levels_that_were_not_measured_count_for_nothing(
         (["correctness", "--data", "absent.jsonl"], "--data absent.jsonl is not a file"),
         (["gates", "--concurrency", "1,2"], "eval gates takes one number"),
         (["latency", "--sizes", "64"], "--sizes has '64'"),
+        (["latency", "--api", "speech"], "--api is 'speech'"),
+        (["correctness", "--limit", "1.5"], "--limit is 1.5"),
+        (["gates", "--limit", "0.5"], "--limit is 0.5"),
         (["quality", "--tasks", "chess"], "--tasks has 'chess'"),
         (["latency", "--base-url", "http://127.0.0.1:9"], "Nothing answers at"),
     ],
@@ -369,9 +372,37 @@ def test_the_seed_of_the_help_is_the_seed_that_is_used() -> None:
         if flag.field.name == "seed"
     }
     (said,) = [flag.field.metadata["help"] for flag in flags_of(CorrectnessSettings) if flag.name == "--seed"]
-    others = [name for name, seed in seeds.items() if seed != seeds["correctness"]]
-    assert {seeds[name] for name in others} == {0}
-    assert said.endswith(f"(default: {seeds['correctness']}; {', '.join(others)}: 0)")
+    assert [name for name, seed in seeds.items() if seed is not None] == ["gates"]
+    assert said.endswith(f"(default: drawn anew, and reported; embedded: 1234; gates: {seeds['gates']})")
+
+
+def test_a_seed_that_was_not_given_is_another_each_time_and_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prompts, seeds = [], []
+    with judged_server() as server:
+        for flags in ([], [], ["--seed", "7"], ["--seed", "7"]):
+            server.bodies.clear()
+            words = [
+                "throughput",
+                "--base-url",
+                server.url,
+                *SMALL_LOAD,
+                *WITH_TOKENIZER,
+                "--concurrency",
+                "1",
+            ]
+            _, report, said = measure(capsys, *words, *flags)
+            assert f"seed {report['seed']};" in said
+            prompts.append(sorted(body["messages"][0]["content"] for body in server.bodies))
+            seeds.append(report["seed"])
+        words = ["correctness", "--base-url", server.url, "--problems", "embedded", "--limit", "1"]
+        _, report, said = measure(capsys, *words)
+    assert report["seed"] == 1234
+    assert f"seed {report['seed']}" in said
+    assert seeds[0] != seeds[1] != 7
+    assert prompts[0] != prompts[1]
+    assert prompts[2] == prompts[3]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
@@ -412,7 +443,21 @@ def test_latency_takes_the_median_of_replies_of_the_asked_length(
     assert 0 < report["sizes"][0]["median_ms"] < report["sizes"][1]["median_ms"]
     assert report["mean_speed_up"] is None  # other sizes than the published ones
     assert [body["max_tokens"] for body in bodies] == [8] * 5 + [40] * 5
-    assert len({body["messages"][0]["content"] for body in bodies}) == 10
+    assert len({body["prompt"] for body in bodies}) == 10
+    assert [len(TOKENIZER.encode(body["prompt"])) for body in bodies] == [40] * 5 + [64] * 5
+    assert report["endpoint"] == "/v1/completions"
+
+
+@pytest.mark.parametrize("flags", [WITH_TOKENIZER, []], ids=["tokenizer", "server's counts"])
+def test_latency_asks_chats_when_told_and_raw_prompts_otherwise(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for api, key in (("chat", "messages"), ("completions", "prompt")):
+        with judged_server() as server:
+            words = ["--api", api, "--sizes", "40+8", "--warmup", "1", "--runs", "2", *flags]
+            exit_code, _, said = measure(capsys, "latency", "--base-url", server.url, *words)
+            assert exit_code == 0, said
+            assert all(key in body for body in server.bodies)
 
 
 def test_latency_of_the_published_sizes_is_ranked_by_the_mean_speed_up() -> None:

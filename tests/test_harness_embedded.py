@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from command_line import ROOT, environment
-from judged_server import judged_server
+from judged_server import TINY, judged_server
 from penstock.cli import main
+from penstock.eval.find_tokenizer import ServerCounter, find_tokenizer
+from penstock.eval.recount import TokenCounter
+from penstock.http_client import HttpClient
 from serving import Server, start_server
 from test_harness import SMALL_LOAD, WITH_TOKENIZER, measure
 
@@ -33,6 +36,18 @@ def test_the_embedded_model_keeps_every_promise(embedded: Server) -> None:
     assert "[SKIP]" not in done.stdout
 
 
+def test_the_servers_own_tokenizer_counts_as_the_models_file_does(embedded: Server) -> None:
+    client = HttpClient(embedded.url, timeout_s=30)
+    by_server = ServerCounter(client, "penstock-tiny")
+    by_file = TokenCounter.load(str(TINY))
+    messages = [{"role": "user", "content": "Zürich, 7 * 8?"}]
+    assert by_server.count_text("Tom has 7 apples. 你好") == by_file.count_text("Tom has 7 apples. 你好")
+    assert by_server.count_text("") == 0
+    assert by_server.count_prompt(messages) == by_file.count_prompt(messages)
+    assert find_tokenizer(None, client, "renamed").source == "the server's own /tokenize"
+    assert find_tokenizer(None, client, client.first_model()).source == str(TINY)
+
+
 def test_the_embedded_model_is_judged_from_end_to_end(
     embedded: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,7 +63,7 @@ def test_the_embedded_model_is_judged_from_end_to_end(
         str(correctness),
     ]
     assert main(["eval", "correctness", *words]) == 0
-    words = ["--base-url", embedded.url, *SMALL_LOAD, *WITH_TOKENIZER, "--concurrency", "1,4"]
+    words = ["--base-url", embedded.url, *SMALL_LOAD, *WITH_TOKENIZER, "--concurrency", "1,4", "--seed", "0"]
     assert main(["eval", "throughput", *words, "--output", str(throughput)]) == 0, capsys.readouterr().out
     capsys.readouterr()
     exit_code, report, _ = measure(

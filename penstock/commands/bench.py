@@ -27,6 +27,7 @@ from penstock.commands.measure import (
     require_room,
 )
 from penstock.commands.roofline import Roofline, text_config
+from penstock.commands.variables import is_given_by_variable
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError
 from penstock.eval.results import deliver_line, prepare_output
@@ -141,7 +142,7 @@ def _measure(
 
 def _refuse_own_flags(arguments: argparse.Namespace) -> None:
     for name, default in OWN_DEFAULTS.items():
-        if getattr(arguments, name) != default:
+        if getattr(arguments, name) != default and not is_given_by_variable(arguments, name):
             raise foreign_flag("bench serve", f"--{name}", "the other benches")
 
 

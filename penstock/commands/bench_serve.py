@@ -29,6 +29,7 @@ from penstock.commands.load_levels import (
 )
 from penstock.commands.load_plot import plot_levels, require_matplotlib
 from penstock.commands.started_server import StartedServer, started_server
+from penstock.commands.variables import is_given_by_variable
 from penstock.config import EngineConfig, ServeConfig, from_mapping
 from penstock.errors import ConfigError
 from penstock.eval.chat_requests import ChatRequests
@@ -60,7 +61,7 @@ def refuse_flags(arguments: argparse.Namespace) -> None:
     """For the other benches: a flag of this one must not pass unheard."""
     names = [flag.field.name for flag in flags_of(LoadSettings)] + [*SERVER_FLAGS, *TEXT_FLAGS]
     for name in names:
-        if hasattr(arguments, name):
+        if hasattr(arguments, name) and not is_given_by_variable(arguments, name):
             raise foreign_flag(f"bench {arguments.what}", flag_name(name), "`penstock bench serve`")
 
 

@@ -13,7 +13,16 @@ from typing import Any
 
 from penstock.commands import birth
 from penstock.commands.console import PhaseList
-from penstock.commands.flags import add_flags, flags_of, foreign_flag, read_counts, read_settings
+from penstock.commands.flags import (
+    add_flags,
+    flags_of,
+    foreign_flag,
+    read_count,
+    read_counts,
+    read_number,
+    read_settings,
+)
+from penstock.commands.variables import is_given_by_variable
 from penstock.config import from_mapping
 from penstock.errors import ConfigError
 from penstock.eval import check_server, gates, score
@@ -30,7 +39,7 @@ DESCRIPTION = """Judge any server of the OpenAI API over HTTP.
   throughput    tokens a second by concurrency, counted again
   score         the two together, weighted
   latency       the time of a whole reply at three lengths
-  quality       MMLU-Pro and IFEval through lm-evaluation-harness, on a sample
+  quality       MMLU-Pro and IFEval through lm-evaluation-harness, GPQA-Diamond streamed; a sample
   gates         problems no model was trained on: the share it gets right, and the share it must
   report        a page, --output report.html, of what was measured before, beside others; asks no server
 
@@ -77,16 +86,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests at a time; for throughput several, one level each (default: 1 to 64; gates: 8)",
     )
     parser.add_argument(
+        "--limit",
+        type=read_limit,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="problems to ask, a count or a fraction such as 0.1 "
+        "(default: 200; quality: QUALITY_LIMIT, or 100 of a task)",
+    )
+    parser.add_argument(
         "results",
         nargs="*",
         metavar="RESULTS",
         default=argparse.SUPPRESS,
         help="report: folders and files of results (default: results); the others take none",
     )
-    added = {"concurrency", "results"}
+    added = {"concurrency", "limit", "results"}
     for name, measurement in MEASUREMENTS.items():
         add_flags(parser, measurement.settings, title=name, skip=added)
         added |= {flag.field.name for flag in flags_of(measurement.settings)}
+
+
+def read_limit(text: str) -> int | float:
+    """A count as people write it, 4k included, or a fraction of what there is."""
+    return read_number(text) if "." in text and not text[-1:].isalpha() else read_count(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -105,7 +127,10 @@ def _refuse_flags_of_others(arguments: argparse.Namespace, measurement: Measurem
     owners: dict[str, list[str]] = {}
     for name, other in MEASUREMENTS.items():
         for flag in flags_of(other.settings):
-            if flag.field.name not in own and hasattr(arguments, flag.field.name):
+            is_typed = hasattr(arguments, flag.field.name) and not is_given_by_variable(
+                arguments, flag.field.name
+            )
+            if flag.field.name not in own and is_typed:
                 owners.setdefault(flag.name, []).append(name)
     if owners:
         flag_name, names = next(iter(owners.items()))

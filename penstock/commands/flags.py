@@ -230,10 +230,20 @@ def _read_variable(flag: Flag, text: str) -> Any:
         ) from None
 
 
-def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each PENSTOCK_ variable that no setting answers to: a misspelt one must not pass."""
+def unknown_variables(
+    environ: Mapping[str, str], own: Collection[str] = (), others: tuple[str, ...] = ()
+) -> list[str]:
+    """A sentence for each PENSTOCK_ variable that no setting answers to: a misspelt one must not pass.
+
+    `own` are the running command's, and `others` what those of other commands begin with.
+    """
     known = [flag.variable for settings in (EngineConfig, ServeConfig) for flag in flags_of(settings)]
-    unknown = sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
+    known += own
+    unknown = sorted(
+        name
+        for name in environ
+        if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(others)
+    )
     return [
         f"{name} is set, but there is no such setting. {nearest(name, known)}".strip() for name in unknown
     ]

@@ -1,4 +1,4 @@
-"""How the requests of a load are spelled: chat completions, streamed and of an exact length or not, as JSON.
+"""How the requests of a load are spelled: chats or raw prompts, streamed, of an exact length or not, as JSON.
 
 Also asks the server what such requests need to know first: its model, its limit, and how it counts tokens.
 """
@@ -25,16 +25,18 @@ def listed_model(client: HttpClient) -> str:
 class ChatRequests:
     """A server's chat completions, with the fields that every request of a load has."""
 
+    path = "/v1/chat/completions"
+
     def __init__(self, base_url: str, model: str = "", *, extra: Mapping[str, Any], timeout_s: float) -> None:
-        self._client = HttpClient(base_url, timeout_s=timeout_s)
-        self.model = model or listed_model(self._client)
+        self.client = HttpClient(base_url, timeout_s=timeout_s)
+        self.model = model or listed_model(self.client)
         self._extra = dict(extra)
 
     def max_model_len(self) -> int | None:
         """The longest context, where the server's list of models says it."""
         if self.model == UNLISTED_MODEL:
             return None
-        listed = self._client.json("GET", "/v1/models")
+        listed = self.client.json("GET", "/v1/models")
         cards = listed.get("data") if isinstance(listed, dict) else None
         for card in cards or ():
             if isinstance(card, dict) and card.get("id") == self.model:
@@ -44,7 +46,7 @@ class ChatRequests:
 
     def kv_tokens(self) -> int | None:
         """How many tokens the caches of the server hold, where its metrics say it."""
-        status, answer = self._client.read("GET", "/metrics")
+        status, answer = self.client.read("GET", "/metrics")
         text = answer.decode("utf-8", "replace")
         found = re.findall(r"^penstock_kv_tokens\{.*\} (\d+)$", text, re.M) if status == 200 else []
         return sum(map(int, found)) or None
@@ -61,14 +63,12 @@ class ChatRequests:
 
     def count_tokens(self, prompt: str) -> int:
         """The length of a prompt as the server counts it, chat template included: asks for one token."""
-        answer = self._client.json(
-            "POST", "/v1/chat/completions", self._fields(prompt) | self._extra | {"max_tokens": 1}
-        )
+        answer = self.client.json("POST", self.path, self._fields(prompt) | self._extra | {"max_tokens": 1})
         try:
             return int(answer["usage"]["prompt_tokens"])
         except (LookupError, TypeError, ValueError) as error:
             raise PenstockError(
-                f"{self._client.base_url} does not say how many tokens a prompt has",
+                f"{self.client.base_url} does not say how many tokens a prompt has",
                 f"There is no usage.prompt_tokens in {json.dumps(answer)[:200]}.",
                 "Point --base-url at a server of the OpenAI API.",
             ) from error
@@ -79,3 +79,12 @@ class ChatRequests:
             "messages": [{"role": "user", "content": prompt}],
             "temperature": 0,
         }
+
+
+class RawRequests(ChatRequests):
+    """A server's completions of raw prompts: no chat template, so that a prompt is as long as its text."""
+
+    path = "/v1/completions"
+
+    def _fields(self, prompt: str) -> dict[str, Any]:
+        return {"model": self.model, "prompt": prompt, "temperature": 0}

@@ -17,6 +17,7 @@ from penstock.config import setting
 from penstock.errors import ConfigError, PenstockError
 from penstock.eval import crowd_promises, promises
 from penstock.eval.chat_requests import UNLISTED_MODEL, listed_model
+from penstock.eval.find_tokenizer import find_folder
 from penstock.eval.probe import NotTested, Probe, Unmet
 from penstock.eval.recount import TokenCounter
 from penstock.eval.results import Bars, Reporter, prepare_output
@@ -31,7 +32,9 @@ class CheckSettings:
 
     base_url: str = setting("http://127.0.0.1:8000", "a running server")
     model: str = setting("", "name to send (default: the server's first model)")
-    tokenizer: str | None = setting(None, "the model's folder, to count tokens again (default: no)")
+    tokenizer: str | None = setting(
+        None, "the model's folder, to count tokens again (default: if found here)"
+    )
     timeout: float = setting(
         60.0, "seconds after which a request has failed (default: 60; 300 or 600 where replies are long)"
     )
@@ -124,6 +127,9 @@ def run(settings: CheckSettings, reporter: Reporter) -> int:
     probe = Probe(settings.base_url, settings.model, timeout_s=settings.timeout, counter=counter)
     if not probe.model:
         probe.model = _model_or_any(probe)
+    if counter is None and (folder := find_folder(probe.client, probe.model)):
+        print(f"tokens are counted again with {folder}", flush=True)
+        probe.counter = TokenCounter.load(folder)
     verdicts: list[Verdict] = []
     for verdict in _judge_all(probe, reporter.bars):
         print(verdict, flush=True)

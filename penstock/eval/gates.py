@@ -251,6 +251,8 @@ class GateSettings:
     json: str | None = setting(None, "the same as --output, as `penstock bench` calls it")
 
     def __post_init__(self) -> None:
+        if self.limit != int(self.limit):
+            raise ConfigError(f"--limit is {self.limit:g}", "Problems are made up; their number is a count.")
         require_at_least(1, limit=self.limit, concurrency=self.concurrency)
         if self.output and self.json:
             raise ConfigError("--output and --json are both given", "They name the same file: give one.")

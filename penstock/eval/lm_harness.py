@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,20 +37,39 @@ class LocalTask:
     split: str
     data: Path | None  # None: whatever lm-eval downloads
     changes: Mapping[str, Any] = field(default_factory=dict)
+    examples: Path | None = None  # worked ones, of the validation split
 
     def write(self, folder: Path, tasks: Path) -> None:
         """The task as a YAML file, of which JSON is a part, that includes lm-eval's."""
         fields: dict[str, Any] = {"include": str(tasks / self.source), "task": self.name, **self.changes}
         if self.data is not None:
+            files = {self.split: self.data}
+            if self.examples is not None:
+                files = _with_equal_columns({**files, "validation": self.examples}, folder)
             fields |= {
                 "dataset_path": "json",
                 "dataset_name": None,
                 "dataset_kwargs": {
-                    "data_files": {self.split: str(self.data)},
+                    "data_files": {split: str(file) for split, file in files.items()},
                     "cache_dir": str(folder / "datasets"),
                 },
             }
         (folder / f"{self.name}.yaml").write_text(json.dumps(fields), encoding="utf-8")
+
+
+def _with_equal_columns(files: Mapping[str, Path], folder: Path) -> dict[str, Path]:
+    """Copies in which every row has every column: splits of one data set must not differ in theirs."""
+    rows = {
+        split: [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        for split, file in files.items()
+    }
+    columns = {name: None for split in rows.values() for row in split for name in row}
+    copies = {}
+    for split, each in rows.items():
+        copies[split] = folder / f"{split}.jsonl"
+        lines = [json.dumps({name: row.get(name, "") for name in columns}) for row in each]
+        copies[split].write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +78,7 @@ class Asking:
 
     base_url: str
     model: str
-    limit: int
+    limit: float  # a count, or below 1 a fraction of the questions
     num_concurrent: int
     seed: int
     timeout_s: float
@@ -72,13 +91,13 @@ class Evaluation:
     """`metrics` as lm-eval names them, `samples` as it keeps them, and requests that had no reply."""
 
     metrics: dict[str, float]
-    samples: list[dict[str, Any]]
+    samples: list[dict[str, Any]]  # with their task's name
     failures: Counter[str]
     lm_eval_version: str
 
     @property
     def num_asked(self) -> int:
-        return len({sample["doc_id"] for sample in self.samples})
+        return len({(sample["task"], sample["doc_id"]) for sample in self.samples})
 
 
 def require_lm_eval(extra: Sequence[str] = ()) -> None:
@@ -102,8 +121,12 @@ def require_data(flag: str, data: str | None, wanted: str) -> Path | None:
 
 
 def evaluate(task: LocalTask, asking: Asking) -> Evaluation:
-    """Asks a task's questions. Raises only what keeps it from asking, never for what a server does."""
-    if task.data is not None:
+    return evaluate_all([task], asking)
+
+
+def evaluate_all(tasks: Sequence[LocalTask], asking: Asking) -> Evaluation:
+    """Asks all of their questions. Raises only what keeps it from asking, never for what a server does."""
+    if all(task.data is not None for task in tasks):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched, so nothing shall wait for a hub
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     import lm_eval
@@ -111,11 +134,12 @@ def evaluate(task: LocalTask, asking: Asking) -> Evaluation:
 
     model = _tolerant_model(asking)
     with tempfile.TemporaryDirectory(prefix="penstock-eval-") as folder:
-        task.write(Path(folder), Path(lm_eval.tasks.__file__).parent)
+        for task in tasks:
+            task.write(Path(folder), Path(lm_eval.tasks.__file__).parent)
         try:
             found = lm_eval.simple_evaluate(
                 model=model,
-                tasks=[task.name],
+                tasks=[task.name for task in tasks],
                 task_manager=lm_eval.tasks.TaskManager(include_path=folder, include_defaults=False),
                 limit=asking.limit,
                 apply_chat_template=True,
@@ -134,20 +158,30 @@ def evaluate(task: LocalTask, asking: Asking) -> Evaluation:
             )
         except OSError as error:  # among them what its data sets raise when they cannot be fetched
             raise PenstockError(
-                f"lm-eval cannot read the questions of {task.name}",
+                f"lm-eval cannot read the questions of {', '.join(task.name for task in tasks)}",
                 f"{type(error).__name__}: {str(error)[:MAX_MESSAGE_CHARS]}.",
                 "Without a network, give them with --data.",
             ) from error
+    samples = [{**sample, "task": task.name} for task in tasks for sample in found["samples"][task.name]]
     return Evaluation(
-        metrics={
-            name: float(value)
-            for name, value in found["results"][task.name].items()
-            if "," in name and isinstance(value, int | float)
-        },
-        samples=found["samples"][task.name],
+        metrics=_mean_metrics(
+            [(found["results"][task.name], len(found["samples"][task.name])) for task in tasks]
+        ),
+        samples=samples,
         failures=model.failures,
         lm_eval_version=lm_eval.__version__,
     )
+
+
+def _mean_metrics(results: Sequence[tuple[Mapping[str, Any], int]]) -> dict[str, float]:
+    """The mean over all questions: a task weighs as many as it asked, as lm-eval's own groups have it."""
+    total = max(1, sum(count for _, count in results))
+    sums: dict[str, float] = defaultdict(float)
+    for metrics, count in results:
+        for name, value in metrics.items():
+            if "," in name and isinstance(value, int | float):
+                sums[name] += float(value) * count
+    return {name: value / total for name, value in sums.items()}
 
 
 def _tolerant_model(asking: Asking) -> Any:

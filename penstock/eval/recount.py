@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import minijinja
 import tokenizers
@@ -38,6 +38,21 @@ class Recount:
     def is_off(self) -> bool:
         """A model may write in other pieces than a tokenizer would; a few tokens in a hundred are its own."""
         return abs(self.claimed - self.counted) > max(2, 0.03 * self.counted)
+
+
+class ReplyCounter(Protocol):
+    """Whatever can count the tokens of a text, and of a prompt with its template."""
+
+    def count_text(self, text: str, /) -> int: ...
+
+    def count_prompt(self, messages: Sequence[Mapping[str, Any]], /) -> int: ...
+
+
+def recount_reply(counter: ReplyCounter, text: str, claimed: int, finish_reason: str) -> Recount:
+    """A turn that ended by itself has a token more than its text, which a server may count or not."""
+    counted = counter.count_text(text)
+    has_end = finish_reason == "stop" and claimed > counted
+    return Recount(claimed, counted + has_end)
 
 
 class TokenCounter:
@@ -100,10 +115,7 @@ class TokenCounter:
         return self.count_text(text)
 
     def recount(self, text: str, claimed: int, finish_reason: str) -> Recount:
-        """A turn that ended by itself has a token more than its text, which a server may count or not."""
-        counted = self.count_text(text)
-        has_end = finish_reason == "stop" and claimed > counted
-        return Recount(claimed, counted + has_end)
+        return recount_reply(self, text, claimed, finish_reason)
 
 
 def _load_template(folder: Path) -> minijinja.Environment | None:

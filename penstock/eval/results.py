@@ -6,6 +6,7 @@ Where bars are drawn and what is known of this machine is given by the command t
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 from penstock.errors import ConfigError, PenstockError
 from penstock.progress import OnPhase
 
+MAX_SEED = 1_000_000
 Bars = Callable[[], AbstractContextManager[OnPhase]]
 
 
@@ -104,10 +106,24 @@ def read_fields(flag: str, text: str) -> dict[str, Any]:
     return fields
 
 
+def draw_seed(seed: int | None) -> int:
+    """The seed that was given, or one that nobody could have prepared for; either is reported."""
+    return secrets.randbelow(MAX_SEED) if seed is None else seed
+
+
 def require_at_least(least: int, **counts: int) -> None:
     for name, value in counts.items():
         if value < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}", f"It must be {least} or more.")
+
+
+def require_limit(limit: float) -> None:
+    """A count, or a fraction of what there is: lm-eval tells them apart at 1, too."""
+    if not (0 < limit < 1 or (limit >= 1 and limit == int(limit))):
+        raise ConfigError(
+            f"--limit is {limit:g}",
+            "It must be a whole number, 1 or more, or a fraction below 1: 200 or 0.1.",
+        )
 
 
 def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -9,14 +9,13 @@ the gate was missed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from penstock.config import setting
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import ConfigError
+from penstock.eval.contest_files import read_correctness, read_throughput
 from penstock.eval.correctness.grading import GATE
-from penstock.eval.results import Reporter, format_table, percent, prepare_output, read_results
-from penstock.eval.throughput.run_throughput import read_levels
+from penstock.eval.results import Reporter, format_table, percent, prepare_output
 
 WEIGHTS: Mapping[int, int] = {1: 1, 2: 1, 4: 2, 8: 2, 16: 4, 32: 4, 64: 8}
 
@@ -45,19 +44,23 @@ def weighted_sum(levels: Mapping[int, float]) -> float:
 
 def run(settings: ScoreSettings, reporter: Reporter) -> int:
     prepare_output(settings.output)
-    share, strict, problems = _read_correctness(settings.correctness)
-    levels = read_levels("--throughput", settings.throughput)
-    baseline = _read_baseline(settings)
-    has_passed = share >= GATE
+    correctness = read_correctness("--correctness", settings.correctness)
+    throughput = read_throughput("--throughput", settings.throughput)
+    levels, baseline = throughput.levels, throughput.baseline
+    if settings.baseline:
+        baseline = read_throughput("--baseline", settings.baseline).levels
+    has_passed = correctness.flexible >= GATE
     speed, baseline_speed = weighted_sum(levels), weighted_sum(baseline)
     score = speed if has_passed else 0.0
-    print(_format(levels, baseline))
+    print(_format(levels, baseline, is_verified=throughput.is_verified))
     missing = [level for level in WEIGHTS if level not in levels]
     if missing:
         print(f"not measured, and so counted as 0: c = {', '.join(map(str, missing))}")
-    print(
-        f"\ncorrectness  {share:.1%} of {problems}, gate {GATE:.1%}: {'PASSED' if has_passed else 'MISSED'}"
-    )
+    if not throughput.is_verified:
+        print("not verified: these tokens were counted by the server alone; measure with --tokenizer FOLDER")
+    verdict = "PASSED" if has_passed else "MISSED"
+    share = f"{correctness.flexible:.1%} of {correctness.problems}"
+    print(f"\ncorrectness  {share}, gate {GATE:.1%}: {verdict}")
     print(f"score        {score:,.0f}" + ("" if has_passed else f", not {speed:,.0f}: the gate was missed"))
     if baseline_speed:
         print(f"baseline     {baseline_speed:,.0f}; the score is {percent(score, baseline_speed)} of it")
@@ -65,12 +68,14 @@ def run(settings: ScoreSettings, reporter: Reporter) -> int:
         "benchmark": "score",
         "score": round(score, 1),
         "passed": has_passed,
-        "correctness": {"problems": problems, "flexible": share, "strict": strict, "gate": GATE},
+        "verified": throughput.is_verified,
+        "correctness": {**asdict(correctness), "gate": GATE},
         "levels": [
             {
                 "concurrency": level,
                 "weight": weight,
-                "verified_tok_s": levels.get(level),
+                "tok_s": levels.get(level),
+                "verified_tok_s": levels.get(level) if throughput.is_verified else None,
                 "baseline_tok_s": baseline.get(level),
             }
             for level, weight in WEIGHTS.items()
@@ -81,28 +86,7 @@ def run(settings: ScoreSettings, reporter: Reporter) -> int:
     return int(not has_passed)
 
 
-def _read_correctness(path: str) -> tuple[float, float | None, str]:
-    fields = read_results("--correctness", path)
-    try:
-        matches = fields["exact_match"]
-        strict = matches.get("strict")
-        return float(matches["flexible"]), strict, str(fields.get("problems", "unknown problems"))
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise PenstockError(
-            f"--correctness {path} holds no share of right answers",
-            f"{type(error).__name__}: {error}.",
-            'It must have {"exact_match": {"flexible": 0.915}}.',
-        ) from error
-
-
-def _read_baseline(settings: ScoreSettings) -> dict[int, float]:
-    if settings.baseline:
-        return read_levels("--baseline", settings.baseline)
-    rows: list[dict[str, Any]] = read_results("--throughput", settings.throughput)["levels"]
-    return {row["concurrency"]: row["baseline_tok_s"] for row in rows if row.get("baseline_tok_s")}
-
-
-def _format(levels: Mapping[int, float], baseline: Mapping[int, float]) -> str:
+def _format(levels: Mapping[int, float], baseline: Mapping[int, float], *, is_verified: bool) -> str:
     rows = []
     for level, weight in WEIGHTS.items():
         speed = levels.get(level)
@@ -117,5 +101,13 @@ def _format(levels: Mapping[int, float], baseline: Mapping[int, float]) -> str:
             ]
         )
     return format_table(
-        ["at a time", "weight", "verified tok/s", "weighted", "baseline tok/s", "of baseline"], rows
+        [
+            "at a time",
+            "weight",
+            "verified tok/s" if is_verified else "tok/s",
+            "weighted",
+            "baseline tok/s",
+            "of baseline",
+        ],
+        rows,
     )

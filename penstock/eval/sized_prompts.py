@@ -122,6 +122,12 @@ def fit_prompts(count_tokens: CountTokens, seed: int) -> PromptMaker:
             "Lengths cannot be measured against it.",
         )
     total_excess = excess(WORDS)
+    if total_excess <= -len(WORDS):
+        raise PenstockError(
+            "The server's count of a prompt does not grow with the prompt",
+            f"Its usage said {num_alone} tokens for a letter and no more for {len(WORDS)} words behind it.",
+            "Give the model's folder, which counts without the server: --tokenizer FOLDER.",
+        )
     words = list(WORDS) if total_excess == 0 else []
     # Groups that are not all single tokens are halved, the largest first; one probe tells about both halves.
     groups = [(WORDS, total_excess)] if total_excess else []

@@ -39,12 +39,12 @@ class Target:
     is_https: bool
 
     @classmethod
-    def of(cls, base_url: str) -> Target:
+    def of(cls, base_url: str, endpoint: str = "/v1/chat/completions") -> Target:
         """Of the addresses a name has, the first that lets us in."""
         url = read_address(base_url)
         is_https = url.scheme == "https"
         host, port = url.hostname or "127.0.0.1", url.port or (443 if is_https else 80)
-        path = url.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+        path = url.path.rstrip("/").removesuffix("/v1") + endpoint
         try:
             # A name may stand for several addresses of which only some answer, as localhost often does.
             with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S) as connection:
@@ -170,6 +170,7 @@ class StreamedReply:
     error: str = ""
     token_times_s: array[float] = field(default_factory=lambda: array("d"))  # of every event with text
     text: str = ""
+    content: str = ""  # the text without thoughts that came in a field of their own
     finish_reason: str = ""
     num_prompt_tokens: int = 0  # this and the next two as the server counts them
     num_completion_tokens: int = 0
@@ -209,12 +210,18 @@ class _Delta(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     delta: _Delta = msgspec.field(default_factory=_Delta)
+    text: str = ""  # of completions of raw prompts, which have no delta
     finish_reason: str | None = None
 
 
 class _WholeChoice(msgspec.Struct):
-    message: _Delta
+    message: _Delta | None = None
+    text: str | None = None
     finish_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.message is None and self.text is None:
+            raise ValueError("a choice has neither a message nor a text")
 
 
 class _Details(msgspec.Struct):
@@ -275,7 +282,7 @@ def read_answer(answer: RawAnswer) -> StreamedReply:
 
 def _read_events(reply: StreamedReply, pieces: Sequence[tuple[float, bytes]]) -> bool:
     """Fills in what the events say; whether the last of them, [DONE], has come."""
-    texts = []
+    texts, contents = [], []
     is_done = False
     for time_s, line in _lines(pieces):
         if not line.startswith(b"data:"):
@@ -290,21 +297,24 @@ def _read_events(reply: StreamedReply, pieces: Sequence[tuple[float, bytes]]) ->
             break
         for choice in event.choices:
             delta = choice.delta
-            text = delta.text
+            text = delta.text or choice.text
+            contents.append(delta.content or choice.text)
             if text or delta.tool_calls:
                 reply.token_times_s.append(time_s)
                 texts.append(text)
             reply.finish_reason = choice.finish_reason or reply.finish_reason
         if event.usage is not None:
             _read_usage(reply, event.usage)
-    reply.text = "".join(texts)
+    reply.text, reply.content = "".join(texts), "".join(contents)
     return is_done
 
 
 def _read_whole(reply: StreamedReply, body: bytes) -> bool:
     """Fills in what an answer without a stream says; its text came all at once, at its end."""
     whole = _WHOLES.decode(body)
-    reply.text = "".join(choice.message.text for choice in whole.choices)
+    messages = [choice.message or _Delta(choice.text) for choice in whole.choices]
+    reply.text = "".join(message.text for message in messages)
+    reply.content = "".join(message.content or "" for message in messages)
     reply.finish_reason = next((choice.finish_reason or "" for choice in whole.choices), "")
     if whole.usage is not None:
         _read_usage(reply, whole.usage)

@@ -9,21 +9,30 @@ summary is written in either case.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.config import setting
 from penstock.errors import ConfigError
 from penstock.eval.chat_requests import listed_model
+from penstock.eval.contest_files import contest_correctness
 from penstock.eval.correctness.embedded import ask_embedded
 from penstock.eval.correctness.grading import GATE, Grades
 from penstock.eval.correctness.gsm8k import ask_gsm8k
 from penstock.eval.endpoint import Endpoint
 from penstock.eval.lm_harness import Asking, require_data, require_lm_eval
-from penstock.eval.results import Reporter, prepare_output, read_fields, require_at_least
+from penstock.eval.results import (
+    Reporter,
+    draw_seed,
+    prepare_output,
+    read_fields,
+    require_at_least,
+    require_limit,
+)
 from penstock.http_client import HttpClient
 from penstock.progress import Phase, timed
 
+EMBEDDED_SEED = 1234
 PROBLEMS = ("gsm8k", "embedded")
 NO_THINKING = '{"chat_template_kwargs": {"enable_thinking": false}}'
 
@@ -34,30 +43,44 @@ class CorrectnessSettings:
 
     base_url: str = setting("http://127.0.0.1:8000", "a running server")
     model: str = setting("", "name to send (default: the server's first model)")
-    limit: int = setting(200, "problems to ask (default: 200; quality: 100 of each task)")
+    limit: float = setting(
+        200, "problems to ask, as a count or a fraction: 0.1 (default: 200; quality: 100 of each task)"
+    )
     num_concurrent: int = setting(8, "requests at once")
-    seed: int = setting(1234, "of problems and prompts (default: 1234; throughput, latency, gates: 0)")
+    seed: int | None = setting(
+        None, "of problems and prompts (default: drawn anew, and reported; embedded: 1234; gates: 0)"
+    )
     output: str | None = setting(None, "also write the last line to this file")
     problems: str = setting(
         "gsm8k", "which ones; embedded are made up here, for the tiny model", choices=PROBLEMS
     )
     data: str | None = setting(
-        None, "GSM8K's test.jsonl; quality: a folder with mmlu_pro and ifeval (default: lm-eval fetches them)"
+        None,
+        "GSM8K's test.jsonl; quality: a folder of mmlu_pro, ifeval, gpqa_diamond (default: lm-eval fetches)",
     )
-    max_tokens: int = setting(1024, "of a reply (default: 1024; quality: 2048)")
+    max_tokens: int = setting(1024, "of a reply (default: 1024; quality: 512, GPQA-Diamond 12288)")
     timeout: float = setting(300.0, "seconds after which a request has failed")
     body: str = setting(NO_THINKING, f"fields for every request, as JSON (default: {NO_THINKING})")
 
     def __post_init__(self) -> None:
-        require_at_least(1, limit=self.limit, num_concurrent=self.num_concurrent, max_tokens=self.max_tokens)
+        require_limit(self.limit)
+        require_at_least(1, num_concurrent=self.num_concurrent, max_tokens=self.max_tokens)
         if self.problems not in PROBLEMS:
             raise ConfigError(f"--problems is {self.problems!r}", f"It must be one of {', '.join(PROBLEMS)}.")
         if self.problems == "embedded" and self.data:
             raise ConfigError("--data and --problems embedded are both given", "Those come from no file.")
+        if self.problems == "embedded" and self.limit < 1:
+            raise ConfigError(
+                f"--limit is {self.limit}", "Problems that are made up have no whole to take from."
+            )
 
 
 def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
     prepare_output(settings.output)
+    if settings.seed is None:  # made-up problems are the tiny model's smoke test, the same every day
+        seed = EMBEDDED_SEED if settings.problems == "embedded" else draw_seed(None)
+        settings = replace(settings, seed=seed)
+    print(f"seed {settings.seed}", flush=True)
     body = read_fields("--body", settings.body)
     data = require_data("--data", settings.data, "GSM8K's test.jsonl")
     if settings.problems == "gsm8k":
@@ -72,7 +95,7 @@ def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
             model,
             settings.limit,
             settings.num_concurrent,
-            settings.seed,
+            draw_seed(settings.seed),
             settings.timeout,
             settings.max_tokens,
             body,
@@ -84,15 +107,15 @@ def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
 
 
 def _ask_embedded(settings: CorrectnessSettings, model: str, reporter: Reporter) -> Grades:
-    endpoint = Endpoint(settings.base_url, model)
+    endpoint, num_problems = Endpoint(settings.base_url, model), int(settings.limit)
     with reporter.bars() as phases, timed("problems", phases) as report:
         return ask_embedded(
             endpoint,
-            settings.limit,
-            settings.seed,
+            num_problems,
+            draw_seed(settings.seed),
             settings.num_concurrent,
             lambda number: report(
-                Phase("problems", f"{number} of {settings.limit} asked", number / settings.limit)
+                Phase("problems", f"{number} of {num_problems} asked", number / num_problems)
             ),
         )
 
@@ -115,6 +138,7 @@ def _summary(settings: CorrectnessSettings, model: str, grades: Grades, elapsed_
     return {
         "benchmark": "correctness",
         **grades.as_json(),
+        **(contest_correctness(grades.flexible, grades.strict) if grades.problems == "gsm8k" else {}),
         "model": model,
         "base_url": settings.base_url,
         "limit": settings.limit,

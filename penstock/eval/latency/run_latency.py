@@ -1,9 +1,10 @@
 """The time of one whole reply to one client, at three lengths, beside a published baseline.
 
-    penstock eval latency --base-url URL [--warmup 5 --runs 50 --output F]
+    penstock eval latency --base-url URL [--warmup 5 --runs 50 --api chat --output F]
 
-One request at a time, no prompt twice; the median of the timed runs counts, and the mean of the three
-speed-ups is the rank. Ends with 1 when a request failed or a reply had another length than was asked for.
+Raw prompts go to /v1/completions, as in the contest; `--api chat` wraps them in a chat template. One request
+at a time, no prompt twice; the median of the timed runs counts, and the mean of the three speed-ups is the
+rank. Ends with 1 when a request failed or a reply had another length than was asked for.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ from typing import Any
 
 from penstock.config import setting
 from penstock.errors import ConfigError, PenstockError
-from penstock.eval.chat_requests import ChatRequests
+from penstock.eval.chat_requests import ChatRequests, RawRequests
 from penstock.eval.correctness.run_correctness import NO_THINKING
 from penstock.eval.load import Job, LoadClients, LoadProgress
 from penstock.eval.load_summary import percentile
 from penstock.eval.recount import TokenCounter
-from penstock.eval.results import Reporter, format_table, prepare_output, read_fields, require_at_least
+from penstock.eval.results import (
+    Reporter,
+    draw_seed,
+    format_table,
+    prepare_output,
+    read_fields,
+    require_at_least,
+)
 from penstock.eval.sized_prompts import PromptMaker, fit_prompts
 from penstock.eval.stream_client import StreamedReply, Target
 from penstock.eval.throughput.token_prompts import TokenPrompts
@@ -29,6 +37,7 @@ from penstock.progress import Phase, timed
 
 # Tokens of a prompt and of its reply, and what Qwen3.5-4B took for them on an A10G before any optimisation.
 PUBLISHED_MS = {(64, 128): 2582.0, (2048, 256): 5441.0, (8192, 256): 6576.0}
+APIS = {"completions": RawRequests, "chat": ChatRequests}
 SIZES = ",".join(f"{prompt}+{reply}" for prompt, reply in PUBLISHED_MS)
 
 
@@ -38,18 +47,23 @@ class LatencySettings:
 
     base_url: str = setting("http://127.0.0.1:8000", "a running server")
     model: str = setting("", "name to send (default: the server's first model)")
-    sizes: str = setting(SIZES, "tokens of prompt+reply, chat template included")
+    api: str = setting(
+        "completions", "what is asked: raw prompts, or chats with their template", choices=tuple(APIS)
+    )
+    sizes: str = setting(SIZES, "tokens of prompt+reply, a chat's template included")
     warmup: int = setting(5, "requests before the timed ones, of each size")
     runs: int = setting(50, "timed requests of each size")
     output: str | None = setting(None, "also write the last line to this file")
     tokenizer: str | None = setting(None, "the model's folder, to make prompts with")
-    seed: int = setting(0, "of the prompts")
+    seed: int | None = setting(None, "of the prompts (default: drawn anew)")
     timeout: float = setting(300.0, "seconds after which a request has failed")
-    body: str = setting(NO_THINKING, f"fields for every request, as JSON (default: {NO_THINKING})")
+    body: str | None = setting(None, "fields for every request, as JSON (default: chats do not think)")
 
     def __post_init__(self) -> None:
         require_at_least(1, runs=self.runs)
         require_at_least(0, warmup=self.warmup)
+        if self.api not in APIS:
+            raise ConfigError(f"--api is {self.api!r}", f"It must be one of {', '.join(APIS)}.")
         if not self.timeout > 0:
             raise ConfigError(f"--timeout is {self.timeout}", "It must be above 0.")
 
@@ -105,15 +119,18 @@ def read_sizes(text: str) -> list[tuple[int, int]]:
 def run(settings: LatencySettings, reporter: Reporter) -> int:
     sizes = read_sizes(settings.sizes)
     prepare_output(settings.output)
-    body = read_fields("--body", settings.body)
-    requests = ChatRequests(settings.base_url, settings.model, extra=body, timeout_s=settings.timeout)
+    seed, is_raw = draw_seed(settings.seed), settings.api == "completions"
+    default_body = "{}" if is_raw else NO_THINKING
+    body = read_fields("--body", default_body if settings.body is None else settings.body)
+    requests = APIS[settings.api](settings.base_url, settings.model, extra=body, timeout_s=settings.timeout)
     prompts: PromptMaker | TokenPrompts
     with reporter.bars() as phases, timed("prompts", phases):
         if settings.tokenizer:
-            prompts = TokenPrompts(TokenCounter.load(settings.tokenizer), settings.seed)
+            prompts = TokenPrompts(TokenCounter.load(settings.tokenizer), seed, is_raw=is_raw)
         else:
-            prompts = fit_prompts(requests.count_tokens, settings.seed)
+            prompts = fit_prompts(requests.count_tokens, seed)
         prompts.make(0, min(size[0] for size in sizes))
+    print(f"seed {seed}; {requests.path}", flush=True)
     results = []
     with LoadClients() as clients:
         for number, size in enumerate(sizes):
@@ -131,7 +148,8 @@ def run(settings: LatencySettings, reporter: Reporter) -> int:
         "model": requests.model,
         "base_url": settings.base_url,
         "warmup": settings.warmup,
-        "seed": settings.seed,
+        "endpoint": requests.path,
+        "seed": seed,
         "template_tokens": prompts.num_template_tokens,
     }
     reporter.deliver(fields, settings.output)
@@ -161,7 +179,7 @@ def _measure(
             report(Phase(name, f"{progress.num_done} of {count} runs", progress.num_done / count))
 
         try:
-            target = Target.of(settings.base_url)
+            target = Target.of(settings.base_url, requests.path)
             load = clients.run(target, jobs, concurrency=1, timeout_s=settings.timeout, on_progress=show)
         except PenstockError as error:
             result.errors[f"{error.what}. {error.why}"] += settings.runs

@@ -1,17 +1,18 @@
-"""Whether a faster server still answers as well: MMLU-Pro and IFEval on a sample, by lm-evaluation-harness.
+"""Whether a faster server still answers as well: MMLU-Pro, IFEval, GPQA-Diamond, asked as the contest does.
 
-    penstock eval quality --base-url URL --data FOLDER [--tasks mmlu_pro,ifeval --limit 100]
+    penstock eval quality --base-url URL --data FOLDER [--tasks mmlu_pro,ifeval,gpqa_diamond --limit 100]
 
-The folder holds mmlu_pro/*.jsonl and ifeval/*.jsonl; without it lm-eval fetches the sets. Ends with 0 when
-every gate is passed. The sample of MMLU-Pro has no worked examples, so it is asked without any.
+The folder holds mmlu_pro/*.jsonl (with validation.jsonl for worked examples), ifeval/*.jsonl and
+gpqa_diamond/*.jsonl; without it lm-eval fetches the first two. Ends with 0 when every gate is passed.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,49 +20,25 @@ from penstock.config import setting
 from penstock.errors import ConfigError, PenstockError
 from penstock.eval.chat_requests import listed_model
 from penstock.eval.correctness.run_correctness import NO_THINKING
-from penstock.eval.lm_harness import Asking, Evaluation, LocalTask, evaluate, require_lm_eval
-from penstock.eval.results import Reporter, format_table, prepare_output, read_fields, require_at_least
-from penstock.http_client import HttpClient
-
-ASK_FOR_A_LETTER = (
-    "The following is a multiple choice question. Think step by step and then finish your answer with "
-    '"the answer is (X)" where X is the correct letter choice.\n'
+from penstock.eval.latency import gpqa
+from penstock.eval.latency.harness_tasks import EXAMPLES, KINDS, ask_task
+from penstock.eval.latency.marks import Mark
+from penstock.eval.lm_harness import Asking, require_lm_eval
+from penstock.eval.load import LoadClients, LoadProgress
+from penstock.eval.results import (
+    Reporter,
+    draw_seed,
+    format_table,
+    prepare_output,
+    read_fields,
+    require_at_least,
+    require_limit,
 )
+from penstock.http_client import HttpClient
+from penstock.progress import Phase, timed
 
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """One of lm-eval's tasks, the metric that is gated, and the share it needs."""
-
-    source: str
-    split: str
-    metric: str
-    gate: float
-    packages: tuple[str, ...] = ()
-    changes: Mapping[str, Any] = field(default_factory=dict)
-
-
-KINDS: Mapping[str, Kind] = {
-    "mmlu_pro": Kind(
-        "mmlu_pro/_default_template_yaml",
-        "test",
-        "exact_match,custom-extract",
-        0.621,
-        changes={
-            "num_fewshot": 0,
-            "fewshot_split": None,
-            "fewshot_config": None,
-            "description": ASK_FOR_A_LETTER,
-        },
-    ),
-    "ifeval": Kind(
-        "ifeval/ifeval.yaml",
-        "train",
-        "prompt_level_strict_acc,none",
-        0.814,
-        packages=("langdetect", "immutabledict", "nltk"),
-    ),
-}
+TASKS = (*KINDS, gpqa.NAME)
+LIMIT, LIMIT_VARIABLE = 100.0, "QUALITY_LIMIT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,75 +47,148 @@ class QualitySettings:
 
     base_url: str = setting("http://127.0.0.1:8000", "a running server")
     model: str = setting("", "name to send (default: the server's first model)")
-    tasks: str = setting(",".join(KINDS), "which ones")
-    data: str | None = setting(None, "a folder with mmlu_pro and ifeval (default: lm-eval fetches them)")
-    limit: int = setting(100, "questions of a task")
+    tasks: str | None = setting(None, f"of {','.join(TASKS)} (default: those that there are questions for)")
+    data: str | None = setting(
+        None, "a folder with mmlu_pro, ifeval, gpqa_diamond (default: lm-eval fetches)"
+    )
+    limit: float | None = setting(None, "questions of a task, or a fraction (default: QUALITY_LIMIT or 100)")
     num_concurrent: int = setting(8, "requests at once")
-    seed: int = setting(1234, "sent with every request")
+    seed: int | None = setting(None, "sent with every request (default: drawn anew)")
     output: str | None = setting(None, "also write the last line to this file")
-    max_tokens: int = setting(2048, "of a reply")
+    max_tokens: int | None = setting(None, "of a reply (default: 512; GPQA-Diamond: 12288)")
     timeout: float = setting(600.0, "seconds after which a request has failed")
-    body: str = setting(NO_THINKING, f"fields for every request, as JSON (default: {NO_THINKING})")
+    body: str | None = setting(None, "fields for every request, as JSON (default: only GPQA-Diamond thinks)")
 
     def __post_init__(self) -> None:
-        require_at_least(1, limit=self.limit, num_concurrent=self.num_concurrent, max_tokens=self.max_tokens)
-        for name in self.task_names:
-            if name not in KINDS:
-                raise ConfigError(f"--tasks has {name!r}", f"There are {', '.join(KINDS)}.")
+        require_at_least(1, num_concurrent=self.num_concurrent)
+        if self.max_tokens is not None:
+            require_at_least(1, max_tokens=self.max_tokens)
+        if self.limit is not None:
+            require_limit(self.limit)
+        for name in self.task_names or ():
+            if name not in TASKS:
+                raise ConfigError(f"--tasks has {name!r}", f"There are {', '.join(TASKS)}.")
 
     @property
-    def task_names(self) -> list[str]:
-        return [name.strip() for name in self.tasks.split(",")]
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    name: str
-    share: float
-    gate: float
-    num_asked: int
-    num_without_reply: int
-    metrics: Mapping[str, float]
-
-    @property
-    def has_passed(self) -> bool:
-        return self.share >= self.gate
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "task": self.name,
-            "share": round(self.share, 4),
-            "gate": self.gate,
-            "passed": self.has_passed,
-            "asked": self.num_asked,
-            "without_reply": self.num_without_reply,
-            "metrics": dict(self.metrics),
-        }
+    def task_names(self) -> list[str] | None:
+        return None if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
 
 
 def run(settings: QualitySettings, reporter: Reporter) -> int:
     prepare_output(settings.output)
-    body = read_fields("--body", settings.body)
-    require_lm_eval([package for name in settings.task_names for package in KINDS[name].packages])
-    tasks = {name: _local_task(name, settings.data) for name in settings.task_names}
-    if "ifeval" in tasks:
+    limit, seed = _limit(settings), draw_seed(settings.seed)
+    body = None if settings.body is None else read_fields("--body", settings.body)
+    files, not_asked = _find_questions(settings)
+    if any(name in KINDS for name in files):
+        require_lm_eval([package for name in files if name in KINDS for package in KINDS[name].packages])
+    if "ifeval" in files:
         _require_sentence_splitter()
     model = settings.model or listed_model(HttpClient(settings.base_url, timeout_s=settings.timeout))
     asking = Asking(
-        settings.base_url,
-        model,
-        settings.limit,
-        settings.num_concurrent,
-        settings.seed,
-        settings.timeout,
-        settings.max_tokens,
-        body,
+        settings.base_url, model, limit, settings.num_concurrent, seed, settings.timeout, 0, body or {}
     )
+    print(f"seed {seed}; {limit:g} {'of the' if limit < 1 else ''} questions of a task".replace("  ", " "))
+    for name, why in not_asked.items():
+        print(f"not asked: {name}, {why}")
     start_s = time.monotonic()
-    marks = [_mark(name, evaluate(task, asking)) for name, task in tasks.items()]
+    marks = [_ask(name, file, asking, settings, reporter) for name, file in files.items()]
+    print(format_marks(marks))
+    fields = {
+        "benchmark": "quality",
+        "passed": all(mark.has_passed for mark in marks),
+        "tasks": [mark.as_json() for mark in marks],
+        "not_asked": not_asked,
+        "model": model,
+        "base_url": settings.base_url,
+        "limit": limit,
+        "seed": seed,
+        "elapsed_s": round(time.monotonic() - start_s, 1),
+    }
+    reporter.deliver(fields, settings.output)
+    return int(not fields["passed"])
+
+
+def _limit(settings: QualitySettings) -> float:
+    if settings.limit is not None:
+        return settings.limit
+    text = os.environ.get(LIMIT_VARIABLE, "").strip()
+    try:
+        limit = float(text) if text else LIMIT
+        require_limit(limit)
+    except (ValueError, ConfigError):
+        raise ConfigError(
+            f"{LIMIT_VARIABLE} is {text!r}",
+            "It must be a whole number, 1 or more, or a fraction below 1: 200 or 0.1.",
+            "Correct or unset it; --limit would beat it.",
+        ) from None
+    return limit
+
+
+def _find_questions(settings: QualitySettings) -> tuple[dict[str, Path | None], dict[str, str]]:
+    """The tasks that are asked with their files, and why the others are not."""
+    files: dict[str, Path | None] = {}
+    not_asked: dict[str, str] = {}
+    for name in settings.task_names or TASKS:
+        try:
+            files[name] = _questions_of(name, settings.data)
+        except PenstockError as error:
+            if settings.task_names is not None:
+                raise
+            not_asked[name] = f"{error.what}"
+    if not files:
+        raise PenstockError(
+            f"--data {settings.data} has no questions",
+            f"{'; '.join(not_asked.values())}.",
+            "Put a .jsonl file into one of those folders.",
+        )
+    return files, not_asked
+
+
+def _questions_of(name: str, folder: str | None) -> Path | None:
+    if folder is None:
+        if name != gpqa.NAME:
+            return None
+        raise PenstockError(
+            "GPQA-Diamond needs --data",
+            "It is handed out only to people who promise not to publish it, so nothing here fetches it.",
+            f"Put it into FOLDER/{gpqa.NAME}/test.jsonl and give --data FOLDER, or leave it out of --tasks.",
+        )
+    files = [
+        file for file in sorted((Path(folder).expanduser() / name).glob("*.jsonl")) if file.name != EXAMPLES
+    ]
+    if len(files) != 1:
+        raise PenstockError(
+            f"--data {folder} has no questions for {name}",
+            f"There are {len(files)} .jsonl files in its folder {name}, {EXAMPLES} aside; one is needed.",
+            f"Put the questions there, or leave {name} out of --tasks.",
+        )
+    return files[0].resolve()
+
+
+def _ask(name: str, file: Path | None, asking: Asking, settings: QualitySettings, reporter: Reporter) -> Mark:
+    if name in KINDS:
+        body: Mapping[str, Any] = (
+            asking.body if settings.body is not None else read_fields("--body", NO_THINKING)
+        )
+        max_tokens = settings.max_tokens or KINDS[name].max_tokens
+        return ask_task(name, file, replace(asking, body=body, max_tokens=max_tokens))
+    assert file is not None
+    body = asking.body if settings.body is not None else gpqa.THINKING
+    asking = replace(asking, body=body, max_tokens=settings.max_tokens or gpqa.MAX_TOKENS)
+    with LoadClients() as clients, reporter.bars() as phases, timed(name, phases) as report:
+
+        def show(progress: LoadProgress) -> None:
+            report(Phase(name, f"{progress.num_done} answered"))
+
+        return gpqa.ask_gpqa(file, asking, clients, show)
+
+
+def format_marks(marks: Sequence[Mark]) -> str:
     rows = [
         [
             mark.name,
+            str(mark.num_fewshot),
+            f"{mark.max_tokens:,}",
             str(mark.num_asked),
             str(mark.num_without_reply),
             f"{mark.share:.1%}",
@@ -147,33 +197,9 @@ def run(settings: QualitySettings, reporter: Reporter) -> int:
         ]
         for mark in marks
     ]
-    print(format_table(["task", "asked", "without reply", "right", "gate", ""], rows))
-    fields = {
-        "benchmark": "quality",
-        "passed": all(mark.has_passed for mark in marks),
-        "tasks": [mark.as_json() for mark in marks],
-        "model": model,
-        "base_url": settings.base_url,
-        "limit": settings.limit,
-        "seed": settings.seed,
-        "elapsed_s": round(time.monotonic() - start_s, 1),
-    }
-    reporter.deliver(fields, settings.output)
-    return int(not fields["passed"])
-
-
-def _local_task(name: str, folder: str | None) -> LocalTask:
-    kind, data = KINDS[name], None
-    if folder is not None:
-        files = sorted((Path(folder).expanduser() / name).glob("*.jsonl"))
-        if len(files) != 1:
-            raise PenstockError(
-                f"--data {folder} has no questions for {name}",
-                f"There are {len(files)} .jsonl files in its folder {name}; one is needed.",
-                f"Put the questions there, or leave {name} out of --tasks.",
-            )
-        data = files[0].resolve()
-    return LocalTask(f"penstock_{name}", kind.source, kind.split, data, kind.changes)
+    columns = ["task", "shots", "tokens", "asked", "without reply", "right", "gate", ""]
+    notes = [f"{mark.name}: {mark.note}" for mark in marks if mark.note]
+    return "\n".join([format_table(columns, rows), *notes])
 
 
 def _require_sentence_splitter() -> None:
@@ -185,17 +211,5 @@ def _require_sentence_splitter() -> None:
         raise PenstockError(
             "IFEval needs nltk's punkt_tab, which is not here",
             "It counts sentences with it.",
-            "With a network: python -m nltk.downloader punkt_tab. Without: --tasks mmlu_pro.",
+            "With a network: python -m nltk.downloader punkt_tab. Without: --tasks mmlu_pro,gpqa_diamond.",
         ) from None
-
-
-def _mark(name: str, found: Evaluation) -> Mark:
-    kind = KINDS[name]
-    return Mark(
-        name,
-        found.metrics.get(kind.metric, 0.0),
-        kind.gate,
-        found.num_asked,
-        found.failures.total(),
-        found.metrics,
-    )

@@ -344,6 +344,8 @@ def _read_throughput(fields: Fields, origin: Origin) -> Serving:
     levels, failed = [], []
     for row in fields.rows("levels"):
         concurrency, tok_s = row.count("concurrency"), row.number("verified_tok_s")
+        if tok_s is None:
+            tok_s = row.number("tok_s")
         if concurrency and tok_s == 0:
             failed.append(concurrency)
         elif concurrency and tok_s:
@@ -368,7 +370,7 @@ def _read_throughput(fields: Fields, origin: Origin) -> Serving:
         name=name,
         hardware=fields.text("hardware"),
         source=source,
-        is_judged=source is None,
+        is_judged=source is None and fields.claim("recounted") is not False,
         score=fields.number("score"),
         levels=tuple(levels),
         failed=tuple(failed),

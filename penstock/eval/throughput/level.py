@@ -17,7 +17,7 @@ from penstock.eval.correctness.grading import ends_with_number
 from penstock.eval.load import LoadResult
 from penstock.eval.load_summary import Spread
 from penstock.eval.problems.spot_checks import draw_check
-from penstock.eval.recount import TokenCounter
+from penstock.eval.recount import ReplyCounter, recount_reply
 from penstock.eval.stream_client import StreamedReply
 
 NUM_SPOT_CHECKS = 2
@@ -54,9 +54,11 @@ class LevelResult:
     error: str = ""
     errors: Counter[str] = field(default_factory=Counter)
     wall_s: float = 0.0
-    num_prompt_tokens: int = 0  # these two as verified
+    num_prompt_tokens: int = 0  # these two as recounted, or as claimed where nothing could be
     num_completion_tokens: int = 0
-    num_claimed_tokens: int = 0  # prompts and completions as the server's usage has them
+    num_claimed_prompt_tokens: int = 0  # these two as the server's usage has them
+    num_claimed_completion_tokens: int = 0
+    is_recounted: bool = False  # whether completions were tokenised again
     discrepancies: list[str] = field(default_factory=list)
     num_checks_right: int = 0
     wrong_checks: list[dict[str, str]] = field(default_factory=list)
@@ -68,13 +70,19 @@ class LevelResult:
         return 0 if self.error else self.num_requests - self.errors.total()
 
     @property
-    def verified_tok_s(self) -> float:
+    def tok_s(self) -> float:
         """Prompt and completion tokens a second, over the whole wall time of the level."""
         return (self.num_prompt_tokens + self.num_completion_tokens) / self.wall_s if self.wall_s else 0.0
 
     @property
+    def verified_tok_s(self) -> float | None:
+        """None where only the server has counted: what nobody recounted is not verified."""
+        return self.tok_s if self.is_recounted else None
+
+    @property
     def claimed_tok_s(self) -> float:
-        return self.num_claimed_tokens / self.wall_s if self.wall_s else 0.0
+        num_claimed = self.num_claimed_prompt_tokens + self.num_claimed_completion_tokens
+        return num_claimed / self.wall_s if self.wall_s else 0.0
 
     @property
     def is_clean(self) -> bool:
@@ -83,7 +91,8 @@ class LevelResult:
     def as_json(self) -> dict[str, Any]:
         return {
             "concurrency": self.concurrency,
-            "verified_tok_s": round(self.verified_tok_s, 2),
+            "tok_s": round(self.tok_s, 2),
+            "verified_tok_s": None if self.verified_tok_s is None else round(self.verified_tok_s, 2),
             "claimed_tok_s": round(self.claimed_tok_s, 2),
             "wall_s": round(self.wall_s, 4),
             "requests": self.num_requests,
@@ -93,6 +102,8 @@ class LevelResult:
             "error_messages": dict(self.errors.most_common(MAX_KEPT)),
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
+            "claimed_prompt_tokens": self.num_claimed_prompt_tokens,
+            "claimed_completion_tokens": self.num_claimed_completion_tokens,
             "discrepancies": len(self.discrepancies),
             "discrepancy_examples": self.discrepancies[:MAX_KEPT],
             "spot_checks": {"right": self.num_checks_right, "wrong": self.wrong_checks},
@@ -102,12 +113,12 @@ class LevelResult:
 
 
 def judge_level(
-    concurrency: int, requests: Sequence[Request], result: LoadResult, counter: TokenCounter | None
+    concurrency: int, requests: Sequence[Request], result: LoadResult, counter: ReplyCounter | None
 ) -> LevelResult:
     """Looks at every reply of a level, those of spot checks included."""
     pairs = list(zip(requests, result.replies, strict=True))
     measured = [(request, reply) for request, reply in pairs if request.answer is None]
-    level = LevelResult(concurrency, len(measured), wall_s=result.wall_s)
+    level = LevelResult(concurrency, len(measured), wall_s=result.wall_s, is_recounted=counter is not None)
     for request, reply in measured:
         if reply.error:
             level.errors[reply.error] += 1
@@ -122,9 +133,10 @@ def judge_level(
     return level
 
 
-def _count(level: LevelResult, request: Request, reply: StreamedReply, counter: TokenCounter | None) -> None:
+def _count(level: LevelResult, request: Request, reply: StreamedReply, counter: ReplyCounter | None) -> None:
     claimed_prompt, claimed = reply.num_prompt_tokens, reply.num_completion_tokens
-    level.num_claimed_tokens += claimed_prompt + claimed
+    level.num_claimed_prompt_tokens += claimed_prompt
+    level.num_claimed_completion_tokens += claimed
     num_prompt, num_completion = claimed_prompt, claimed
     if claimed > request.max_tokens:
         level.discrepancies.append(
@@ -136,7 +148,7 @@ def _count(level: LevelResult, request: Request, reply: StreamedReply, counter: 
             level.discrepancies.append(f"{claimed_prompt} prompt tokens, counted {request.num_prompt_tokens}")
         num_prompt = min(claimed_prompt, request.num_prompt_tokens)
     if counter is not None:
-        recount = counter.recount(reply.text, num_completion, reply.finish_reason)
+        recount = recount_reply(counter, reply.text, num_completion, reply.finish_reason)
         if recount.is_off:
             level.discrepancies.append(f"{claimed} completion tokens, counted {recount.counted}")
         num_completion = recount.verified

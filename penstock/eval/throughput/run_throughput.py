@@ -3,31 +3,34 @@
     penstock eval throughput --base-url URL [--num-requests 64 --input-tokens 1024 --max-tokens 1024
                              --concurrency 1,2,4,8,16,32,64 --output F --baseline F]
 
-With --tokenizer prompts are random tokens and completions are tokenised again; without it prompts are made of
-words that the server counts as one token each, and its usage is believed. A level that fails is reported, and
-the next one is tried. Ends with 0 when nothing failed and nothing was flagged, else with 1.
+With a tokenizer, named or found, prompts are random tokens and completions are tokenised again. Without one
+prompts are made of words that the server counts as one token each, and nothing that it counts is called
+verified. A level that fails is reported, and the next one is tried. Ends with 0 when nothing failed and
+nothing was flagged, else with 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Protocol
 
 from penstock.config import setting
 from penstock.errors import ConfigError, PenstockError
 from penstock.eval.chat_requests import ChatRequests
+from penstock.eval.contest_files import contest_level, read_throughput
 from penstock.eval.correctness.run_correctness import NO_THINKING
+from penstock.eval.find_tokenizer import HOW_TO_VERIFY, FoundTokenizer, find_tokenizer
 from penstock.eval.load import Job, LoadClients, LoadProgress, LoadResult, OnProgress
-from penstock.eval.recount import TokenCounter
+from penstock.eval.recount import ReplyCounter, TokenCounter
 from penstock.eval.results import (
     Reporter,
+    draw_seed,
     format_table,
     percent,
     prepare_output,
     read_fields,
-    read_results,
     require_at_least,
 )
 from penstock.eval.sized_prompts import fit_prompts
@@ -54,7 +57,7 @@ class ThroughputSettings:
     output: str | None = setting(None, "also write the last line to this file")
     baseline: str | None = setting(None, "results of another server, to be compared with")
     tokenizer: str | None = setting(None, "the model's folder, to make prompts and count again with")
-    seed: int = setting(0, "of prompts and spot checks")
+    seed: int | None = setting(None, "of prompts and spot checks (default: drawn anew)")
     timeout: float = setting(600.0, "seconds after which a request has failed")
     body: str = setting(NO_THINKING, f"fields for every request, as JSON (default: {NO_THINKING})")
     stream: bool = setting(True, "ask for streams; without them there are no times to a first token")
@@ -82,20 +85,32 @@ class Prompts(Protocol):
 def run(settings: ThroughputSettings, reporter: Reporter) -> int:
     prepare_output(settings.output)
     body = read_fields("--body", settings.body)
-    baseline = read_levels("--baseline", settings.baseline) if settings.baseline else {}
-    counter = TokenCounter.load(settings.tokenizer) if settings.tokenizer else None
+    baseline = read_throughput("--baseline", settings.baseline).levels if settings.baseline else {}
+    if settings.tokenizer:
+        TokenCounter.load(settings.tokenizer)  # a mistake in it is said before the server is asked
+    settings = replace(settings, seed=draw_seed(settings.seed))
     requests = ChatRequests(settings.base_url, settings.model, extra=body, timeout_s=settings.timeout)
     with reporter.bars() as phases, timed("prompts", phases):
-        prompts = _make_prompts(settings, requests, counter)
+        found = find_tokenizer(settings.tokenizer, requests.client, requests.model)
+        prompts = _make_prompts(settings, requests, found.local)
+    print(f"seed {settings.seed}; {_about_counts(found)}", flush=True)
     levels: list[LevelResult] = []
     with LoadClients() as clients:
-        measuring = _Measuring(settings, requests, prompts, counter, clients, reporter)
+        measuring = _Measuring(settings, requests, prompts, found.counter, clients, reporter)
         for concurrency in settings.concurrency:
             levels.append(measuring.measure(concurrency))
             print(describe(levels[-1], baseline.get(concurrency)), flush=True)
     print(f"\n{format_levels(levels, baseline)}")
-    reporter.deliver(_report(settings, requests, prompts, levels, baseline), settings.output)
+    reporter.deliver(_report(settings, requests, prompts, levels, baseline, found), settings.output)
     return int(not all(level.is_clean for level in levels))
+
+
+def _about_counts(found: FoundTokenizer) -> str:
+    if found.counter is None:
+        return (
+            f"tokens are NOT VERIFIED: no tokenizer was found, so the server's counts stand. {HOW_TO_VERIFY}"
+        )
+    return f"tokens are counted again with {found.source}"
 
 
 def _make_prompts(
@@ -103,9 +118,9 @@ def _make_prompts(
 ) -> Prompts:
     prompts: Prompts
     if counter is not None:
-        prompts = TokenPrompts(counter, settings.seed)
+        prompts = TokenPrompts(counter, draw_seed(settings.seed))
     else:
-        prompts = fit_prompts(requests.count_tokens, settings.seed)
+        prompts = fit_prompts(requests.count_tokens, draw_seed(settings.seed))
     prompts.make(0, settings.input_tokens)  # refuses a length that is too short before anything is measured
     return prompts
 
@@ -118,7 +133,7 @@ class _Measuring:
         settings: ThroughputSettings,
         requests: ChatRequests,
         prompts: Prompts,
-        counter: TokenCounter | None,
+        counter: ReplyCounter | None,
         clients: LoadClients,
         reporter: Reporter,
     ) -> None:
@@ -134,10 +149,10 @@ class _Measuring:
         """A server that does not even let us connect makes a level that failed, not a crash."""
         settings, name = self._settings, f"c = {concurrency}"
         rng = Random(f"{settings.seed}-level-{concurrency}")
-        warmups = [self._next(min(settings.max_tokens, WARMUP_TOKENS)) for _ in range(NUM_WARMUPS)]
-        requests = [self._next(settings.max_tokens) for _ in range(settings.num_requests)]
-        requests = insert_spot_checks(requests, rng)
         try:
+            warmups = [self._next(min(settings.max_tokens, WARMUP_TOKENS)) for _ in range(NUM_WARMUPS)]
+            requests = [self._next(settings.max_tokens) for _ in range(settings.num_requests)]
+            requests = insert_spot_checks(requests, rng)
             with self._reporter.bars() as phases, timed(name, phases) as report:
                 self._send(warmups, concurrency, lambda progress: None)
 
@@ -145,16 +160,17 @@ class _Measuring:
                     report(Phase(name, _in_words(progress), progress.num_done / len(requests)))
 
                 result = self._send(requests, concurrency, show)
+            return judge_level(concurrency, requests, result, self._counter)
         except PenstockError as error:
             what = f"{error.what}. {error.why}".strip()
             return LevelResult(concurrency, settings.num_requests, error=what)
-        return judge_level(concurrency, requests, result, self._counter)
 
     def _next(self, max_tokens: int) -> Request:
         index, self._num_prompts = self._num_prompts, self._num_prompts + 1
         prompt = self._prompts.make(index, self._settings.input_tokens)
-        if isinstance(self._prompts, TokenPrompts):
-            return Request(prompt, max_tokens, self._prompts.count(prompt))
+        if self._counter is not None:
+            num_tokens = self._counter.count_prompt([{"role": "user", "content": prompt}])
+            return Request(prompt, max_tokens, num_tokens)
         return Request(prompt, max_tokens, self._settings.input_tokens if self._prompts.is_exact else None)
 
     def _send(self, requests: Sequence[Request], concurrency: int, on_progress: OnProgress) -> LoadResult:
@@ -172,26 +188,14 @@ class _Measuring:
         )
 
 
-def read_levels(flag: str, path: str) -> dict[int, float]:
-    """Verified tokens a second by concurrency, from a file that this measurement wrote or one like it."""
-    fields = read_results(flag, path)
-    try:
-        return {int(row["concurrency"]): float(row["verified_tok_s"]) for row in fields["levels"]}
-    except (LookupError, TypeError, ValueError) as error:
-        raise PenstockError(
-            f"{flag} {path} holds no throughput",
-            f"{type(error).__name__}: {error}.",
-            'It must have {"levels": [{"concurrency": 1, "verified_tok_s": 984.0}, ...]}.',
-        ) from error
-
-
 def describe(level: LevelResult, baseline: float | None) -> str:
     """A level in a line, and a line for everything that is wrong with it."""
     if level.error:
         return f"c = {level.concurrency}: FAILED, {level.error}"
-    against = f", {percent(level.verified_tok_s, baseline)} of the baseline" if baseline else ""
+    against = f", {percent(level.tok_s, baseline)} of the baseline" if baseline else ""
+    trust = "verified" if level.is_recounted else "not verified"
     lines = [
-        f"c = {level.concurrency}: {level.verified_tok_s:,.1f} tok/s verified in {level.wall_s:,.2f} s"
+        f"c = {level.concurrency}: {level.tok_s:,.1f} tok/s {trust} in {level.wall_s:,.2f} s"
         f"{against}; {level.num_ok} of {level.num_requests} requests ok"
     ]
     lines += [f"  {count} FAILED: {message}" for message, count in level.errors.most_common(5)]
@@ -204,13 +208,13 @@ def describe(level: LevelResult, baseline: float | None) -> str:
     return "\n".join(lines)
 
 
-def format_levels(levels: Sequence[LevelResult], baseline: dict[int, float]) -> str:
+def format_levels(levels: Sequence[LevelResult], baseline: Mapping[int, float]) -> str:
     rows = [
         [
             str(level.concurrency),
-            f"{level.verified_tok_s:,.1f}",
+            "-" if level.verified_tok_s is None else f"{level.verified_tok_s:,.1f}",
             f"{level.claimed_tok_s:,.1f}",
-            percent(level.verified_tok_s, baseline.get(level.concurrency)),
+            percent(level.tok_s, baseline.get(level.concurrency)),
             f"{level.wall_s:,.2f}",
             f"{level.num_ok}/{level.num_requests}",
             str(len(level.discrepancies)),
@@ -233,22 +237,27 @@ def _report(
     requests: ChatRequests,
     prompts: Prompts,
     levels: Sequence[LevelResult],
-    baseline: dict[int, float],
+    baseline: Mapping[int, float],
+    found: FoundTokenizer,
 ) -> dict[str, Any]:
     def with_baseline(level: LevelResult) -> dict[str, Any]:
         return {**level.as_json(), "baseline_tok_s": baseline.get(level.concurrency)}
 
+    rows = [with_baseline(level) for level in levels]
+
     return {
         "benchmark": "throughput",
         "clean": all(level.is_clean for level in levels),
-        "levels": [with_baseline(level) for level in levels],
+        "levels": rows,
+        "results": [contest_level(row) for row in rows],
         "model": requests.model,
         "base_url": settings.base_url,
         "num_requests": settings.num_requests,
         "input_tokens": settings.input_tokens,
         "max_tokens": settings.max_tokens,
         "template_tokens": prompts.num_template_tokens,
-        "recounted": settings.tokenizer is not None,
+        "recounted": found.counter is not None,
+        "recounted_with": found.source or None,
         "seed": settings.seed,
         "body": read_fields("--body", settings.body),
         "stream": settings.stream,

@@ -19,9 +19,11 @@ class TokenPrompts:
 
     is_exact = True
 
-    def __init__(self, counter: TokenCounter, seed: int) -> None:
+    def __init__(self, counter: TokenCounter, seed: int, *, is_raw: bool = False) -> None:
+        """`is_raw`: no chat template stands around a prompt."""
         self._counter = counter
         self._seed = seed
+        self._is_raw = is_raw
         self._is_plain: dict[int, bool] = {}
         self.num_template_tokens = self.count("x") - counter.count_text("x")
 
@@ -30,6 +32,8 @@ class TokenPrompts:
         return self.num_template_tokens + 1
 
     def count(self, prompt: str) -> int:
+        if self._is_raw:
+            return self._counter.count_text(prompt)
         return self._counter.count_prompt([{"role": "user", "content": prompt}])
 
     def make(self, index: int, num_tokens: int) -> str:

@@ -1,0 +1,86 @@
+"""Environment variables for a command's own flags: `penstock eval --limit` is PENSTOCK_EVAL_LIMIT.
+
+Engine and server settings have shorter names, which every command shares (flags.py). A variable becomes the
+words of its flag, in front of those that were typed; a typed flag beats it. Knows argparse; never what a flag
+means.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.commands.flags import ENV_PREFIX, read_boolean
+from penstock.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class GivenByVariable:
+    """`words` for the parser, and the fields that they set."""
+
+    words: list[str]
+    fields: frozenset[str]
+
+
+def variable_of(command: str, action: argparse.Action) -> str | None:
+    """None for what is no flag of the command's own."""
+    long = [name for name in action.option_strings if name.startswith("--")]
+    if not long or long[0] in ("--help", "--debug"):
+        return None
+    return f"{ENV_PREFIX}{command.upper()}_{long[0][2:].replace('-', '_').upper()}"
+
+
+def variables_of(command: str, parser: argparse.ArgumentParser) -> list[str]:
+    return [name for action in parser._actions if (name := variable_of(command, action))]
+
+
+def read_variables(
+    command: str, parser: argparse.ArgumentParser, typed: Sequence[str], environ: Mapping[str, str]
+) -> GivenByVariable:
+    """The flags that variables give and nobody has typed."""
+    silenced = _typed_or_excluded(parser, typed)
+    words: list[str] = []
+    fields: set[str] = set()
+    for action in parser._actions:
+        name = variable_of(command, action)
+        if name is None or not environ.get(name) or action.dest in silenced:
+            continue
+        words += _as_words(action, name, environ[name])
+        fields.add(action.dest)
+    return GivenByVariable(words, frozenset(fields))
+
+
+def is_given_by_variable(arguments: argparse.Namespace, field: str) -> bool:
+    """Such a flag may belong to a sibling of the command that runs: it is not refused, but not used."""
+    given: Collection[str] = getattr(arguments, "from_variables", ())
+    return field in given
+
+
+def _typed_or_excluded(parser: argparse.ArgumentParser, typed: Sequence[str]) -> set[str]:
+    names = {word.partition("=")[0] for word in typed if word.startswith("-")}
+    silenced = {action.dest for action in parser._actions if names & set(action.option_strings)}
+    for group in parser._mutually_exclusive_groups:
+        dests = {action.dest for action in group._group_actions}
+        if dests & silenced:
+            silenced |= dests
+    return silenced
+
+
+def _as_words(action: argparse.Action, variable: str, text: str) -> list[str]:
+    flag = next(name for name in action.option_strings if name.startswith("--"))
+    is_switch = isinstance(action, argparse.BooleanOptionalAction)
+    try:
+        if is_switch or action.nargs == 0:
+            is_on = read_boolean(text)
+            off = [f"--no-{flag[2:]}"] if is_switch else []
+            return [flag] if is_on else off
+        values = text.split(",") if isinstance(action, argparse._AppendAction) else [text]
+        for value in values:
+            if callable(action.type):
+                action.type(value.strip())
+        return [f"{flag}={value.strip()}" for value in values]
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise ConfigError(
+            f"{variable} is {text!r}", f"{error}.", f"Correct or unset it; {flag} would beat it."
+        ) from None

@@ -1,0 +1,116 @@
+"""GPQA-Diamond as the contest asks it: no examples, thinking on, streamed, 12,288 tokens; from a local file.
+
+lm-evaluation-harness does not stream, so the prompt and the grading are ours. The set is not shipped and must
+not be: its authors ask that it appear nowhere in plain text. A line of the file is one question, with the
+columns of the published table (`Question`, `Correct Answer`, `Incorrect Answer 1` to `3`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.eval.latency.marks import Mark
+from penstock.eval.lm_harness import Asking
+from penstock.eval.load import Job, LoadClients, OnProgress
+from penstock.eval.stream_client import StreamedReply, Target
+
+NAME, GATE, MAX_TOKENS = "gpqa_diamond", 0.630, 12_288
+THINKING: Mapping[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
+LETTERS = "ABCD"
+INCORRECT = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
+_SAID = re.compile(r"(?i:answer(?:\s+is)?)[\s:*$]*(?:\\boxed\{|\\text\{)*[\s*$({]*([ABCD])\b")
+_IN_BRACKETS = re.compile(r"\(([ABCD])\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    text: str
+    letter: str  # of the right choice
+
+
+def read_questions(file: Path, limit: float, seed: int) -> list[Question]:
+    """The first ones, as many as `limit` says; a seed gives the same order of choices again."""
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    count = math.ceil(limit * len(lines)) if limit < 1 else int(limit)
+    questions = []
+    for number, line in enumerate(lines[:count], 1):
+        try:
+            questions.append(_as_asked(json.loads(line), Random(f"{seed}-gpqa-{number}")))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise PenstockError(
+                f"Line {number} of {file} is no question of GPQA",
+                f"{type(error).__name__}: {error}.",
+                "It must be a JSON object with Question, Correct Answer and Incorrect Answer 1 to 3.",
+            ) from error
+    return questions
+
+
+def _as_asked(fields: Mapping[str, str], rng: Random) -> Question:
+    right = fields["Correct Answer"].strip()
+    choices = [right, *(fields[name].strip() for name in INCORRECT)]
+    rng.shuffle(choices)
+    listed = "\n".join(f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices))
+    text = (
+        f"{fields['Question'].strip()}\n\n{listed}\n\n"
+        'One of the choices is right. End your reply with "The answer is (X)", where X is its letter.'
+    )
+    return Question(text, LETTERS[choices.index(right)])
+
+
+def chosen_letter(reply: StreamedReply) -> str | None:
+    """The last choice that was named after the thought; a thought that never ended has chosen nothing."""
+    text = reply.content
+    if "</think>" in text:
+        text = text.rpartition("</think>")[2]
+    elif "<think>" in text:
+        return None
+    found = _SAID.findall(text) or _IN_BRACKETS.findall(text)
+    return found[-1] if found else None
+
+
+def ask_gpqa(file: Path, asking: Asking, clients: LoadClients, on_progress: OnProgress) -> Mark:
+    questions = read_questions(file, asking.limit, asking.seed)
+    jobs = [Job(json.dumps(_body(question, asking)).encode()) for question in questions]
+    load = clients.run(
+        Target.of(asking.base_url),
+        jobs,
+        concurrency=asking.num_concurrent,
+        timeout_s=asking.timeout_s,
+        on_progress=on_progress,
+    )
+    pairs = list(zip(questions, load.replies, strict=True))
+    num_right = sum(not reply.error and chosen_letter(reply) == question.letter for question, reply in pairs)
+    num_cut = sum(not reply.error and reply.finish_reason == "length" for reply in load.replies)
+    return Mark(
+        name=NAME,
+        metric="exact_match",
+        share=num_right / max(1, len(pairs)),
+        gate=GATE,
+        num_asked=len(pairs),
+        num_without_reply=sum(bool(reply.error) for reply in load.replies),
+        num_fewshot=0,
+        max_tokens=asking.max_tokens,
+        metrics={"cut_off": float(num_cut)},
+        note="; ".join(sorted({reply.error for reply in load.replies if reply.error})[:2]),
+    )
+
+
+def _body(question: Question, asking: Asking) -> dict[str, Any]:
+    return {
+        "model": asking.model,
+        "messages": [{"role": "user", "content": question.text}],
+        "temperature": 0,
+        "max_tokens": asking.max_tokens,
+        "seed": asking.seed,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **asking.body,
+    }

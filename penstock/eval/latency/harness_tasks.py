@@ -1,0 +1,121 @@
+"""MMLU-Pro and IFEval as the contest asks them, by lm-evaluation-harness: shots, limits, metrics, gates.
+
+MMLU-Pro's five worked examples are of a question's own subject and come from its validation set: offline,
+`validation.jsonl` beside the questions. A folder without it is asked without examples, and the mark says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.eval.latency.marks import Mark
+from penstock.eval.lm_harness import Asking, LocalTask, evaluate_all
+
+EXAMPLES = "validation.jsonl"
+ASK_FOR_A_LETTER = (
+    "The following is a multiple choice question. Think step by step and then finish your answer with "
+    '"the answer is (X)" where X is the correct letter choice.\n'
+)
+WITHOUT_EXAMPLES: Mapping[str, Any] = {
+    "num_fewshot": 0,
+    "fewshot_split": None,
+    "fewshot_config": None,
+    "description": ASK_FOR_A_LETTER,
+}
+SUBJECTS = (
+    *("biology", "business", "chemistry", "computer science", "economics", "engineering", "health"),
+    *("history", "law", "math", "other", "philosophy", "physics", "psychology"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The metric that is gated, as lm-eval names it, the share it needs, and how it is asked."""
+
+    metric: str
+    gate: float
+    num_fewshot: int
+    max_tokens: int = 512
+    packages: tuple[str, ...] = ()
+
+
+KINDS: Mapping[str, Kind] = {
+    "mmlu_pro": Kind("exact_match,custom-extract", 0.621, num_fewshot=5),
+    "ifeval": Kind(
+        "inst_level_strict_acc,none",
+        0.814,
+        num_fewshot=0,
+        packages=("langdetect", "immutabledict", "nltk"),
+    ),
+}
+
+
+def ask_task(name: str, questions: Path | None, asking: Asking) -> Mark:
+    """`questions` is a local file; None: the set that lm-eval fetches."""
+    kind, note = KINDS[name], ""
+    if name == "ifeval":
+        tasks = [LocalTask("penstock_ifeval", "ifeval/ifeval.yaml", "train", questions)]
+    elif questions is not None and not (questions.parent / EXAMPLES).is_file():
+        tasks = [mmlu_without_examples(questions)]
+        note = f"without worked examples: {questions.parent} has no {EXAMPLES}"
+    else:
+        tasks = mmlu_by_subject(questions)
+    num_fewshot = 0 if note else kind.num_fewshot
+    limit = asking.limit if asking.limit < 1 else math.ceil(asking.limit / len(tasks))
+    found = evaluate_all(tasks, replace(asking, limit=limit))
+    if kind.metric not in found.metrics:
+        raise PenstockError(
+            f"lm-eval reports no {kind.metric} for {name}",
+            f"It reports {', '.join(found.metrics) or 'nothing'}.",
+            "Install the version that docs/harness.md names.",
+        )
+    return Mark(
+        name=name,
+        metric=kind.metric,
+        share=found.metrics[kind.metric],
+        gate=kind.gate,
+        num_asked=found.num_asked,
+        num_without_reply=found.failures.total(),
+        num_fewshot=num_fewshot,
+        max_tokens=asking.max_tokens,
+        metrics=found.metrics,
+        note=note,
+    )
+
+
+def mmlu_without_examples(questions: Path) -> LocalTask:
+    source = "mmlu_pro/_default_template_yaml"
+    return LocalTask("penstock_mmlu_pro", source, "test", questions, changes=WITHOUT_EXAMPLES)
+
+
+def mmlu_by_subject(questions: Path | None) -> list[LocalTask]:
+    """A task for each subject that has questions: lm-eval draws worked examples from the same task."""
+    subjects: Sequence[str] = SUBJECTS
+    examples = None
+    if questions is not None:
+        lines = questions.read_text(encoding="utf-8").splitlines()
+        held = {json.loads(line).get("category") for line in lines if line.strip()}
+        subjects, examples = [subject for subject in SUBJECTS if subject in held], questions.parent / EXAMPLES
+        if not subjects:
+            raise PenstockError(
+                f"{questions} has no question of MMLU-Pro",
+                "None of its lines has one of the set's subjects as its category.",
+                f"There are {', '.join(SUBJECTS)}.",
+            )
+    names = [subject.replace(" ", "_") for subject in subjects]
+    return [
+        LocalTask(
+            f"penstock_mmlu_pro_{name}",
+            f"mmlu_pro/mmlu_pro_{name}.yaml",
+            "test",
+            questions,
+            examples=examples,
+        )
+        for name in names
+    ]
