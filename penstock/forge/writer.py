@@ -21,8 +21,9 @@ MAX_TOKENS = 16384
 TASK = """You make an inference engine faster. Below is engine.py; its create_engine(model_config, weight_dir,
 device) returns an object with prefill, decode and remove. It must stay correct for every order of calls and
 every size, import only torch, triton and harmless parts of the standard library, and refuse what it refuses
-now. Answer with one sentence that names your idea, then either a unified diff in a ```diff block or the whole
-new file in a ```python block. One idea at a time; shorter code is better than longer code."""
+now. It is loaded without an entry in sys.modules, so dataclasses do not work in it; NamedTuple does. Answer
+with one sentence that names your idea, then either a unified diff in a ```diff block or the whole new file in
+a ```python block. One idea at a time; shorter code is better than longer code."""
 
 _BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 _HUNK = re.compile(r"^@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
