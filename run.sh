@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # Writes workspace/engine.py for the model in /target, or else target/, with its log, ledger and report beside it.
 # Flags are those of `penstock forge`, e.g. `bash run.sh --budget 2m`.
+# PYTHON names the interpreter (default: .venv/bin/python, or else python3).
 set -euo pipefail
+if [ -n "${PYTHON:-}" ] && [ -x "$PYTHON" ]; then PYTHON=$(realpath -s "$PYTHON"); fi
 cd "$(dirname "$0")"
 
-PYTHON=.venv/bin/python
-[ -x "$PYTHON" ] || PYTHON=python3
+if [ -z "${PYTHON:-}" ]; then
+  PYTHON=.venv/bin/python
+  [ -x "$PYTHON" ] || PYTHON=python3
+fi
 
 TARGET=target
 if [ -f /target/model_config.json ]; then TARGET=/target; fi

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", type=read_duration, metavar="TIME", default=600.0, help="90s, 10m (default: 10m)"
     )
-    parser.add_argument("--device", metavar="NAME", default="", help="cuda or cpu (default: what is here)")
+    parser.add_argument("--device", metavar="NAME", default="auto", help="auto, cuda or cpu (default: auto)")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="of the traces (default: 0)")
     parser.add_argument("--max-trials", type=int, metavar="N", default=1000, help="stop after that many")
     parser.add_argument(
@@ -85,14 +85,14 @@ def check_out(out: Path) -> None:
 
 def _run(arguments: argparse.Namespace, server: ForkServer) -> int:
     from penstock.forge.run import forge
-    from penstock.forge.target import default_target
+    from penstock.forge.target import default_target, read_device
 
     default = default_target()
     best = forge(
         config=arguments.config or default / "model_config.json",
         weights=arguments.weights or default / "weights",
         out=arguments.out,
-        device=_pick_device(arguments.device),
+        device=read_device(arguments.device),
         budget_s=arguments.budget,
         seed=arguments.seed,
         max_trials=arguments.max_trials,
@@ -104,9 +104,3 @@ def _run(arguments: argparse.Namespace, server: ForkServer) -> int:
     gained = ", ".join(f"{family} {gain:.2f}x" for family, gain in best.total.items())
     print(f"{arguments.out}: {gained} as fast as the first version; see {arguments.out.parent / 'report.md'}")
     return 0
-
-
-def _pick_device(name: str) -> str:
-    import torch
-
-    return name or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -62,6 +62,12 @@ class Bench:
     def num_tokens(self) -> int:
         return sum(call.num_tokens for call in self.case.calls[slice(*self.timed)])
 
+    @property
+    def num_decoded(self) -> int:
+        """Of these, the tokens of decode calls: prompts may be timed with them."""
+        calls = self.case.calls[slice(*self.timed)]
+        return sum(call.num_tokens for call in calls if call.kind == "decode")
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
