@@ -14,7 +14,8 @@ fi
 TARGET=target
 if [ -f /target/model_config.json ]; then TARGET=/target; fi
 if [ ! -f "$TARGET/weights/model.pt" ]; then
-  "$PYTHON" scripts/generate_toy_weights.py --config "$TARGET/model_config.json" --output "$TARGET/weights"
+  # Where that fails forge finds out why, and says so in results.log.
+  "$PYTHON" scripts/generate_toy_weights.py --config "$TARGET/model_config.json" --output "$TARGET/weights" || true
 fi
 
 exec "$PYTHON" -P penstock/child_python.py penstock forge --config "$TARGET/model_config.json" --weights "$TARGET/weights" \

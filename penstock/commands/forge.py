@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.errors import ConfigError
 from penstock.eval.results import prepare_output
 from penstock.forge.fork_server import ForkServer
+from penstock.forge.run_log import RunLog
 
 DESCRIPTION = "Writes an engine for one model on this machine: plan, write, check, measure, keep the best."
 USAGE = "penstock forge [flags]"
@@ -63,9 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     check_out(arguments.out)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: with a report
+    log = RunLog(arguments.out.parent)
     try:
-        with ForkServer(arguments.device) as server:  # before torch: it imports the same at the same time
-            return _run(arguments, server)
+        # The server before torch: it imports the same at the same time.
+        with log.explaining(), ForkServer(arguments.device) as server:
+            return _run(arguments, server, log)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -83,7 +86,7 @@ def check_out(out: Path) -> None:
     prepare_output(str(out), "--out")
 
 
-def _run(arguments: argparse.Namespace, server: ForkServer) -> int:
+def _run(arguments: argparse.Namespace, server: ForkServer, log: RunLog) -> int:
     from penstock.forge.run import forge
     from penstock.forge.target import default_target, read_device
 
@@ -99,8 +102,10 @@ def _run(arguments: argparse.Namespace, server: ForkServer) -> int:
         llm_base_url=arguments.llm_base_url,
         llm_model=arguments.llm_model,
         server=server,
+        log=log,
         say=lambda line: print(line, flush=True),
     )
     gained = ", ".join(f"{family} {gain:.2f}x" for family, gain in best.total.items())
-    print(f"{arguments.out}: {gained} as fast as the first version; see {arguments.out.parent / 'report.md'}")
+    said = f"{gained} as fast as the first version" if best.timings else "right; there was no time to time it"
+    print(f"{arguments.out}: {said}; see {arguments.out.parent / 'report.md'}")
     return 0

@@ -10,6 +10,12 @@ LAYER_OPERATIONS = 30  # that torch launches for a layer of a decode step, atten
 LEAST_SHARE = 0.2  # of a step's time: with less, launching is not where one would begin
 
 
+def first_design(machine: Machine) -> dict[str, str]:
+    """Plain torch with a cache; with one thread where several wait for each other."""
+    plain = decisions.plain_design()
+    return decisions.decide(plain, "threads", "one") if machine.is_quicker_with_one_thread else plain
+
+
 def opening(target: Target, machine: Machine) -> tuple[dict[str, str], str] | None:
     """A design and the reason for it; None where only a profile can tell.
 
