@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Writes workspace/engine.py for the model in /target, or else target/, with its log, ledger and report beside it.
 # Flags are those of `penstock forge`, e.g. `bash run.sh --budget 2m`.
+# PENSTOCK_LLM_BASE_URL and PENSTOCK_LLM_MODEL put a language model into the loop, at any server of the OpenAI API;
+# its key, where it wants one, is PENSTOCK_API_KEY.
 # PYTHON names the interpreter (default: .venv/bin/python, or else python3).
 set -euo pipefail
 if [ -n "${PYTHON:-}" ] && [ -x "$PYTHON" ]; then PYTHON=$(realpath -s "$PYTHON"); fi

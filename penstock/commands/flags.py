@@ -20,6 +20,7 @@ from penstock.errors import ConfigError, PenstockError, nearest
 
 ENV_PREFIX = "PENSTOCK_"
 # Settings of a server that also concern a model in the command's own process.
+FORGE_VARIABLES = ("PENSTOCK_LLM_BASE_URL", "PENSTOCK_LLM_MODEL")  # of `penstock forge`, for bash run.sh
 TEXT_SETTINGS = ("tokenizer", "allow_special_tokens_in_content")
 SHORT_FLAGS = {"model": "-m"}
 _COUNT = re.compile(r"(-?\d+(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
@@ -233,6 +234,7 @@ def _read_variable(flag: Flag, text: str) -> Any:
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """A sentence for each PENSTOCK_ variable that no setting answers to: a misspelt one must not pass."""
     known = [flag.variable for settings in (EngineConfig, ServeConfig) for flag in flags_of(settings)]
+    known += FORGE_VARIABLES
     unknown = sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
     return [
         f"{name} is set, but there is no such setting. {nearest(name, known)}".strip() for name in unknown

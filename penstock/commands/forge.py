@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 from pathlib import Path
@@ -17,7 +18,7 @@ USAGE = "penstock forge [flags]"
 EXAMPLES = [
     "penstock forge                                            /target or target → workspace/engine.py",
     "penstock forge --config c.json --weights w --budget 10m   another model, ten minutes",
-    "penstock forge --llm-base-url http://127.0.0.1:8000       a model proposes edits too",
+    "penstock forge --llm-base-url http://127.0.0.1:8000       a model plans and edits too",
 ]
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh]?)")
@@ -56,9 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="of the traces (default: 0)")
     parser.add_argument("--max-trials", type=int, metavar="N", default=1000, help="stop after that many")
     parser.add_argument(
-        "--llm-base-url", metavar="URL", default="", help="a server whose model proposes edits"
+        "--llm-base-url",
+        metavar="URL",
+        default=os.environ.get("PENSTOCK_LLM_BASE_URL", ""),
+        help="a server whose model plans and proposes edits (PENSTOCK_LLM_BASE_URL)",
     )
-    parser.add_argument("--llm-model", metavar="NAME", default="default", help="its name (default: default)")
+    parser.add_argument(
+        "--llm-model",
+        metavar="NAME",
+        default=os.environ.get("PENSTOCK_LLM_MODEL", ""),
+        help="its name (PENSTOCK_LLM_MODEL; default: the server's first)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

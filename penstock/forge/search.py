@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.errors import PenstockError
-from penstock.forge import decisions
+from penstock.forge import decisions, plan
 from penstock.forge.decisions import Alternative, Design
 from penstock.forge.emit import WIDTH, emit
 from penstock.forge.ledger import Ledger, Row, Story, count_changes, write_report
@@ -40,6 +40,7 @@ LEAST_TRIAL_S = 5.0  # in less no kernel is compiled
 REPORT_S = 1.0  # and for a candidate to be ended
 RECENT_TRIALS = 5  # which tell how long the next one may take
 SEARCH_SHARE = 0.6  # of the time, where a writing model is to have the rest
+PLAN_SHARE = 0.2  # of the time left, that a plan is waited for
 MEMORY_IS_SHORT = 0.7
 NUM_KINDS = 4  # of work: projections, attention, small operations, launching
 
@@ -115,6 +116,8 @@ class Search:
     def _improve(self) -> bool:
         """Whether there was nothing left to try before the time was over."""
         self._try_opening()
+        if self.writer:
+            self._follow_plan(self.writer)
         is_in_time = self._improve_by_decisions()
         if self.writer:
             self.improve_by_writing(self.writer)
@@ -165,6 +168,32 @@ class Search:
         self._judge("search", "; ".join(changed), why, self._write(design), design)
         if self._best() is not first:
             del self.judged_s[:-1]  # trials of engines like the first tell nothing about those to come
+
+    def _follow_plan(self, writer: Writer) -> None:
+        """What a writing model would try, of what can be decided; then the profile chooses."""
+        self._know_where_time_goes()
+        device = "cuda" if self.target.is_cuda else "cpu"
+        reply_s = PLAN_SHARE * self._left_s
+        best = self._best()
+        choices = plan.describe_choices(best.design, device)
+        steps = writer.plan(self._brief(best), choices, device, reply_s)
+        if isinstance(steps, str):
+            self._tell(f"no plan of {writer.name}: {steps}")
+            return
+        self._tell(f"plan of {writer.name}: {'; '.join(step.line() for step in steps)}")
+        for step in steps:
+            best, design = self._best(), step.follow(self._best().design)
+            if _key(design) in self.tried or not self._has_time(SEARCH_SHARE):
+                continue
+            self.tried.add(_key(design))
+            changed = "; ".join(decisions.differences(best.design, design))
+            self._judge(
+                "search", changed, f"planned by {writer.name}: {step.why}", self._write(design), design
+            )
+
+    def _tell(self, line: str) -> None:
+        self.ledger.log(line)
+        self.say(line)
 
     def _improve_by_decisions(self) -> bool:
         """False when nothing was left to try, True when time was up."""
