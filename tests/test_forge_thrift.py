@@ -266,9 +266,23 @@ def test_an_exam_has_no_more_requests_than_captured_engines_have_place_for(
 
 
 def test_there_is_no_opening_where_launching_is_not_what_takes_time() -> None:
-    assert opening(Target.of(SMALL, Path("."), "cpu"), H200) is None
     quick = Machine("a GPU", "cuda", "9.0", 0, 1e12, 1e15, 1e-9)
     assert opening(gpu_target("32x4096"), quick) is None
+
+
+def test_the_opening_on_a_cpu_saves_operations_all_at_once() -> None:
+    target, machine = Target.of(SMALL, Path("."), "cpu"), replace(H200, device="cpu", one_thread_gain=2.0)
+    guess = opening(target, machine)
+    assert guess is not None
+    changed = decisions.differences(decisions.plain_design(), guess[0])
+    assert [one.partition(":")[0] for one in changed] == [
+        "weights",
+        "norm",
+        "rope",
+        "prefill",
+        "decode",
+        "threads",
+    ]
 
 
 @pytest.mark.parametrize("is_right", [True, False])
