@@ -17,6 +17,7 @@ from command_line import ROOT, environment
 from penstock.cli import main
 from penstock.forge import decisions, gate
 from penstock.forge.emit import emit
+from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.machine import Machine
 from penstock.forge.measure import draw_benches
 from penstock.forge.opening import first_design
@@ -231,6 +232,25 @@ def test_one_thread_is_enough_where_several_wait_for_each_other(gain: float, num
         assert torch.get_num_threads() == 2
         target = Target.of(SMALL, Path("."), "cpu")
         assert Machine.measure(target).one_thread_gain > 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_that_one_engine_chose_are_not_the_next_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(tmp_path, SMALL)
+    (tmp_path / "one.py").write_text(
+        emit(decisions.decide(decisions.plain_design(), "threads", "one"), "One.")
+    )
+    (tmp_path / "found.py").write_text(emit(decisions.plain_design(), "As found."))
+    before = torch.get_num_threads()
+    monkeypatch.setattr("penstock.forge.local.FOUND_THREADS", 2)
+    try:
+        LocalPlayer(load_module(tmp_path / "one.py"), target)
+        assert torch.get_num_threads() == 1
+        LocalPlayer(load_module(tmp_path / "found.py"), target)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

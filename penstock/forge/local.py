@@ -19,6 +19,8 @@ from penstock.forge.sandbox import CandidateError, Played
 from penstock.forge.target import Target
 from penstock.forge.traces import Call
 
+FOUND_THREADS = torch.get_num_threads()
+
 
 def load_module(path: Path) -> ModuleType:
     if not path.exists():
@@ -40,6 +42,7 @@ class LocalPlayer:
     def __init__(self, module: ModuleType, target: Target) -> None:
         self.device = target.device
         self.is_cuda = target.is_cuda
+        torch.set_num_threads(FOUND_THREADS)  # an engine before this one may have changed it
         self.resident = ResidentPeak()
         if self.is_cuda:
             torch.cuda.empty_cache()
