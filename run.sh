@@ -1,16 +1,23 @@
 #!/usr/bin/env bash
 # Writes workspace/engine.py for the model in /target, or else target/, with its log, ledger and report beside it.
 # Flags are those of `penstock forge`, e.g. `bash run.sh --budget 2m`.
+# PENSTOCK_LLM_BASE_URL and PENSTOCK_LLM_MODEL put a language model into the loop, at any server of the OpenAI API;
+# its key, where it wants one, is PENSTOCK_API_KEY.
+# PYTHON names the interpreter (default: .venv/bin/python, or else python3).
 set -euo pipefail
+if [ -n "${PYTHON:-}" ] && [ -x "$PYTHON" ]; then PYTHON=$(realpath -s "$PYTHON"); fi
 cd "$(dirname "$0")"
 
-PYTHON=.venv/bin/python
-[ -x "$PYTHON" ] || PYTHON=python3
+if [ -z "${PYTHON:-}" ]; then
+  PYTHON=.venv/bin/python
+  [ -x "$PYTHON" ] || PYTHON=python3
+fi
 
 TARGET=target
 if [ -f /target/model_config.json ]; then TARGET=/target; fi
 if [ ! -f "$TARGET/weights/model.pt" ]; then
-  "$PYTHON" scripts/generate_toy_weights.py --config "$TARGET/model_config.json" --output "$TARGET/weights"
+  # Where that fails forge finds out why, and says so in results.log.
+  "$PYTHON" scripts/generate_toy_weights.py --config "$TARGET/model_config.json" --output "$TARGET/weights" || true
 fi
 
 exec "$PYTHON" -P penstock/child_python.py penstock forge --config "$TARGET/model_config.json" --weights "$TARGET/weights" \

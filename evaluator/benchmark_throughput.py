@@ -4,7 +4,8 @@
 
 create_engine is not timed; prefill, decode and remove are. Medians over the repeats, beside other engines and
 the naive one, which computes everything anew. A bench of the naive one ends after a few seconds; all others
-are then timed with the same calls too, and compared by these. The last line is one JSON object.
+are then timed with the same calls too, and compared by these. Memory is what engines add: on a GPU what torch
+allocates, on a CPU what the process grows by. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import torch
 
 from penstock.errors import PenstockError
 from penstock.forge import naive_engine
@@ -67,7 +66,7 @@ def main() -> int:
     print(json.dumps(report))
     if arguments.output:
         arguments.output.write_text(json.dumps(report, indent=2) + "\n")
-    return 0
+    return 1 if report["engine"]["faults"] else 0
 
 
 def short_names(paths: Sequence[Path]) -> dict[Path, str]:
@@ -132,6 +131,7 @@ def describe(bench: Bench, seconds: Sequence[float]) -> dict[str, Any]:
         "family": bench.family,
         "call_ms": 1e3 * median / num_calls,
         "tokens_per_second": bench.num_tokens / median,
+        "decode_tokens_per_second": bench.num_decoded / median,
         "calls_timed": num_calls,
     }
 
@@ -147,10 +147,12 @@ def times(engine: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
 
 
 def print_table(name: str, report: dict[str, Any]) -> None:
-    memory = f"{report['peak_bytes'] / 1e9:.2f} GB at most" if report["peak_bytes"] else "memory not counted"
+    memory = f"{report['peak_bytes'] / 1e6:,.0f} MB at most" if report["peak_bytes"] else "memory not counted"
     print(f"{name}: built in {report['build_s']:.1f} s, {memory}")
     for bench, numbers in report["benches"].items():
         speed = f"{numbers['tokens_per_second']:12,.0f} tokens/s"
+        if numbers["decode_tokens_per_second"]:
+            speed += f", {numbers['decode_tokens_per_second']:,.0f} of them decoded"
         print(f"  {bench:<24} {numbers['call_ms']:10.3f} ms a call {speed}")
     for fault in report["faults"]:
         print(f"  WRONG: {fault}")
@@ -160,9 +162,11 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", type=Path, default=Path("workspace/engine.py"))
     parser.add_argument("--also", type=Path, nargs="+", default=[], help="other engines, timed beside it")
-    parser.add_argument("--config", type=Path, default=default_target() / "model_config.json")
+    parser.add_argument(
+        "--config", "--model-config", type=Path, default=default_target() / "model_config.json"
+    )
     parser.add_argument("--weights", "--weight-dir", type=Path, default=default_target() / "weights")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--seed", type=int, default=4321)
     parser.add_argument("--repeats", type=int, default=3, help="each with a fresh engine")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))

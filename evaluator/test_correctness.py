@@ -56,19 +56,15 @@ def main() -> int:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", type=Path, default=Path("workspace/engine.py"))
-    parser.add_argument("--config", type=Path, default=default_target() / "model_config.json")
+    parser.add_argument(
+        "--config", "--model-config", type=Path, default=default_target() / "model_config.json"
+    )
     parser.add_argument("--weights", "--weight-dir", type=Path, default=default_target() / "weights")
-    parser.add_argument("--device", default=default_device())
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--traces", type=int, default=6, help="random ones, beside the situations")
     parser.add_argument("--max-batch", type=int, default=64)
     return parser.parse_args()
-
-
-def default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

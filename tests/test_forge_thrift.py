@@ -266,9 +266,23 @@ def test_an_exam_has_no_more_requests_than_captured_engines_have_place_for(
 
 
 def test_there_is_no_opening_where_launching_is_not_what_takes_time() -> None:
-    assert opening(Target.of(SMALL, Path("."), "cpu"), H200) is None
     quick = Machine("a GPU", "cuda", "9.0", 0, 1e12, 1e15, 1e-9)
     assert opening(gpu_target("32x4096"), quick) is None
+
+
+def test_the_opening_on_a_cpu_saves_operations_all_at_once() -> None:
+    target, machine = Target.of(SMALL, Path("."), "cpu"), replace(H200, device="cpu", one_thread_gain=2.0)
+    guess = opening(target, machine)
+    assert guess is not None
+    changed = decisions.differences(decisions.plain_design(), guess[0])
+    assert [one.partition(":")[0] for one in changed] == [
+        "weights",
+        "norm",
+        "rope",
+        "prefill",
+        "decode",
+        "threads",
+    ]
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -289,6 +303,7 @@ def test_after_the_first_version_the_opening_is_tried_and_the_first_is_profiled_
     ) -> Outcome:
         tried.append((source, is_profiled))
         if bar is None:
+            rest["when_right"]()
             return Outcome("", "passed", 1.0, timings=timings_of(1.0))
         if "CUDAGraph" in source and is_right:
             return Outcome("", "passed", 1.0, timings=timings_of(0.1), profile=profile)
@@ -329,6 +344,7 @@ def test_a_slow_first_version_leaves_the_opening_what_time_there_is(
         allowed.append(seconds)
         is_first = "CUDAGraph" not in source
         if is_first:
+            rest["when_right"]()
             search.ledger = Ledger(tmp_path, time.monotonic() - (100.0 - left_s))
         return Outcome(
             "", "passed", 100.0 - left_s if is_first else 2.0, timings=timings_of(1.0 if is_first else 0.1)

@@ -20,6 +20,7 @@ from penstock.errors import ConfigError, PenstockError, nearest
 
 ENV_PREFIX = "PENSTOCK_"
 # Settings of a server that also concern a model in the command's own process.
+FORGE_VARIABLES = ("PENSTOCK_LLM_BASE_URL", "PENSTOCK_LLM_MODEL")  # of `penstock forge`, for bash run.sh
 TEXT_SETTINGS = ("tokenizer", "chat_template", "allow_special_tokens_in_content")
 SHORT_FLAGS = {"model": "-m"}
 _COUNT = re.compile(r"(-?\d+(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
@@ -238,7 +239,7 @@ def unknown_variables(
     `own` are the running command's, and `others` what those of other commands begin with.
     """
     known = [flag.variable for settings in (EngineConfig, ServeConfig) for flag in flags_of(settings)]
-    known += own
+    known += [*own, *FORGE_VARIABLES]
     unknown = sorted(
         name
         for name in environ

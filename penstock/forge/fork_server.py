@@ -24,7 +24,7 @@ KEPT_CUDA_VARIABLES = ("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "TRITON_LIBCUDA_PATH
 
 class ForkServer:
     def __init__(self, device: str) -> None:
-        """For candidates of this device; nobody knows yet whether there is one: "" may be a GPU."""
+        """For candidates of this device; nobody knows yet whether there is one: "auto" may be a GPU."""
         self.started = time.monotonic()
         self._folder = tempfile.TemporaryDirectory(prefix="forge-")
         self.scratch = Path(self._folder.name)

@@ -66,11 +66,11 @@ def main() -> None:
 
 
 def load_file(name: str, path: str) -> ModuleType:
+    """Not registered in sys.modules: an engine must load for whoever does not do so either."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where kernels and dataclasses look for their own source
     spec.loader.exec_module(module)
     return module
 

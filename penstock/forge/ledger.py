@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.forge.measure import Timing
+from penstock.forge.run_log import RunLog, replace_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Row:
 
 
 class Ledger:
-    def __init__(self, folder: Path, started: float | None = None) -> None:
+    def __init__(self, folder: Path, started: float | None = None, log: RunLog | None = None) -> None:
         """`started` by the monotonic clock, where the run is older than its ledger.
 
         An earlier run's files are replaced with the first row: a run that comes to nothing leaves them.
@@ -58,7 +58,7 @@ class Ledger:
         self.folder = folder
         self.rows: list[Row] = []
         self._started = time.monotonic() if started is None else started
-        self._early_lines: list[str] = []
+        self._log = log or RunLog(folder)
 
     @property
     def age_s(self) -> float:
@@ -67,26 +67,14 @@ class Ledger:
     def add(self, row: Row) -> None:
         if not self.rows:
             replace_file(self.folder / "ledger.jsonl", "")
-            replace_file(self.folder / "results.log", "".join(self._early_lines))
+            self._log.begin()
         self.rows.append(row)
         with (self.folder / "ledger.jsonl").open("a") as file:
             file.write(json.dumps(row.facts(), ensure_ascii=False) + "\n")
         self.log(row.line())
 
     def log(self, line: str) -> None:
-        if not self.rows:
-            self._early_lines.append(line + "\n")
-            return
-        with (self.folder / "results.log").open("a") as file:
-            file.write(line + "\n")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """All of it or nothing, whenever one is interrupted."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text)
-    os.replace(draft, path)
+        self._log.add(line)
 
 
 def count_changes(before: str, after: str) -> tuple[int, int]:
@@ -130,7 +118,14 @@ def write_report(path: Path, story: Story, rows: list[Row]) -> None:
         numbers = f"{first.call_ms:.3f} | {timing.call_ms:.3f} | {timing.tokens_per_second:,.0f}"
         lines.append(f"| {name} | {numbers} | {first.seconds / timing.seconds:.2f}x | {floor} |")
     gains = ", ".join(f"{family} {gain:.2f}x" for family, gain in story.gains.items())
-    lines += ["", f"By family: {gains}.", "", "## What was decided", "", "| question | choice | why |"]
+    lines += [
+        "",
+        f"By family: {gains or 'not timed'}.",
+        "",
+        "## What was decided",
+        "",
+        "| question | choice | why |",
+    ]
     lines += ["|---|---|---|", *(f"| {a} | {b} | {c} |" for a, b, c in story.decisions)]
     lines += ["", "## What was tried", "", "| trial | idea | why | lines | came to | score | verdict |"]
     lines += ["|---|---|---|---|---|---|---|", *(_table_row(row) for row in rows)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Sequence
@@ -15,15 +14,26 @@ from torch import Tensor
 
 from penstock.errors import PenstockError
 from penstock.forge.host import fault_of_answer, load_file
+from penstock.forge.resident import ResidentPeak
 from penstock.forge.sandbox import CandidateError, Played
 from penstock.forge.target import Target
 from penstock.forge.traces import Call
+
+FOUND_THREADS = torch.get_num_threads()
 
 
 def load_module(path: Path) -> ModuleType:
     if not path.exists():
         raise PenstockError(f"There is no {path}", "", "`bash run.sh` writes workspace/engine.py.")
-    return load_file(f"engine_{path.stem}_{time.monotonic_ns()}", str(path))
+    try:
+        return load_file(f"engine_{path.stem}_{time.monotonic_ns()}", str(path))
+    except Exception as error:  # whatever its first lines raise
+        raise PenstockError(
+            f"{path} cannot be loaded",
+            f"{type(error).__name__}: {error}",
+            "It is loaded without an entry in sys.modules, so @dataclass fails in it where annotations are"
+            " postponed.",
+        ) from error
 
 
 class LocalPlayer:
@@ -32,7 +42,8 @@ class LocalPlayer:
     def __init__(self, module: ModuleType, target: Target) -> None:
         self.device = target.device
         self.is_cuda = target.is_cuda
-        gc.collect()
+        torch.set_num_threads(FOUND_THREADS)  # an engine before this one may have changed it
+        self.resident = ResidentPeak()
         if self.is_cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -119,4 +130,4 @@ class LocalPlayer:
             torch.cuda.synchronize()
 
     def _peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated() if self.is_cuda else 0
+        return torch.cuda.max_memory_allocated() if self.is_cuda else self.resident.read_bytes()

@@ -7,8 +7,10 @@ has other tokens.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -62,6 +64,12 @@ class Bench:
     def num_tokens(self) -> int:
         return sum(call.num_tokens for call in self.case.calls[slice(*self.timed)])
 
+    @property
+    def num_decoded(self) -> int:
+        """Of these, the tokens of decode calls: prompts may be timed with them."""
+        calls = self.case.calls[slice(*self.timed)]
+        return sum(call.num_tokens for call in calls if call.kind == "decode")
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -81,13 +89,19 @@ class Timing:
         return 1e3 * self.seconds / self.num_calls
 
 
-def draw_benches(target: Target, oracle: Oracle, seed: int, sizes: Sizes | None = None) -> list[Bench]:
+def draw_benches(
+    target: Target, oracle: Oracle, seed: int, sizes: Sizes | None = None, seconds: float = math.inf
+) -> list[Bench]:
+    """Each for two plays at least, and for more as long as right answers have taken no more than that."""
     rng = random.Random(seed)
     sizes = sizes or Sizes.of(target)
+    started = time.monotonic()
 
     def bench(name: str, family: str, trace: Trace, timed: tuple[int, int]) -> Bench:
         first = oracle.answer(trace, _checked(trace, range(*timed)))
-        repeats = [_answer_one(oracle, trace.redrawn(), range(*timed)) for _ in range(sizes.repeats)]
+        repeats: list[Case] = []
+        while len(repeats) < sizes.repeats and (not repeats or time.monotonic() - started < seconds):
+            repeats.append(_answer_one(oracle, trace.redrawn(), range(*timed)))
         return Bench(name, family, first, timed, repeats)
 
     def new(name: str) -> Trace:

@@ -7,7 +7,20 @@ from penstock.forge.machine import Machine
 from penstock.forge.target import Target
 
 LAYER_OPERATIONS = 30  # that torch launches for a layer of a decode step, attention of one row included
+FEW_OPERATIONS = {  # of a layer in torch, for prompts and for decode steps
+    "weights": "fused",
+    "norm": "folded",
+    "rope": "complex",
+    "prefill": "packed",
+    "decode": "grouped",
+}
 LEAST_SHARE = 0.2  # of a step's time: with less, launching is not where one would begin
+
+
+def first_design(machine: Machine) -> dict[str, str]:
+    """Plain torch with a cache; with one thread where several wait for each other."""
+    plain = decisions.plain_design()
+    return decisions.decide(plain, "threads", "one") if machine.is_quicker_with_one_thread else plain
 
 
 def opening(target: Target, machine: Machine) -> tuple[dict[str, str], str] | None:
@@ -15,10 +28,11 @@ def opening(target: Target, machine: Machine) -> tuple[dict[str, str], str] | No
 
     Where launching takes a large part of a step, steps are captured, which takes kernels, which take fused
     weights: one design, instead of one trial for each. So are long passes over prompts where even those
-    compute for no longer than it takes to launch them.
+    compute for no longer than it takes to launch them. On a CPU it is what saves operations: each such choice
+    gains little, which a measurement beside other processes may miss, and all of them gain much.
     """
     if not target.is_cuda:
-        return None
+        return _opening_of_cpu(machine)
     launching_s = LAYER_OPERATIONS * target.shape.num_layers * machine.launch_s
     reading_s = machine.decode_floor_s(target, batch=1, context_len=0)
     if launching_s < LEAST_SHARE * (launching_s + reading_s):
@@ -29,3 +43,10 @@ def opening(target: Target, machine: Machine) -> tuple[dict[str, str], str] | No
     if machine.prefill_floor_s(target, longest_pass) < launching_s:
         design = decisions.decide(design, "passes", "all")
     return design, why
+
+
+def _opening_of_cpu(machine: Machine) -> tuple[dict[str, str], str]:
+    design = first_design(machine)
+    for name, choice in FEW_OPERATIONS.items():
+        design = decisions.decide(design, name, choice)
+    return design, "fewer operations, each of which saves too little to be measured alone"

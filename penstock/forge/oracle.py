@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -105,6 +106,31 @@ class Oracle:
                 strayed.append(distance(answer[row], right))
         squares = [one.typical**2 for one in strayed]
         return Distance(max(one.most for one in strayed), statistics.mean(squares) ** 0.5)
+
+
+class Allowance:
+    """Seconds for right answers. What the next ones will take follows from what the last ones took."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._taken_s = 0.0
+        self._num_tokens = 0
+
+    def has_room_for(self, num_tokens: int) -> bool:
+        expected_s = self._taken_s / self._num_tokens * num_tokens if self._num_tokens else 0.0
+        return self._taken_s + expected_s <= self.seconds
+
+    def answer(self, knowing: Oracle, trace: Trace) -> Case:
+        started = time.monotonic()
+        case = knowing.answer(trace)
+        self._taken_s += time.monotonic() - started
+        self._num_tokens += count_tokens(trace)
+        return case
+
+
+def count_tokens(trace: Trace) -> int:
+    """That right answers for all of it take: the whole text of every request."""
+    return sum(len(life.tokens) for life in _lives(trace.calls))
 
 
 def typical_case(cases: Sequence[Case]) -> Case:

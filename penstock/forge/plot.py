@@ -32,7 +32,7 @@ def draw_progress(rows: Sequence[Row], title: str) -> str:
     best = 0.0
     for row in rows:
         x = x_of(row.trial)
-        if row.verdict == "kept":
+        if row.verdict == "kept" and row.score:
             steps += [(x, y_of(best)), (x, y_of(row.score))] if best else [(x, y_of(row.score))]
             best = row.score
         parts.append(_mark(row, x, y_of))
@@ -40,7 +40,7 @@ def draw_progress(rows: Sequence[Row], title: str) -> str:
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in steps)
     parts.insert(0, f"<polyline points='{points}' fill='none' stroke='{KEPT}' stroke-width='2'/>")
     for row in rows:
-        if row.verdict == "kept":
+        if row.verdict == "kept" and row.score:
             parts.append(_label(row, x_of(row.trial), y_of(row.score)))
     head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' font-family='sans-serif'"
     background = f"<rect width='{WIDTH}' height='{HEIGHT}' fill='white'/>"

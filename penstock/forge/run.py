@@ -14,6 +14,7 @@ from penstock.forge.machine import Machine
 from penstock.forge.measure import Sizes
 from penstock.forge.phases import Phases, tell
 from penstock.forge.probe import Reach, settle
+from penstock.forge.run_log import RunLog
 from penstock.forge.sandbox import Limits, Sandbox
 from penstock.forge.search import Engine, Search
 from penstock.forge.target import Target
@@ -40,18 +41,22 @@ def forge(
     llm_base_url: str = "",
     llm_model: str = "",
     server: ForkServer | None = None,
+    log: RunLog | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Engine:
-    """With a fork server that is already importing, the time counts from when that was started."""
-    writer = Writer(llm_base_url, llm_model) if llm_base_url else None
-    if writer:
-        writer.greet()
+    """With a fork server that is already importing, the time counts from when that was started. Whatever
+    comes of it, results.log beside `out` tells it."""
+    log = log or RunLog(out.parent)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(log.explaining())
+        writer = Writer(llm_base_url, llm_model) if llm_base_url else None
+        if writer:
+            writer.greet()
         server = server or stack.enter_context(ForkServer(device))
         phases = Phases(server.started)
         phases.end("libraries")
         target = Target.open(config, weights, device)
-        ledger = Ledger(out.parent, server.started)
+        ledger = Ledger(out.parent, server.started, log)
         memory_bytes = SPARE_BYTES + 4 * target.weight_bytes + (COMPILER_BYTES if target.is_cuda else 0)
         limits = Limits(min(trial_s, budget_s), memory_bytes)
         sandbox = Sandbox(target, limits, server)
@@ -61,12 +66,22 @@ def forge(
         machine = Machine.measure(target)
         phases.end("machine")
         say(f"machine: {machine.describe()}")
-        exam = Exam.draw(target, seed, num_random=num_random, sizes=sizes, phases=phases)
-        say(f"exam: {len(exam.cases)} situations, {len(exam.benches)} benches, drawn from seed {seed}")
+        with machine.quickest_threads():
+            exam = Exam.draw(
+                target,
+                seed,
+                num_random=num_random,
+                sizes=sizes,
+                phases=phases,
+                seconds=budget_s - ledger.age_s,
+            )
+        said = f"exam: {len(exam.cases)} situations, {len(exam.benches)} benches, drawn from seed {seed}"
+        say(said + _tell_left_out(exam))
         reached, settled_s = settling.result()
         phases.end("waiting for the sandbox")
         say(f"sandbox: {', '.join(sandbox.restrictions)}")
         said = f"inspect, seconds: {tell(phases.seconds)}; beside it sandbox {settled_s:.1f}"
+        said += _tell_left_out(exam)
         ledger.log(said)
         say(said)
         if writer:
@@ -84,6 +99,10 @@ def forge(
             say=say,
         )
         return search.run()
+
+
+def _tell_left_out(exam: Exam) -> str:
+    return f"; no time for the situations: {', '.join(exam.left_out)}" if exam.left_out else ""
 
 
 def _settle(sandbox: Sandbox) -> tuple[Reach, float]:

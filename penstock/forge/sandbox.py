@@ -42,6 +42,10 @@ class CandidateError(Exception):
     """The candidate raised, died, fell silent or took too much; the text is for the ledger."""
 
 
+class OutOfTime(CandidateError):
+    """It may be right: it was stopped."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     seconds: float
@@ -202,7 +206,7 @@ class Hosted:
             if isinstance(message, dict) and message:
                 message["payload"] = self._lines.read(min(int(message["bytes"]), MAX_PAYLOAD))
         except TimeoutError:
-            raise CandidateError(f"out of time: more than {self.limits.seconds:.0f} s") from None
+            raise OutOfTime(f"out of time: more than {self.limits.seconds:.0f} s") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CandidateError(f"spoke nonsense: {error}") from None
         if not message:

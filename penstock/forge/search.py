@@ -17,14 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.errors import PenstockError
-from penstock.forge import decisions
+from penstock.forge import decisions, plan
 from penstock.forge.decisions import Alternative, Design
 from penstock.forge.emit import WIDTH, emit
-from penstock.forge.ledger import Ledger, Row, Story, count_changes, replace_file, write_report
+from penstock.forge.ledger import Ledger, Row, Story, count_changes, write_report
 from penstock.forge.machine import Machine
 from penstock.forge.measure import FAMILIES, Timing, gains, score
-from penstock.forge.opening import opening
+from penstock.forge.opening import first_design, opening
 from penstock.forge.plot import draw_progress
+from penstock.forge.run_log import replace_file
 from penstock.forge.sandbox import Sandbox
 from penstock.forge.target import Target
 from penstock.forge.trial import Bar, Exam, Outcome, profile_engine, run_trial
@@ -36,8 +37,10 @@ LEAST_GAIN = 1.02  # a smaller one is noise, or not worth the lines
 CLEAR_GAIN = 1.10  # on a GPU; a smaller one is confirmed by timing the reigning engine again
 DOUBTFUL_GAIN = 0.8  # on a CPU, which others use too; everything better is confirmed
 LEAST_TRIAL_S = 5.0  # in less no kernel is compiled
+REPORT_S = 1.0  # and for a candidate to be ended
 RECENT_TRIALS = 5  # which tell how long the next one may take
 SEARCH_SHARE = 0.6  # of the time, where a writing model is to have the rest
+PLAN_SHARE = 0.2  # of the time left, that a plan is waited for
 MEMORY_IS_SHORT = 0.7
 NUM_KINDS = 4  # of work: projections, attention, small operations, launching
 
@@ -98,12 +101,10 @@ class Search:
         ending = "The time was used up."
         try:
             self.start()
-            self._try_opening()
-            if not self._improve_by_decisions():
+            if self._best().outcome.is_cut_short:
+                ending = "The time was used up before the first version could be timed; it is right."
+            elif self._improve():
                 ending = "No alternative promised anything any more."
-            if self.writer:
-                self.improve_by_writing(self.writer)
-            self._hold_closing_match()
         except KeyboardInterrupt:
             ending = "It was interrupted; this is the best until then."
             if self.best is None:
@@ -112,14 +113,34 @@ class Search:
             self._report(ending)
         return self._best()
 
+    def _improve(self) -> bool:
+        """Whether there was nothing left to try before the time was over."""
+        self._try_opening()
+        if self.writer:
+            self._follow_plan(self.writer)
+        is_in_time = self._improve_by_decisions()
+        if self.writer:
+            self.improve_by_writing(self.writer)
+        self._hold_closing_match()
+        return not is_in_time
+
     def start(self, source: str = "") -> None:
         """From the plain design, or from an engine that somebody else wrote."""
-        design = decisions.plain_design()
+        design = first_design(self.machine)
         source = source or self._write(design)
         is_profiled = opening(self.target, self.machine) is None  # or else it is not what comes next
-        outcome = run_trial(self.sandbox, source, self.exam, seconds=self._left_s, is_profiled=is_profiled)
+        outcome = run_trial(
+            self.sandbox,
+            source,
+            self.exam,
+            seconds=self._left_s,
+            is_profiled=is_profiled,
+            when_right=lambda: replace_file(self.out, source),
+        )
         self.judged_s.append(outcome.seconds)
-        if not outcome.is_passed:
+        if not outcome.is_passed and not outcome.is_cut_short:
+            if outcome.gate == "measure":  # right until it was timed
+                self.out.unlink(missing_ok=True)
             raise ForgeError(
                 f"The first version stopped at {outcome.gate}",
                 outcome.fault,
@@ -129,7 +150,6 @@ class Search:
         alike = dict.fromkeys(FAMILIES, 1.0)
         self.first = self.best = Engine(source, design, outcome, "plain torch with a cache", alike)
         self.tried.add(_key(design))
-        replace_file(self.out, source)
         self._record("search", self.first.idea, "a correct start", "", source, outcome, "kept", alike)
 
     def _try_opening(self) -> None:
@@ -148,6 +168,32 @@ class Search:
         self._judge("search", "; ".join(changed), why, self._write(design), design)
         if self._best() is not first:
             del self.judged_s[:-1]  # trials of engines like the first tell nothing about those to come
+
+    def _follow_plan(self, writer: Writer) -> None:
+        """What a writing model would try, of what can be decided; then the profile chooses."""
+        self._know_where_time_goes()
+        device = "cuda" if self.target.is_cuda else "cpu"
+        reply_s = PLAN_SHARE * self._left_s
+        best = self._best()
+        choices = plan.describe_choices(best.design, device)
+        steps = writer.plan(self._brief(best), choices, device, reply_s)
+        if isinstance(steps, str):
+            self._tell(f"no plan of {writer.name}: {steps}")
+            return
+        self._tell(f"plan of {writer.name}: {'; '.join(step.line() for step in steps)}")
+        for step in steps:
+            best, design = self._best(), step.follow(self._best().design)
+            if _key(design) in self.tried or not self._has_time(SEARCH_SHARE):
+                continue
+            self.tried.add(_key(design))
+            changed = "; ".join(decisions.differences(best.design, design))
+            self._judge(
+                "search", changed, f"planned by {writer.name}: {step.why}", self._write(design), design
+            )
+
+    def _tell(self, line: str) -> None:
+        self.ledger.log(line)
+        self.say(line)
 
     def _improve_by_decisions(self) -> bool:
         """False when nothing was left to try, True when time was up."""
@@ -284,7 +330,7 @@ class Search:
     @property
     def _left_s(self) -> float:
         """A candidate that never ends must not take more than there is."""
-        return max(1.0, self.budget_s - self.ledger.age_s)
+        return max(1.0, self.budget_s - REPORT_S - self.ledger.age_s)
 
     def _record(
         self,

@@ -137,7 +137,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_device(name: str) -> str:
-    """cpu or cuda. Clocks, graphs and kernels are those of the current device, which is the first one."""
+    """cpu or cuda; auto or nothing is what is here. Clocks, graphs and kernels are those of the current
+    device, which is the first one."""
+    if name in ("", "auto"):
+        return "cuda" if torch.cuda.is_available() else "cpu"
     if name in ("cpu", "cuda", "cuda:0"):
         return name.partition(":")[0]
     index = name.removeprefix("cuda:")
@@ -148,7 +151,7 @@ def read_device(name: str) -> str:
             f"Let it be the only one: CUDA_VISIBLE_DEVICES={index}, and --device cuda.",
         )
     raise ConfigError(
-        f"There is no device {name!r}", "Engines run on cpu or cuda.", "Write --device cpu or cuda."
+        f"There is no device {name!r}", "Engines run on cpu or cuda.", "Write --device cpu or cuda, or auto."
     )
 
 

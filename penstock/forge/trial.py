@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,16 +14,27 @@ from penstock.errors import CapacityError
 from penstock.forge import gate
 from penstock.forge.fragments.cache_slots import MAX_SLOTS, MEMORY_SHARE
 from penstock.forge.measure import Bench, Sizes, Timing, draw_benches, measure, score
-from penstock.forge.oracle import Case, Distance, Oracle, allowed_distance, typical_case
+from penstock.forge.oracle import (
+    Allowance,
+    Case,
+    Distance,
+    Oracle,
+    allowed_distance,
+    count_tokens,
+    typical_case,
+)
 from penstock.forge.phases import Phases
-from penstock.forge.sandbox import CandidateError, Hosted, Sandbox
+from penstock.forge.sandbox import CandidateError, Hosted, OutOfTime, Sandbox
 from penstock.forge.screen import refusal
 from penstock.forge.target import Target
-from penstock.forge.traces import correctness_traces
+from penstock.forge.traces import Trace, correctness_traces
 
 LEAST_SLOTS = 20  # for the requests of a mixed trace, and a spare one
 CROWD = 65  # one more than the rows that steps are captured for
 CPU_CACHE_BYTES = 4 << 30  # a part of what a trial on a CPU may have beside the weights
+CASES_SHARE = 0.2  # of the time that is left, for right answers of situations; every candidate plays them
+BENCHES_SHARE = 0.1
+ALWAYS = ("single", "batched", "inserted in between", "removed, re-added, replaced", "refusals")
 PROFILED_CALLS = 3  # of a trace: reading a profile takes longer than what it is of
 
 
@@ -34,6 +45,7 @@ class Exam:
     cases: Sequence[Case]
     benches: Sequence[Bench]
     allowed: Distance  # from right answers
+    left_out: Sequence[str] = ()  # the situations there was no time for
 
     @classmethod
     def draw(
@@ -44,7 +56,10 @@ class Exam:
         num_random: int = 4,
         sizes: Sizes | None = None,
         phases: Phases | None = None,
+        seconds: float = math.inf,
     ) -> Exam:
+        """Of what a run has left, `seconds`, right answers take a part: situations that would need more are
+        left out, but never the common ones."""
         phases = phases or Phases()
         crowd = CROWD if _has_room(target) else 0  # asked before the oracle takes some of it
         num_slots = count_slots(target)
@@ -54,19 +69,35 @@ class Exam:
         traces = correctness_traces(
             target.shape, seed, num_random=num_random, max_batch=max_batch, crowd=crowd
         )
-        random.Random(seed).shuffle(traces)
-        cases = [knowing.answer(trace) for trace in traces]
+        cases = answer_in_time(knowing, traces, CASES_SHARE * seconds)
+        random.Random(seed).shuffle(cases)
         phases.end("cases")
         sizes = sizes or Sizes.of(target)
         sizes = replace(sizes, batches=tuple(batch for batch in sizes.batches if batch < num_slots))
-        benches = draw_benches(target, knowing, seed + 1, sizes)
+        benches = draw_benches(target, knowing, seed + 1, sizes, BENCHES_SHARE * seconds)
         phases.end("benches")
         allowed = allowed_distance(knowing.rounding(typical_case(cases)))
         del knowing
         if target.is_cuda:
             torch.cuda.empty_cache()  # the candidates, in their own processes, find the memory free
         phases.end("rounding")
-        return cls(cases, benches, allowed)
+        return cls(cases, benches, allowed, tuple(left_out(traces, cases)))
+
+
+def answer_in_time(knowing: Oracle, traces: Sequence[Trace], seconds: float) -> list[Case]:
+    """Those that are always asked, then the others, cheap ones first, as long as they end in time."""
+    allowance = Allowance(seconds)
+    asked = sorted(traces, key=lambda trace: (trace.name not in ALWAYS, count_tokens(trace)))
+    return [
+        allowance.answer(knowing, trace)
+        for trace in asked
+        if trace.name in ALWAYS or allowance.has_room_for(count_tokens(trace))
+    ]
+
+
+def left_out(traces: Sequence[Trace], cases: Sequence[Case]) -> list[str]:
+    asked = {case.name for case in cases}
+    return [trace.name for trace in traces if trace.name not in asked]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +105,7 @@ class Outcome:
     """What came of a trial. Without a fault there are timings of every bench."""
 
     fault: str
-    gate: str  # how far it came: screen, build, check, measure, or passed
+    gate: str  # how far it came: screen, build, check, measure, profile, or passed
     seconds: float
     build_s: float = 0.0
     worst: float = 0.0
@@ -82,6 +113,7 @@ class Outcome:
     timings: Mapping[str, Timing] = field(default_factory=dict)
     profile: Mapping[str, float] = field(default_factory=dict)  # seconds by "decode.attention" and the like
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds: start, build, gate, measure, profile
+    is_cut_short: bool = False  # right, but there was no time to time it
 
     @property
     def is_passed(self) -> bool:
@@ -109,8 +141,10 @@ def run_trial(
     max_build_s: float = 60.0,
     bar: Bar | None = None,
     is_profiled: bool = True,
+    when_right: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """At most these seconds, and never more than the sandbox allows."""
+    """At most these seconds, and never more than the sandbox allows. `when_right` is called once it has
+    passed the gate, before it is timed."""
     phases = Phases()
     known: dict[str, Any] = {}
 
@@ -132,6 +166,7 @@ def run_trial(
             known["worst"] = verdict.worst
             if not verdict.is_passed:
                 return ended(at, verdict.fault, "gate")
+            when_right()
             at = "measure"
             to_beat = bar.timings if bar else None
             timings, fault, peak_bytes = measure(hosted, exam.benches, exam.allowed, to_beat)
@@ -140,9 +175,13 @@ def run_trial(
             if fault:
                 return ended(at, fault)
             if is_profiled and (bar is None or bar.is_passed_by(timings)):
+                at = "profile"
                 known["profile"] = _profile(hosted, exam.benches)
                 phases.end("profile")
     except CandidateError as error:
+        if at == "profile" and isinstance(error, OutOfTime):
+            return ended("passed", phase=at)
+        known["is_cut_short"] = at == "measure" and isinstance(error, OutOfTime)
         return ended(at, str(error), "gate" if at == "check" else at)
     return ended("passed", phase="end")
 

@@ -1,4 +1,4 @@
-"""A writing model in the loop: shows it the best engine, and reads an edit out of what it answers.
+"""A writing model in the loop: asks it for a plan, shows it the best engine, reads edits.
 
 Any server of the OpenAI API. What it writes is text until the same trial as for every other candidate has
 judged it; nothing of it runs here.
@@ -6,10 +6,12 @@ judged it; nothing of it runs here.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 
 from penstock.errors import PenstockError
+from penstock.forge import plan
 from penstock.forge.ledger import Row
 from penstock.http_client import HttpClient
 
@@ -21,8 +23,9 @@ MAX_TOKENS = 16384
 TASK = """You make an inference engine faster. Below is engine.py; its create_engine(model_config, weight_dir,
 device) returns an object with prefill, decode and remove. It must stay correct for every order of calls and
 every size, import only torch, triton and harmless parts of the standard library, and refuse what it refuses
-now. Answer with one sentence that names your idea, then either a unified diff in a ```diff block or the whole
-new file in a ```python block. One idea at a time; shorter code is better than longer code."""
+now. It is loaded without an entry in sys.modules, so dataclasses do not work in it; NamedTuple does. Answer
+with one sentence that names your idea, then either a unified diff in a ```diff block or the whole new file in
+a ```python block. One idea at a time; shorter code is better than longer code."""
 
 _BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 _HUNK = re.compile(r"^@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
@@ -35,7 +38,7 @@ class Proposal:
 
 
 class EditError(ValueError):
-    """A reply that is no edit of the file it was asked about."""
+    """No reply, or one that is no edit of the file it was asked about."""
 
 
 class Writer:
@@ -45,15 +48,20 @@ class Writer:
         self._num_failures = 0
 
     def greet(self) -> None:
-        """Raises where no server of the API answers: before a search begins that would come to it late."""
+        """Raises where no server of the API answers: before a search begins that would come to it late. A
+        model without a name is the server's first."""
         try:
-            HttpClient(self._base_url, timeout_s=GREETING_S).json("GET", "/v1/models")
+            models = HttpClient(self._base_url, timeout_s=GREETING_S).json("GET", "/v1/models")
         except PenstockError as error:
             raise PenstockError(
                 f"No writing model can be asked: {error.what}",
                 error.why,
-                "Correct --llm-base-url, or leave it away. A key is taken from PENSTOCK_API_KEY.",
+                "Correct --llm-base-url, or leave it and PENSTOCK_LLM_BASE_URL away."
+                " A key is taken from PENSTOCK_API_KEY.",
             ) from error
+        with contextlib.suppress(KeyError, IndexError, TypeError):  # a server may not list what it has
+            self.name = self.name or str(models["data"][0]["id"])
+        self.name = self.name or "default"
 
     @property
     def is_exhausted(self) -> bool:
@@ -61,23 +69,34 @@ class Writer:
 
     def propose(self, source: str, brief: str, seconds: float = REPLY_S) -> Proposal | str:
         """An edit of the source within these seconds, or why there is none."""
+        try:
+            return read_reply(self._ask(TASK, f"{brief}\n\n```python\n{source}```", seconds), source)
+        except EditError as error:
+            return str(error)[:300]
+
+    def plan(self, brief: str, choices: str, device: str, seconds: float) -> list[plan.Step] | str:
+        """What to try first, out of these choices, or why there is no plan."""
+        try:
+            reply = self._ask(plan.TASK, f"{brief}\n\nWhat can be decided:\n{choices}", seconds)
+        except EditError as error:
+            return str(error)[:300]
+        return plan.read_plan(reply, device) or "the reply names nothing that can be decided here"
+
+    def _ask(self, task: str, words: str, seconds: float) -> str:
         body = {
             "model": self.name,
-            "messages": [
-                {"role": "system", "content": TASK},
-                {"role": "user", "content": f"{brief}\n\n```python\n{source}```"},
-            ],
+            "messages": [{"role": "system", "content": task}, {"role": "user", "content": words}],
             "max_tokens": MAX_TOKENS,
             "temperature": 0.7,
         }
         client = HttpClient(self._base_url, timeout_s=max(0.1, min(REPLY_S, seconds)))
         try:
             answer = client.json("POST", "/v1/chat/completions", body)
-            return read_reply(str(answer["choices"][0]["message"]["content"]), source)
+            return str(answer["choices"][0]["message"]["content"])
         except PenstockError as error:  # what it suggests to do is for people at a terminal
-            return f"{error.what}: {error.why}"[:300]
-        except (EditError, KeyError, IndexError, TypeError) as error:
-            return str(error)[:300] or type(error).__name__
+            raise EditError(f"{error.what}: {error.why}") from error
+        except (KeyError, IndexError, TypeError) as error:
+            raise EditError(f"the server's answer is no chat completion: {error!r}") from error
 
     def hear(self, row: Row) -> None:
         """How the last proposal fared: replies that are of no use are not asked for without end."""

@@ -21,8 +21,10 @@ def run_tokens(model: Model, tokens: Tensor, slots: list[int], positions: list[i
     is_run = slots == list(range(slots[0], slots[0] + len(slots)))
     looked_at = slice(slots[0], slots[0] + len(slots)) if is_run else rows
     angles = model.rope[places]
-    unseen = torch.zeros(len(slots), 1, 1, longest, device=device, dtype=cache.keys.dtype)
-    unseen.masked_fill_(torch.arange(longest, device=device) > places[:, None, None, None], float("-inf"))
+    unseen = None  # rows as long as each other see every key
+    if min(positions) + 1 < longest:
+        unseen = torch.zeros(len(slots), 1, 1, longest, device=device, dtype=cache.keys.dtype)
+        unseen.masked_fill_(torch.arange(longest, device=device) > places[:, None, None, None], -torch.inf)
     scale = shape.head_dim**-0.5
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -32,7 +34,9 @@ def run_tokens(model: Model, tokens: Tensor, slots: list[int], positions: list[i
         keys = cache.keys[layer, looked_at, :, :longest]  # [R, Hkv, longest, D]
         values = cache.values[layer, looked_at, :, :longest]
         groups = query.unflatten(1, (shape.num_kv_heads, -1)) * scale  # [R, Hkv, G, D]
-        scores = torch.matmul(groups, keys.transpose(2, 3)) + unseen
+        scores = torch.matmul(groups, keys.transpose(2, 3))
+        if unseen is not None:
+            scores += unseen
         return torch.matmul(scores.softmax(-1), values).flatten(1)
 
     return compute_logits(model, run_layers(model, tokens, attend))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,10 +22,10 @@ NUM_THREADS = 1  # forge: value
 WARM_UP_TOKENS = 2048
 
 
-@dataclass
 class Request:
-    slot: int
-    length: int
+    def __init__(self, slot: int, length: int) -> None:
+        self.slot = slot
+        self.length = length
 
 
 class Engine:

@@ -1,0 +1,72 @@
+"""results.log: what a run tells people as it goes, also when nothing comes of it. Needs no torch.
+
+An earlier run's log is replaced with the first trial. A run that ends before that adds behind it why: the
+engine that still lies there has its story, and whoever looks for a new one finds the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import textwrap
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.errors import PenstockError
+
+
+class RunLog:
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "results.log"
+        self._early_lines: list[str] | None = []  # None once there was a trial
+        self._explained: BaseException | None = None
+
+    def add(self, line: str) -> None:
+        if self._early_lines is None:
+            self._append(line)
+        else:
+            self._early_lines.append(line)
+
+    def begin(self) -> None:
+        """The first trial is over: the log is this run's from now on."""
+        if self._early_lines is not None:
+            replace_file(self.path, "".join(f"{line}\n" for line in self._early_lines))
+            self._early_lines = None
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """What is raised inside is told in the log, once, and raised on."""
+        try:
+            yield
+        except BaseException as error:
+            if error is not self._explained:
+                self._explained = error
+                with contextlib.suppress(OSError):  # what was raised is worse than a log that is not there
+                    self._append(*self._explanation(error))
+            raise
+
+    def _explanation(self, error: BaseException) -> list[str]:
+        ending = "ended" if self._early_lines is None else "came to nothing"
+        head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}: this run {ending}."
+        if isinstance(error, PenstockError):
+            said = f"error: {error}"
+        elif isinstance(error, KeyboardInterrupt):
+            said = "It was interrupted."
+        else:
+            said = "".join(traceback.format_exception(error)).rstrip()
+        return [head, *(self._early_lines or ()), textwrap.indent(said, "  ")]
+
+    def _append(self, *lines: str) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.writelines(f"{line}\n" for line in lines)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """All of it or nothing, whenever one is interrupted."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text)
+    os.replace(draft, path)
