@@ -19,8 +19,8 @@ from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import ConfigError, PenstockError, nearest
 
 ENV_PREFIX = "PENSTOCK_"
-# Settings of a server that also concern a model in the command's own process.
 FORGE_VARIABLES = ("PENSTOCK_LLM_BASE_URL", "PENSTOCK_LLM_MODEL")  # of `penstock forge`, for bash run.sh
+# Settings of a server that also concern a model in the command's own process.
 TEXT_SETTINGS = ("tokenizer", "chat_template", "allow_special_tokens_in_content")
 SHORT_FLAGS = {"model": "-m"}
 _COUNT = re.compile(r"(-?\d+(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
