@@ -235,7 +235,7 @@ def test_the_server_answers_like_transformers(
     settings = cached if prefix_cache else {"prefix_cache": False, "page_size": 64}
     seen_before = problems[::2] if prefix_cache else []
     with (
-        start_server({**SETTINGS, "max_rows": NUM_CLIENTS, **settings}) as server,
+        start_server({**SETTINGS, "max_rows": NUM_CLIENTS, **settings}, {"thinking_share": 1.0}) as server,
         ThreadPoolExecutor(NUM_CLIENTS) as clients,
     ):
         list(clients.map(lambda problem: ask_server(server, problem, max_tokens=1), seen_before))
