@@ -96,14 +96,8 @@ class EngineConfig:
                 "Such states are rounded where a step ends, which depends on what else is served.",
                 "Leave one of them out.",
             )
-        for name, dtypes in (("dtype", DTYPES), ("state_dtype", tuple(STATE_DTYPES))):
-            value = getattr(self, name)
-            if value not in dtypes:
-                raise ConfigError(
-                    f"{name} is {value!r}",
-                    f"It must be one of {', '.join(dtypes)}.",
-                    nearest(value, dtypes),
-                )
+        _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("state_dtype", self.state_dtype, tuple(STATE_DTYPES))
 
     @property
     def state_bytes(self) -> int:
@@ -235,14 +229,8 @@ class ServeConfig:
                 f"min_priority is {self.min_priority}",
                 "It must be 0 or less: requests that do not say have the priority 0.",
             )
-        for name, choices in (("log_format", LOG_FORMATS), ("reasoning", REASONING_PLACES)):
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(
-                    f"{name} is {value!r}",
-                    f"It must be one of {', '.join(choices)}.",
-                    nearest(value, choices),
-                )
+        _require_choice("log_format", self.log_format, LOG_FORMATS)
+        _require_choice("reasoning", self.reasoning, REASONING_PLACES)
         if not 0 < self.thinking_share <= 1:
             raise ConfigError(
                 f"thinking_share is {self.thinking_share}",
@@ -286,6 +274,13 @@ class ServeConfig:
                     "An API key cannot be used", "It is empty, or has blanks around it or odd characters."
                 )
         return keys
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(
+            f"{name} is {value!r}", f"It must be one of {', '.join(choices)}.", nearest(value, choices)
+        )
 
 
 def _keys_in(path: Path) -> tuple[str, ...]:

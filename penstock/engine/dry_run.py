@@ -6,6 +6,7 @@ thrown away: every row reads and writes page 0 and slot 0.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,23 +49,27 @@ class StepBytes:
     num_bytes: int
 
 
+def new_runner(model: Any, config: EngineConfig, pools: PoolSizes) -> Runner:
+    """With memory for these pools, and no graphs yet."""
+    caches = allocate_caches(
+        model.cache_specs(),
+        num_pages=pools.num_pages,
+        page_size=config.page_size,
+        num_slots=pools.num_slots,
+        dtype=model.dtype,
+        state_dtype=getattr(torch, config.state_dtype),
+        device=model.device,
+    )
+    return Runner(model, caches, RowTable.for_pools(pools, model, config.page_size), config.deterministic)
+
+
 class DryRun:
     def __init__(self, model: Any, config: EngineConfig, pools: PoolSizes) -> None:
         self.model = model
         self.device = model.device
         self.max_row_tokens = pools.max_model_len
         self.captures = config.graphs is not False
-        caches = allocate_caches(
-            model.cache_specs(),
-            num_pages=2,
-            page_size=config.page_size,
-            num_slots=2,
-            dtype=model.dtype,
-            state_dtype=getattr(torch, config.state_dtype),
-            device=model.device,
-        )
-        rows = RowTable.for_pools(pools, model, config.page_size)
-        self.runner = Runner(model, caches, rows, config.deterministic)
+        self.runner = new_runner(model, config, dataclasses.replace(pools, num_pages=2, num_slots=2))
 
     @torch.inference_mode()
     def largest_step(self, max_tokens: int, limit: int) -> StepBytes | None:

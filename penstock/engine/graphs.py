@@ -216,11 +216,12 @@ class Launches:
         return cls([launches[key] for key in ahead], after)
 
 
-def launch_all(kinds: Sequence[Launches]) -> list[Launch]:
-    """Returns those that there is no memory for."""
+def launch_all(kinds: Sequence[Launches]) -> None:
+    """All that there is memory for: a step that finds none is not going to be taken either."""
     ahead = [launch for kind in kinds for launch in kind.ahead]
     after = [launch for kind in kinds for launch in kind.after]
-    return [launch for launch in [*launch_in_threads(ahead), *after] if not _has_launched(launch)]
+    for launch in [*launch_in_threads(ahead), *after]:
+        _has_launched(launch)
 
 
 def num_compile_threads() -> int:

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 
 from penstock.config import EngineConfig
-from penstock.engine.dry_run import DryRun, free_bytes
+from penstock.engine.dry_run import DryRun, free_bytes, new_runner
 from penstock.engine.pools import GB, PoolSizes, size_pools
-from penstock.engine.rows import RowTable
 from penstock.engine.runner import Runner
-from penstock.engine.storage import allocate_caches
 from penstock.errors import CapacityError
 from penstock.progress import OnPhase, Phase, timed
 
@@ -64,9 +62,9 @@ def build_runner(model: Any, config: EngineConfig, name: str, on_phase: OnPhase)
     with timed("cache", on_phase) as report:
         plan, warmed = plan_memory(model, config, name, report)
         report(Phase("cache", plan.describe()))
+    runner = new_runner(model, config, plan.pools)
     if device.type != "cuda":
-        return plan, _allocate(model, config, plan.pools)
-    runner = _allocate(model, config, plan.pools)
+        return plan, runner
     if config.graphs is not False:
         with timed("graphs", on_phase) as report:
             if plan.pools.shapes != warmed.shapes:
@@ -182,16 +180,3 @@ def _too_tight(name: str, device: torch.device, free: int, num_needed: int = 0) 
         f"Beside the weights {free / GB:.2f} GB are free{needed}.",
         "Free memory on the GPU, lower --max-rows or --max-step-tokens, or use a smaller model.",
     )
-
-
-def _allocate(model: Any, config: EngineConfig, pools: PoolSizes) -> Runner:
-    caches = allocate_caches(
-        model.cache_specs(),
-        num_pages=pools.num_pages,
-        page_size=config.page_size,
-        num_slots=pools.num_slots,
-        dtype=model.dtype,
-        state_dtype=getattr(torch, config.state_dtype),
-        device=model.device,
-    )
-    return Runner(model, caches, RowTable.for_pools(pools, model, config.page_size), config.deterministic)
