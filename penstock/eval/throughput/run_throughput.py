@@ -192,7 +192,8 @@ def describe(level: LevelResult, baseline: float | None) -> str:
     """A level in a line, and a line for everything that is wrong with it."""
     if level.error:
         return f"c = {level.concurrency}: FAILED, {level.error}"
-    against = f", {percent(level.tok_s, baseline)} of the baseline" if baseline else ""
+    # Of the number that is reported: rounding twice could differ from it in the last digit.
+    against = f", {percent(round(level.tok_s, 2), baseline)} of the baseline" if baseline else ""
     trust = "verified" if level.is_recounted else "not verified"
     lines = [
         f"c = {level.concurrency}: {level.tok_s:,.1f} tok/s {trust} in {level.wall_s:,.2f} s"
