@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock import ops
 from penstock.layers.packing import PACKED, pack_weights
+from penstock.ops.cpu import few_rows
 from penstock.ops.reference import packed
 from small_models import FAMILIES, logprobs_of, make_engine, prompt, request, run
 
@@ -17,6 +18,11 @@ CAN_PACK = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_
 NEEDS_PACKING = pytest.mark.skipif(
     not CAN_PACK, reason="this CPU, or this torch, multiplies no bf16 in oneDNN"
 )
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "is_available", lambda: False)
 
 
 def some(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

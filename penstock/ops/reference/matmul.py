@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.ops.cpu import few_rows
 from penstock.ops.reference import one_token, packed
 from penstock.ops.reference.activation import silu
 from penstock.ops.reference.norm import norm_tokens
@@ -31,6 +32,8 @@ def linear(
 ) -> Tensor:  # [T, N]
     if deterministic:
         out = _tiled_linear(x, weight, bias)
+    elif few_rows.is_better(x, weight):
+        return few_rows.multiply(x, weight, bias, residual)
     elif packed.is_better(x, weight):
         out = packed.multiply(x, weight, bias)
     elif residual is not None and bias is None and one_token.is_alone(x, deterministic):
@@ -53,6 +56,8 @@ def norm_linear(
     normed = norm_tokens(x, norm_weight, eps, deterministic)
     if out_dtype is None or out_dtype == x.dtype:
         return linear(normed, weight, bias, deterministic=deterministic)
+    if out_dtype == torch.float32 and not deterministic and few_rows.is_better(normed, weight):
+        return few_rows.multiply(normed, weight, bias, out_dtype=out_dtype)
     return _widened_linear(normed, weight, bias, out_dtype, deterministic)
 
 

@@ -1,15 +1,17 @@
 """Products on a CPU by oneDNN, which multiplies a few tokens in a fraction of the time that a BLAS needs.
 
 A BLAS made for square matrices rearranges a weight for every product, which takes longer than reading it.
-Weights in bf16 are kept in oneDNN's own arrangement instead: `pack`, once, after loading. In float32 that is
-no gain for a single token. Sums come in another order than a BLAS has them, so `deterministic` engines keep
-their weights as they are.
+Weights in bf16 are kept in oneDNN's own arrangement instead: `pack`, once, after loading, unless `ops/cpu`
+has a kernel that reads them as they are. In float32 that is no gain for a single token. Sums come in another
+order than a BLAS has them, so `deterministic` engines keep their weights as they are.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from penstock.ops.cpu import few_rows
 
 LEAST_ELEMENTS = 1 << 19  # of a weight: smaller ones stay in a cache, and the call costs more than it spares
 USUAL_TOKENS = 1  # that the arrangement is made for; others are multiplied in it as well
@@ -19,7 +21,7 @@ MOST_TOKENS = 64  # of a float32 product: for more a BLAS is as good
 def pack(weight: Tensor) -> Tensor:  # [N, M] -> [N, M]
     """The same matrix in another arrangement, or as it was where that is no gain or this CPU cannot."""
     is_packed = weight.dtype == torch.bfloat16 and weight.numel() >= LEAST_ELEMENTS
-    if not is_packed or not _can_multiply(weight):
+    if not is_packed or few_rows.is_available() or not _can_multiply(weight):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), USUAL_TOKENS)
     return packed

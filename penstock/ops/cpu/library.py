@@ -1,0 +1,85 @@
+"""A C++ source, compiled for the CPU it runs on, as a loaded library. Knows no tensor and no shape.
+
+Compiling takes the machine's own compiler a second or two; results are kept on disk, by source, compiler and
+kind of CPU. Without a compiler there is no library, and nobody has to know.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from penstock.ops.cache_folder import cache_folder, write_whole
+
+LONGEST_COMPILE = 60.0  # seconds
+# What torch itself uses of the CPU, which a user can limit (ATEN_CPU_CAPABILITY): our kernels keep to it.
+TARGETS = {"AVX512": ("-march=native",), "AVX2": ("-march=native", "-mno-avx512f")}
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def load(source: Path) -> ctypes.CDLL | None:
+    """The library of a source, or None where it cannot be made."""
+    target = TARGETS.get(torch.backends.cpu.get_cpu_capability())
+    compiler = _compiler()
+    if target is None or compiler is None:
+        return None
+    try:
+        return ctypes.CDLL(str(_compiled(source, compiler, target)))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.info("No C++ kernels, slower ones take their place: %s", error)
+        return None
+
+
+def _compiler() -> str | None:
+    named = os.environ.get("CXX")
+    return shutil.which(named) if named else shutil.which("g++") or shutil.which("c++")
+
+
+def _compiled(source: Path, compiler: str, target: tuple[str, ...]) -> Path:
+    # OpenMP's threads are torch's own: the loader finds its library loaded already.
+    command = [compiler, "-O3", *target, "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w"]
+    text = source.read_bytes()
+    told = "\n".join([*command, _version(compiler), _cpu()]).encode() + text
+    path = cache_folder("kernels") / f"{hashlib.blake2b(told, digest_size=16).hexdigest()}.so"
+    if path.exists():
+        return path
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / path.name
+        _run([*command, str(source), "-o", str(made)])
+        with suppress(OSError):  # without a place to write, it is compiled again
+            write_whole(path, made.read_bytes())
+            return path
+        ctypes.CDLL(str(made))  # stays loaded when its file is gone
+        return made
+
+
+def _version(compiler: str) -> str:
+    return _run([compiler, "--version"])
+
+
+@functools.cache
+def _cpu() -> str:
+    """What the kind of CPU can do; a home folder may be on machines of several kinds."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return ""
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_COMPILE)
+    if done.returncode:
+        raise OSError(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
+    return done.stdout
