@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from dialect_cases import FORMAT_FRAGMENTS, HOSTILE, NOT_CALLS, TEMPLATES, TYPED, VARIANTS, as_json_schema
 from penstock.assets import default_model
-from penstock.eval.problems import tool_calls
 from penstock.text.dialects import (
     DIALECTS,
     ContentDelta,
@@ -33,6 +32,7 @@ from penstock.text.dialects import (
     dialect_of,
 )
 from penstock.text.template import find_template
+from training.problems import tool_calls
 
 LAWS = settings(max_examples=120, deadline=None)
 CALLING = [name for name, dialect in DIALECTS.items() if dialect.call is not None]

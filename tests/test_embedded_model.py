@@ -17,13 +17,13 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3_5MoeForCausalLM
 
 from penstock import LLM, SamplingParams
 from penstock.assets import default_model
-from penstock.eval.problems import harness_sums, word_problems
-from penstock.eval.problems.mixture import sample_training
 from penstock.models.source import find_model
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from penstock.weights.load import load_model
 from step_inputs import ByHand, make_cache, make_inputs
+from training.problems import harness_sums, word_problems
+from training.problems.mixture import sample_training
 
 MAX_BYTES = 40e6
 

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from penstock import LLM, SamplingParams
 from penstock.assets import default_model
 from penstock.engine.rows import RowTable
-from penstock.eval.gates import GATES, draw_problems, score
-from penstock.eval.problems.conversation import Conversation
-from penstock.eval.problems.reply import Reply
+from penstock.eval import held_out
+from penstock.eval.conversation import Conversation
+from penstock.eval.gates import GATES, score
+from penstock.eval.reply import Reply
 from penstock.layers import mlp
 from penstock.layers.inputs import StepInputs
 from penstock.ops.reference import attention, delta_net
@@ -158,7 +159,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def problems() -> list[Conversation]:
-    problems = draw_problems(GATE, NUM_PROBLEMS, SEED)
+    problems = held_out.take(GATE.name, NUM_PROBLEMS, SEED)
     assert len({problem.enable_thinking for problem in problems}) == 2
     return problems
 

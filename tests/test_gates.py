@@ -17,9 +17,10 @@ import pytest
 
 from penstock.cli import main
 from penstock.errors import PenstockError
-from penstock.eval.gates import GATES, REPORTED, THRESHOLDS, draw_problems, run_gates, score
-from penstock.eval.problems.conversation import Conversation
-from penstock.eval.problems.reply import Reply
+from penstock.eval import held_out
+from penstock.eval.conversation import Conversation
+from penstock.eval.gates import GATES, REPORTED, THRESHOLDS, run_gates, score
+from penstock.eval.reply import Reply
 from penstock.progress import Phase
 
 LIMIT = 12
@@ -51,7 +52,7 @@ class Served:
 def asked_problems() -> dict[str, Conversation]:
     """What the gates ask with the default seed, by what reaches the server."""
     measured = (*GATES, *REPORTED)
-    problems = [problem for gate in measured for problem in draw_problems(gate, LIMIT, seed=0)]
+    problems = [problem for gate in measured for problem in held_out.take(gate.name, LIMIT, seed=0)]
     return {_key(problem.prompt, problem.enable_thinking): problem for problem in problems}
 
 
@@ -208,11 +209,11 @@ def test_every_gate_has_a_threshold_and_what_is_reported_has_none() -> None:
 
 
 def test_the_gate_of_tool_calls_asks_for_no_refusal() -> None:
-    kinds = {gate.name: {problem.kind for problem in draw_problems(gate, 300, seed=0)} for gate in GATES}
+    kinds = {gate.name: {problem.kind for problem in held_out.take(gate.name, 200, seed=0)} for gate in GATES}
     assert kinds["tool_calls"] == {"tool_calls"}
     assert "refusals" in kinds["thinking_closed"]
     (measure,) = REPORTED
-    assert {problem.kind for problem in draw_problems(measure, 300, seed=0)} == {"refusals"}
+    assert {problem.kind for problem in held_out.take(measure.name, 200, seed=0)} == {"refusals"}
 
 
 @pytest.mark.parametrize(
@@ -356,7 +357,7 @@ def test_the_same_gates_run_in_process() -> None:
 
 def test_batches_of_replies_are_scored_like_single_ones() -> None:
     gate = GATES[0]
-    problems = draw_problems(gate, 10, seed=1)
+    problems = held_out.take(gate.name, 10, seed=1)
     replies: list[Reply | str | None] = [problem.completion for problem in problems]
     replies[3:5] = ["#### 1000", None]
     result = score(gate, problems, replies)
@@ -365,5 +366,5 @@ def test_batches_of_replies_are_scored_like_single_ones() -> None:
 
 def test_problems_depend_on_the_seed_and_on_nothing_else() -> None:
     for gate in (*GATES, *REPORTED):
-        assert draw_problems(gate, 5, seed=1) == draw_problems(gate, 5, seed=1)
-        assert draw_problems(gate, 5, seed=1) != draw_problems(gate, 5, seed=2)
+        assert held_out.take(gate.name, 5, seed=1) == held_out.take(gate.name, 5, seed=1)
+        assert held_out.take(gate.name, 5, seed=1) != held_out.take(gate.name, 5, seed=2)

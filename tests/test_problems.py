@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -17,7 +18,14 @@ from typing import Any
 
 import pytest
 
-from penstock.eval.problems import (
+from penstock.errors import ConfigError
+from penstock.eval import held_out
+from penstock.eval.conversation import Conversation, ExactCalls, ExactText, FinalNumber, Mentions
+from penstock.eval.reply import CALL_END, Call, Reply, parse_calls, write_calls
+from penstock.eval.spot_checks import QUESTIONS
+from penstock.text.template import ChatTemplate
+from training.encode import render_prompt
+from training.problems import (
     harness_sums,
     recall,
     refusals,
@@ -27,18 +35,15 @@ from penstock.eval.problems import (
     tool_choice,
     word_problems,
 )
-from penstock.eval.problems.conversation import Conversation, ExactCalls, ExactText, FinalNumber, Mentions
-from penstock.eval.problems.draw import is_held_out
-from penstock.eval.problems.invented_tools import invent_tool
-from penstock.eval.problems.measure_scenes import hours_to_minutes
-from penstock.eval.problems.mixture import SHARES, sample_training
-from penstock.eval.problems.names import PEOPLE, THINGS
-from penstock.eval.problems.refusals import ANSWERED_BY_TALK, REFUSAL
-from penstock.eval.problems.reply import CALL_END, Call, Reply, parse_calls, write_calls
-from penstock.eval.problems.tool_calls import CATALOG, Errand, draw_errand
-from penstock.eval.problems.topics import UNKNOWN
-from penstock.text.template import ChatTemplate
-from training.encode import render_prompt
+from training.problems import held_out as written
+from training.problems.draw import is_held_out
+from training.problems.invented_tools import invent_tool
+from training.problems.measure_scenes import hours_to_minutes
+from training.problems.mixture import SHARES, sample_training
+from training.problems.names import PEOPLE, THINGS
+from training.problems.refusals import ANSWERED_BY_TALK, REFUSAL
+from training.problems.tool_calls import CATALOG, Errand, draw_errand
+from training.problems.topics import UNKNOWN
 from training.tokenizer import CONTROL_TOKENS, PLAIN_TOKENS, Model, save_tokenizer, train_tokenizer
 
 KINDS = {
@@ -292,7 +297,7 @@ def test_the_gate_asks_for_simple_sums_and_training_has_harder_ones_too() -> Non
 
 def test_wordings_that_are_held_out_are_never_trained_on() -> None:
     trained, held_out = harness_sums.TRAINED, harness_sums.HELD_OUT
-    assert not {*held_out.asking} & {*trained.asking, *spot_checks.QUESTIONS}
+    assert not {*held_out.asking} & {*trained.asking, *QUESTIONS}
     assert not {*held_out.instructions} & {*trained.instructions} - {""}
     assert held_out.telling.keys() == trained.telling.keys() == harness_sums.WRITTEN.keys()
     for form, patterns in held_out.telling.items():
@@ -396,7 +401,7 @@ def test_calls_and_facts_that_are_held_out_are_never_trained_on() -> None:
 
 def test_the_same_seed_gives_the_same_conversations_in_any_process() -> None:
     code = (
-        "import hashlib, random; from penstock.eval.problems.mixture import sample_training as draw\n"
+        "import hashlib, random; from training.problems.mixture import sample_training as draw\n"
         "rng = random.Random(7)\n"
         "print(hashlib.sha256(repr([draw(rng) for _ in range(300)]).encode()).hexdigest())"
     )
@@ -541,3 +546,20 @@ def test_the_saved_tokenizer_is_the_same_for_the_same_seed(
     assert saved[0] == saved[1]
     config = json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())
     assert (config["eos_token"], config["pad_token"]) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_the_gates_ask_what_the_generator_holds_out() -> None:
+    with gzip.open(held_out.FILE, "rt", encoding="utf-8") as stored:
+        assert [line.rstrip("\n") for line in stored] == list(written.lines())
+    for gate, draw_one in written.GATES.items():
+        rng = Random(f"{gate}-0")
+        for problem in held_out.take(gate, 20, seed=0):
+            made = draw_one(rng)
+            assert problem.prompt == made.prompt
+            assert problem.completion == made.completion
+            assert problem.accepts(made.completion)
+            assert not problem.accepts("")
+    assert held_out.take("recall", 20, seed=1) == held_out.take("recall", 20, seed=1)
+    assert held_out.take("recall", 20, seed=1) != held_out.take("recall", 20, seed=2)
+    with pytest.raises(ConfigError, match="201 problems"):
+        held_out.take("recall", 201, seed=0)

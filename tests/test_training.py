@@ -26,8 +26,6 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecod
 
 from penstock.errors import CheckpointError
 from penstock.eval.gates import GATES
-from penstock.eval.problems import spot_checks, tool_calls, word_problems
-from penstock.eval.problems.mixture import SHARES
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from training.config import FULL, ModelConfig, TrainConfig
@@ -44,6 +42,8 @@ from training.improve import main as improve
 from training.layers import is_among_largest
 from training.model import Qwen35Moe, count_parameters, init_weights
 from training.optimizer import FlatAdamW
+from training.problems import spot_checks, tool_calls, word_problems
+from training.problems.mixture import SHARES
 from training.run import Run, RunSettings
 from training.start import WRITING, start_weights
 from training.step import COLUMNS, BatchInputs, Trainer, compute_loss

@@ -1,7 +1,7 @@
 """Where training text and held-out problems come from: the problem generators, the tokenizer and the
 template.
 
-The bridge between `penstock.eval.problems`, which knows no tokens, and the training loop, which knows nothing
+The bridge between `training.problems`, which knows no tokens, and the training loop, which knows nothing
 else. No torch: the processes that make batches use this.
 """
 
@@ -12,13 +12,13 @@ from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 
-from penstock.eval.problems.conversation import Conversation
-from penstock.eval.problems.mixture import DEFAULT_SHARES, SHARES, Mixture
-from penstock.eval.problems.reply import TURN_END, Reply
+from penstock.eval.conversation import Conversation
+from penstock.eval.reply import TURN_END, Reply
 from penstock.text.template import TEMPLATE_FILE, ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from training.data import Example, Problem, SpecialTokens
 from training.encode import encode, render_prompt
+from training.problems.mixture import DEFAULT_SHARES, SHARES, Mixture
 from training.tokenizer import ASSETS, PADDING, save_tokenizer, train_tokenizer
 
 NUM_WORDS, NUM_CONVERSATIONS, TOKENIZER_SEED = 2527, 30_000, 1  # what `python -m training.tokenizer` takes

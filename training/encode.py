@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from penstock.eval.problems.conversation import Conversation
+from penstock.eval.conversation import Conversation
 from penstock.text.template import ChatTemplate
 
 

@@ -19,17 +19,17 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.errors import PenstockError
+from penstock.eval import held_out
+from penstock.eval.conversation import Conversation
 from penstock.eval.gates import (
     GATES,
     REPORTED,
-    draw_problems,
     format_failures,
     format_table,
     num_problems_reported,
     score,
 )
-from penstock.eval.problems.conversation import Conversation
-from penstock.eval.problems.reply import Reply
+from penstock.eval.reply import Reply
 from training.config import ModelConfig, TrainConfig
 from training.corpus import ConversationCorpus
 from training.evaluate import generate
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if flags.gates and gate.name not in flags.gates:
             continue
         num_problems = num_problems_reported(flags.limit) if gate in REPORTED else flags.limit
-        problems = draw_problems(gate, num_problems, flags.seed)
+        problems = held_out.take(gate.name, num_problems, flags.seed)
         results.append(score(gate, problems, ask(model, corpus, problems, rows=flags.rows)))
         if flags.show and results[-1].failures:
             print(format_failures(results[-1], flags.show), flush=True)

@@ -18,9 +18,9 @@ from random import Random
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Model
 
-from penstock.eval.problems.mixture import sample_training
 from penstock.text.template import ChatTemplate
 from training.encode import encode, render_prompt
+from training.problems.mixture import sample_training
 
 ASSETS = Path(__file__).resolve().parents[1] / "penstock" / "assets" / "penstock-tiny"
 

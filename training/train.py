@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from penstock.errors import PenstockError
-from penstock.eval.problems.mixture import DEFAULT_SHARES, SHARES
 from training.config import ModelConfig, TrainConfig
 from training.corpus import ConversationCorpus
+from training.problems.mixture import DEFAULT_SHARES, SHARES
 from training.run import Run, RunSettings
 
 VOCAB_MULTIPLE = 64  # rows of the embedding: matrix products like it

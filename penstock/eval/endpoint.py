@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.eval.problems.conversation import Conversation, Message
-from penstock.eval.problems.reply import Reply
+from penstock.eval.conversation import Conversation, Message
+from penstock.eval.reply import Reply
 from penstock.http_client import HttpClient
 
 MAX_REPLY_TOKENS = 512

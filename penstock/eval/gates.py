@@ -16,24 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from penstock.config import setting
 from penstock.errors import ConfigError, PenstockError
+from penstock.eval import held_out
+from penstock.eval.conversation import Conversation
 from penstock.eval.endpoint import Endpoint
-from penstock.eval.problems import (
-    harness_sums,
-    recall,
-    refusals,
-    small_talk,
-    spot_checks,
-    tool_calls,
-    word_problems,
-)
-from penstock.eval.problems.conversation import Conversation
-from penstock.eval.problems.draw import pick
-from penstock.eval.problems.reply import Reply
+from penstock.eval.reply import Reply
 from penstock.eval.results import Bars, Reporter, no_bars, prepare_output, require_at_least
 from penstock.progress import Phase, timed
 
@@ -57,7 +47,6 @@ class Gate:
     """Problems of one ability, and what counts as passing one; only `THRESHOLDS` make it a gate."""
 
     name: str
-    draw: Callable[[Random], Conversation]
     passes: Callable[[Conversation, Reply], bool]
 
 
@@ -107,27 +96,16 @@ def _closes_its_thought(conversation: Conversation, reply: Reply) -> bool:
     return has_ended and reply.is_thought_closed and bool(reply.content or reply.calls)
 
 
-def _draw_thinking(rng: Random) -> Conversation:
-    kind = pick(rng, (word_problems, spot_checks, tool_calls, refusals, recall, small_talk))
-    return kind.sample(rng, True, True)
-
-
 GATES = (
-    Gate("word_problems", lambda rng: word_problems.sample(rng, True), _is_right),
-    Gate("spot_checks", lambda rng: spot_checks.sample(rng, True), _is_right),
-    Gate("harness_sums", lambda rng: harness_sums.sample(rng, True), _is_right),
-    Gate("tool_calls", lambda rng: tool_calls.sample(rng, True), _is_right),
-    Gate("recall", lambda rng: recall.sample_far(rng, True), _is_right),
-    Gate("thinking_closed", _draw_thinking, _closes_its_thought),
+    Gate("word_problems", _is_right),
+    Gate("spot_checks", _is_right),
+    Gate("harness_sums", _is_right),
+    Gate("tool_calls", _is_right),
+    Gate("recall", _is_right),
+    Gate("thinking_closed", _closes_its_thought),
 )
 # Whether a model says that no tool fits; small ones rather call a tool that is not there.
-REPORTED = (Gate("refusals", lambda rng: refusals.sample(rng, True), _is_right),)
-
-
-def draw_problems(gate: Gate, num_problems: int, seed: int) -> list[Conversation]:
-    """The gate's problems: the same for the same seed, whatever the other gates draw."""
-    rng = Random(f"{gate.name}-{seed}")
-    return [gate.draw(rng) for _ in range(num_problems)]
+REPORTED = (Gate("refusals", _is_right),)
 
 
 def score(gate: Gate, problems: Sequence[Conversation], replies: Sequence[Reply | str | None]) -> GateResult:
@@ -177,7 +155,7 @@ def ask_problems(
     results = []
     with ThreadPoolExecutor(max_workers=max(1, concurrency)) as pool:
         for gate in gates:
-            problems = draw_problems(gate, num_problems, seed)
+            problems = held_out.take(gate.name, num_problems, seed)
             replies: list[Reply | str | None] = []
             with bars() as phases, timed(gate.name, phases) as report:
                 for reply in pool.map(lambda problem: _ask_safely(ask, problem), problems):
@@ -252,7 +230,7 @@ class GateSettings:
 
     def __post_init__(self) -> None:
         if self.limit != int(self.limit):
-            raise ConfigError(f"--limit is {self.limit:g}", "Problems are made up; their number is a count.")
+            raise ConfigError(f"--limit is {self.limit:g}", "A number of problems is a count.")
         require_at_least(1, limit=self.limit, concurrency=self.concurrency)
         if self.output and self.json:
             raise ConfigError("--output and --json are both given", "They name the same file: give one.")

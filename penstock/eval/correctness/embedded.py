@@ -1,4 +1,4 @@
-"""Word problems made on the spot, of the kind that the embedded model was trained for and held out from it.
+"""Word problems of the kind that the embedded model was trained for, and held out from it.
 
 They need neither a file nor another package, so that a server with the tiny model can be judged anywhere.
 """
@@ -7,28 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from random import Random
+from dataclasses import replace
 
 from penstock.errors import PenstockError
+from penstock.eval import held_out
+from penstock.eval.conversation import Conversation, FinalNumber
 from penstock.eval.correctness.grading import Grades, ends_with_number
 from penstock.eval.endpoint import Endpoint
-from penstock.eval.problems import word_problems
-from penstock.eval.problems.conversation import Conversation, FinalNumber
-from penstock.eval.problems.reply import Reply
+from penstock.eval.reply import Reply
 
 OnAnswer = Callable[[int], None]
 
 
-def draw_problems(num_problems: int, seed: int) -> list[Conversation]:
-    rng = Random(f"correctness-{seed}")
-    return [word_problems.sample(rng, True, False) for _ in range(num_problems)]
+def take_problems(num_problems: int, seed: int) -> list[Conversation]:
+    problems = held_out.take("word_problems", num_problems, seed)
+    return [replace(problem, enable_thinking=False) for problem in problems]
 
 
 def ask_embedded(
     endpoint: Endpoint, num_problems: int, seed: int, num_concurrent: int, on_answer: OnAnswer
 ) -> Grades:
     """`on_answer` hears how many have been answered."""
-    problems = draw_problems(num_problems, seed)
+    problems = take_problems(num_problems, seed)
     grades = Grades("embedded", len(problems), 0, 0)
 
     def ask(problem: Conversation) -> Reply | PenstockError:

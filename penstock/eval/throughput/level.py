@@ -16,8 +16,8 @@ from typing import Any
 from penstock.eval.correctness.grading import ends_with_number
 from penstock.eval.load import LoadResult
 from penstock.eval.load_summary import Spread
-from penstock.eval.problems.spot_checks import draw_check
 from penstock.eval.recount import ReplyCounter, recount_reply
+from penstock.eval.spot_checks import draw_check
 from penstock.eval.stream_client import StreamedReply
 
 NUM_SPOT_CHECKS = 2
@@ -39,9 +39,9 @@ def insert_spot_checks(requests: Sequence[Request], rng: Random) -> list[Request
     """Sums at random places, never the first: they meet a server at work."""
     mixed = list(requests)
     for _ in range(NUM_SPOT_CHECKS):
-        question, _, value = draw_check(rng)
-        check = Request(question, SPOT_CHECK_TOKENS, answer=value)
-        mixed.insert(rng.randint(min(1, len(mixed)), len(mixed)), check)
+        check = draw_check(rng)
+        request = Request(check.question, SPOT_CHECK_TOKENS, answer=check.value)
+        mixed.insert(rng.randint(min(1, len(mixed)), len(mixed)), request)
     return mixed
 
 

@@ -12,20 +12,14 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from penstock.eval.problems.conversation import (
-    Conversation,
-    ExactCalls,
-    Mentions,
-    assistant,
-    decide_thinking,
-    user,
-)
-from penstock.eval.problems.draw import between, pick
-from penstock.eval.problems.names import invented_word
-from penstock.eval.problems.refusals import REFUSAL, REFUSING_THOUGHT, draw_errand_to_refuse
-from penstock.eval.problems.reply import Call
-from penstock.eval.problems.tool import Tool
-from penstock.eval.problems.tool_calls import FRAMES, Errand, draw_errand, system_turn
+from penstock.eval.conversation import Conversation, ExactCalls, Mentions
+from penstock.eval.reply import Call
+from training.problems.draw import between, pick
+from training.problems.names import invented_word
+from training.problems.refusals import REFUSAL, REFUSING_THOUGHT, draw_errand_to_refuse
+from training.problems.tool import Tool
+from training.problems.tool_calls import FRAMES, Errand, draw_errand, system_turn
+from training.problems.turns import assistant, decide_thinking, user
 
 FITTING_SHARE = 0.6
 NUM_OFFERED = (1, 1, 1, 1, 2, 2, 2, 3)

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from random import Random
 
-from penstock.eval.problems.conversation import (
-    Conversation,
-    ExactText,
-    assistant,
-    decide_thinking,
-    sometimes_system,
-    user,
-)
-from penstock.eval.problems.draft import with_article
-from penstock.eval.problems.draw import between, is_held_out, pick, pick_two
-from penstock.eval.problems.names import CITIES, COUNTRIES, invented_word, person, thing
-from penstock.eval.problems.topics import STORIES, TOPICS, UNKNOWN
+from penstock.eval.conversation import Conversation, ExactText
+from training.problems.draft import with_article
+from training.problems.draw import between, is_held_out, pick, pick_two
+from training.problems.names import CITIES, COUNTRIES, invented_word, person, thing
+from training.problems.topics import STORIES, TOPICS, UNKNOWN
+from training.problems.turns import assistant, decide_thinking, sometimes_system, user
 
 # Around questions; most come as they are.
 OPENINGS = ("",) * 8 + (

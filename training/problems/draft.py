@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from penstock.eval.problems.draw import between, pick
-from penstock.eval.problems.names import person, thing
+from training.problems.draw import between, pick
+from training.problems.names import person, thing
 
 
 def with_article(word: str) -> str:

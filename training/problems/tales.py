@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.eval.problems.arithmetic import add, divide, divisors, multiply, subtract
-from penstock.eval.problems.draft import Draft
-from penstock.eval.problems.draw import pick
+from training.problems.arithmetic import add, divide, divisors, multiply, subtract
+from training.problems.draft import Draft
+from training.problems.draw import pick
 
 MAX_VALUE = 999
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate
 from random import Random
 
-from penstock.eval.problems import (
+from penstock.eval.conversation import Conversation, Message
+from training.problems import (
     harness_sums,
     recall,
     refusals,
@@ -16,8 +17,7 @@ from penstock.eval.problems import (
     tool_choice,
     word_problems,
 )
-from penstock.eval.problems.conversation import Conversation, Message
-from penstock.eval.problems.draw import between, pick
+from training.problems.draw import between, pick
 
 Sample = Callable[[Random, bool], Conversation]
 

@@ -10,19 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from penstock.eval.problems import small_talk, spot_checks, word_problems
-from penstock.eval.problems.conversation import (
-    Conversation,
-    Mentions,
-    Message,
-    assistant,
-    decide_thinking,
-    sometimes_system,
-    system,
-    user,
-)
-from penstock.eval.problems.draw import between, is_held_out, pick
-from penstock.eval.problems.names import (
+from penstock.eval.conversation import Conversation, Mentions, Message
+from training.problems import small_talk, spot_checks, word_problems
+from training.problems.draw import between, is_held_out, pick
+from training.problems.names import (
     ANIMALS,
     CITIES,
     COLOURS,
@@ -35,7 +26,8 @@ from penstock.eval.problems.names import (
     person,
     thing,
 )
-from penstock.eval.problems.tool import Draw, clock_time, first_name, from_list, integer, place
+from training.problems.tool import Draw, clock_time, first_name, from_list, integer, place
+from training.problems.turns import assistant, decide_thinking, sometimes_system, system, user
 
 THE_USERS = "The user's"
 MAX_FILLER_CHARS = 6_600

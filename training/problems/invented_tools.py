@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
-from penstock.eval.problems.draft import with_article
-from penstock.eval.problems.draw import between, pick
-from penstock.eval.problems.names import CITIES, COLOURS, invented_word, words
-from penstock.eval.problems.tool import (
+from training.problems.draft import with_article
+from training.problems.draw import between, pick
+from training.problems.names import CITIES, COLOURS, invented_word, words
+from training.problems.tool import (
     Parameter,
     Request,
     Tool,

@@ -1,34 +1,20 @@
 """A conversation whose last turn is the assistant's, with the check that tells a right turn from a wrong one.
 
 Everything before the last message is the prompt; the last one is what training teaches and what a gate asks
-for. Messages and tools are OpenAI's dicts and shared between conversations: nobody may change them.
+for. Messages and tools are OpenAI's dicts and shared between conversations: nobody may change them. As JSON,
+a conversation is a line of `assets/held_out.jsonl.gz`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from random import Random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from penstock.eval.problems.draw import pick
-from penstock.eval.problems.reply import CALL_START, THOUGHT_END, TURN_END, Call, Reply, write_calls
+from penstock.eval.reply import CALL_START, THOUGHT_END, TURN_END, Call, Reply, write_calls
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
-
-SYSTEM_PROMPTS = (
-    "You are a helpful assistant.",
-    "You are a friendly assistant. Keep your answers short.",
-    "Answer briefly and correctly.",
-    "Be helpful, honest and brief.",
-    "You are a careful assistant that never makes things up.",
-    "You help people with small everyday questions.",
-    "Be polite. Be exact.",
-    "You are an assistant that runs on a small computer.",
-    "Help the user as well as you can.",
-    "You are a calm and precise assistant.",
-)
 
 
 class Check(Protocol):
@@ -120,46 +106,41 @@ class Conversation:
             text = f"{turn['reasoning_content']}\n{THOUGHT_END}\n\n{text}"
         return text + TURN_END
 
+    def as_json(self) -> dict[str, Any]:
+        check = {"type": type(self.check).__name__, **asdict(self.check)}  # type: ignore[call-overload]
+        fields = {"kind": self.kind, "thinking": self.enable_thinking, "check": check}
+        return fields | {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Conversation:
+        tools = fields.get("tools")
+        return cls(
+            kind=fields["kind"],
+            messages=tuple(fields["messages"]),
+            check=_read_check(fields["check"]),
+            enable_thinking=fields["thinking"],
+            tools=tuple(tools) if tools else None,
+        )
+
     def accepts(self, text: str) -> bool:
         """Whether `text`, written after the generation prompt, is a right last turn."""
         return self.check.accepts(Reply.from_text(text, is_thinking=self.enable_thinking, tools=self.tools))
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def system(text: str) -> Message:
-    return {"role": "system", "content": text}
-
-
-def assistant(text: str, thought: str | None = None, calls: Sequence[Call] = ()) -> Message:
-    """A turn of the model; `thought` is None where it does not think."""
-    message: Message = {"role": "assistant", "content": text}
-    if thought is not None:
-        message["reasoning_content"] = thought
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": f"call_{number}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for number, call in enumerate(calls, 1)
-        ]
-    return message
-
-
-def sometimes_system(rng: Random) -> tuple[Message, ...]:
-    """A short system turn, or more often none."""
-    return (system(pick(rng, SYSTEM_PROMPTS)),) if rng.random() < 0.35 else ()
-
-
-def decide_thinking(rng: Random, thinking: bool | None) -> bool:
-    return rng.random() < 0.5 if thinking is None else thinking
 
 
 def _spaced(text: str) -> str:
     """The text with everything but letters, digits and what joins them in a code as single spaces."""
     kept = "".join(c if c.isalnum() or c in "-_" else " " for c in text)
     return " ".join(kept.split())
+
+
+def _read_check(fields: Mapping[str, Any]) -> Check:
+    match fields["type"]:
+        case "FinalNumber":
+            return FinalNumber(fields["value"])
+        case "ExactText":
+            return ExactText(fields["text"])
+        case "ExactCalls":
+            return ExactCalls(tuple(Call(call["name"], call["arguments"]) for call in fields["calls"]))
+        case "Mentions":
+            return Mentions(tuple(fields["values"]), tuple(fields["others"]))
+    raise ValueError(f"no check is called {fields['type']!r}")

@@ -7,19 +7,13 @@ from __future__ import annotations
 
 from random import Random
 
-from penstock.eval.problems.conversation import (
-    Conversation,
-    FinalNumber,
-    assistant,
-    decide_thinking,
-    sometimes_system,
-    user,
-)
-from penstock.eval.problems.count_scenes import COUNT_SCENES
-from penstock.eval.problems.draft import Draft
-from penstock.eval.problems.draw import is_held_out, pick
-from penstock.eval.problems.measure_scenes import MEASURE_SCENES
-from penstock.eval.problems.tales import MAX_VALUE, add_distractor, write_tale
+from penstock.eval.conversation import Conversation, FinalNumber
+from training.problems.count_scenes import COUNT_SCENES
+from training.problems.draft import Draft
+from training.problems.draw import is_held_out, pick
+from training.problems.measure_scenes import MEASURE_SCENES
+from training.problems.tales import MAX_VALUE, add_distractor, write_tale
+from training.problems.turns import assistant, decide_thinking, sometimes_system, user
 
 SCENES = COUNT_SCENES + MEASURE_SCENES
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from random import Random
 
-from penstock.eval.problems.conversation import Conversation, Mentions, assistant, decide_thinking, user
-from penstock.eval.problems.tool_calls import Errand, draw_errand, offer, system_turn
-from penstock.eval.problems.topics import UNKNOWN
+from penstock.eval.conversation import Conversation, Mentions
+from training.problems.tool_calls import Errand, draw_errand, offer, system_turn
+from training.problems.topics import UNKNOWN
+from training.problems.turns import assistant, decide_thinking, user
 
 REFUSAL = "I am sorry, I cannot do that with what I have here."
 REFUSING_THOUGHT = "None of the tools can do this."

@@ -14,18 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from penstock.eval.problems.arithmetic import add, add_three, divide, multiply, subtract
-from penstock.eval.problems.conversation import (
-    SYSTEM_PROMPTS,
-    Conversation,
-    ExactText,
-    Message,
-    assistant,
-    system,
-    user,
-)
-from penstock.eval.problems.draw import between, is_held_out, pick
-from penstock.eval.problems.spot_checks import INSTRUCTIONS, QUESTIONS
+from penstock.eval.conversation import Conversation, ExactText, Message
+from penstock.eval.spot_checks import INSTRUCTIONS, QUESTIONS
+from training.problems.arithmetic import add, add_three, divide, multiply, subtract
+from training.problems.draw import between, is_held_out, pick
+from training.problems.turns import SYSTEM_PROMPTS, assistant, system, user
 
 
 @dataclass(frozen=True, slots=True)

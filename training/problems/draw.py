@@ -1,7 +1,4 @@
-"""Cheap draws from a `random.Random`, and the rule that keeps training and gates apart.
-
-`random.choice` and `randint` cost four times as much as these, and training draws millions of conversations.
-"""
+"""Draws from a `random.Random`, and the rule that keeps training and gates apart."""
 
 from __future__ import annotations
 
@@ -10,17 +7,12 @@ from collections.abc import Sequence
 from random import Random
 from typing import TypeVar
 
+from penstock.eval.draw import between, pick
+
 Item = TypeVar("Item")
+__all__ = ["between", "is_held_out", "pick", "pick_two"]
 
 HELD_OUT_ONE_IN = 10
-
-
-def pick(rng: Random, items: Sequence[Item]) -> Item:
-    return items[int(rng.random() * len(items))]
-
-
-def between(rng: Random, lowest: int, highest: int) -> int:
-    return lowest + int(rng.random() * (highest - lowest + 1))
 
 
 def pick_two(rng: Random, items: Sequence[Item]) -> tuple[Item, Item]:

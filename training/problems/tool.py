@@ -12,8 +12,8 @@ from random import Random
 from string import Formatter
 from typing import Any
 
-from penstock.eval.problems.draw import between, pick
-from penstock.eval.problems.names import invented_code, invented_word, person
+from training.problems.draw import between, pick
+from training.problems.names import invented_code, invented_word, person
 
 Draw = Callable[[Random], Any]
 

@@ -5,18 +5,10 @@ Sums and differences of up to three digits, products up to 20 x 20 or of two dig
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from random import Random
 
-from penstock.eval.problems.arithmetic import add, divide, multiply, subtract
-from penstock.eval.problems.conversation import (
-    Conversation,
-    ExactText,
-    assistant,
-    decide_thinking,
-    sometimes_system,
-    user,
-)
-from penstock.eval.problems.draw import between, is_held_out, pick
+from penstock.eval.draw import between, pick
 
 # {a} {sign} {b} stand apart in some and close together in others: "7*8", "17 + 26".
 QUESTIONS = (
@@ -69,26 +61,17 @@ WRITTEN = {
 }
 
 
-def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Conversation:
-    question, work, value = draw_check(rng)
-    while is_held_out(question) != held_out:
-        question, work, value = draw_check(rng)
-    is_thinking = decide_thinking(rng, thinking)
-    return Conversation(
-        kind="spot_checks",
-        messages=(
-            *sometimes_system(rng),
-            user(question),
-            assistant(str(value), f"{work}." if is_thinking else None),
-        ),
-        check=ExactText(str(value)),
-        enable_thinking=is_thinking,
-    )
+@dataclass(frozen=True, slots=True)
+class SpotCheck:
+    question: str
+    sign: str
+    a: int
+    b: int
+    value: int
 
 
-def draw_check(rng: Random) -> tuple[str, str, int]:
-    """The question, its calculation and its value."""
-    sign, a, b, work, value = _draw_sum(rng)
+def draw_check(rng: Random) -> SpotCheck:
+    sign, a, b, value = _draw_sum(rng)
     forms = (
         WRITTEN if rng.random() < 0.75 or value < 0 else SPOKEN
     )  # "the difference of 3 and 5" is 2 to many
@@ -97,23 +80,23 @@ def draw_check(rng: Random) -> tuple[str, str, int]:
     question = question[0].upper() + question[1:]
     if instruction := pick(rng, INSTRUCTIONS):
         if rng.random() < 0.15:
-            return f"{instruction} {question}", work, value
+            return SpotCheck(f"{instruction} {question}", sign, a, b, value)
         gap = " " if question[-1] in ".?" else "\n"
         question = question + gap + instruction
-    return question, work, value
+    return SpotCheck(question, sign, a, b, value)
 
 
-def _draw_sum(rng: Random) -> tuple[str, int, int, str, int]:
+def _draw_sum(rng: Random) -> tuple[str, int, int, int]:
     luck = rng.random()
     highest = pick(rng, (20, 20, 20, 99, 99, 99, 99, 99, 999, 999))
     if luck < 0.3:
         a, b = between(rng, 0, highest), between(rng, 0, highest)
-        return "+", a, b, add(a, b), a + b
+        return "+", a, b, a + b
     if luck < 0.55:
         a, b = between(rng, 0, highest), between(rng, 0, highest)
         if a < b and rng.random() < 0.8:
             a, b = b, a
-        return "-", a, b, subtract(a, b), a - b
+        return "-", a, b, a - b
     if luck < 0.87:
         if rng.random() < 0.75:
             a, b = between(rng, 0, 20), between(rng, 0, 20)
@@ -121,6 +104,6 @@ def _draw_sum(rng: Random) -> tuple[str, int, int, str, int]:
             a, b = between(rng, 10, 99), between(rng, 2, 9)
             if rng.random() < 0.3:
                 a, b = b, a
-        return "*", a, b, multiply(a, b), a * b
+        return "*", a, b, a * b
     b, value = between(rng, 1, 12), between(rng, 0, 25)
-    return "/", b * value, b, divide(b * value, b), value
+    return "/", b * value, b, value

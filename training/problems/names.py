@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from random import Random
 
-from penstock.eval.problems.draw import between, pick
+from training.problems.draw import between, pick
 
 Person = dict[str, str]  # the name and its pronouns
 

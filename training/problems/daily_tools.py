@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.eval.problems.names import CITIES, COLOURS, FOODS, ROOMS, WEEKDAYS
-from penstock.eval.problems.tool import (
+from training.problems.names import CITIES, COLOURS, FOODS, ROOMS, WEEKDAYS
+from training.problems.tool import (
     choice,
     clock_time,
     code,

@@ -5,9 +5,9 @@ Each scene is one function that writes its sentences, its solution and its quest
 
 from __future__ import annotations
 
-from penstock.eval.problems.arithmetic import add, add_three, divide, multiply, subtract
-from penstock.eval.problems.draft import Draft
-from penstock.eval.problems.draw import pick
+from training.problems.arithmetic import add, add_three, divide, multiply, subtract
+from training.problems.draft import Draft
+from training.problems.draw import pick
 
 DOLLARS = ("dollar", "dollars")
 YEARS = ("year", "years")

@@ -12,24 +12,15 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from penstock.eval.problems import small_talk, spot_checks
-from penstock.eval.problems.conversation import (
-    SYSTEM_PROMPTS,
-    Conversation,
-    ExactCalls,
-    Mentions,
-    Message,
-    assistant,
-    decide_thinking,
-    system,
-    user,
-)
-from penstock.eval.problems.daily_tools import DAILY_TOOLS
-from penstock.eval.problems.draw import between, is_held_out, pick
-from penstock.eval.problems.invented_tools import invent_tool
-from penstock.eval.problems.office_tools import OFFICE_TOOLS
-from penstock.eval.problems.reply import Call
-from penstock.eval.problems.tool import Request, Tool, spoken
+from penstock.eval.conversation import Conversation, ExactCalls, Mentions, Message
+from penstock.eval.reply import Call
+from training.problems import small_talk, spot_checks
+from training.problems.daily_tools import DAILY_TOOLS
+from training.problems.draw import between, is_held_out, pick
+from training.problems.invented_tools import invent_tool
+from training.problems.office_tools import OFFICE_TOOLS
+from training.problems.tool import Request, Tool, spoken
+from training.problems.turns import SYSTEM_PROMPTS, assistant, decide_thinking, system, user
 
 CATALOG = DAILY_TOOLS + OFFICE_TOOLS
 
