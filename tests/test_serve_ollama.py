@@ -10,6 +10,8 @@ import httpx
 import pytest
 
 from ollama_cases import QUESTION, SUM
+from penstock.serve.ollama.replies import ChatFormat, GenerateFormat, OllamaFormat
+from penstock.serve.reply_clock import ReplyClock
 from serving import Server, eventually, start_server
 
 ollama = pytest.importorskip("ollama")
@@ -80,6 +82,13 @@ def test_a_stream_is_the_default_and_lines_of_json(server: Server) -> None:
     assert lines[0]["message"] == {"role": "assistant", "content": "4"}
     assert set(lines[0]) == {"model", "created_at", "message", "done"}
     assert lines[-1]["message"] == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize("kind", [ChatFormat, GenerateFormat])
+def test_a_heartbeat_is_a_line_without_text(kind: type[OllamaFormat]) -> None:
+    line = json.loads(kind(MODEL, ReplyClock(), False).encode_heartbeat())
+    assert line["done"] is False
+    assert line.get("response", line.get("message", {}).get("content")) == ""
 
 
 def test_calls_come_whole_with_arguments_as_objects_and_their_results_are_taken(api: Any) -> None:

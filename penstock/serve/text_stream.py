@@ -39,7 +39,7 @@ class ScoredToken:
     data: bytes
     logprob: float | None  # None: it is the first of a prompt, before which nothing stands
     top: tuple[tuple[bytes, float], ...]
-    id: int = -1
+    token_id: int = -1
     top_ids: tuple[int, ...] = ()
 
 

@@ -36,7 +36,7 @@ class LlamaScores:
         for token in tokens:
             top = [_scored(id, data, logprob) for id, (data, logprob) in zip(token.top_ids, token.top)]
             assert token.logprob is not None  # no prompt is scored
-            fields = {**_scored(token.id, token.data, token.logprob), "top_logprobs": top}
+            fields = {**_scored(token.token_id, token.data, token.logprob), "top_logprobs": top}
             self._encoded += (b"," if self._encoded else b"") + msgspec.json.encode(fields)
 
     def take(self) -> Pieces:
@@ -86,6 +86,9 @@ class LlamaFormat:
         if choice.scores is not None:
             fields["completion_probabilities"] = msgspec.Raw(b"".join(choice.scores.take()))
         return encode_event(msgspec.json.encode(fields))
+
+    def encode_heartbeat(self) -> bytes:
+        return b":\n\n"  # a comment
 
     def encode_end(self, usage: Usage) -> bytes:
         ends = []

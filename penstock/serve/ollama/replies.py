@@ -90,6 +90,10 @@ class OllamaFormat(ABC):
                 self._end = piece
         return None
 
+    def encode_heartbeat(self) -> bytes:
+        """Lines of JSON have no comments, and clients fail on an empty one."""
+        return self._line(self._text_fields(""), is_done=False)
+
     def encode_end(self, usage: Usage) -> bytes:
         ending = self._ending(self._end, usage, "".join(self._said))
         return self._line({**self._text_fields(""), **ending}, is_done=True)
