@@ -13,6 +13,7 @@ import pytest
 from grammar_walks import PERSON, is_allowed, is_valid, random_text
 from penstock.errors import RequestError
 from penstock.text.grammar import (
+    gbnf_grammar,
     json_object_grammar,
     json_schema_grammar,
     lark_grammar,
@@ -205,6 +206,50 @@ def test_after_thinking_two_line_ends_may_come_first(grammar: str) -> None:
         assert is_allowed(after, start + "{}")
     for text in ("\n\n\n{}", " {}", "\n\n", "\n{}\n"):
         assert not is_allowed(after, text)
+
+
+CHAIN = "".join(f"r{i} ::= r{i + 1}\n" for i in range(2000))
+
+
+@pytest.mark.parametrize(
+    ("gbnf", "yes", "no"),
+    [
+        ('root ::= "yes" | "no" end\nend ::= [.!]?', ["yes", "no", "no!"], ["", "yes!", "maybe"]),
+        ('root ::= "\\u0041\\x42" [\\u4e00-\\u9fa5]{2}', ["AB中文"], ["AB中", "ABab"]),
+        ('root ::= "a\\\\u0041"', ["a\\u0041"], ["aA"]),
+        ('root ::= ("(" root ")") | "." # "quoted', [".", "((.))"], ["((.)", "#"]),
+        ("root ::= . .", ["a\n", "中文"], ["a"]),
+        ('root ::= my-rule ("," my-rule)*\nmy-rule ::=\n  [^,\\n]+ |\n  "-"', ["a,b c"], ["a,", "a\nb"]),
+        ('root ::= "<|im_end|>" "\\""', ['<|im_end|>"'], ["<|im_end|>"]),
+    ],
+)
+def test_a_grammar_of_llama_cpp_means_what_it_means_there(gbnf: str, yes: list[str], no: list[str]) -> None:
+    grammar = gbnf_grammar(gbnf)
+    assert [text for text in (*yes, *no) if is_allowed(grammar, text)] == yes
+
+
+@pytest.mark.parametrize(
+    "gbnf",
+    [
+        "",
+        "no grammar",
+        'rule ::= "a"',
+        "root ::= nowhere",
+        'root ::= "a',
+        'root ::= "\\ud800"',
+        'root ::= "\\Uffffffff"',
+        "root ::= root",
+        "root ::= " + "(" * 15_000 + '"a"' + ")" * 15_000,
+        "root ::= r0\n" + CHAIN,
+        'root ::= "a"' + " " * 40_000,
+    ],
+)
+def test_a_grammar_of_llama_cpp_that_is_none_is_refused_in_a_second(gbnf: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(RequestError) as refused:
+        gbnf_grammar(gbnf)
+    assert refused.value.param == "grammar"
+    assert time.monotonic() - started < 2.0
 
 
 def test_importing_the_module_does_not_import_llguidance() -> None:

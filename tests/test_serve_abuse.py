@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from penstock.serve.ollama.context import Conversation
 from serving import MESSAGES, Server, assert_refused, start_server
 
 SLOWEST_S = 15.0  # an answer on a busy machine; what hangs takes longer
@@ -53,6 +54,30 @@ SAMPLING: dict[str, Any] = {
     "priority": 0,
     "session_id": "s",
 }
+LLAMA_OPTIONS: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_k": 5,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "seed": 1,
+    "stop": ["END"],
+    "repeat_penalty": 1.1,
+    "repeat_last_n": -1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "mirostat": 0,
+    "typical_p": 1.0,
+}
+OLLAMA: dict[str, Any] = {
+    "model": "any",
+    "stream": False,
+    "format": SCHEMA,
+    "options": {**LLAMA_OPTIONS, "num_predict": 2, "num_ctx": 512},
+    "keep_alive": "5m",
+    "logprobs": True,
+    "top_logprobs": 2,
+}
+OLLAMA_CALL = {"function": {"name": "look_up", "arguments": {"word": "river"}}}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         **SAMPLING,
@@ -114,6 +139,43 @@ BODIES: dict[str, dict[str, Any]] = {
         "stream": False,
         "metadata": {"a": "b"},
     },
+    "/api/chat": {
+        **OLLAMA,
+        "messages": [
+            *MESSAGES,
+            {"role": "assistant", "thinking": "Hm.", "tool_calls": [OLLAMA_CALL]},
+            {"role": "tool", "tool_name": "look_up", "content": "Water."},
+        ],
+        "tools": [TOOL],
+        "think": False,
+    },
+    "/api/generate": {
+        **OLLAMA,
+        "prompt": "Once",
+        "system": "Be brief.",
+        "context": Conversation([{"role": "user", "content": "x"}]).context_with("y"),
+        "raw": False,
+        "suffix": "",
+        "template": "",
+        "images": [],
+    },
+    "/api/show": {"model": "penstock-tiny"},
+    "/completion": {
+        **LLAMA_OPTIONS,
+        "prompt": [1, "Once", 2],
+        "n_predict": 2,
+        "n_cmpl": 1,
+        "stream": False,
+        "logit_bias": [[7, 1.0], [8, False]],
+        "n_probs": 2,
+        "grammar": 'root ::= "a" | "\\u0062"+',
+        "return_tokens": True,
+        "samplers": ["top_k", "temperature"],
+        "response_fields": ["content", "timings/prompt_n"],
+        "dry_multiplier": 0.0,
+        "lora": [],
+    },
+    "/apply-template": {"messages": HISTORY, "tools": [TOOL]},
 }
 JUNK: list[Any] = [
     None,
@@ -199,7 +261,8 @@ def assert_all_answered(server: Server, requests: list[tuple[str, bytes]]) -> No
         path, data = request
         answer = server.http.post(f"{server.url}{path}", content=data)
         seconds = answer.elapsed.total_seconds()
-        is_clear = answer.status_code < 400 or bool(answer.json()["error"]["message"])
+        error = {} if answer.status_code < 400 else answer.json()["error"]
+        is_clear = answer.status_code < 400 or bool(error if isinstance(error, str) else error["message"])
         if answer.status_code < 500 and is_clear and "Traceback" not in answer.text and seconds < SLOWEST_S:
             return ""
         return f"{answer.status_code} after {seconds:.1f} s: {answer.text[:200]}\n  {path} {data[:1000]!r}"

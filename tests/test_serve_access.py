@@ -329,8 +329,14 @@ def test_bodies_are_refused_while_too_much_is_being_sent(is_declared: bool) -> N
     assert (too_large.status, too_large.headers["connection"]) == (413, "close")
 
 
-BODY_ROUTES = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations"]
-TOKEN_ROUTES = ["/tokenize", "/detokenize", "/v1/messages/count_tokens"]
+BODY_ROUTES = [
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations"),
+    *("/api/chat", "/api/generate", "/completion", "/completions"),
+]
+TOKEN_ROUTES = [
+    *("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/apply-template"),
+    *(f"/api/{verb}" for verb in ("show", "pull", "create", "copy", "push", "embed", "embeddings")),
+]
 
 
 @pytest.mark.parametrize("path", [*BODY_ROUTES, *TOKEN_ROUTES])

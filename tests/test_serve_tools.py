@@ -392,7 +392,7 @@ def test_tokens_come_and_go(server: Server, api: openai.OpenAI) -> None:
     assert found["tokens"] == Tokenizer.load(None).encode(text, True)
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
     assert found["max_model_len"] == api.models.list().data[0].max_model_len
-    assert server.post({"tokens": found["tokens"]}, "/detokenize").json() == {"prompt": text}
+    assert server.post({"tokens": found["tokens"]}, "/detokenize").json() == {"prompt": text, "content": text}
     chat = server.post({"messages": ONE_CALL, "tools": TOOLS}, "/tokenize").json()
     assert chat["count"] == ask_whole(api, messages=ONE_CALL, tools=TOOLS).usage.prompt_tokens
 

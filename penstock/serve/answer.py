@@ -31,8 +31,8 @@ from penstock.text.dialects import Delta
 log = logging.getLogger("penstock.serve")
 
 JSON_TYPE = "application/json"
-EVENT_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+EVENT_STREAM_TYPE = "text/event-stream; charset=utf-8"
+STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # or nginx collects tokens before it passes them on
 ]
@@ -58,9 +58,11 @@ class Choice:
 
     news: list[Delta] = field(default_factory=list)
     scores: Scores | None = None  # None: they were not asked for
+    token_ids: list[int] = field(default_factory=list)  # where they were asked for
 
     def take(self, delta: ReplyDelta) -> None:
         self.news += delta.news
+        self.token_ids += delta.token_ids
         if self.scores is not None:
             self.scores.add(delta.logprobs)
 
@@ -92,12 +94,14 @@ class Answer:
         timeout_s: float | None = None,
         new_choice: Callable[[], Choice] = Choice,
         headers: Mapping[str, str] = NO_HEADERS,  # of an answer that is no error
+        stream_type: str = EVENT_STREAM_TYPE,
     ) -> None:
         self._start: Start | None = start
         self._style = style
         self._is_stream = is_stream
         self._new_choice = new_choice
         self._headers = headers
+        self._stream_type = stream_type
         self._timeout_s = timeout_s  # as the request says; the server's own is never exceeded
         self._ends_at: float | None = None  # on the loop's clock
 
@@ -132,7 +136,8 @@ class Answer:
         with await self._begin(deliver) as stream, self._accounted(scope, stream):
             # Headers wait for the first token, so that whatever fails before it has a status code.
             await stream.wait_started()
-            headers = [*EVENT_STREAM_HEADERS, *((k.encode(), v.encode()) for k, v in self._headers.items())]
+            own = {"content-type": self._stream_type, **self._headers}
+            headers = [*((k.encode(), v.encode()) for k, v in own.items()), *STREAM_HEADERS]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 events.open()
@@ -197,7 +202,7 @@ def unexpected_error() -> PenstockError:
     return PenstockError("The server failed on this request", "It has been logged.")
 
 
-def json_response(content: dict[str, Any], status: int = 200) -> Response:
+def json_response(content: dict[str, Any] | list[Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type=JSON_TYPE)
 
 

@@ -21,6 +21,8 @@ from penstock.serve.error_answers import (
     answer_penstock_error,
 )
 from penstock.serve.intake import ReleasePlaces
+from penstock.serve.llama_server import routes as llama_server_routes
+from penstock.serve.ollama import routes as ollama_routes
 from penstock.serve.openai import routes as openai_routes
 from penstock.serve.request_log import RequestLog
 from penstock.serve.responses import routes as responses_routes
@@ -34,6 +36,8 @@ def create_app(serving: Serving) -> Starlette:
             *openai_routes.routes(serving),
             *responses_routes.routes(serving),
             *anthropic_routes.routes(serving),
+            *ollama_routes.routes(serving),
+            *llama_server_routes.routes(serving),
             *sagemaker.routes(serving),
             *sessions.routes(serving),
             *openapi.routes(),

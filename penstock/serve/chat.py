@@ -116,6 +116,7 @@ class TextEngine:
                 form_param=form_param(chat),
                 loop_guard=self._guard(chat),
                 continues_text=bool(chat.reply_start),
+                tells_ids=chat.returns_token_ids,
             )
 
         return _submit(stream, [prompt.requests], reply_to, place)
@@ -143,6 +144,7 @@ class TextEngine:
                 echo=echo,
                 loop_guard=guard,
                 continues_text=self._tokenizer.has_text(request.token_ids),
+                tells_ids=completion.returns_token_ids,
             )
 
         return _submit(stream, requests, reply_to, place)
@@ -152,12 +154,36 @@ class TextEngine:
         require_priority(asked.priority, self._min_priority)
         return self._client.require_ready()
 
+    @property
+    def can_think(self) -> bool:
+        return self._dialect.thinking is not None
+
+    @property
+    def can_call(self) -> bool:
+        return self._dialect.call is not None
+
+    @property
+    def template_source(self) -> str | None:
+        return self._template.source
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        return self._template.special_tokens
+
+    async def render(self, chat: ChatRequest, num_bytes: int = 0) -> str:
+        """The prompt that the chat becomes. `num_bytes`: of the request, here and below."""
+        rendered = await self._counting.run(num_bytes, self._render_checked, chat)
+        return rendered.text
+
     async def tokenize(self, asked: TokenizeRequest, tenant: str, num_bytes: int = 0) -> list[int]:
-        """`num_bytes`: of the request, here and below."""
         return await self._counting.run(num_bytes, self._tokenize, asked, tenant)
 
     async def token_texts(self, token_ids: list[int], num_bytes: int = 0) -> list[str]:
         return await self._counting.run(num_bytes, self._token_texts, token_ids)
+
+    async def token_pieces(self, token_ids: list[int], num_bytes: int = 0) -> list[str | list[int]]:
+        """Their texts, or bytes where one is not a text by itself."""
+        return await self._counting.run(num_bytes, self._token_pieces, token_ids)
 
     async def detokenize(self, token_ids: list[int], num_bytes: int = 0) -> str:
         check_ids("tokens", token_ids, self._tokenizer.vocab_size)
@@ -168,19 +194,35 @@ class TextEngine:
         texts = {token_id: bytes_of(token_id).decode("utf-8", "replace") for token_id in set(token_ids)}
         return [texts[token_id] for token_id in token_ids]
 
+    def _token_pieces(self, token_ids: list[int]) -> list[str | list[int]]:
+        pieces: dict[int, str | list[int]] = {}
+        for token_id in set(token_ids):
+            data = self._tokenizer.token_bytes(token_id)
+            try:
+                pieces[token_id] = data.decode()
+            except UnicodeDecodeError:
+                pieces[token_id] = list(data)
+        return [pieces[token_id] for token_id in token_ids]
+
     def _tokenize(self, asked: TokenizeRequest, tenant: str) -> list[int]:
         chat = asked.chat
         if chat is None:
+            if not asked.knows_control_tokens:
+                return self._tokenizer.encode_plain(asked.text)
             return self._tokenizer.encode(asked.text, asked.add_special_tokens, tenant)
+        rendered = self._render_checked(chat, asked.add_generation_prompt)
+        return self._chat_encoder.encode(rendered, tenant)
+
+    def _render_checked(self, chat: ChatRequest, add_generation_prompt: bool = True) -> RenderedChat:
         num_chars = _num_chars([chat.messages, chat.tools])
         if num_chars > MAX_CHARS_ASKED:
             raise RequestError(
-                "the messages are too long to be tokenized",
+                "the messages are too long to be rendered without a reply",
                 f"They and the tools have {num_chars} characters; at most {MAX_CHARS_ASKED} are taken.",
                 "Send them in parts.",
                 param="messages",
             )
-        return self._chat_encoder.encode(self._render(chat, asked.add_generation_prompt), tenant)
+        return self._render(chat, add_generation_prompt)
 
     def _prepare_chat(self, request_id: str, chat: ChatRequest, info: EngineInfo) -> _ChatPrompt:
         try:
@@ -190,8 +232,6 @@ class TextEngine:
             sampling = self._constrained(chat, is_thinking)
             self._refuse_far_too_long(rendered.text, False, chat.tenant, info.max_model_len)
             token_ids = self._chat_encoder.encode(rendered, chat.tenant)
-            if chat.is_cut_to_context:
-                sampling = _cut_to_context(sampling, info.max_model_len - len(token_ids))
             (requests,) = self._build_requests(request_id, [token_ids], sampling, info, chat)
         except RequestError as error:
             if error.param == "prompt":  # a chat has messages
@@ -241,7 +281,10 @@ class TextEngine:
             self._encode(prompt, asked.tenant, info.max_model_len) if isinstance(prompt, str) else prompt
             for prompt in asked.prompts
         ]
-        requests = self._build_requests(request_id, prompts, asked.sampling, info, asked)
+        sampling = asked.sampling
+        if asked.make_grammar is not None:
+            sampling = replace(sampling, grammar=asked.make_grammar())
+        requests = self._build_requests(request_id, prompts, sampling, info, asked)
         return requests, self._echoes_of(asked) if asked.echo else [""] * len(prompts)
 
     def _encode(self, prompt: str, tenant: str, max_model_len: int) -> list[int]:
@@ -317,13 +360,16 @@ class TextEngine:
         asked: TextRequest,
     ) -> list[list[Request]]:
         """The requests of each prompt, with ids that tell them apart."""
-        sampling = limit_scores(prompts, sampling, info.max_model_len)
+        room = info.max_model_len
+        if asked.is_cut_to_context:  # or the scores of tokens that cannot be would be too many
+            sampling = _cut_to_context(sampling, room - min(map(len, prompts)))
+        sampling = limit_scores(prompts, sampling, room)
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
         return [
             build_requests(
                 id,
                 token_ids,
-                sampling,
+                _cut_to_context(sampling, room - len(token_ids)) if asked.is_cut_to_context else sampling,
                 self._tokenizer,
                 info.max_model_len,
                 priority=asked.priority,

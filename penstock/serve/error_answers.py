@@ -22,6 +22,7 @@ from penstock.errors import (
 )
 from penstock.serve.answer import JSON_TYPE, UNREAD_HEADERS, unexpected_error
 from penstock.serve.anthropic import replies as anthropic_replies
+from penstock.serve.ollama import replies as ollama_replies
 from penstock.serve.openai import replies as openai_replies
 from penstock.serve.request_log import CLIENT_CLOSED
 
@@ -29,6 +30,7 @@ log = logging.getLogger("penstock.serve")
 
 RETRY_AFTER_S = 1
 ANTHROPIC_PATH = "/v1/messages"
+OLLAMA_PATHS = "/api/"
 
 
 def answer_error(scope: Scope, error: PenstockError) -> Response:
@@ -43,6 +45,8 @@ def error_body(scope: Scope, error: PenstockError | str, status: int = 500) -> b
         if isinstance(error, str):
             return anthropic_replies.encode_error_fields(error, status, request_id)
         return anthropic_replies.encode_error(error, request_id)
+    if scope["path"].startswith(OLLAMA_PATHS):
+        return ollama_replies.encode_error(error)
     if isinstance(error, str):
         return openai_replies.encode_error_fields(error, status)
     return openai_replies.encode_error(error)

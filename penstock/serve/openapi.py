@@ -7,7 +7,7 @@ value out of range is answered with a 400 that names it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -18,11 +18,15 @@ from starlette.routing import Route
 import penstock
 from penstock.serve.answer import JSON_TYPE
 from penstock.serve.anthropic.requests import MessagesBody, PromptBody
+from penstock.serve.llama_server.requests import LlamaBody
+from penstock.serve.ollama.replies import NDJSON_TYPE
+from penstock.serve.ollama.requests import GenerateBody, ModelBody, OllamaChatBody
 from penstock.serve.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from penstock.serve.responses.requests import ResponseBody
 
 Schema = dict[str, Any]
 REF = "#/components/schemas/{name}"
+EVENTS = "text/event-stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,8 @@ class Operation:
     summary: str
     answer: Schema | None = None  # of JSON; None: no body, or no JSON
     bodies: tuple[type[msgspec.Struct], ...] = ()  # one of these
-    streams: bool = False  # server-sent events where `stream` is true
+    streams: bool = False  # where `stream` is true
+    stream_type: str = EVENTS
     is_probe: bool = False  # needs no key, and is 503 while the server cannot serve
     errors: str = "OpenAIError"
 
@@ -121,6 +126,12 @@ SESSION = _object(
     tokens=COUNT,
     bytes=COUNT,
 )
+OLLAMA_CHAT = _object("model", "created_at", "message", "done", done={"type": "boolean"})
+OLLAMA_TEXT = _object("model", "created_at", "response", "done", response=STRING, done={"type": "boolean"})
+OLLAMA_MODELS = _object("models", models=_list_of(_object("name", "model", "size", "digest", "details")))
+LLAMA = {
+    "anyOf": [_object("content", "tokens", "stop", "stop_type", "timings"), _list_of(_object("content"))]
+}
 ERRORS = {
     "OpenAIError": _object(
         "error", error=_object("message", "type", "param", "code", message=STRING, type=STRING)
@@ -131,6 +142,7 @@ ERRORS = {
         type={"const": "error"},
         error=_object("type", "message", type=STRING, message=STRING),
     ),
+    "OllamaError": _object("error", error=STRING),
 }
 
 OPERATIONS = (
@@ -186,6 +198,50 @@ OPERATIONS = (
         _object("input_tokens", input_tokens=COUNT),
         (PromptBody,),
         errors="AnthropicError",
+    ),
+    *(
+        Operation("post", path, "Continue a text, in llama-server's words", LLAMA, (LlamaBody,), streams=True)
+        for path in ("/completion", "/completions")
+    ),
+    Operation("post", "/apply-template", "A chat as a prompt", _object("prompt"), (ChatBody,)),
+    Operation(
+        "get", "/props", "Context, slots, sampling and template", _object("default_generation_settings")
+    ),
+    Operation("get", "/slots", "Which rows work", _list_of(_object("id", "n_ctx", "is_processing"))),
+    Operation("get", "/tokenizer_info", "Special tokens and template", _object("chat_template")),
+    *(
+        replace(operation, errors="OllamaError")
+        for operation in (
+            Operation(
+                "post",
+                "/api/chat",
+                "Reply to a chat, in Ollama's words",
+                OLLAMA_CHAT,
+                (OllamaChatBody,),
+                streams=True,
+                stream_type=NDJSON_TYPE,
+            ),
+            Operation(
+                "post",
+                "/api/generate",
+                "Reply to a prompt, in Ollama's words",
+                OLLAMA_TEXT,
+                (GenerateBody,),
+                streams=True,
+                stream_type=NDJSON_TYPE,
+            ),
+            Operation("get", "/api/tags", "The model, as Ollama lists models", OLLAMA_MODELS),
+            Operation("get", "/api/ps", "The model, once it is loaded", OLLAMA_MODELS),
+            Operation("post", "/api/show", "More of it", _object("model_info", "capabilities"), (ModelBody,)),
+            Operation("get", "/api/version", "The Ollama whose API this is", _object("version")),
+            Operation("post", "/api/pull", "Nothing to do for the model", _object("status"), (ModelBody,)),
+            Operation("post", "/api/embed", "Refused"),
+            Operation("post", "/api/embeddings", "Refused"),
+            Operation("post", "/api/create", "Refused"),
+            Operation("post", "/api/copy", "Refused"),
+            Operation("post", "/api/push", "Refused"),
+            Operation("delete", "/api/delete", "Refused"),
+        )
     ),
 )
 
@@ -244,7 +300,8 @@ def _responses(operation: Operation) -> Schema:
     elif operation.path == "/metrics":
         good["content"] = {"text/plain": {"schema": STRING}}
     if operation.streams:
-        good["content"]["text/event-stream"] = {"schema": EVENT}
+        each = EVENT if operation.stream_type == EVENTS else operation.answer
+        good["content"][operation.stream_type] = {"schema": each}
     if operation.is_probe:
         return {"200": good, "503": {**good, "description": "Not now"}}
     error = {"content": {JSON_TYPE: {"schema": {"$ref": REF.format(name=operation.errors)}}}}

@@ -39,6 +39,8 @@ class ScoredToken:
     data: bytes
     logprob: float | None  # None: it is the first of a prompt, before which nothing stands
     top: tuple[tuple[bytes, float], ...]
+    token_id: int = -1
+    top_ids: tuple[int, ...] = ()
 
 
 # Made for every token; a dataclass would take six times as long.
@@ -49,6 +51,7 @@ class ReplyDelta(msgspec.Struct, frozen=True, gc=False):
     news: list[Delta]
     logprobs: tuple[ScoredToken, ...] = ()
     is_prompt: bool = False  # it has the echo, or scores of it: there is as much as the client has sent
+    token_ids: tuple[int, ...] = ()  # since the last delta, where they were asked for
 
 
 Deliver = Callable[[ReplyDelta], None]
@@ -176,6 +179,13 @@ class TextStream:
             num_reasoning_tokens=sum(reply.num_reasoning_tokens for reply in replies),
         )
 
+    def usage_of(self, index: int) -> Usage:
+        """Of one reply alone."""
+        reply = [reply for replies in self._prompts for reply in replies][index]
+        return Usage(
+            reply.num_prompt_tokens, reply.num_tokens, reply.num_cached_tokens, reply.num_reasoning_tokens
+        )
+
     @property
     def num_context_tokens(self) -> int:
         """Of the first prompt and its first reply, so far."""
@@ -201,6 +211,7 @@ class Reply:
         form_param: str = "",  # the field that asked for the request's grammar
         loop_guard: LoopGuard | None = None,
         continues_text: bool = False,  # of its prompt, which is no other's turn
+        tells_ids: bool = False,
     ) -> None:
         self.request = request  # the one that runs
         self._asked = request
@@ -223,6 +234,8 @@ class Reply:
         self._loop_guard = loop_guard
         self._has_closed_loop = False  # a thought that repeated itself; the next loop ends the reply
         self._is_loop = False
+        self._tells_ids = tells_ids
+        self._untold_ids: list[int] = []  # tokens whose text may become that of a stop string
         self._decoder = StreamDecoder(
             tokenizer,
             request.sampling.stop,
@@ -279,7 +292,17 @@ class Reply:
         if finish is not None:
             text += self._decoder.finish()
         news, has_ended = self._parse(text, finish)
-        self._stream.take(self.request.id, ReplyDelta(self._index, news, scored, bool(echo)), has_ended)
+        ids = self._ids_to_tell((*token_ids, *self._thought.closing_ids) if is_closed else token_ids, news)
+        self._stream.take(self.request.id, ReplyDelta(self._index, news, scored, bool(echo), ids), has_ended)
+
+    def _ids_to_tell(self, token_ids: tuple[int, ...], news: list[Delta]) -> tuple[int, ...]:
+        if not self._tells_ids:
+            return ()
+        self._untold_ids += token_ids
+        if not news:
+            return ()
+        ids, self._untold_ids = tuple(self._untold_ids), []
+        return ids
 
     def _take_scores(self, scores: PromptScores) -> None:
         """Scores of the prompt go on to the client as they come, before there is any token."""
@@ -368,6 +391,8 @@ class Reply:
                 bytes_of(token.token_id),
                 token.logprob,
                 tuple((bytes_of(token_id), logprob) for token_id, logprob in token.top),
+                token.token_id,
+                tuple(token_id for token_id, _ in token.top),
             )
             for token in logprobs
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,11 +26,17 @@ MAX_OPTIONAL_PROPERTIES = 400  # of one object: any of them may come next
 MAX_REGEX_CHARACTERS = 2_048
 MAX_COUNT = 1_000_000  # of characters, items or properties
 MAX_LARK_CHARACTERS = 128 * 1024
+MAX_GBNF_CHARACTERS = 32 * 1024
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 
 # One blank, or a new line and its indentation: what models write. Some never stop once blanks are unlimited.
 _JSON_BLANK = r" |\n[ \t]{0,40}"
+
+# Texts, classes, comments and the dot of GBNF; what llguidance reads otherwise is inside them.
+_GBNF_PART = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|\.', re.DOTALL)
+# A backslash that stands for itself, or a code point, of which llguidance drops the leading zeros.
+_GBNF_ESCAPE = re.compile(r"\\\\|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})")
 
 # What models put between their thinking and their answer.
 _BLANK_START = r"\n{0,2}"
@@ -73,6 +80,39 @@ def lark_grammar(lark: str, *, param: str = "grammar") -> str:
             f"The grammar has {len(lark)} characters", f"It may have {MAX_LARK_CHARACTERS}.", param=param
         )
     return _compiled({"lark_grammar": lark}, "The grammar", param, has_control_tokens=True)
+
+
+def gbnf_grammar(gbnf: str, *, param: str = "grammar") -> str:
+    """A grammar as llama.cpp writes them, whose first rule is `root`."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if len(gbnf) > MAX_GBNF_CHARACTERS:
+        raise RequestError(
+            f"The grammar has {len(gbnf)} characters", f"It may have {MAX_GBNF_CHARACTERS}.", param=param
+        )
+    try:
+        lark = gbnf_to_lark(_GBNF_PART.sub(_plain_part, gbnf))
+    except RecursionError as error:
+        raise RequestError("The grammar is nested too deeply", todo="Simplify it.", param=param) from error
+    except Exception as error:  # llguidance raises plain exceptions here
+        raise RequestError(
+            "The grammar cannot be read as GBNF", _sentence(str(error)), param=param
+        ) from error
+    return _compiled({"lark_grammar": lark}, "The grammar", param)
+
+
+def _plain_part(part: re.Match[str]) -> str:
+    if part[0] == ".":
+        return "[\\x00-\U0010ffff]"  # line ends too
+    return "" if part[0].startswith("#") else _GBNF_ESCAPE.sub(_plain_character, part[0])
+
+
+def _plain_character(escape: re.Match[str]) -> str:
+    digits = escape[1] or escape[2]
+    if digits is None:
+        return escape[0]
+    code = int(digits, 16)
+    return f"\\x{code:02x}" if code < 0x80 else chr(code)
 
 
 def with_blank_start(grammar: str) -> str:

@@ -113,7 +113,7 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self._file = file
-        self._special_tokens = dict(special_tokens)
+        self.special_tokens = dict(special_tokens)
         self._variables = frozenset() if source is None else self._names_it_reads()
 
     @classmethod
@@ -204,7 +204,7 @@ class ChatTemplate:
         return frozenset(answer.variables)
 
     def _ask(self, limits: Limits, context: msgspec.Raw | None) -> Answer:
-        task = {"source": self.source, "special_tokens": self._special_tokens, "context": context}
+        task = {"source": self.source, "special_tokens": self.special_tokens, "context": context}
         return shared_processes.ask({**task, **dataclasses.asdict(limits)})
 
     def _refusal(self, failure: Failure, limits: Limits) -> RequestError | TemplateProcessError:

@@ -7,7 +7,7 @@ names it. Nothing here renders, tokenises or generates; replies are written in r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -146,6 +146,11 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+    # llama-server's names: a text, and what is told of it.
+    content: Annotated[str, Meta(max_length=MAX_CHARS_ASKED)] | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -164,6 +169,8 @@ class TextRequest:
     session_id: str | None = None
     tenant: str = ""  # who may share caches with it
     loop_guard: bool | None = None  # None: as the server was told
+    is_cut_to_context: bool = False  # where max_tokens is more than fits behind the prompt
+    returns_token_ids: bool = False  # its deltas have those of the reply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,13 +185,13 @@ class ChatRequest(TextRequest):
     effort_budget: int | None = None  # tokens, of an effort: the server's own budget may be less
     keeps_thoughts_in_content: bool = False  # for clients that know no field for them
     reply_start: str = ""  # what the reply goes on from
-    is_cut_to_context: bool = False  # where max_tokens is more than fits behind the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(TextRequest):
     prompts: list[str | list[int]]
     echo: bool
+    make_grammar: Callable[[], str] | None = None  # that its replies are held to; takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +201,8 @@ class TokenizeRequest:
     add_special_tokens: bool
     add_generation_prompt: bool
     shows_texts: bool
+    knows_control_tokens: bool = True  # False: nothing of the text is one
+    shows_pieces: bool = False  # as llama-server has them: each token with its text
 
 
 def parse_chat(body: bytes, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
@@ -273,8 +282,18 @@ def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS)
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
     fields = decode_body(body, TokenizeBody)
-    if (fields.prompt is None) == (fields.messages is None):
+    if [fields.prompt, fields.messages, fields.content].count(None) != 2:
         raise RequestError("A prompt or messages are needed, and not both", param="prompt")
+    if fields.content is not None:
+        return TokenizeRequest(
+            text=fields.content,
+            chat=None,
+            add_special_tokens=bool(fields.add_special),
+            add_generation_prompt=False,
+            shows_texts=False,
+            knows_control_tokens=fields.parse_special is not False,
+            shows_pieces=bool(fields.with_pieces),
+        )
     chat = None
     if fields.messages is not None:
         kwargs = fields.chat_template_kwargs

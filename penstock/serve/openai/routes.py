@@ -118,11 +118,15 @@ class OpenAIRoutes:
         num_bytes = place_of(request.scope).num_bytes
         tokens = await self._text.tokenize(asked, tenant_of(request.scope), num_bytes)
         texts = await self._text.token_texts(tokens, num_bytes) if asked.shows_texts else None
+        listed: Sequence[Any] = tokens
+        if asked.shows_pieces:
+            pieces = await self._text.token_pieces(tokens, num_bytes)
+            listed = [{"id": id, "piece": piece} for id, piece in zip(tokens, pieces)]
         # In a thread, and in parts: there may be millions.
-        body = await asyncio.to_thread(self._encode_tokens, tokens, texts)
+        body = await asyncio.to_thread(self._encode_tokens, listed, texts)
         return Response(body, media_type=JSON_TYPE)
 
-    def _encode_tokens(self, tokens: list[int], texts: list[str] | None) -> bytes:
+    def _encode_tokens(self, tokens: Sequence[Any], texts: list[str] | None) -> bytes:
         fields = {"count": len(tokens), "max_model_len": self._max_model_len()}
         pieces = [b'{"tokens":[', *_encode_list(tokens), b"],", msgspec.json.encode(fields)[1:-1]]
         if texts is not None:
@@ -132,7 +136,7 @@ class OpenAIRoutes:
     async def detokenize(self, request: Request) -> Response:
         tokens = parse_detokenize(await read_body(request, for_reply=False))
         text = await self._text.detokenize(tokens, place_of(request.scope).num_bytes)
-        return json_response({"prompt": text})
+        return json_response({"prompt": text, "content": text})  # as vLLM and as llama-server call it
 
 
 def _encode_list(values: Sequence[Any]) -> Iterator[bytes]:

@@ -1,0 +1,101 @@
+"""Sampling options by the names that llama.cpp gave them and Ollama took over.
+
+An option is honoured, or cannot change a reply, or is refused by its name: where a sampler does not exist
+here, only the value that turns it off is taken. Knows no HTTP and no body; each API brings its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from penstock.errors import RequestError
+from penstock.serve.openai.requests import StopString
+
+RANDOM_SEEDS = (-1, 2**32 - 1)  # the second is how an unsigned number spells the first
+PENALTIES = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # and their "off"
+OFF: dict[str, tuple[float, ...]] = {
+    "mirostat": (0,),
+    "typical_p": (1.0,),
+    "tfs_z": (1.0,),
+    "dynatemp_range": (0.0,),
+    "dry_multiplier": (0.0,),
+    "xtc_probability": (0.0,),
+    "top_n_sigma": (-1.0, 0.0),
+    "n_indent": (0,),
+    "min_keep": (0, 1),
+    "t_max_predict_ms": (-1, 0),
+}
+
+
+class LlamaOptions(msgspec.Struct, kw_only=True):
+    """Those that both have."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+def sampling_fields(options: LlamaOptions) -> dict[str, Any]:
+    """The same as fields of OpenAI's bodies."""
+    fields: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop", *PENALTIES)
+    }
+    fields["repetition_penalty"] = fields.pop("repeat_penalty")
+    if fields["seed"] in RANDOM_SEEDS:
+        fields["seed"] = None
+    for name in ("temperature", "top_k"):  # below zero they mean the same as zero
+        if fields[name] is not None:
+            fields[name] = max(0, fields[name])
+    if options.repeat_last_n == 0:
+        fields |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    elif options.repeat_last_n not in (None, -1) and _has_penalty(options):
+        raise RequestError(
+            f"repeat_last_n is {options.repeat_last_n}",
+            "Penalties count all tokens here, those of the prompt too.",
+            "Send -1, or leave it out.",
+            param="repeat_last_n",
+        )
+    return fields
+
+
+def _has_penalty(options: LlamaOptions) -> bool:
+    return any(getattr(options, name) not in (None, off) for name, off in PENALTIES.items())
+
+
+def require_off(options: Mapping[str, Any]) -> None:
+    """Refuses samplers that do not exist here, unless they are turned off."""
+    for name, values in OFF.items():
+        value = options.get(name)
+        if value is not None and value not in values:
+            raise RequestError(
+                f"{name} is {str(value)[:32]}",
+                "There is no such sampler here.",
+                f"Leave it out, or send {values[0]:g}, which turns it off.",
+                param=name,
+            )
+
+
+@contextlib.contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors speak of the fields that the client sent: `names` has ours and theirs."""
+    try:
+        yield
+    except RequestError as error:
+        theirs = names.get(error.param or "")
+        if theirs is not None:
+            error.what = error.what.replace(error.param or "", theirs, 1)
+            error.param = theirs
+        raise

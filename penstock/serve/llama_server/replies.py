@@ -1,0 +1,187 @@
+"""llama-server's completions: news of replies into its JSON objects and events.
+
+Each reply ends with one object that has everything; in a stream its text was told before. Several replies to
+one call are a list of such objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.serve.answer import Choice, Pieces
+from penstock.serve.llama_server.requests import LlamaRequest
+from penstock.serve.openai.replies import encode_error, encode_event
+from penstock.serve.openai.scores import LOWEST_LOGPROB
+from penstock.serve.reply_clock import ReplyClock
+from penstock.serve.text_stream import ReplyDelta, ScoredToken, Usage
+from penstock.text.dialects import ContentDelta, ParsedReply, ReplyEnd
+from penstock.types import SamplingParams
+
+NS_A_MS = 1e6
+ANY_SLOT = -1
+Fields = dict[str, Any]
+
+
+class LlamaScores:
+    """A list of tokens, each with its id and the likeliest at its place."""
+
+    def __init__(self) -> None:
+        self._encoded = bytearray()
+
+    def add(self, tokens: Sequence[ScoredToken]) -> None:
+        for token in tokens:
+            top = [_scored(id, data, logprob) for id, (data, logprob) in zip(token.top_ids, token.top)]
+            assert token.logprob is not None  # no prompt is scored
+            fields = {**_scored(token.token_id, token.data, token.logprob), "top_logprobs": top}
+            self._encoded += (b"," if self._encoded else b"") + msgspec.json.encode(fields)
+
+    def take(self) -> Pieces:
+        encoded, self._encoded = self._encoded, bytearray()
+        return [b"[", encoded, b"]"]
+
+
+def _scored(id: int, data: bytes, logprob: float) -> Fields:
+    text = data.decode("utf-8", "replace")
+    return {"id": id, "token": text, "bytes": list(data), "logprob": max(logprob, LOWEST_LOGPROB)}
+
+
+class LlamaFormat:
+    """`usage_of` a reply, by its index, and the texts of prompts are set before their first news come."""
+
+    usage_of: Callable[[int], Usage]
+    prompts: list[str]
+
+    def __init__(self, model: str, clock: ReplyClock, request: LlamaRequest) -> None:
+        self.clock = clock
+        self._model = model
+        self._request = request
+        self._sampling = request.asked.sampling
+        self._choices: dict[int, Choice] = {}  # of a stream, without their texts
+
+    def new_choice(self) -> Choice:
+        return Choice(scores=None if self._sampling.logprobs is None else LlamaScores())
+
+    def encode_chunk(self, delta: ReplyDelta) -> bytes:
+        if delta.index not in self._choices:
+            self._choices[delta.index] = self.new_choice()
+        choice = self._choices[delta.index]
+        choice.take(delta)
+        text = "".join(piece.text for piece in delta.news if isinstance(piece, ContentDelta))
+        if not (text or delta.token_ids or delta.logprobs):
+            return b""
+        usage = self.usage_of(delta.index)
+        fields: Fields = {
+            "index": delta.index,
+            "content": text,
+            "tokens": delta.token_ids,
+            "stop": False,
+            "id_slot": ANY_SLOT,
+            "tokens_predicted": usage.num_completion_tokens,
+            "tokens_evaluated": usage.num_prompt_tokens,
+        }
+        if choice.scores is not None:
+            fields["completion_probabilities"] = msgspec.Raw(b"".join(choice.scores.take()))
+        return encode_event(msgspec.json.encode(fields))
+
+    def encode_heartbeat(self) -> bytes:
+        return b":\n\n"  # a comment
+
+    def encode_end(self, usage: Usage) -> bytes:
+        ends = []
+        for index, choice in sorted(self._choices.items()):
+            choice.token_ids.clear()  # they were told
+            ends.append(encode_event(msgspec.json.encode(self._whole(index, choice, content=""))))
+        return b"".join(ends)
+
+    def encode_failure(self, error: PenstockError) -> bytes:
+        return encode_event(encode_error(error))
+
+    def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
+        replies = [self._whole(index, choice) for index, choice in sorted(choices.items())]
+        return msgspec.json.encode(replies[0] if len(replies) == 1 else replies)
+
+    def _whole(self, index: int, choice: Choice, content: str | None = None) -> Fields:
+        """`content`: where it is not all of the reply's text."""
+        end = choice.news[-1]
+        assert isinstance(end, ReplyEnd)
+        said = ParsedReply.of(choice.news).content
+        usage = self.usage_of(index)
+        fields: Fields = {
+            "index": index,
+            "content": said if content is None else content,
+            "tokens": choice.token_ids if self._request.returns_tokens else [],
+            "id_slot": ANY_SLOT,
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": usage.num_completion_tokens,
+            "tokens_evaluated": usage.num_prompt_tokens,
+            "generation_settings": settings_of(self._sampling),
+            "prompt": self.prompts[index // self._sampling.n],
+            "has_new_line": "\n" in said,
+            "truncated": False,  # a prompt that does not fit is refused
+            "stop_type": _stop_type(end),
+            "stopping_word": end.stop_string or "",
+            "tokens_cached": usage.num_cached_tokens,
+            "timings": _timings(usage, self.clock),
+        }
+        if choice.scores is not None and content is None:
+            fields["completion_probabilities"] = msgspec.Raw(b"".join(choice.scores.take()))
+        names = self._request.response_fields
+        return fields if names is None else _selected(fields, names)
+
+
+def settings_of(sampling: SamplingParams) -> Fields:
+    """As llama-server calls them."""
+    return {
+        "n_predict": -1 if sampling.max_tokens is None else sampling.max_tokens,
+        "seed": -1 if sampling.seed is None else sampling.seed,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repeat_last_n": -1,
+        "repeat_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "stop": sampling.stop,
+        "ignore_eos": sampling.ignore_eos,
+        "n_probs": sampling.logprobs or 0,
+    }
+
+
+def _selected(fields: Fields, names: list[str]) -> Fields:
+    """Those that exist; `a/b` is b of a, under its own name."""
+    selected: Fields = {}
+    for name in names:
+        outer, _, inner = name.partition("/")
+        if not inner and outer in fields:
+            selected[outer] = fields[outer]
+        elif isinstance(fields.get(outer), dict) and inner in fields[outer]:
+            selected[inner] = fields[outer][inner]
+    return selected
+
+
+def _stop_type(end: ReplyEnd) -> str:
+    if end.reason == "length":
+        return "limit"
+    return "eos" if end.stop_string is None else "word"
+
+
+def _timings(usage: Usage, clock: ReplyClock) -> Fields:
+    num_computed = usage.num_prompt_tokens - usage.num_cached_tokens
+    prompt_ms, reply_ms = max(1, clock.prompt_ns) / NS_A_MS, clock.reply_ns / NS_A_MS
+    return {
+        "cache_n": usage.num_cached_tokens,
+        "prompt_n": num_computed,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / max(1, num_computed),
+        "prompt_per_second": 1e3 * num_computed / prompt_ms,
+        "predicted_n": usage.num_completion_tokens,
+        "predicted_ms": reply_ms,
+        "predicted_per_token_ms": reply_ms / max(1, usage.num_completion_tokens),
+        "predicted_per_second": 1e3 * usage.num_completion_tokens / reply_ms,
+    }

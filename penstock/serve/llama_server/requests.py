@@ -1,0 +1,200 @@
+"""The body of llama-server's /completion: from the bytes of a POST to the completion that every API asks.
+
+Fields of speed, caches and slots change no reply and are ignored; samplers that do not exist here are refused
+by name. A prompt may mix texts and token ids, which whoever has a tokenizer puts together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from penstock.errors import RequestError
+from penstock.serve.llama_options import LlamaOptions, renaming, require_off, sampling_fields
+from penstock.serve.openai.body import decode_body
+from penstock.serve.openai.requests import (
+    MAX_CHARS_ASKED,
+    MAX_ID_VALUES,
+    CompletionBody,
+    CompletionRequest,
+    Defaults,
+    SessionId,
+    completion_request,
+)
+from penstock.text.grammar import gbnf_grammar, json_schema_grammar
+
+NAMES = {
+    "max_tokens": "n_predict",
+    "n": "n_cmpl",
+    "logprobs": "n_probs",
+    "repetition_penalty": "repeat_penalty",
+}
+NEVER_DRAWN = -100.0
+MAX_TEXTS = 256  # of a mixed prompt
+# What a sampler that is not among `samplers` is set to, by the field it has here.
+WITHOUT_SAMPLER = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
+OTHER_SAMPLERS = ("penalties", "dry", "top_n_sigma", "typ_p", "typical_p", "xtc")  # only to be turned off
+
+MixedPrompt = list[str | int]
+Prompt = str | MixedPrompt
+
+
+class PromptObject(msgspec.Struct):
+    prompt_string: str
+    multimodal_data: list[Any] | None = None
+
+
+class LlamaBody(LlamaOptions, kw_only=True):
+    prompt: str | PromptObject | Annotated[list[str | int | MixedPrompt | PromptObject], Meta(min_length=1)]
+    n_predict: int | None = None
+    n_cmpl: int | None = None
+    stream: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | list[tuple[int | str, float | bool]] | None = None
+    n_probs: int | None = None
+    grammar: str | None = None
+    json_schema: Any = None
+    return_tokens: bool | None = None
+    samplers: list[str] | None = None
+    response_fields: Annotated[list[str], Meta(max_length=256)] | None = None
+    session_id: SessionId | None = None  # not llama-server's: a session that is kept here
+    # Taken where they are off.
+    mirostat: int | None = None
+    typical_p: float | None = None
+    tfs_z: float | None = None
+    dynatemp_range: float | None = None
+    dry_multiplier: float | None = None
+    xtc_probability: float | None = None
+    top_n_sigma: float | None = None
+    n_indent: int | None = None
+    min_keep: int | None = None
+    t_max_predict_ms: float | None = None
+    post_sampling_probs: bool | None = None
+    grammar_lazy: bool | None = None
+    lora: list[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaRequest:
+    asked: CompletionRequest  # with prompts yet to be put in
+    prompts: list[Prompt]
+    returns_tokens: bool
+    response_fields: list[str] | None  # None: all
+
+
+def parse_completion(body: bytes, defaults: Defaults) -> LlamaRequest:
+    fields = decode_body(body, LlamaBody, MAX_ID_VALUES)
+    require_off(msgspec.structs.asdict(fields))
+    for name in ("post_sampling_probs", "grammar_lazy", "lora"):
+        if getattr(fields, name):
+            raise RequestError(f"{name} is not supported", todo="Leave it out.", param=name)
+    prompts = _prompts_of(fields.prompt)
+    openai_body = CompletionBody(
+        prompt=[""] * len(prompts),
+        n=fields.n_cmpl,
+        stream=fields.stream,
+        ignore_eos=fields.ignore_eos,
+        logit_bias=_biases(fields.logit_bias),
+        logprobs=fields.n_probs or None,
+        session_id=fields.session_id,
+    )
+    for name, value in {**sampling_fields(fields), **_without_samplers(fields.samplers)}.items():
+        setattr(openai_body, name, value)
+    with renaming(NAMES):
+        asked = completion_request(openai_body, defaults)
+        is_limited = fields.n_predict is not None and fields.n_predict >= 0
+        sampling = replace(asked.sampling, max_tokens=fields.n_predict if is_limited else None)
+    asked = replace(
+        asked,
+        sampling=sampling,
+        is_cut_to_context=True,
+        returns_token_ids=True,
+        make_grammar=_grammar_maker(fields),
+    )
+    return LlamaRequest(asked, prompts, bool(fields.return_tokens or fields.stream), fields.response_fields)
+
+
+def _prompts_of(prompt: Any) -> list[Prompt]:
+    """One, or all of a list: texts alone are prompts of their own, token ids and a mixture are one."""
+    if not isinstance(prompt, list):
+        return [_text_of(prompt)]
+    if all(isinstance(part, str | int) for part in prompt) and any(isinstance(part, int) for part in prompt):
+        return [_checked(prompt)]
+    for part in prompt:
+        if isinstance(part, int):
+            raise RequestError(
+                "prompt mixes token ids and prompts",
+                "It must be one prompt, or a list of which each is one.",
+                param="prompt",
+            )
+    return [_checked(part) if isinstance(part, list) else _text_of(part) for part in prompt]
+
+
+def _checked(parts: MixedPrompt) -> MixedPrompt:
+    texts = [part for part in parts if isinstance(part, str)]
+    num_chars = sum(map(len, texts))
+    if len(texts) > MAX_TEXTS or num_chars > MAX_CHARS_ASKED:
+        raise RequestError(
+            f"A prompt of token ids has {len(texts)} texts amid them, with {num_chars} characters",
+            f"It may have {MAX_TEXTS} texts, and they {MAX_CHARS_ASKED} characters.",
+            param="prompt",
+        )
+    return parts
+
+
+def _text_of(prompt: str | PromptObject) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    if prompt.multimodal_data:
+        raise RequestError(
+            "multimodal_data is not supported",
+            "Images and sound cannot be read here, only text.",
+            "Leave it out.",
+            param="multimodal_data",
+        )
+    return prompt.prompt_string
+
+
+def _biases(
+    biases: dict[str, float] | list[tuple[int | str, float | bool]] | None,
+) -> dict[str, float] | None:
+    if not isinstance(biases, list):
+        return biases
+    return {str(token): _bias(bias) for token, bias in biases}
+
+
+def _bias(bias: float | bool) -> float:
+    if bias is True:
+        raise RequestError("logit_bias is true", "It is a number, or false.", param="logit_bias")
+    return NEVER_DRAWN if bias is False else bias
+
+
+def _without_samplers(samplers: list[str] | None) -> dict[str, float]:
+    """Their order is the server's own."""
+    if samplers is None:
+        return {}
+    for name in samplers:
+        if name not in WITHOUT_SAMPLER and name not in OTHER_SAMPLERS:
+            raise RequestError(
+                f"samplers has {name[:32]!r}",
+                f"There are {', '.join(WITHOUT_SAMPLER)} here.",
+                param="samplers",
+            )
+    return {field: off for field, off in WITHOUT_SAMPLER.items() if field not in samplers}
+
+
+def _grammar_maker(fields: LlamaBody) -> Callable[[], str] | None:
+    if fields.grammar and fields.json_schema is not None:
+        raise RequestError("There are a grammar and a json_schema", "A reply has one form.", param="grammar")
+    if fields.grammar:
+        return functools.partial(gbnf_grammar, fields.grammar)
+    if fields.json_schema is not None:
+        return functools.partial(
+            json_schema_grammar, fields.json_schema, is_lenient=True, param="json_schema"
+        )
+    return None

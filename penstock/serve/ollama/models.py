@@ -1,0 +1,112 @@
+"""The one model of this server, as Ollama describes models.
+
+What a client may learn of it is what the engine tells: sizes, precision, the context. What only Ollama's
+files know (families, layers, licences) is empty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from penstock.errors import PenstockError
+from penstock.serve.ollama.replies import timestamp
+from penstock.serve.serving import Serving
+
+LATEST = ":latest"
+ARCHITECTURE = "penstock"  # clients look for "ARCHITECTURE.context_length"
+PRECISIONS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+NEVER = "2999-12-31T23:59:59Z"
+
+
+class NoSuchModelError(PenstockError):
+    """Ollama's own words for it: clients look for them, and pull the model then."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class ModelCard:
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    @property
+    def name(self) -> str:
+        """With a tag: clients look for a colon."""
+        name = self._serving.model_name
+        return name if ":" in name.rpartition("/")[2] else name + LATEST
+
+    def require(self, name: str) -> None:
+        if name not in (self._serving.model_name, self.name):
+            raise NoSuchModelError(f"model {name[:128]!r} not found", f"There is {self.name} here.")
+
+    def listed(self) -> dict[str, Any]:
+        return {
+            **self._names(),
+            "modified_at": timestamp(self._serving.started_at),
+            "size": self._num_bytes,
+            "digest": self._digest,
+            "details": self._details(),
+        }
+
+    def running(self) -> dict[str, Any]:
+        info = self._serving.client.info
+        on_gpu = info is not None and info.device.startswith("cuda")
+        return {
+            **self._names(),
+            "size": self._num_bytes,
+            "digest": self._digest,
+            "details": self._details(),
+            "expires_at": NEVER,
+            "size_vram": self._num_bytes if on_gpu else 0,
+            "context_length": self._context_length,
+        }
+
+    def shown(self) -> dict[str, Any]:
+        text = self._serving.text
+        capabilities = ["completion"]
+        capabilities += ["tools"] if text.can_call else []
+        capabilities += ["thinking"] if text.can_think else []
+        return {
+            "modelfile": "",
+            "parameters": "",
+            "template": text.template_source or "",
+            "details": self._details(),
+            "model_info": {
+                "general.architecture": ARCHITECTURE,
+                "general.basename": self._serving.model_name,
+                f"{ARCHITECTURE}.context_length": self._context_length,
+            },
+            "capabilities": capabilities,
+            "modified_at": timestamp(self._serving.started_at),
+        }
+
+    def _names(self) -> dict[str, str]:
+        return {"name": self.name, "model": self.name}
+
+    @property
+    def _context_length(self) -> int:
+        info = self._serving.client.info
+        return 0 if info is None else info.max_model_len
+
+    @property
+    def _num_bytes(self) -> int:
+        info = self._serving.client.info
+        return 0 if info is None else info.weight_bytes
+
+    @property
+    def _digest(self) -> str:
+        """Of the name: clients show its beginning, and tell models apart by it."""
+        return hashlib.sha256(self._serving.model_name.encode()).hexdigest()
+
+    def _details(self) -> dict[str, Any]:
+        info = self._serving.client.info
+        dtype = "" if info is None else info.dtype
+        return {
+            "parent_model": "",
+            "format": "",
+            "family": ARCHITECTURE,
+            "families": [ARCHITECTURE],
+            "parameter_size": "",
+            "quantization_level": PRECISIONS.get(dtype, dtype),
+        }

@@ -1,0 +1,275 @@
+"""Ollama's request bodies: from the bytes of a POST to the requests that every API asks.
+
+A chat, or a prompt with its system message, becomes OpenAI's body of the same meaning and goes its way. A
+raw prompt becomes a completion. What a request leaves empty counts as left out, as Ollama's clients expect.
+Replies are written in replies.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from penstock.errors import RequestError, nearest
+from penstock.serve.llama_options import OFF, LlamaOptions, renaming, require_off, sampling_fields
+from penstock.serve.ollama.context import Conversation, decode_context
+from penstock.serve.openai.body import decode_body, wrong_field
+from penstock.serve.openai.chat_options import JsonSchema, ResponseFormat, Tool, json_form
+from penstock.serve.openai.messages import Message, ToolCall
+from penstock.serve.openai.requests import (
+    MAX_ID_VALUES,
+    MAX_IDS,
+    ChatBody,
+    ChatRequest,
+    CompletionBody,
+    CompletionRequest,
+    Defaults,
+    SessionId,
+    chat_request,
+    completion_request,
+)
+from penstock.text.grammar import json_object_grammar, json_schema_grammar
+
+# Of how Ollama loads a model, or of samplers that are off: they change nothing here.
+HARMLESS = {
+    *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
+    *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "penalize_newline"),
+    *("mirostat_tau", "mirostat_eta"),
+}
+NAMES = {
+    "max_tokens": "num_predict",
+    "repetition_penalty": "repeat_penalty",
+    "reasoning_effort": "think",
+    "response_format": "format",
+    "logprobs": "top_logprobs",
+}
+
+
+class OllamaOptions(LlamaOptions, kw_only=True):
+    num_predict: int | None = None
+
+
+class OllamaMessage(msgspec.Struct):
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class ReplyFields(msgspec.Struct, kw_only=True):
+    """What both endpoints take."""
+
+    model: str | None = None
+    stream: bool | None = None  # unless it is false
+    format: str | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    think: bool | str | None = None
+    keep_alive: float | str | None = None  # the model is never unloaded
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    session_id: SessionId | None = None  # not Ollama's: a session that is kept here
+
+
+class OllamaChatBody(ReplyFields, kw_only=True):
+    messages: Annotated[list[OllamaMessage], Meta(max_length=4096)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
+
+
+class GenerateBody(ReplyFields, kw_only=True):
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    context: Annotated[list[int], Meta(max_length=MAX_IDS)] | None = None
+    suffix: str | None = None
+    template: str | None = None
+    images: list[Any] | None = None
+
+
+class ModelBody(msgspec.Struct, kw_only=True):
+    """A body about a model."""
+
+    model: str | None = None
+    name: str | None = None  # as it was called before
+    stream: bool | None = None
+
+    @property
+    def model_name(self) -> str:
+        name = self.model or self.name
+        if not name:
+            raise RequestError("model is required", param="model")
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A prompt that became a chat or, if it was raw, a completion."""
+
+    asked: ChatRequest | CompletionRequest | None  # None: nothing, only that the model be loaded
+    conversation: Conversation | None = None  # which the reply becomes a part of
+
+
+def parse_chat(body: bytes, defaults: Defaults) -> ChatRequest | None:
+    """None: the model is to be loaded, no more."""
+    fields = decode_body(body, OllamaChatBody)
+    if not fields.messages:
+        return None
+    for index, message in enumerate(fields.messages):
+        _refuse_images(message.images, f"messages[{index}].images")
+    messages = [_openai_message(message) for message in fields.messages]
+    return _chat_request(fields, messages, defaults, fields.tools)
+
+
+def parse_generate(body: bytes, defaults: Defaults) -> Generation:
+    fields = decode_body(body, GenerateBody, MAX_ID_VALUES)
+    _refuse_images(fields.images, "images")
+    for name, why in (
+        ("suffix", "The model only continues text."),
+        ("template", "The server's own chat template is used; with raw: true, none."),
+    ):
+        if getattr(fields, name):
+            raise RequestError(f"{name} is not supported", why, "Leave it out.", param=name)
+    if fields.raw:
+        return _raw_generation(fields, defaults)
+    said = decode_context(fields.context) if fields.context else []
+    if not fields.prompt and not said:
+        return Generation(None)
+    if fields.system:
+        said = [{"role": "system", "content": fields.system}, *(m for m in said if m["role"] != "system")]
+    said = [*said, {"role": "user", "content": fields.prompt or ""}]
+    chat = _chat_request(fields, [msgspec.convert(message, Message) for message in said], defaults)
+    return Generation(chat, conversation=Conversation(said))
+
+
+def _raw_generation(fields: GenerateBody, defaults: Defaults) -> Generation:
+    for name in ("system", "context", "think"):
+        if getattr(fields, name):
+            raise RequestError(
+                f"{name} cannot be had with raw",
+                "The prompt is taken as it is.",
+                "Leave one out.",
+                param=name,
+            )
+    if not fields.prompt:
+        return Generation(None)
+    sampling = _sampling(fields.options)
+    body = CompletionBody(
+        prompt=fields.prompt,
+        stream=fields.stream is not False,
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        session_id=fields.session_id,
+    )
+    _set(body, sampling)
+    with renaming(NAMES):
+        asked = completion_request(body, defaults)
+    return Generation(
+        replace(
+            asked,
+            sampling=replace(asked.sampling, max_tokens=sampling.get("max_tokens")),  # OpenAI has a default
+            is_cut_to_context=True,
+            make_grammar=_grammar_maker(fields.format),
+        )
+    )
+
+
+def _grammar_maker(form: str | dict[str, Any] | None) -> Callable[[], str] | None:
+    checked = json_form(_response_format(form))
+    if checked is None:
+        return None
+    if checked.schema is None:
+        return json_object_grammar
+    return functools.partial(json_schema_grammar, checked.schema, is_lenient=True, param="format")
+
+
+def _chat_request(
+    fields: ReplyFields, messages: list[Message], defaults: Defaults, tools: list[Tool] | None = None
+) -> ChatRequest:
+    reply_start = ""
+    if len(messages) > 1 and messages[-1].role == "assistant" and not messages[-1].tool_calls:
+        reply_start = str(messages.pop().content or "")
+    body = ChatBody(
+        messages=messages,
+        tools=tools,
+        stream=fields.stream is not False,
+        logprobs=fields.logprobs,
+        top_logprobs=fields.top_logprobs,
+        session_id=fields.session_id,
+        response_format=_response_format(fields.format),
+    )
+    if isinstance(fields.think, bool):
+        body.enable_thinking = fields.think
+    else:
+        body.reasoning_effort = fields.think or None
+    _set(body, _sampling(fields.options))
+    with renaming(NAMES):
+        chat = chat_request(body, defaults)
+    return replace(chat, reply_start=reply_start, is_cut_to_context=True)
+
+
+def _response_format(form: str | dict[str, Any] | None) -> ResponseFormat | None:
+    if not form and not isinstance(form, dict):
+        return None
+    if isinstance(form, dict):
+        return ResponseFormat("json_schema", JsonSchema(form))
+    if form != "json":
+        raise RequestError(
+            f"format is {form[:32]!r}", 'It must be "json" or a JSON schema, as an object.', param="format"
+        )
+    return ResponseFormat("json_object")
+
+
+def _openai_message(message: OllamaMessage) -> Message:
+    return Message(
+        role=message.role,
+        content=message.content or "",
+        name=message.tool_name,
+        reasoning_content=message.thinking or None,
+        tool_calls=message.tool_calls,
+        tool_call_id=message.tool_call_id,
+    )
+
+
+def _refuse_images(images: list[Any] | None, where: str) -> None:
+    if images:
+        raise RequestError(
+            f"{where} has {len(images)} images",
+            "Images cannot be read here, only text.",
+            "Leave them out, or say what they show.",
+            param=where,
+        )
+
+
+def _sampling(options: dict[str, Any] | None) -> dict[str, Any]:
+    """As fields of OpenAI's bodies."""
+    known = {*OllamaOptions.__struct_fields__, *HARMLESS, *OFF}
+    for name in options or ():
+        if name not in known:
+            raise RequestError(
+                f"options has {name[:64]!r}",
+                "There is no such option here.",
+                nearest(name, known),
+                param=name,
+            )
+    # Numbers of JSON need not say whether they are whole.
+    given = {n: int(v) if isinstance(v, float) and v.is_integer() else v for n, v in (options or {}).items()}
+    require_off(given)
+    try:
+        checked = msgspec.convert(given, OllamaOptions)
+    except msgspec.ValidationError as error:
+        raise wrong_field(error, "options") from error
+    fields = sampling_fields(checked)
+    if checked.num_predict is not None and checked.num_predict > 0:  # otherwise until the context is full
+        fields["max_tokens"] = checked.num_predict
+    return fields
+
+
+def _set(body: msgspec.Struct, fields: dict[str, Any]) -> None:
+    for name, value in fields.items():
+        setattr(body, name, value)

@@ -1,0 +1,142 @@
+"""Ollama's endpoints: chats, prompts, and what there is to know about the one model.
+
+Whatever would load, build, move or remove a model is refused: it was chosen when the server started.
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import penstock
+from penstock.errors import PenstockError, RequestError
+from penstock.serve.answer import Answer, Start, json_response, read_body
+from penstock.serve.intake import place_of
+from penstock.serve.ollama.models import ModelCard
+from penstock.serve.ollama.replies import NDJSON_TYPE, ChatFormat, GenerateFormat, OllamaFormat, head
+from penstock.serve.ollama.requests import ModelBody, parse_chat, parse_generate
+from penstock.serve.openai.body import decode_body
+from penstock.serve.openai.requests import ChatRequest, CompletionRequest, TextRequest
+from penstock.serve.reply_clock import ReplyClock
+from penstock.serve.serving import Serving
+from penstock.serve.sessions import SessionChat, in_session
+from penstock.serve.text_stream import Deliver, TextStream
+
+# The Ollama whose API this is, by what it has: clients refuse to speak to those before 0.6.4.
+OLLAMA_VERSION = "0.12.11"
+
+
+class NotHereError(PenstockError):
+    """Something that Ollama does and a server of one model does not."""
+
+    status = 501
+    code = "not_supported"
+
+
+def routes(serving: Serving) -> list[Route]:
+    api = OllamaRoutes(serving)
+    return [
+        Route("/api/chat", api.chat, methods=["POST"]),
+        Route("/api/generate", api.generate, methods=["POST"]),
+        Route("/api/embed", api.embed, methods=["POST"]),
+        Route("/api/embeddings", api.embed, methods=["POST"]),
+        Route("/api/tags", api.list_models),
+        Route("/api/ps", api.list_running),
+        Route("/api/show", api.show, methods=["POST"]),
+        Route("/api/version", api.version),
+        Route("/api/pull", api.pull, methods=["POST"]),
+        *(Route(f"/api/{verb}", api.refuse, methods=["POST"]) for verb in ("create", "copy", "push")),
+        Route("/api/delete", api.refuse, methods=["DELETE"]),
+    ]
+
+
+class OllamaRoutes:
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._text = serving.text
+        self._model = ModelCard(serving)
+        self._defaults = serving.config.sampling_defaults
+
+    async def chat(self, request: Request) -> Answer | Response:
+        chat = parse_chat(await read_body(request), self._defaults)
+        if chat is None:
+            return self._loaded({"message": {"role": "assistant", "content": ""}})
+        return self._answer_chat(request, chat, ChatFormat(*self._head_of(chat)))
+
+    async def generate(self, request: Request) -> Answer | Response:
+        generation = parse_generate(await read_body(request), self._defaults)
+        asked = generation.asked
+        if asked is None:
+            return self._loaded({"response": ""})
+        style = GenerateFormat(*self._head_of(asked), generation.conversation)
+        if isinstance(asked, ChatRequest):
+            return self._answer_chat(request, asked, style)
+        return self._answer_prompt(request, asked, style)
+
+    def _head_of(self, asked: TextRequest) -> tuple[str, ReplyClock, bool]:
+        return self._serving.model_name, ReplyClock(), asked.sampling.logprobs is not None
+
+    def _answer_chat(self, request: Request, chat: ChatRequest, style: OllamaFormat) -> Answer:
+        if chat.template_arguments.get("enable_thinking") and not self._text.can_think:
+            raise RequestError(f"{self._model.name} does not support thinking", param="think")
+        talk = SessionChat(chat, request, self._serving)
+        return self._answer(talk.stream, chat, style, talk.headers)
+
+    def _answer_prompt(self, request: Request, asked: CompletionRequest, style: OllamaFormat) -> Answer:
+        request_id, place = request.scope["request_id"], place_of(request.scope)
+        asked = in_session(asked, request)
+        return self._answer(
+            lambda deliver: self._text.stream_completion(request_id, asked, deliver, place), asked, style, {}
+        )
+
+    def _answer(
+        self, stream: Start, asked: TextRequest, style: OllamaFormat, headers: dict[str, str]
+    ) -> Answer:
+        async def start(deliver: Deliver) -> TextStream:
+            return await stream(style.clock.before(deliver))
+
+        return Answer(start, style, asked.is_stream, None, style.new_choice, headers, NDJSON_TYPE)
+
+    def _loaded(self, text: dict[str, object]) -> Response:
+        """To a request for nothing, with which clients load a model, or unload it: it stays."""
+        self._serving.client.require_ready()
+        return json_response({**head(self._serving.model_name), **text, "done": True, "done_reason": "load"})
+
+    async def embed(self, request: Request) -> Response:
+        """The one place to connect once the server can embed."""
+        decode_body(await read_body(request, for_reply=False), ModelBody)
+        raise NotHereError("Embeddings are not supported here", "This server only generates text.")
+
+    async def list_models(self, request: Request) -> Response:
+        return json_response({"models": [self._model.listed()]})
+
+    async def list_running(self, request: Request) -> Response:
+        is_loaded = self._serving.client.info is not None
+        return json_response({"models": [self._model.running()] if is_loaded else []})
+
+    async def show(self, request: Request) -> Response:
+        body = decode_body(await read_body(request, for_reply=False), ModelBody)
+        self._model.require(body.model_name)
+        return json_response(self._model.shown())
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": OLLAMA_VERSION, "penstock": penstock.__version__})
+
+    async def pull(self, request: Request) -> Response:
+        """Of the model that is here, there is nothing to do, which is a success."""
+        body = decode_body(await read_body(request, for_reply=False), ModelBody)
+        if body.model_name not in (self._serving.model_name, self._model.name):
+            raise self._refusal("pull")
+        return json_response({"status": "success"})
+
+    async def refuse(self, request: Request) -> Response:
+        decode_body(await read_body(request, for_reply=False), ModelBody)
+        raise self._refusal(request.url.path.rpartition("/")[2])
+
+    def _refusal(self, verb: str) -> NotHereError:
+        return NotHereError(
+            f"{verb} is not supported here",
+            f"This server has one model, {self._model.name}, chosen when it was started.",
+            "Start `penstock serve MODEL` for another.",
+        )
