@@ -50,6 +50,11 @@ class EngineConfig:
     mixed_step_tokens: int | None = setting(
         None, "of those, tokens of prompts while others decode and few wait (default: 1024 on a GPU)"
     )
+    bulk_share: float = setting(
+        0.25,
+        "share of the time that long prompts have at least while short requests, which go first, are here; "
+        "1: all take part in every step",
+    )
     page_size: int = setting(64, "tokens in one page of KV")
     memory_gb: float | None = setting(
         None,
@@ -83,6 +88,8 @@ class EngineConfig:
         for name, value in positive.items():
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}", "It must be more than 0.")
+        if not 0 < self.bulk_share <= 1:
+            raise ConfigError(f"bulk_share is {self.bulk_share}", "It must be more than 0 and at most 1.")
         if self.session_gb is not None and not self.session_gb >= 0:
             raise ConfigError(f"session_gb is {self.session_gb}", "It must be 0, for no sessions, or more.")
         if self.deterministic and self.page_size % 64:
