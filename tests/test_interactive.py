@@ -179,6 +179,23 @@ def test_a_share_is_more_than_nothing_and_at_most_all(share: float) -> None:
         EngineConfig(bulk_share=share)
 
 
+def test_a_machine_that_stalls_in_a_bulk_step_does_not_hold_up_bulk() -> None:
+    world = World(Setup(**ROOMY, bulk_share=0.25))
+    world.submit(ask("long0", prompt(LONG), max_tokens=4))
+    for number in range(40):
+        if number % 3 == 0:
+            world.submit(ask(f"early{number}", prompt(4, seed=number), max_tokens=6))
+        plan = world.scheduler.plan()
+        assert plan is not None
+        output, is_bulk = world.runner.launch(plan), has_long(world, plan)
+        world.now_s += 1000.0 if is_bulk else 0.5
+        world.scheduler.commit(output)
+        if is_bulk and number > 3:
+            break
+    took_part = steps_beside_short_ones(world, 20)
+    assert any(took_part), "it pays for the whole stall"
+
+
 def test_the_script_sends_the_same_short_requests_with_and_without_bulk(tmp_path: Path) -> None:
     words = [
         "--short",

@@ -14,6 +14,7 @@ from penstock.types import Sequence
 
 INTERACTIVE_TOKENS = 256  # of a reply: who has read so many is not waiting for the answer any more
 RECENT_S = 10.0  # so long after an interactive request among bulk the next one is expected
+MAX_COUNTED_S = 1.0  # of a step: for a machine that stalls, bulk does not pay for minutes
 MAX_SAVED_STEPS = 2.0  # bulk that waits for memory meanwhile does not save up for minutes
 
 
@@ -69,7 +70,7 @@ class BulkTurns:
 
     def note_planned(self, step: int, sequences: Iterable[Sequence]) -> None:
         if self._share < 1:
-            has_bulk = any(self.is_bulk(sequence) for sequence in sequences)
+            has_bulk = self.is_interactive_near and any(map(self.is_bulk, sequences))
             self._in_flight[step] = self._clock(), has_bulk, self._is_contended
 
     def note_done(self, step: int) -> None:
@@ -77,7 +78,7 @@ class BulkTurns:
             return
         planned_s, has_bulk, was_contended = self._in_flight.pop(step)
         now_s = self._clock()
-        seconds = now_s - max(planned_s, self._last_end_s)
+        seconds = min(now_s - max(planned_s, self._last_end_s), MAX_COUNTED_S)
         self._last_end_s = now_s
         if has_bulk:
             self._bulk_step_s = seconds
