@@ -83,7 +83,7 @@ wait_until_ready() { # PIDFILE LOG PORT
 }
 
 main() {
-  local port=8000 has_place='' penstock=.venv/bin/penstock previous='' word
+  local port=${PENSTOCK_PORT:-8000} has_place='' penstock=.venv/bin/penstock previous='' word
   for word in "$@"; do
     case "$previous" in --port) port=$word ;; esac
     case "$word" in

@@ -17,6 +17,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 STATE_DTYPES = {"float32": 4, "float16": 2}  # bytes of an element
 LOG_FORMATS = ("text", "json")
 REASONING_PLACES = ("separate", "content")
+ROUTING_POLICIES = ("prefix", "least-pending", "round-robin")
 
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
@@ -48,6 +49,11 @@ class EngineConfig:
     )
     mixed_step_tokens: int | None = setting(
         None, "of those, tokens of prompts while others decode and few wait (default: 1024 on a GPU)"
+    )
+    bulk_share: float = setting(
+        0.25,
+        "share of the time that long prompts have at least while short requests, which go first, are here; "
+        "1: all take part in every step",
     )
     page_size: int = setting(64, "tokens in one page of KV")
     memory_gb: float | None = setting(
@@ -82,6 +88,8 @@ class EngineConfig:
         for name, value in positive.items():
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}", "It must be more than 0.")
+        if not 0 < self.bulk_share <= 1:
+            raise ConfigError(f"bulk_share is {self.bulk_share}", "It must be more than 0 and at most 1.")
         if self.session_gb is not None and not self.session_gb >= 0:
             raise ConfigError(f"session_gb is {self.session_gb}", "It must be 0, for no sessions, or more.")
         if self.deterministic and self.page_size % 64:
@@ -126,6 +134,12 @@ class ServeConfig:
         1, "engine processes to serve with, each on a GPU of its own where there are GPUs"
     )
     gpus: tuple[int, ...] = setting((), "GPUs to use, one engine process on each")
+    routing: str = setting(
+        "prefix",
+        "which of several engines gets a request: the least busy one or one that has its beginning cached, "
+        "the one with the fewest requests, or each in turn",
+        choices=ROUTING_POLICIES,
+    )
     hang_timeout: float = setting(1.5, "seconds of silence after which an engine process is replaced")
     step_timeout: float = setting(60.0, "seconds in one step after which an engine process is replaced")
     resume_timeout: float = setting(
@@ -230,6 +244,7 @@ class ServeConfig:
                 "It must be 0 or less: requests that do not say have the priority 0.",
             )
         _require_choice("log_format", self.log_format, LOG_FORMATS)
+        _require_choice("routing", self.routing, ROUTING_POLICIES)
         _require_choice("reasoning", self.reasoning, REASONING_PLACES)
         if not 0 < self.thinking_share <= 1:
             raise ConfigError(

@@ -26,6 +26,8 @@ from penstock.types import FinishReason, Request, SamplingParams, TokenDelta, To
 
 Prompt = str | Sequence[int]
 
+OFFLINE = {"bulk_share": 1.0}  # nobody reads along: no request goes before another
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -96,7 +98,7 @@ class LLM:
         `chat_template` is a file to use instead of the model's own; `settings` are the fields of
         `EngineConfig`.
         """
-        config: EngineConfig = from_mapping(EngineConfig, {"model": model, **settings})
+        config: EngineConfig = from_mapping(EngineConfig, {**OFFLINE, "model": model, **settings})
         source = find_model(model)
         self.tokenizer = Tokenizer.load(tokenizer or source.path)
         self.template = ChatTemplate.load(tokenizer or source.path, chat_template)

@@ -220,6 +220,7 @@ class Setup:
     max_step_tokens: int = 16
     shared_step_tokens: int | None = None
     mixed_step_tokens: int | None = None
+    bulk_share: float = 1.0
     max_model_len: int = 64
     max_checkpoints: int | None = None
     prefix_cache: bool = True
@@ -255,6 +256,7 @@ class World:
             max_step_tokens=setup.max_step_tokens,
             shared_step_tokens=setup.shared_step_tokens,
             mixed_step_tokens=setup.mixed_step_tokens,
+            bulk_share=setup.bulk_share,
             max_model_len=setup.max_model_len,
             clock=lambda: self.now_s,
         )
@@ -287,7 +289,7 @@ class World:
 
     def step(self) -> StepPlan | None:
         """Plans, launches, and commits the output that is due."""
-        self.now_s += 1.0
+        self.now_s += 0.5
         decoding = [sequence for sequence in self._sampled if self._must_run(sequence)]
         plan = self.scheduler.plan()
         if plan is not None:
@@ -296,6 +298,7 @@ class World:
             self._pending.append(self.runner.launch(plan))
             self._sampled += [self._in_row(row.row) for row in plan.rows if row.samples and row.token_ids]
         self.cache.check()
+        self.now_s += 0.5
         if self._pending and (plan is None or len(self._pending) > self.setup.depth):
             for delta in self.scheduler.commit(self._pending.popleft()):
                 self._take(delta)
@@ -358,6 +361,11 @@ class World:
     def _must_run(self, sequence: Sequence) -> bool:
         return sequence.row is not None and sequence.num_tokens < self._longest(sequence)
 
+    def _may_pause(self, sequence: Sequence) -> bool:
+        """For short requests, which go first."""
+        mixed = self.setup.mixed_step_tokens or self.setup.max_step_tokens
+        return self.setup.bulk_share < 1 and sequence.num_prompt_tokens > 2 * mixed
+
     def _longest(self, sequence: Sequence) -> int:
         max_tokens = sequence.request.sampling.max_tokens or self.setup.max_model_len
         return min(sequence.num_prompt_tokens + max_tokens, self.setup.max_model_len)
@@ -368,7 +376,8 @@ class World:
         rows = {row.row for row in plan.rows}
         assert len(rows) <= setup.max_rows
         assert rows <= set(range(setup.max_rows))
-        assert {sequence.row for sequence in self._sampled} <= rows, "a decoding row was left out of a step"
+        due = {sequence.row for sequence in self._sampled if not self._may_pause(sequence)}
+        assert due <= rows, "a decoding row was left out of a step"
         num_decodes = sum(not row.token_ids for row in plan.rows)
         assert plan.num_tokens <= max(setup.max_step_tokens, num_decodes + setup.page_size)
         for row in plan.rows:

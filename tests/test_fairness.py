@@ -148,7 +148,8 @@ def test_a_plan_looks_up_few_of_many_long_prompts(monkeypatch: pytest.MonkeyPatc
 def test_crowds_of_all_lengths_and_urgencies_are_served_as_if_alone(seed: int) -> None:
     """While steps are of changing sizes, so that what was short becomes long, and the other way round."""
     rng = random.Random(seed)
-    sizes = {"max_step_tokens": 64, "mixed_step_tokens": rng.choice([8, 16, 24])}
+    sizes: dict[str, Any] = {"max_step_tokens": 64, "mixed_step_tokens": rng.choice([8, 16, 24])}
+    sizes["bulk_share"] = rng.choice([1.0, 0.25])
     world = World(Setup(**{**ROOMY, **sizes, "num_pages": 300, "depth": rng.choice([0, 1])}))
     requests = []
     for i in range(30):

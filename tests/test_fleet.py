@@ -332,6 +332,40 @@ def test_a_conversation_returns_to_the_engine_that_knows_it_unless_others_have_m
     assert router.pick(elsewhere, others)[1] == len(history) + 1
 
 
+def picks_of(policy: str) -> list[int]:
+    """Three engines, the first with two requests, the second with one and a long prompt, the third with two
+    and the beginning of what is asked."""
+    router = Router(3, policy)
+    history = tuple(range(8 * ROW_TOKENS))
+    assert router.pick(ask("known", history), (2,)) == (2, len(history))
+    for load, (num_requests, num_tokens) in zip(router.loads, [(2, 0), (1, 6 * ROW_TOKENS), (3, 0)]):
+        load.num_requests, load.num_prompt_tokens = num_requests, num_tokens
+    return [router.pick(ask("r", (*history, 7)), (0, 1, 2))[0] for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "picks"),
+    [("prefix", [2, 2, 2, 2]), ("least-pending", [1, 1, 1, 1]), ("round-robin", [0, 1, 2, 0])],
+)
+def test_the_routing_policy_decides_what_counts(policy: str, picks: list[int]) -> None:
+    assert picks_of(policy) == picks
+
+
+def test_the_fleet_routes_as_it_is_told() -> None:
+    async def scenario(policy: str) -> list[int]:
+        async with world_of(2, routing=policy) as world:
+            world.submit(ask("long", range(10 * ROW_TOKENS)))
+            for number in range(3):
+                world.submit(ask(f"short {number}"))
+            num_asked = [len(engine.asked) for engine in world.current]
+            world.finish()
+            return sorted(num_asked)
+
+    assert asyncio.run(scenario("prefix")) == [1, 3]
+    for policy in ("least-pending", "round-robin"):
+        assert asyncio.run(scenario(policy)) == [2, 2]
+
+
 def test_an_engine_that_comes_back_is_not_believed_to_know_anything() -> None:
     async def scenario() -> None:
         async with world_of(2) as world:

@@ -166,3 +166,16 @@ def test_what_keeps_a_server_from_starting_is_said_in_its_own_words(scripts: Scr
     wrong = scripts.start("--no-such-flag")
     assert wrong.returncode == 1
     assert "--no-such-flag" in wrong.stderr
+
+
+@pytest.mark.parametrize(("script", "exit_code"), [("./start_server.sh", 1), ("./stop_server.sh", 0)])
+def test_the_port_may_be_a_variable_and_a_flag_beats_it(
+    scripts: Scripts, script: str, exit_code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_PORT", "no-number" if exit_code else "4711")
+    run = {"cwd": REPOSITORY, "env": scripts._environment, "capture_output": True, "text": True}
+    done = subprocess.run([script], timeout=60, **run)  # type: ignore[call-overload]
+    assert done.returncode == exit_code
+    assert ("'no-number'" if exit_code else "port 4711") in done.stdout + done.stderr
+    if not exit_code:
+        assert f"port {scripts.port}" in scripts.stop().stdout

@@ -167,6 +167,7 @@ def add_flags(
         options = [flag.name]
         if flag.field.name in SHORT_FLAGS:
             options.insert(0, SHORT_FLAGS[flag.field.name])
+        options += flag.field.metadata.get("aliases", ())
         help = flag.field.metadata.get("help") or helps.get(flag.field.name, "")
         common: dict[str, Any] = {"dest": flag.field.name, "default": argparse.SUPPRESS}
         common["help"] = help + _default_note(flag, help)

@@ -68,6 +68,7 @@ class Engine:
             max_step_tokens=memory.max_step_tokens,
             shared_step_tokens=memory.shared_step_tokens,
             mixed_step_tokens=config.mixed_step_tokens or (1024 if device.type == "cuda" else None),
+            bulk_share=config.bulk_share,
             max_model_len=pools.max_model_len,
         )
         self.constraints = Constraints(
@@ -155,6 +156,10 @@ class Engine:
         return is_busy or self.constraints.num_preparing > 0 or bool(self._news)
 
     def step(self) -> list[TokenDelta]:
+        if self._pending is not None and self.scheduler.holds_planning:
+            self._commit(self._pending)
+            self._pending = None
+            return self._take_news()
         self._submit_prepared()
         plan = self.scheduler.plan()
         if self.scheduler.admitted_ids:
@@ -163,7 +168,7 @@ class Engine:
         if self._overlap:
             launched, self._pending = self._pending, launched
         self._commit(launched)
-        news, self._news = self._news, []
+        news = self._take_news()
         if plan is None and launched is None and not news and self.constraints.num_preparing:
             self.constraints.wait(GRAMMAR_WAIT_S)
         return news
@@ -183,6 +188,10 @@ class Engine:
     def _commit(self, launched: PendingStep | None) -> None:
         if launched is not None:
             self._news += self.scheduler.commit(launched.wait())
+
+    def _take_news(self) -> list[TokenDelta]:
+        news, self._news = self._news, []
+        return news
 
     def _submit_prepared(self) -> None:
         for prepared in self.constraints.take_prepared():

@@ -13,9 +13,10 @@ import heapq
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 
 from penstock.cache import Cache
+from penstock.engine.bulk_turns import BulkTurns
 from penstock.engine.chunks import Chunk, num_tokens_of
 from penstock.engine.fairness import Holdings, WaitingLine, by_rank, due_order
 from penstock.engine.leaders import Leaders
@@ -73,6 +74,7 @@ class Scheduler:
         max_model_len: int,
         shared_step_tokens: int | None = None,  # where a step is not one request's alone
         mixed_step_tokens: int | None = None,  # what a step takes of prompts while others decode
+        bulk_share: float = 1.0,  # of the time, that long prompts have at least beside short requests
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
@@ -97,6 +99,7 @@ class Scheduler:
         self._in_flight: dict[int, list[Chunk]] = {}  # planned, not committed
         self._replaced_pages: list[PageUpdate] = []  # for the next plan
         self._leaders = Leaders(cache)
+        self._turns = BulkTurns(bulk_share, 2 * self.mixed_step_tokens, clock)
 
     @property
     def num_waiting(self) -> int:
@@ -114,6 +117,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._sequences or self._in_flight)
+
+    @property
+    def holds_planning(self) -> bool:
+        """Whether the next plan had better wait for the step in flight to end."""
+        return self._turns.holds_planning
 
     def submit(self, request: Request) -> Sequence:
         if request.id in self._sequences:
@@ -143,6 +151,17 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step. None: nothing can run before an outstanding output is committed, or at all."""
         self._make_room()
+        self._turns.look(chain(self._running, islice(self._waiting, self.max_rows)))
+        chunks, admitted = self._plan_short() if self._turns.must_wait else ([], [])
+        if not chunks:
+            chunks, admitted = self._plan_all()
+        self.admitted_ids = [chunk.sequence.id for chunk in admitted]
+        assert chunks or self._in_flight or not self._sequences, "requests wait, but nothing can run"
+        plan = self._build_plan(chunks, admitted) if chunks else None
+        self.cache.end_plan()
+        return plan
+
+    def _plan_all(self) -> tuple[list[Chunk], list[Chunk]]:  # all, and of those the admitted ones
         chunks = self._plan_decodes()
         budget = self._prompt_budget(len(chunks))
         prompts = [sequence for sequence in self._in_rank() if sequence not in self._decoding]
@@ -151,15 +170,23 @@ class Scheduler:
         planned = {chunk.sequence for chunk in overtaking}
         prefills = self._plan_prefills([one for one in prompts if one not in planned], budget)
         admitted += self._admit_waiting(budget - num_tokens_of(prefills))
-        chunks += overtaking + prefills + admitted
-        self.admitted_ids = [chunk.sequence.id for chunk in admitted]
-        assert chunks or self._in_flight or not self._sequences, "requests wait, but nothing can run"
-        plan = self._build_plan(chunks, admitted) if chunks else None
-        self.cache.end_plan()
-        return plan
+        return chunks + overtaking + prefills + admitted, admitted
+
+    def _plan_short(self) -> tuple[list[Chunk], list[Chunk]]:
+        """A step without bulk, which has had its turn."""
+        chunks = self._plan_decodes(with_bulk=False)
+        budget = self._prompt_budget(len(chunks))
+        prompts = [sequence for sequence in self._in_rank() if sequence not in self._decoding]
+        chunks += self._plan_prefills([one for one in prompts if not self._turns.is_bulk(one)], budget)
+        share = budget - num_tokens_of(chunk for chunk in chunks if not chunk.is_decode)
+        admitted = []
+        if self._refused is None and self._free_rows and share > 0:
+            admitted = self._admit_overtakers(budget, share, is_behind=True)
+        return chunks + admitted, admitted
 
     def commit(self, output: StepOutput) -> list[TokenDelta]:
         """Takes the sampled tokens of a step; sequences that ended since it was planned ignore theirs."""
+        self._turns.note_done(output.step)
         deltas: list[TokenDelta] = []
         for chunk in self._in_flight.pop(output.step):
             sequence = chunk.sequence
@@ -193,10 +220,12 @@ class Scheduler:
     def _holdings(self) -> Holdings:
         return Holdings(self._running, self._waiting.num_tenants, self.max_rows, self.cache.num_pages)
 
-    def _plan_decodes(self) -> list[Chunk]:
+    def _plan_decodes(self, with_bulk: bool = True) -> list[Chunk]:
         chunks = []
         in_rank = self._in_rank()
         for sequence in [sequence for sequence in in_rank if sequence in self._decoding]:
+            if not with_bulk and self._turns.is_bulk(sequence):
+                continue
             # In this order a victim is never one that has been planned: they all come before `sequence`.
             if sequence.row is None or sequence.num_tokens >= self._terms[sequence].max_num_tokens:
                 continue
@@ -215,7 +244,9 @@ class Scheduler:
         """
         is_alone = len(self._sequences) == 1
         budget = (self.max_step_tokens if is_alone else self.shared_step_tokens) - num_decodes
-        if num_decodes and self.mixed_step_tokens < budget:
+        if self._turns.is_interactive_near:
+            budget = min(budget, self.mixed_step_tokens)
+        elif num_decodes and self.mixed_step_tokens < budget:
             budget = min(budget, max(self.mixed_step_tokens, self._backlog() // BACKLOG_SHARE))
         return max(budget, self.page_size)
 
@@ -407,6 +438,7 @@ class Scheduler:
                 chunk.sequence.num_in_flight += 1
                 self._decoding.add(chunk.sequence)
         self._in_flight[plan.step] = chunks
+        self._turns.note_planned(plan.step, [chunk.sequence for chunk in chunks])
         self._num_steps += 1
         return plan
 

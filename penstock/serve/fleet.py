@@ -140,7 +140,7 @@ class Fleet:
         self._config = config
         self._on_phase = on_phase
         self._replicas = [Replica(index, launch, config) for index, launch in enumerate(launches)]
-        self._router = Router(len(launches))
+        self._router = Router(len(launches), config.routing)
         self._journeys: dict[str, Journey] = {}
         self._waiting: dict[Journey, asyncio.TimerHandle] = {}
         self._on_trial: Journey | None = None  # the only suspect that has, or waits for, an engine

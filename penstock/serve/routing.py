@@ -1,8 +1,10 @@
-"""Which engine of several gets a request: the least busy one, or one that knows the prompt's beginning.
+"""Which engine of several gets a request, by one of three policies; of equals, the one that waited longest.
 
-Everything is counted in prompt tokens. A reply that runs weighs as much as a prompt of `ROW_TOKENS`, because
-it slows its neighbours down for as long as it lasts; a beginning that is cached somewhere is worth `AFFINITY`
-times its length there. So a long conversation returns to where it was unless the others have much less to do.
+`prefix`: the least busy engine, or one that knows the prompt's beginning. Everything is counted in prompt
+tokens. A reply that runs weighs as much as a prompt of `ROW_TOKENS`, because it slows its neighbours down for
+as long as it lasts; a beginning that is cached somewhere is worth `AFFINITY` times its length there. A long
+conversation returns to where it was unless the others have much less to do.
+`least-pending`: the engine with the fewest requests. `round-robin`: each in turn, however busy it is.
 Knows nothing of processes: engines are numbers here, and what is said of their caches is a guess.
 """
 
@@ -12,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from penstock.config import ROUTING_POLICIES
 from penstock.digests import PageDigests
 from penstock.types import Request
 
@@ -73,7 +76,9 @@ class PrefixMap:
 class Router:
     """Picks, and remembers what it picked."""
 
-    def __init__(self, num_engines: int, max_pages: int = MAX_PAGES) -> None:
+    def __init__(self, num_engines: int, policy: str = "prefix", max_pages: int = MAX_PAGES) -> None:
+        assert policy in ROUTING_POLICIES
+        self._policy = policy
         self.loads = [Load() for _ in range(num_engines)]
         self._prefixes = PrefixMap(max_pages)
         self._num_picks = 0
@@ -82,7 +87,7 @@ class Router:
         """One of these engines, and how many of the prompt's tokens it should have to compute."""
         pages = request.page_digests
         digests: list[bytes] = []
-        if len(self.loads) > 1:
+        if len(self.loads) > 1 and self._policy == "prefix":
             pages = pages or PageDigests.of(request.token_ids, PAGE_TOKENS, request.tenant)
             digests = pages.split()
         page_size = pages.page_size if pages else PAGE_TOKENS
@@ -90,7 +95,12 @@ class Router:
 
         def cost(engine: int) -> tuple[int, int]:
             load = self.loads[engine]
-            return load.cost - AFFINITY * known[engine], load.last_pick  # of equals, who waited longest
+            costs = {
+                "prefix": load.cost - AFFINITY * known[engine],
+                "least-pending": load.num_requests,
+                "round-robin": 0,
+            }
+            return costs[self._policy], load.last_pick
 
         engine = min(among, key=cost)
         self._num_picks += 1
