@@ -239,6 +239,11 @@ def test_a_thought_that_comes_back_by_its_other_name_is_one() -> None:
     assert chat.messages[1]["reasoning_content"] == "17 and 26"
 
 
+def test_usage_can_be_asked_for_as_openrouters_clients_do() -> None:
+    assert parse("chat", usage={"include": True}).include_usage
+    assert not parse("chat", usage={"include": False}).include_usage
+
+
 def test_an_effort_of_anthropics_limits_a_thought() -> None:
     chat = parse("messages", thinking={"type": "adaptive"}, output_config={"effort": "medium"})
     assert chat.effort_budget == 8192

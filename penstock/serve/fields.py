@@ -33,11 +33,11 @@ ACCOUNTING = """user metadata store service_tier safety_identifier request_id ri
 user_profile_id workspace_id access_programs inference_geo betas anthropic_version anthropic_beta trace
 tags"""
 CACHING = """prompt_cache_key prompt_cache_retention prompt_cache_options cache_control cache_prompt id_slot
-keep_alive prediction speed diagnostics"""
-ROUTING = """provider models route transforms usage fallbacks fallback_credit_token data_parallel_rank
+keep_alive ttl draft_model prediction speed diagnostics"""
+ROUTING = """provider models route transforms fallbacks fallback_credit_token data_parallel_rank
 routed_dp_rank guided_decoding_backend chat_id"""
-HINTS = """verbosity context_management max_tool_calls tool_stream disable_tool_validation timings_per_token
-return_progress perf_metrics_in_response vl_high_resolution_images"""
+HINTS = """verbosity num_ctx context_management max_tool_calls tool_stream disable_tool_validation
+timings_per_token return_progress perf_metrics_in_response vl_high_resolution_images"""
 SWITCHED_OFF = """mirostat_tau mirostat_eta dynatemp_exponent dry_base dry_allowed_length dry_penalty_last_n
 dry_sequence_breakers xtc_threshold repeat_last_n min_keep"""
 IGNORED = {
@@ -111,6 +111,7 @@ ADVICE = {  # what to do instead of a field that is known, and cannot be honoure
     "allowed_token_ids": "Use logit_bias, or a structured_outputs choice.",
     "logits_processors": "Use logit_bias.",
     "custom_logit_processor": "Use logit_bias.",
+    "extra_key": "Use cache_salt.",
     "lora_path": "There is one model here.",
     "guided_whitespace_pattern": "White space in JSON is limited already. Leave it out.",
     "structural_tag": "Use tools with tool_choice, or a grammar.",

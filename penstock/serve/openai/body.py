@@ -25,7 +25,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 _FIELD_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*?)`)?$", re.DOTALL)
-_FLOAT_FOR_INT = re.compile(r"Expected `int\b.*`, got `float` - at `\$\.(\w+)")
+_FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float` - at `\$\.(\w+)")
 _STEP = re.compile(r"(\w+)|\[(\d+)\]")
 MAX_REPAIRS = 8
 MAX_EXACT = 2**53  # above it, a float does not say which integer is meant

@@ -115,6 +115,7 @@ class SamplingFields(DrawFields, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     n: int | None = None
     stream_options: StreamOptions | None = None
+    usage: Any = None  # OpenRouter's {"include": true}
     loop_guard: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None  # vLLM's, and so are those with guided
@@ -332,6 +333,8 @@ def parse_detokenize(body: bytes) -> list[int]:
 
 
 def _includes_usage(fields: SamplingFields) -> bool:
+    if isinstance(fields.usage, dict) and fields.usage.get("include") is True:
+        return True
     return bool(fields.stream_options is not None and fields.stream_options.include_usage)
 
 
