@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
 import pytest
 
 from grammar_walks import is_allowed
+from penstock.serve.openai.requests import parse_completion
+from penstock.serve.reply_form import form_grammar
 from penstock.text.call_grammar import tool_calls_grammar
 from penstock.text.closed_schemas import close_objects
 from penstock.text.dialects import DIALECTS
@@ -85,6 +88,14 @@ def test_a_schema_that_speaks_of_other_keys_stays_open(name: str) -> None:
 
 def test_the_strict_reading_allows_every_other_key() -> None:
     assert is_allowed(json_schema_grammar(listing(x=A), is_open=True), '{"x":{"b":1},"y":1}')
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_request_can_close_what_the_server_leaves_open(is_closed: bool) -> None:
+    body = {"prompt": "x", "structured_outputs": {"json": A, "disable_additional_properties": is_closed}}
+    form = parse_completion(json.dumps(body).encode()).form
+    assert form is not None
+    assert is_allowed(form_grammar(form, open_schemas=True), '{"b":1}') is not is_closed
 
 
 @pytest.mark.parametrize("is_open", [False, True])

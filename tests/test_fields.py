@@ -58,6 +58,7 @@ AGENTS: list[tuple[str, dict[str, Any]]] = [
     ("chat", {"use_beam_search": False, "length_penalty": 1.0, "separate_reasoning": True, "best_of": 1}),
     ("chat", {"tools": [], "functions": None, "parallel_tool_calls": True, "n": 1.0, "unheard_of": None}),
     ("completions", {"user": "u", "best_of": 1, "suffix": None, "logit_bias": {}, "use_beam_search": False}),
+    ("completions", {"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": False}}),
     ("responses", {"client_metadata": {"a": "b"}, "store": False, "prompt_cache_key": "k", "n": 1}),
     ("responses", {"stream_options": {"include_obfuscation": False}, "context_management": [], "user": "u"}),
     (

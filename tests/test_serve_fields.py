@@ -35,6 +35,8 @@ WRONG_FORMS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
     ({"structured_outputs": {"unheard_of": 1}}, "structured_outputs.unheard_of"),
     ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": "[" * 200_000}, "guided_json"),
+    ({"guided_json": "[" * 20_000}, "guided_json"),
     ({"guided_regex": "("}, "guided_regex"),
     ({"guided_choice": []}, "guided_choice"),
     ({"guided_grammar": "root ::= ("}, "guided_grammar"),

@@ -130,6 +130,7 @@ ADVICE = {  # what to do instead of a field that is known, and cannot be honoure
     "system": "Send it as a message with the role system.",
     "instructions": "Send it as a message with the role system.",
     "input": "Send messages.",
+    "prompt": "Send it as a message, or use /v1/completions.",
     "think": "Use thinking or reasoning_effort.",
     "previous_response_id": "Use /v1/responses, or a session_id.",
     **_each(
@@ -171,7 +172,7 @@ class FieldTable:
 @functools.cache
 def strict_struct(kind: type[Body], table: FieldTable) -> type[Body]:
     """A struct like this that has the ignored fields, and takes no others."""
-    new = sorted(table.ignored.difference(item.encode_name for item in msgspec.structs.fields(kind)))
+    new = sorted(table.ignored.difference(kind.__struct_encode_fields__))
     fields = [(name, Any, None) for name in new]
     strict = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True)
     return cast(type[Body], strict)
@@ -192,7 +193,8 @@ COMPLETIONS = FieldTable(
         **NEUTRAL,
         "add_special_tokens": (True,),
         "enable_thinking": (False,),
-        "thinking": (False,),
+        "thinking": (False, {"type": "disabled"}),
+        "chat_template_kwargs": ({"enable_thinking": False},),
         "reasoning_effort": ("none",),
         "tool_choice": ("none", "auto"),
         "top_logprobs": (0,),

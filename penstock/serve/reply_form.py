@@ -55,9 +55,8 @@ def form_grammar(form: JsonForm | TextForm, open_schemas: bool) -> str:
         return (regex_grammar if form.kind == "regex" else client_grammar)(form.value, param=form.param)
     if form.schema is None:
         return json_object_grammar()
-    return json_schema_grammar(
-        form.schema, is_lenient=not form.is_strict, is_open=open_schemas, param=form.param
-    )
+    is_open = open_schemas and not form.is_closed
+    return json_schema_grammar(form.schema, is_lenient=not form.is_strict, is_open=is_open, param=form.param)
 
 
 def form_param(asked: TextRequest) -> str:

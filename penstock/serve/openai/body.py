@@ -78,7 +78,7 @@ def _repaired(
     elif unknown is not None and unknown.group(2):
         _remove_unknown(fields, unknown.group(2), unknown.group(1), error)
     elif table is not None:
-        known = {item.encode_name for item in msgspec.structs.fields(kind)}
+        known = kind.__struct_encode_fields__
         for name in [name for name in fields if name not in known]:
             if not table.is_harmless(name, fields.pop(name)):
                 raise table.refusal(name, known)

@@ -104,6 +104,7 @@ class JsonForm:
 
     schema: Any = None
     is_strict: bool = False
+    is_closed: bool = False  # also where the server leaves objects open
     param: str = "response_format"
 
 

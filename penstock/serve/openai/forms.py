@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.errors import RequestError
 from penstock.serve.openai.chat_options import JsonForm, json_form
+from penstock.text.grammar import MAX_SCHEMA_BYTES
 
 if TYPE_CHECKING:
     from penstock.serve.openai.requests import SamplingFields
@@ -32,7 +33,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     structural_tag: Any = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None  # objects are closed unless --open-schemas
+    disable_additional_properties: bool | None = None  # as is done without it, unless --open-schemas
     disable_fallback: bool | None = None  # to another backend: there is one
 
 
@@ -69,7 +70,7 @@ def _other_forms(fields: SamplingFields) -> list[JsonForm | TextForm | None]:
             )
     return [
         JsonForm(param="structured_outputs.json_object") if asked.json_object else None,
-        _schema_form(asked.json, "structured_outputs.json"),
+        _schema_form(asked.json, "structured_outputs.json", bool(asked.disable_additional_properties)),
         _schema_form(fields.guided_json, "guided_json"),
         _schema_form(fields.json_schema, "json_schema"),
         _text_form("regex", asked.regex, "structured_outputs.regex"),
@@ -84,8 +85,12 @@ def _other_forms(fields: SamplingFields) -> list[JsonForm | TextForm | None]:
     ]
 
 
-def _schema_form(schema: Schema | None, param: str) -> JsonForm | None:
+def _schema_form(schema: Schema | None, param: str, is_closed: bool = False) -> JsonForm | None:
     if isinstance(schema, str):
+        if len(schema) > MAX_SCHEMA_BYTES:
+            raise RequestError(
+                f"{param} has {len(schema)} characters", f"It may have {MAX_SCHEMA_BYTES}.", param=param
+            )
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
@@ -95,7 +100,7 @@ def _schema_form(schema: Schema | None, param: str) -> JsonForm | None:
                 "Send a JSON schema, as an object or as text.",
                 param=param,
             ) from error
-    return None if schema is None else JsonForm(schema, param=param)
+    return None if schema is None else JsonForm(schema, param=param, is_closed=is_closed)
 
 
 def _text_form(
