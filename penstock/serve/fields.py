@@ -44,7 +44,7 @@ IGNORED = {
     "who asks and who pays": ACCOUNTING,
     "what a server may cache or do faster": CACHING,
     "which server or backend answers": ROUTING,
-    "wishes that bind nobody": HINTS,
+    "hints that no answer depends on": HINTS,
     "details of methods whose own switch is refused": SWITCHED_OFF,
 }
 
