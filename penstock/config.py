@@ -176,6 +176,13 @@ class ServeConfig:
     top_p: float | None = setting(None, "of requests that do not say (default: 1, every token)")
     repetition_penalty: float | None = setting(None, "of requests that do not say (default: 1, none)")
     greedy: bool = setting(False, "the same as --temperature 0")
+    open_schemas: bool = setting(
+        False,
+        "let objects have keys that their JSON schema does not list, where it says nothing about others",
+    )
+    ignore_field: tuple[str, ...] = setting(
+        (), "field of requests to ignore where it would be refused as unknown; may be repeated"
+    )
     allow_special_tokens_in_content: bool = setting(
         False, "let control tokens that messages and tools contain act as control tokens, not as text"
     )

@@ -107,7 +107,7 @@ class EngineLossError(EngineDeadError):
     code = "engines_lost"
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """A did-you-mean sentence for a misspelt name; empty when nothing is close."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"Did you mean {matches[0]!r}?" if matches else ""

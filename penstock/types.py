@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.digests import PageDigests
+from penstock.digests import PageDigests, scope_of
 from penstock.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -115,6 +115,7 @@ class Request:
     priority: int = 0  # lower runs earlier
     session_id: str | None = None  # the conversation that the cache keeps for its next turn
     tenant: str = ""  # whose it is: it finds nothing in the cache that another's prompt has left there
+    cache_salt: str | None = None  # nor what requests with another salt have left
     num_resumed_tokens: int = 0  # the last of token_ids are its reply so far, generated before this request
     num_scored_tokens: int = 0  # of its prompt, those behind the first whose scores another engine has sent
     page_digests: PageDigests | None = None  # of its first pages; None: the engine computes them
@@ -123,6 +124,10 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.token_ids) - self.num_resumed_tokens
+
+    @property
+    def cache_scope(self) -> str:
+        return scope_of(self.tenant, self.cache_salt)
 
 
 @dataclass(slots=True, eq=False)

@@ -379,7 +379,7 @@ class Cache:
         }
 
     def _extend_digests(self, sequence: Sequence) -> None:
-        extend_digests(sequence.digests, sequence.tokens, self.page_size, sequence.request.tenant)
+        extend_digests(sequence.digests, sequence.tokens, self.page_size, sequence.request.cache_scope)
 
     def _take_slot(self, hit: PrefixHit) -> int | None:
         """A free slot, else that of a checkpoint: running comes before remembering."""

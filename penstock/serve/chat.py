@@ -26,7 +26,7 @@ from penstock.serve.openai.requests import (
     TokenizeRequest,
 )
 from penstock.serve.preparation import Preparation
-from penstock.serve.reply_form import form_param, grammar_of
+from penstock.serve.reply_form import chat_grammar, form_grammar, form_param
 from penstock.serve.system_prompt import with_system_prompt
 from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
 from penstock.text.chat_prompt import ChatEncoder, RenderedChat
@@ -67,6 +67,7 @@ class TextEngine:
         loop_guard: bool = False,
         system_prompt: str | None = None,  # of chats that have none
         allow_special_tokens_in_content: bool = False,
+        open_schemas: bool = False,  # objects of JSON schemas may have keys that the schemas do not list
         min_priority: int = 0,  # the most urgent that a request may be
     ) -> None:
         self._client = client
@@ -78,6 +79,7 @@ class TextEngine:
         self._thinking_share = thinking_share
         self._loop_guard = loop_guard
         self._system_prompt = system_prompt
+        self._open_schemas = open_schemas
         self._min_priority = min_priority
         self._preparation = Preparation()
         self._counting = Preparation(MAX_COUNTS)
@@ -142,6 +144,7 @@ class TextEngine:
                 PlainText(),
                 asked_at,
                 echo=echo,
+                form_param=form_param(completion),
                 loop_guard=guard,
                 continues_text=self._tokenizer.has_text(request.token_ids),
                 tells_ids=completion.returns_token_ids,
@@ -230,8 +233,8 @@ class TextEngine:
             rendered = self._render(chat)
             is_thinking = rendered.opens(self._dialect.thinking)
             sampling = self._constrained(chat, is_thinking)
-            self._refuse_far_too_long(rendered.text, False, chat.tenant, info.max_model_len)
-            token_ids = self._chat_encoder.encode(rendered, chat.tenant)
+            self._refuse_far_too_long(rendered.text, False, chat.cache_scope, info.max_model_len)
+            token_ids = self._chat_encoder.encode(rendered, chat.cache_scope)
             (requests,) = self._build_requests(request_id, [token_ids], sampling, info, chat)
         except RequestError as error:
             if error.param == "prompt":  # a chat has messages
@@ -247,7 +250,7 @@ class TextEngine:
                 "Turn thinking off, or end the messages with a user's.",
                 param="messages",
             )
-        grammar = grammar_of(chat, self._dialect, self._tokenizer, is_thinking)
+        grammar = chat_grammar(chat, self._dialect, self._tokenizer, is_thinking, self._open_schemas)
         if grammar is None:
             return chat.sampling
         starts_after = (self._require_thought_end(chat),) if is_thinking else ()
@@ -278,19 +281,18 @@ class TextEngine:
             if isinstance(prompt, str):
                 self._refuse_long([prompt], info.max_model_len)
         prompts = [
-            self._encode(prompt, asked.tenant, info.max_model_len) if isinstance(prompt, str) else prompt
+            self._encode(prompt, asked.cache_scope, info.max_model_len) if isinstance(prompt, str) else prompt
             for prompt in asked.prompts
         ]
-        sampling = asked.sampling
-        if asked.make_grammar is not None:
-            sampling = replace(sampling, grammar=asked.make_grammar())
+        grammar = None if asked.form is None else form_grammar(asked.form, self._open_schemas)
+        sampling = replace(asked.sampling, grammar=grammar)
         requests = self._build_requests(request_id, prompts, sampling, info, asked)
         return requests, self._echoes_of(asked) if asked.echo else [""] * len(prompts)
 
-    def _encode(self, prompt: str, tenant: str, max_model_len: int) -> list[int]:
+    def _encode(self, prompt: str, scope: str, max_model_len: int) -> list[int]:
         """A prompt that a client wrote as a whole: its control tokens are meant as such."""
-        self._refuse_far_too_long(prompt, True, tenant, max_model_len)
-        return self._tokenizer.encode(prompt, True, tenant)
+        self._refuse_far_too_long(prompt, True, scope, max_model_len)
+        return self._tokenizer.encode(prompt, True, scope)
 
     def _refuse_long_chat(self, chat: ChatRequest, max_model_len: int) -> None:
         """By the words that the template writes for certain, before it does."""
@@ -321,14 +323,14 @@ class TextEngine:
         return roles_written(self._template)
 
     def _refuse_far_too_long(
-        self, text: str, add_special_tokens: bool, tenant: str, max_model_len: int
+        self, text: str, add_special_tokens: bool, scope: str, max_model_len: int
     ) -> None:
         """Judges a text by its beginning: to count all of it could take a minute."""
         self._refuse_long([text], max_model_len)
         beginning = text[: LONG_TOKEN * max_model_len]
         if len(beginning) == len(text):
             return
-        num_tokens = len(self._tokenizer.encode(beginning, add_special_tokens, tenant))
+        num_tokens = len(self._tokenizer.encode(beginning, add_special_tokens, scope))
         if num_tokens > max_model_len:
             raise ContextLengthError(
                 f"the prompt is too long: more than {num_tokens} tokens > {max_model_len - 1} maximum",
@@ -375,6 +377,7 @@ class TextEngine:
                 priority=asked.priority,
                 session_id=asked.session_id,
                 tenant=asked.tenant,
+                cache_salt=asked.cache_salt,
                 page_size=info.page_size,
             )
             for id, token_ids in zip(ids, prompts)

@@ -62,6 +62,7 @@ async def serve_http(
         loop_guard=config.loop_guard,
         system_prompt=system_prompt,
         allow_special_tokens_in_content=config.allow_special_tokens_in_content,
+        open_schemas=config.open_schemas,
         min_priority=config.min_priority,
     )
     conversations = Conversations(config.session_bytes, 60 * session_minutes)

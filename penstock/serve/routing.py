@@ -88,7 +88,7 @@ class Router:
         pages = request.page_digests
         digests: list[bytes] = []
         if len(self.loads) > 1 and self._policy == "prefix":
-            pages = pages or PageDigests.of(request.token_ids, PAGE_TOKENS, request.tenant)
+            pages = pages or PageDigests.of(request.token_ids, PAGE_TOKENS, request.cache_scope)
             digests = pages.split()
         page_size = pages.page_size if pages else PAGE_TOKENS
         known = {one: page_size * self._prefixes.num_known_pages(digests, one) for one in among}

@@ -24,7 +24,7 @@ from penstock.serve.intake import place_of
 from penstock.serve.openai.requests import MAX_SESSION_ID_CHARS, ChatRequest, TextRequest
 from penstock.serve.serving import Serving
 from penstock.serve.tenants import tenant_of
-from penstock.serve.text_stream import Deliver, ReplyDelta, TextStream
+from penstock.serve.text_stream import Deliver, ReplyDelta, TextStream, without_thoughts
 from penstock.text.dialects import Delta, ParsedReply, ReplyEnd
 from penstock.types import SessionInfo
 
@@ -88,6 +88,8 @@ class SessionChat:
 
     async def stream(self, deliver: Deliver) -> TextStream:
         note = None
+        if self._chat.hides_thoughts:
+            deliver = without_thoughts(deliver)
         if self._turn is not None:
             note = ReplyNote(self._conversations, self._turn, self._chat)
             deliver = note.before(deliver)

@@ -25,7 +25,7 @@ from penstock.errors import EngineDeadError, PenstockError, RequestError
 from penstock.serve.fleet import Fleet
 from penstock.serve.intake import Place
 from penstock.serve.metrics import TokenTimer
-from penstock.text.dialects import ContentDelta, Delta, ReplyEnd, ToolCallEnd
+from penstock.text.dialects import ContentDelta, Delta, ReasoningDelta, ReplyEnd, ToolCallEnd
 from penstock.text.loop_guard import LoopGuard
 from penstock.text.stream import StreamDecoder
 from penstock.text.tokenizer import Tokenizer
@@ -55,6 +55,17 @@ class ReplyDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 Deliver = Callable[[ReplyDelta], None]
+
+
+def without_thoughts(deliver: Deliver) -> Deliver:
+    """For clients that want a thought to be thought, and not told."""
+
+    def deliver_rest(delta: ReplyDelta) -> None:
+        news = [piece for piece in delta.news if not isinstance(piece, ReasoningDelta)]
+        if news or delta.logprobs:
+            deliver(msgspec.structs.replace(delta, news=news))
+
+    return deliver_rest
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.errors import RequestError
+from penstock.text.closed_schemas import close_objects
 from penstock.text.dialects.dialect import CallForm
 from penstock.text.dialects.values import Parameters
 from penstock.text.grammar import check_schema, json_options, lark_grammar
@@ -35,9 +36,11 @@ def tool_calls_grammar(
     *,
     is_required: bool = True,
     is_parallel: bool = True,
+    is_open: bool = False,
     param: str = "tools",
 ) -> str:
-    """Calls of these tools and nothing else; not required: any text, and then perhaps calls."""
+    """Calls of these tools and nothing else; not required: any text, and then perhaps calls; open: objects
+    may have keys that their schema does not list."""
     if not tools:
         raise RequestError("A tool call is demanded, but there are no tools", param=param)
     names: list[str] = []
@@ -51,6 +54,8 @@ def tool_calls_grammar(
                 param=param,
             )
         schema = without_annotations(check_schema(function.get("parameters") or {}, param))
+        if not is_open:
+            schema = close_objects(schema)
         writer = _Writer(form, is_token, f"call_{index}")
         rules += writer.xml_call(name, schema) if form.arguments == "xml" else writer.json_call(name, schema)
         names.append(writer.rule)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from penstock.digests import PageDigests
+from penstock.digests import PageDigests, scope_of
 from penstock.errors import ContextLengthError, RequestError
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Request, SamplingParams
@@ -29,6 +29,7 @@ def build_requests(
     priority: int = 0,
     session_id: str | None = None,
     tenant: str = "",
+    cache_salt: str | None = None,
     page_size: int | None = None,  # of an engine elsewhere: its thread, which steps, shall not hash prompts
 ) -> list[Request]:
     """`sampling.n` requests for one prompt, each with its own id and, when a seed is given, its own seed."""
@@ -46,7 +47,7 @@ def build_requests(
     eos = () if sampling.ignore_eos else tokenizer.eos_token_ids
     end_token_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos)))
     boundaries = _places_of(tokenizer.turn_start_ids, prompt)
-    digests = None if page_size is None else PageDigests.of(prompt, page_size, tenant)
+    digests = None if page_size is None else PageDigests.of(prompt, page_size, scope_of(tenant, cache_salt))
     return [
         Request(
             id=id if sampling.n == 1 else f"{id}-{i}",
@@ -57,6 +58,7 @@ def build_requests(
             priority=priority,
             session_id=session_id,
             tenant=tenant,
+            cache_salt=cache_salt,
             page_digests=digests,
         )
         for i in range(sampling.n)

@@ -1,10 +1,9 @@
 """Anthropic's request bodies: from the bytes of a POST to the `ChatRequest` that every API asks.
 
 Messages made of blocks become messages as chat templates know them: results of tools before the text that
-came with them, calls and thoughts beside an assistant's text, and neighbours of one role as one turn. Fields
-that mean nothing here (metadata, cache_control, betas) are tolerated, since clients send many; a block that
-cannot be read is a `RequestError` that names it. Nothing here renders or generates; replies are written in
-replies.py.
+came with them, calls and thoughts beside an assistant's text, and neighbours of one role as one turn. A block
+or a field that cannot be honoured is a `RequestError` that names it; fields that are ignored on purpose are
+in fields.py. Nothing here renders or generates; replies are written in replies.py.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.fields import COUNT_TOKENS, MESSAGES, FieldTable
 from penstock.serve.openai.body import decode_body, wrong_field
 from penstock.serve.openai.chat_options import (
     JsonForm,
@@ -25,10 +25,18 @@ from penstock.serve.openai.chat_options import (
     Thinking,
     check_tool_name,
     demanded_tools,
+    effort_of,
     thinking_budget,
     thinking_switch,
 )
-from penstock.serve.openai.requests import NO_DEFAULTS, ChatRequest, Defaults, SessionId, StopString
+from penstock.serve.openai.requests import (
+    NO_DEFAULTS,
+    CacheSalt,
+    ChatRequest,
+    Defaults,
+    SessionId,
+    StopString,
+)
 from penstock.types import SamplingParams
 
 # Claude Code's first system block. It differs in every request, and nothing behind it could be found cached.
@@ -94,19 +102,24 @@ class OfferedTool(msgspec.Struct):
     type: str | None = None
 
 
-class ToolChoice(msgspec.Struct):
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputFormat(msgspec.Struct):
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     schema: dict[str, Any]
+    name: str | None = None
 
 
-class OutputConfig(msgspec.Struct):
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: OutputFormat | None = None
+    effort: str | None = None
+    task_budget: Any = (
+        None  # tells a model how much it may spend in all: advice, and no template has words for it
+    )
 
 
 class PromptBody(msgspec.Struct, kw_only=True):
@@ -119,6 +132,7 @@ class PromptBody(msgspec.Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older place of output_config.format
 
 
 class MessagesBody(PromptBody, kw_only=True):
@@ -129,6 +143,7 @@ class MessagesBody(PromptBody, kw_only=True):
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
     stream: bool | None = None
     session_id: SessionId | None = None  # not Anthropic's: a session that is kept here
+    cache_salt: CacheSalt | None = None  # nor is this
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +154,11 @@ class _Turn:
     blocks: list[Block]
 
 
-def parse_messages(body: bytes, thinks: bool | None, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
-    """`thinks`, `defaults`: what the operator wants where a request leaves it open."""
-    fields = decode_body(body, MessagesBody)
+def parse_messages(
+    body: bytes, thinks: bool | None, defaults: Defaults = NO_DEFAULTS, table: FieldTable = MESSAGES
+) -> ChatRequest:
+    """`thinks`, `defaults`: what the operator wants where a request leaves it open; `table`: ignored."""
+    fields = decode_body(body, MessagesBody, table=table)
     given = {
         name: value
         for name in ("temperature", "top_p", "top_k")
@@ -151,11 +168,11 @@ def parse_messages(body: bytes, thinks: bool | None, defaults: Defaults = NO_DEF
         max_tokens=fields.max_tokens, stop=tuple(fields.stop_sequences or ()), **{**defaults, **given}
     )
     chat = _chat_request(fields, thinks, sampling, is_stream=bool(fields.stream))
-    return replace(chat, session_id=fields.session_id)
+    return replace(chat, session_id=fields.session_id, cache_salt=fields.cache_salt)
 
 
-def parse_count(body: bytes, thinks: bool | None) -> ChatRequest:
-    return _chat_request(decode_body(body, PromptBody), thinks, SamplingParams())
+def parse_count(body: bytes, thinks: bool | None, table: FieldTable = COUNT_TOKENS) -> ChatRequest:
+    return _chat_request(decode_body(body, PromptBody, table=table), thinks, SamplingParams())
 
 
 def _chat_request(
@@ -168,6 +185,7 @@ def _chat_request(
         reply_start = _reply_start(turns.pop(), f"messages[{len(fields.messages) - 1}]")
     tools = _plain_tools(fields.tools or []) or None
     choice = _openai_choice(fields.tool_choice)
+    output = fields.output_config or OutputConfig()
     return ChatRequest(
         messages=[*_system_message(instructions), *_plain_messages(turns)],
         tools=None if choice == "none" else tools,
@@ -177,8 +195,10 @@ def _chat_request(
         include_usage=True,
         must_call=demanded_tools(choice, tools),
         is_parallel=not (fields.tool_choice is not None and fields.tool_choice.disable_parallel_tool_use),
-        json_form=_json_form(fields.output_config),
+        json_form=_json_form(fields),
+        effort_budget=None if output.effort is None else effort_of(output.effort, "output_config.effort")[1],
         thinking_budget=thinking_budget(fields.thinking),
+        hides_thoughts=fields.thinking is not None and fields.thinking.display == "omitted",
         reply_start=reply_start,
         is_cut_to_context=True,
     )
@@ -192,16 +212,17 @@ def _is_thinking(thinking: Thinking | None, thinks: bool | None) -> bool:
     return thinking is not None if switch is None else switch
 
 
-def _json_form(config: OutputConfig | None) -> JsonForm | None:
-    if config is None or config.format is None:
+def _json_form(fields: PromptBody) -> JsonForm | None:
+    where, form = "output_format", fields.output_format
+    if fields.output_config is not None and fields.output_config.format is not None:
+        where, form = "output_config.format", fields.output_config.format
+    if form is None:
         return None
-    if config.format.type != "json_schema":
+    if form.type != "json_schema":
         raise RequestError(
-            f"output_config.format.type is {config.format.type[:32]!r}",
-            "It must be json_schema.",
-            param="output_config.format.type",
+            f"{where}.type is {form.type[:32]!r}", "It must be json_schema.", param=f"{where}.type"
         )
-    return JsonForm(config.format.schema, is_strict=True)
+    return JsonForm(form.schema, is_strict=True)
 
 
 def _plain_tools(tools: list[OfferedTool]) -> list[PlainTool]:

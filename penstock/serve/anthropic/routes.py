@@ -9,6 +9,7 @@ from starlette.routing import Route
 from penstock.serve.answer import Answer, json_response, read_body
 from penstock.serve.anthropic.replies import MessageFormat
 from penstock.serve.anthropic.requests import parse_count, parse_messages
+from penstock.serve.fields import COUNT_TOKENS, MESSAGES
 from penstock.serve.intake import place_of
 from penstock.serve.openai.requests import TokenizeRequest
 from penstock.serve.serving import Serving
@@ -31,9 +32,11 @@ class AnthropicRoutes:
         self._text = serving.text
         self._thinks = serving.config.enable_thinking
         self._defaults = serving.config.sampling_defaults
+        self._table = MESSAGES.ignoring(serving.config.ignore_field)
+        self._count_table = COUNT_TOKENS.ignoring(serving.config.ignore_field)
 
     async def create_message(self, request: Request) -> Answer:
-        chat = parse_messages(await read_body(request), self._thinks, self._defaults)
+        chat = parse_messages(await read_body(request), self._thinks, self._defaults, self._table)
         talk = SessionChat(chat, request, self._serving)
         style = MessageFormat(request.scope["request_id"], self._serving.model_name, chat.sampling.max_tokens)
 
@@ -45,7 +48,7 @@ class AnthropicRoutes:
         return Answer(start, style, chat.is_stream, chat.timeout_s, headers=talk.headers)
 
     async def count_tokens(self, request: Request) -> Response:
-        chat = parse_count(await read_body(request, for_reply=False), self._thinks)
+        chat = parse_count(await read_body(request, for_reply=False), self._thinks, self._count_table)
         asked = TokenizeRequest(
             text="", chat=chat, add_special_tokens=False, add_generation_prompt=True, shows_texts=False
         )

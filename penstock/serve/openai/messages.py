@@ -33,6 +33,7 @@ class Message(msgspec.Struct):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: Any = None  # the same, as OpenRouter and vLLM call it
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -52,6 +53,8 @@ def plain_message(message: Message, index: int) -> dict[str, Any]:
     for name in ("name", "reasoning_content", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
+    if message.reasoning_content is None and isinstance(message.reasoning, str):
+        plain["reasoning_content"] = message.reasoning
     if message.tool_calls:
         plain["tool_calls"] = [
             {

@@ -1,13 +1,13 @@
 """OpenAI's request bodies: from the bytes of a POST to a request whose every field has been checked.
 
-The schema ends here: what comes out is messages or prompts, `SamplingParams`, and how to answer. Unknown
-fields are tolerated, since clients send many; a field with a wrong type or value is a `RequestError` that
-names it. Nothing here renders, tokenises or generates; replies are written in replies.py.
+The schema ends here: what comes out is messages or prompts, `SamplingParams`, and how to answer. A field with
+a wrong type or value is a `RequestError` that names it; which fields are ignored on purpose is in fields.py.
+Nothing here renders, tokenises or generates; replies are written in replies.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -15,22 +15,26 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from penstock.digests import scope_of
 from penstock.errors import RequestError
+from penstock.serve.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, FieldTable
 from penstock.serve.openai.body import decode_body
 from penstock.serve.openai.chat_options import (
     JsonForm,
     PlainTool,
+    Reasoning,
     ResponseFormat,
     Thinking,
     Tool,
     ToolChoice,
+    checked_budget,
     chosen_tools,
-    effort_switch,
-    json_form,
+    effort_of,
     plain_tools,
     thinking_budget,
     thinking_switch,
 )
+from penstock.serve.openai.forms import Schema, StructuredOutputs, TextForm, form_of
 from penstock.serve.openai.messages import Message, plain_message
 from penstock.text.template import RESERVED_NAMES
 from penstock.types import SamplingParams
@@ -52,11 +56,13 @@ Scalar = bool | int | float | str | None
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 SessionId = Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_ID_CHARS)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 TemplateArguments = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_ARGUMENTS)]
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against observers: there is none, and none is needed
 
 
 class DrawFields(msgspec.Struct, kw_only=True):
@@ -76,6 +82,7 @@ class DrawFields(msgspec.Struct, kw_only=True):
     timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower runs earlier
     session_id: SessionId | None = None
+    cache_salt: CacheSalt | None = None
 
 
 DRAW_NAMES = (  # of those fields, the ones that `SamplingParams` calls the same
@@ -108,7 +115,18 @@ class SamplingFields(DrawFields, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     n: int | None = None
     stream_options: StreamOptions | None = None
+    usage: Any = None  # OpenRouter's {"include": true}
     loop_guard: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None  # vLLM's, and so are those with guided
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: Schema | None = None  # these are SGLang's and llama.cpp's
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -119,11 +137,14 @@ class ChatBody(SamplingFields, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     chat_template_kwargs: TemplateArguments | None = None
     thinking: bool | Thinking | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: Reasoning | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None  # vLLM's name, and Qwen's
+    thinking_budget: int | None = None
     functions: Any = None
     function_call: Any = None
 
@@ -168,9 +189,21 @@ class TextRequest:
     priority: int = 0  # lower runs earlier
     session_id: str | None = None
     tenant: str = ""  # who may share caches with it
+    cache_salt: str | None = None  # and of its requests, those with the same salt
+    json_form: JsonForm | None = None
+    text_form: TextForm | None = None  # instead
     loop_guard: bool | None = None  # None: as the server was told
     is_cut_to_context: bool = False  # where max_tokens is more than fits behind the prompt
     returns_token_ids: bool = False  # its deltas have those of the reply
+
+    @property
+    def form(self) -> JsonForm | TextForm | None:
+        return self.json_form or self.text_form
+
+    @property
+    def cache_scope(self) -> str:
+        """What is cached is shared by requests of one scope."""
+        return scope_of(self.tenant, self.cache_salt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,10 +213,10 @@ class ChatRequest(TextRequest):
     template_arguments: dict[str, Scalar]
     must_call: list[PlainTool] | None = None  # one of these
     is_parallel: bool = True  # more than one call
-    json_form: JsonForm | None = None
     thinking_budget: int | None = None  # tokens, as the request says
     effort_budget: int | None = None  # tokens, of an effort: the server's own budget may be less
     keeps_thoughts_in_content: bool = False  # for clients that know no field for them
+    hides_thoughts: bool = False
     reply_start: str = ""  # what the reply goes on from
 
 
@@ -191,7 +224,6 @@ class ChatRequest(TextRequest):
 class CompletionRequest(TextRequest):
     prompts: list[str | list[int]]
     echo: bool
-    make_grammar: Callable[[], str] | None = None  # that its replies are held to; takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +237,9 @@ class TokenizeRequest:
     shows_pieces: bool = False  # as llama-server has them: each token with its text
 
 
-def parse_chat(body: bytes, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
-    """`defaults`: the server's sampling parameters, here and below."""
-    return chat_request(decode_body(body, ChatBody), defaults)
+def parse_chat(body: bytes, defaults: Defaults = NO_DEFAULTS, table: FieldTable = CHAT) -> ChatRequest:
+    """`defaults`: the server's sampling parameters; `table`: of ignored fields; here and below."""
+    return chat_request(decode_body(body, ChatBody, table=table), defaults)
 
 
 def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
@@ -231,22 +263,25 @@ def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequ
         messages=[plain_message(message, index) for index, message in enumerate(fields.messages)],
         tools=tools,
         template_arguments=_template_arguments(fields),
+        **_thinking_options(fields),
+        **_form(fields),
         sampling=_sampling(fields, logprobs, {"logprobs": "top_logprobs"}, defaults),
         is_stream=bool(fields.stream),
         include_usage=_includes_usage(fields),
         must_call=must_call,
         is_parallel=fields.parallel_tool_calls is not False,
-        json_form=json_form(fields.response_format),
-        thinking_budget=thinking_budget(fields.thinking),
         timeout_s=fields.timeout,
         priority=fields.priority or 0,
         session_id=fields.session_id,
+        cache_salt=fields.cache_salt,
         loop_guard=fields.loop_guard,
     )
 
 
-def parse_completion(body: bytes, defaults: Defaults = NO_DEFAULTS) -> CompletionRequest:
-    return completion_request(decode_body(body, CompletionBody, MAX_ID_VALUES), defaults)
+def parse_completion(
+    body: bytes, defaults: Defaults = NO_DEFAULTS, table: FieldTable = COMPLETIONS
+) -> CompletionRequest:
+    return completion_request(decode_body(body, CompletionBody, MAX_ID_VALUES, table), defaults)
 
 
 def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS) -> CompletionRequest:
@@ -271,17 +306,19 @@ def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS)
         prompts=prompts,
         sampling=sampling,
         echo=bool(fields.echo),
+        **_form(fields),
         is_stream=bool(fields.stream),
         include_usage=_includes_usage(fields),
         timeout_s=fields.timeout,
         priority=fields.priority or 0,
         session_id=fields.session_id,
+        cache_salt=fields.cache_salt,
         loop_guard=fields.loop_guard,
     )
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
-    fields = decode_body(body, TokenizeBody)
+    fields = decode_body(body, TokenizeBody, table=TOKENIZE)
     if [fields.prompt, fields.messages, fields.content].count(None) != 2:
         raise RequestError("A prompt or messages are needed, and not both", param="prompt")
     if fields.content is not None:
@@ -310,10 +347,12 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
 
 
 def parse_detokenize(body: bytes) -> list[int]:
-    return decode_body(body, DetokenizeBody, MAX_ID_VALUES).tokens
+    return decode_body(body, DetokenizeBody, MAX_ID_VALUES, DETOKENIZE).tokens
 
 
 def _includes_usage(fields: SamplingFields) -> bool:
+    if isinstance(fields.usage, dict) and fields.usage.get("include") is True:
+        return True
     return bool(fields.stream_options is not None and fields.stream_options.include_usage)
 
 
@@ -347,10 +386,41 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
     return {int(key): bias for key, bias in biases.items()}
 
 
+def _form(fields: SamplingFields) -> dict[str, Any]:
+    form = form_of(fields)
+    return {} if form is None else {"json_form" if isinstance(form, JsonForm) else "text_form": form}
+
+
+def _effort(fields: ChatBody) -> tuple[bool | None, int | None]:
+    if fields.reasoning_effort is None and fields.reasoning is not None:
+        return effort_of(fields.reasoning.effort, "reasoning.effort")
+    return effort_of(fields.reasoning_effort, "reasoning_effort")
+
+
+def _thinking_options(fields: ChatBody) -> dict[str, Any]:
+    """How long a thought may be, and whether it is told."""
+    reasoning, thinking = fields.reasoning or Reasoning(), fields.thinking
+    budgets = (
+        thinking_budget(thinking),
+        checked_budget(reasoning.max_tokens, "reasoning.max_tokens"),
+        checked_budget(fields.thinking_token_budget, "thinking_token_budget"),
+        checked_budget(fields.thinking_budget, "thinking_budget"),
+    )
+    is_omitted = isinstance(thinking, Thinking) and thinking.display == "omitted"
+    return {
+        "thinking_budget": next((budget for budget in budgets if budget is not None), None),
+        "effort_budget": _effort(fields)[1],
+        "hides_thoughts": bool(reasoning.exclude) or fields.include_reasoning is False or is_omitted,
+    }
+
+
 def _template_arguments(fields: ChatBody) -> dict[str, Scalar]:
     arguments: dict[str, Scalar] = {}
-    switches = (
-        effort_switch(fields.reasoning_effort),
+    reasoning = fields.reasoning or Reasoning()
+    switches = (  # the last that says something counts
+        None if reasoning.max_tokens is None else True,
+        _effort(fields)[0],
+        reasoning.enabled,
         thinking_switch(fields.thinking),
         fields.enable_thinking,
     )

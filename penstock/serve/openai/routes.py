@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.serve.answer import JSON_TYPE, NO_HEADERS, Answer, Start, json_response, read_body
+from penstock.serve.fields import CHAT, COMPLETIONS
 from penstock.serve.intake import place_of
 from penstock.serve.openai.replies import ChatReplyFormat, CompletionReplyFormat, OpenAIReplyFormat
 from penstock.serve.openai.requests import (
@@ -49,6 +50,8 @@ class OpenAIRoutes:
         self._serving = serving
         self._text = serving.text
         self._defaults = serving.config.sampling_defaults
+        self._chat_table = CHAT.ignoring(serving.config.ignore_field)
+        self._completion_table = COMPLETIONS.ignoring(serving.config.ignore_field)
         self._keeps_thoughts = serving.config.reasoning == "content"
 
     async def list_models(self, request: Request) -> Response:
@@ -73,19 +76,21 @@ class OpenAIRoutes:
         return None if info is None else info.max_model_len
 
     async def chat(self, request: Request) -> Answer:
-        return self.answer_chat(request, parse_chat(await read_body(request), self._defaults))
+        chat = parse_chat(await read_body(request), self._defaults, self._chat_table)
+        return self.answer_chat(request, chat)
 
     def answer_chat(
         self, request: Request, chat: ChatRequest, style: type[OpenAIReplyFormat] = ChatReplyFormat
     ) -> Answer:
-        # Content that must be JSON has no room for a thought.
-        keeps_thoughts = self._keeps_thoughts and chat.json_form is None
+        # Content of a given form has no room for a thought.
+        keeps_thoughts = self._keeps_thoughts and chat.form is None and not chat.hides_thoughts
         chat = replace(chat, keeps_thoughts_in_content=keeps_thoughts)
         talk = SessionChat(chat, request, self._serving)
         return self._answer(request.scope["request_id"], chat, style, talk.stream, talk.headers)
 
     async def complete(self, request: Request) -> Answer:
-        return self.answer_completion(request, parse_completion(await read_body(request), self._defaults))
+        asked = parse_completion(await read_body(request), self._defaults, self._completion_table)
+        return self.answer_completion(request, asked)
 
     def answer_completion(self, request: Request, asked: CompletionRequest) -> Answer:
         request_id, place = request.scope["request_id"], place_of(request.scope)

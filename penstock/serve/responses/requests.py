@@ -1,11 +1,7 @@
 """Bodies of the Responses API: from the bytes of a POST to a chat request and what its response repeats.
 
-`reasoning.effort` says how much the model may think. "none" and "minimal": not at all. "low" and "medium": up
-to 2048 and 8192 tokens, after which the thought is closed and the answer begins. "high" and above: as long as
-the server lets it (`--thinking-share`). Without an effort it is as the server and the chat template have it.
-
-Unknown fields are tolerated; a field that cannot be honoured is a `RequestError` that names it. How items
-become messages is items.py's, which conversations are kept store.py's.
+A field that cannot be honoured is a `RequestError` that names it; those that are ignored are in fields.py.
+How items become messages is items.py's, which conversations are kept store.py's.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.fields import RESPONSES, FieldTable
 from penstock.serve.openai.body import decode_body
 from penstock.serve.openai.chat_options import (
     AllowedTools,
@@ -32,6 +29,7 @@ from penstock.serve.openai.chat_options import (
     ToolChoice,
     ToolFunction,
     chosen_tools,
+    effort_of,
     json_form,
     plain_tools,
 )
@@ -41,21 +39,12 @@ from penstock.serve.openai.requests import (
     ChatRequest,
     Defaults,
     DrawFields,
+    StreamOptions,
     given_fields,
 )
 from penstock.serve.responses.items import NO_CALLS, Item, Items, PlainMessage, plain_messages
 from penstock.types import SamplingParams
 
-EFFORTS: dict[str | None, tuple[bool | None, int | None]] = {  # whether to think, and up to how many tokens
-    None: (None, None),
-    "none": (False, None),
-    "minimal": (False, None),
-    "low": (True, 2048),
-    "medium": (True, 8192),
-    "high": (True, None),
-    "xhigh": (True, None),
-    "max": (True, None),
-}
 HARMLESS_INCLUDES = (  # of things that no reply of ours has, or has anyway
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -90,7 +79,7 @@ class AllowedTool(msgspec.Struct, omit_defaults=True):
     name: str | None = None
 
 
-class FlatChoice(msgspec.Struct, omit_defaults=True):
+class FlatChoice(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     """One function, or those of which some may or must be called."""
 
     type: str
@@ -99,7 +88,7 @@ class FlatChoice(msgspec.Struct, omit_defaults=True):
     tools: Annotated[list[AllowedTool], Meta(max_length=1024)] | None = None
 
 
-class TextFormat(msgspec.Struct, omit_defaults=True):
+class TextFormat(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     type: str
     name: str | None = None
     description: str | None = None
@@ -107,14 +96,17 @@ class TextFormat(msgspec.Struct, omit_defaults=True):
     strict: bool | None = None
 
 
-class Text(msgspec.Struct, omit_defaults=True):
+class Text(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
-class Reasoning(msgspec.Struct):
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
     summary: str | None = None
+    generate_summary: str | None = None  # the older name
+    context: str | None = None  # which thoughts a prompt repeats: the chat template decides
+    mode: str | None = None
 
 
 MetadataKey = Annotated[str, Meta(max_length=64)]
@@ -143,6 +135,7 @@ class ResponseBody(DrawFields, kw_only=True):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
+    stream_options: StreamOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +146,8 @@ class ResponseRequest:
     is_stored: bool
 
 
-def parse_response(body: bytes) -> ResponseBody:
-    fields = decode_body(body, ResponseBody)
+def parse_response(body: bytes, table: FieldTable = RESPONSES) -> ResponseBody:
+    fields = decode_body(body, ResponseBody, table=table)
     _refuse_unsupported(fields)
     return fields
 
@@ -198,7 +191,8 @@ def use_own_name(error: RequestError) -> None:
 def _chat_request(fields: ResponseBody, messages: list[PlainMessage], defaults: Defaults) -> ChatRequest:
     text = fields.text or Text()
     tools, must_call = chosen_tools(_nested(fields.tool_choice), _plain_tools(fields.tools or []))
-    switch, budget = _thinking(fields.reasoning)
+    effort = None if fields.reasoning is None else fields.reasoning.effort
+    switch, budget = effort_of(effort, "reasoning.effort")
     return ChatRequest(
         messages=messages,
         tools=tools or None,
@@ -212,17 +206,25 @@ def _chat_request(fields: ResponseBody, messages: list[PlainMessage], defaults: 
         effort_budget=budget,
         timeout_s=fields.timeout,
         session_id=fields.session_id,
+        cache_salt=fields.cache_salt,
         priority=fields.priority or 0,
     )
 
 
 def _refuse_unsupported(fields: ResponseBody) -> None:
+    mode = None if fields.reasoning is None else fields.reasoning.mode
     chat_has_them = "Log-probabilities are given by /v1/chat/completions."
     for name, is_used, why, todo in (
         ("background", fields.background, "A reply is generated while its client waits.", "Use stream."),
         ("conversation", fields.conversation, "Only replies are kept.", "Use previous_response_id."),
         ("prompt", fields.prompt, "No prompts are kept here.", "Send instructions and input."),
         ("top_logprobs", fields.top_logprobs, chat_has_them, "Leave top_logprobs out."),
+        (
+            "reasoning.mode",
+            mode not in (None, "standard"),
+            "There is one, standard.",
+            "Use reasoning.effort.",
+        ),
     ):
         if is_used:
             raise RequestError(f"{name} is not supported", why, todo, param=name)
@@ -286,19 +288,7 @@ def _json_form(form: TextFormat | None) -> JsonForm | None:
         return None
     if form.type == "json_schema" and form.schema is None:
         raise RequestError("text.format has no schema", param="text.format")
-    return json_form(ResponseFormat(form.type, JsonSchema(form.schema, form.name, form.strict)))
-
-
-def _thinking(reasoning: Reasoning | None) -> tuple[bool | None, int | None]:
-    """Whether to think, and for how many tokens at most; None: not said."""
-    effort = None if reasoning is None else reasoning.effort
-    if effort not in EFFORTS:
-        raise RequestError(
-            f"reasoning.effort is {(effort or '')[:32]!r}",
-            f"It must be one of {', '.join(filter(None, EFFORTS))}.",
-            param="reasoning.effort",
-        )
-    return EFFORTS[effort]
+    return json_form(ResponseFormat(form.type, JsonSchema(form.schema, strict=form.strict), form.schema))
 
 
 def _sampling(fields: ResponseBody, defaults: Defaults) -> SamplingParams:
@@ -317,7 +307,7 @@ def _echo(fields: ResponseBody, sampling: SamplingParams, is_stored: bool) -> di
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "previous_response_id": fields.previous_response_id,
         "prompt_cache_key": fields.prompt_cache_key,
-        "reasoning": reasoning,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
         "safety_identifier": fields.safety_identifier,
         "service_tier": "default",
         "store": is_stored,

@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.errors import RequestError
 from penstock.serve.answer import JSON_TYPE, Answer, json_response, read_body
+from penstock.serve.fields import RESPONSES
 from penstock.serve.intake import place_of
 from penstock.serve.responses.items import Item, items_of
 from penstock.serve.responses.replies import Fields, ResponseReplyFormat
@@ -33,9 +34,10 @@ class ResponsesRoutes:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._store = ResponseStore()
+        self._table = RESPONSES.ignoring(serving.config.ignore_field)
 
     async def respond(self, request: Request) -> OwnNames:
-        fields = parse_response(await read_body(request))
+        fields = parse_response(await read_body(request), self._table)
         place = place_of(request.scope)
         history: list[Item] = []
         if (previous := fields.previous_response_id) is not None:
