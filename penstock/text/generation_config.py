@@ -39,7 +39,7 @@ def checkpoint_sampling(choice: str, model: Path | None) -> dict[str, Any]:
 def _sampling_of(file: Path) -> dict[str, Any]:
     fields = read_json(file)
     names = [name for name in SAMPLING_NAMES if fields.get(name) is not None]
-    given = {name: _number(file, name, fields[name]) for name in names}
+    given: dict[str, Any] = {name: _number(file, name, fields[name]) for name in names}
     if given.get("top_k") == -1:  # the other common spelling of "off"
         given["top_k"] = 0
     if fields.get("do_sample") is False:

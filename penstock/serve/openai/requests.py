@@ -32,6 +32,13 @@ from penstock.serve.openai.chat_options import (
     thinking_switch,
 )
 from penstock.serve.openai.messages import Message, plain_message
+from penstock.serve.openai.output_options import (
+    PLAIN_OUTPUT,
+    OutputOptions,
+    output_options,
+    scored_alternatives,
+    take_prefill,
+)
 from penstock.text.template import RESERVED_NAMES
 from penstock.types import SamplingParams
 
@@ -57,6 +64,7 @@ TemplateArguments = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_ARGUM
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class DrawFields(msgspec.Struct, kw_only=True):
@@ -109,6 +117,16 @@ class SamplingFields(DrawFields, kw_only=True):
     n: int | None = None
     stream_options: StreamOptions | None = None
     loop_guard: bool | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # there are none here, either way
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+
+
+OUTPUT_NAMES = ("include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens")
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -124,6 +142,8 @@ class ChatBody(SamplingFields, kw_only=True):
     thinking: bool | Thinking | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     functions: Any = None
     function_call: Any = None
 
@@ -145,6 +165,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     chat_template_kwargs: TemplateArguments | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -164,6 +185,7 @@ class TextRequest:
     session_id: str | None = None
     tenant: str = ""  # who may share caches with it
     loop_guard: bool | None = None  # None: as the server was told
+    output: OutputOptions = PLAIN_OUTPUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +200,8 @@ class ChatRequest(TextRequest):
     effort_budget: int | None = None  # tokens, of an effort: the server's own budget may be less
     keeps_thoughts_in_content: bool = False  # for clients that know no field for them
     reply_start: str = ""  # what the reply goes on from
+    reply_thought: str | None = None  # what was thought before that; None: then no thought may be begun
+    add_generation_prompt: bool = True
     is_cut_to_context: bool = False  # where max_tokens is more than fits behind the prompt
 
 
@@ -192,7 +216,6 @@ class TokenizeRequest:
     text: str
     chat: ChatRequest | None  # instead of the text
     add_special_tokens: bool
-    add_generation_prompt: bool
     shows_texts: bool
 
 
@@ -218,8 +241,16 @@ def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequ
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     tools = plain_tools(fields.tools or ()) or None
     tools, must_call = chosen_tools(fields.tool_choice, tools)
+    form = json_form(fields.response_format)
+    messages = [plain_message(message, index) for index, message in enumerate(fields.messages)]
+    prefill = take_prefill(
+        messages, fields.continue_final_message, fields.add_generation_prompt, bool(form or must_call)
+    )
     return ChatRequest(
-        messages=[plain_message(message, index) for index, message in enumerate(fields.messages)],
+        messages=messages,
+        reply_start="" if prefill is None else prefill.text,
+        reply_thought=None if prefill is None else prefill.thought,
+        add_generation_prompt=prefill is not None or fields.add_generation_prompt is not False,
         tools=tools,
         template_arguments=_template_arguments(fields),
         sampling=_sampling(fields, logprobs, {"logprobs": "top_logprobs"}, defaults),
@@ -227,12 +258,13 @@ def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequ
         include_usage=_includes_usage(fields),
         must_call=must_call,
         is_parallel=fields.parallel_tool_calls is not False,
-        json_form=json_form(fields.response_format),
+        json_form=form,
         thinking_budget=thinking_budget(fields.thinking),
         timeout_s=fields.timeout,
         priority=fields.priority or 0,
         session_id=fields.session_id,
         loop_guard=fields.loop_guard,
+        output=output_options(fields),
     )
 
 
@@ -257,7 +289,8 @@ def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS)
         )
     sampling = _sampling(fields, fields.logprobs, {}, defaults)
     if fields.echo:
-        sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
+        num_scored = scored_alternatives(fields.prompt_logprobs, fields.logprobs)
+        sampling = replace(sampling, prompt_logprobs=num_scored)
     return CompletionRequest(
         prompts=prompts,
         sampling=sampling,
@@ -268,6 +301,7 @@ def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS)
         priority=fields.priority or 0,
         session_id=fields.session_id,
         loop_guard=fields.loop_guard,
+        output=output_options(fields),
     )
 
 
@@ -277,15 +311,22 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
         raise RequestError("A prompt or messages are needed, and not both", param="prompt")
     chat = None
     if fields.messages is not None:
-        kwargs = fields.chat_template_kwargs
+        continues = fields.continue_final_message
+        if continues is None and fields.add_generation_prompt is False:
+            continues = False  # a whole conversation, as it stands
         chat = chat_request(
-            ChatBody(messages=fields.messages, tools=fields.tools, chat_template_kwargs=kwargs)
+            ChatBody(
+                messages=fields.messages,
+                tools=fields.tools,
+                chat_template_kwargs=fields.chat_template_kwargs,
+                continue_final_message=continues,
+                add_generation_prompt=fields.add_generation_prompt,
+            )
         )
     return TokenizeRequest(
         text=fields.prompt or "",
         chat=chat,
         add_special_tokens=fields.add_special_tokens is not False,
-        add_generation_prompt=fields.add_generation_prompt is not False,
         shows_texts=bool(fields.return_token_strs),
     )
 
@@ -302,10 +343,12 @@ def _sampling(
     fields: SamplingFields, logprobs: int | None, renamed: dict[str, str], defaults: Defaults
 ) -> SamplingParams:
     """`renamed`: how this endpoint calls a field that `SamplingParams` calls otherwise."""
-    given = {**defaults, **given_fields(fields, ("max_tokens", "min_tokens", *DRAW_NAMES, "n"))}
+    names = ("max_tokens", "min_tokens", *DRAW_NAMES, "n", *OUTPUT_NAMES, "prompt_logprobs")
+    given = {**defaults, **given_fields(fields, names)}
     stop = fields.stop or ()
     given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     given["stop_token_ids"] = tuple(fields.stop_token_ids or ())
+    given["bad_words"] = tuple(fields.bad_words or ())
     given["logit_bias"] = _logit_bias(fields.logit_bias or {})
     try:
         return SamplingParams(logprobs=logprobs, **given)
