@@ -13,6 +13,7 @@ from penstock.assets import default_model
 from penstock.config import ServeConfig
 from penstock.errors import CheckpointError, ConfigError
 from penstock.text.generation_config import checkpoint_sampling
+from sampled_model import write_sampled_model
 from serving import Server, start_server
 
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 64}
@@ -78,14 +79,7 @@ def test_flags_win_over_the_file() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model as one that wants to be sampled."""
-    folder = tmp_path_factory.mktemp("sampled")
-    for file in default_model().iterdir():
-        (folder / file.name).symlink_to(file)
-    (folder / "generation_config.json").unlink()
-    eos = json.loads((default_model() / "generation_config.json").read_text())["eos_token_id"]
-    write_config(folder, {"do_sample": True, "temperature": 1.5, "top_k": 50, "eos_token_id": eos})
-    return folder
+    return write_sampled_model(tmp_path_factory.mktemp("sampled"))
 
 
 @pytest.fixture(scope="module")

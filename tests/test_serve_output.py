@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.serve.openai.requests import parse_chat
 from penstock.text.tokenizer import Tokenizer
 from serving import Server, assert_refused, start_server
 
@@ -66,6 +67,8 @@ def test_a_reply_continues_the_assistants_last_message(server: Server, tokenizer
     bare = {"continue_final_message": False, "add_generation_prompt": False}
     assert prompt(QUESTION, PREFILL, **bare).endswith(closed)
     assert prompt(QUESTION, add_generation_prompt=False).endswith(f"{QUESTION['content']}<|im_end|>\n")
+    alone = parse_chat(json.dumps({"messages": [PREFILL]}).encode())
+    assert (alone.messages, alone.reply_start) == ([PREFILL], ""), "it answers nothing"
     form = {"response_format": {"type": "json_object"}}
     assert prompt(QUESTION, PREFILL, **form).endswith(closed + START), "only a whole reply has a form"
 

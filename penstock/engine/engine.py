@@ -210,16 +210,15 @@ class Engine:
         """Before the first constrained request, which would make everybody wait: the vocabulary of a large
         model takes seconds. An engine that cannot have one says why when such a request comes.
         """
-        try:
-            self.constraints.compiler.load_vocabulary()
-        except PenstockError as error:
-            log.info("no grammars: %s", error)
-            return
         rows = self.runner.rows
         logits = torch.zeros(1, rows.vocab_size, device=rows.device)
         words = rows.upload([[0] * -(-rows.vocab_size // 32)], torch.int32)
         with on_device(logits.device):
-            ops.mask_logits(logits, rows.upload([0]), words)  # compiles it
+            ops.mask_logits(logits, rows.upload([0]), words)  # compiles it; banned words need it, too
+        try:
+            self.constraints.compiler.load_vocabulary()
+        except PenstockError as error:
+            log.info("no grammars: %s", error)
 
     def stats(self) -> EngineStats:
         self.cache.sessions.expire()

@@ -91,7 +91,8 @@ def take_prefill(
         obstacle = f"{where}, the last one, calls a tool."
     elif has_form:
         obstacle = "The reply is to have a form (response_format, tool_choice), from its beginning."
-    if not obstacle and continues is not False and not adds_prompt:
+    is_alone = len(messages) == 1 and not continues  # a session may have what it goes on from
+    if not (obstacle or is_alone) and continues is not False and not adds_prompt:
         messages.pop()
         return Prefill(last.get("reasoning_content", ""), last["content"])
     if continues:
