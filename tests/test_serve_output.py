@@ -103,6 +103,14 @@ def test_a_thought_is_closed_before_a_continued_answer_and_goes_on_without_one(
     assert_refused(server.post({"messages": [QUESTION, thought]}), 400, "messages")
 
 
+def test_a_session_holds_a_continued_reply_as_one(server: Server, tokenizer: Tokenizer) -> None:
+    body = {"messages": [QUESTION, PREFILL], "max_tokens": 8, "session_id": "continued"}
+    rest = ask(server, body)["choices"][0]["message"]["content"]
+    thanks = {"role": "user", "content": "Thank you."}
+    prompt = prompt_of(server, tokenizer, [thanks], session_id="continued")
+    assert f"{PREFILL['content']}{rest}<|im_end|>\n<|im_start|>user\nThank you." in prompt
+
+
 @pytest.mark.parametrize(
     ("messages", "fields"),
     [

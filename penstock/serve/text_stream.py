@@ -231,6 +231,8 @@ class Reply:
         self._echo = echo
         self._echoes_scores = echoes_scores
         self._output = output
+        self._tells_extra = not output.is_plain
+        self._tells_prompt = output.prompt_logprobs is not None
         self._stop_token_id: int | None = None  # of the request's own
         self._untold_ids: tuple[int, ...] = ()  # their text is held back
         self._has_told_prompt = False
@@ -239,6 +241,7 @@ class Reply:
             first_id = request.token_ids[0]
             self._first_scored = (ScoredToken(tokenizer.token_bytes(first_id), None, (), first_id),)
         self._thought = thought or Thought(None)
+        self._spares_thoughts = bool(request.sampling.stop) and not self._thought.is_stoppable
         self._said_ids: list[int] = []  # since the request began; kept only where a thought may be closed
         self._ends_after_call = ends_after_call
         self._form_param = form_param
@@ -278,7 +281,7 @@ class Reply:
             finish = None if is_closed else finish
         if self._thought.closing_ids and (self._thought.budget is not None or self._loop_guard is not None):
             self._said_ids += token_ids
-        text = self._decode(token_ids)
+        text = self._decode(token_ids) if self._spares_thoughts else self._decoder.push(token_ids)
         said_ids = token_ids[: self.num_tokens - num_before]
         # Behind an echoed prompt the first token has a score even if it only ends the reply: lm-eval leaves
         # out the last one.
@@ -302,7 +305,7 @@ class Reply:
             text += self._decoder.finish()
         news, has_ended = self._parse(text, finish)
         extra = None
-        if not self._output.is_plain:
+        if self._tells_extra:
             extra = self._extra(said_ids + end_ids, prompt_scores, is_told=bool(news or scored))
         self._stream.take(
             self.request.id, ReplyDelta(self._index, news, scored, bool(echo), extra), has_ended
@@ -316,12 +319,10 @@ class Reply:
 
     def _decode(self, token_ids: tuple[int, ...]) -> str:
         """Stop strings end an answer and no thought: the client, who has it apart, means the answer."""
-        decoder, thought = self._decoder, self._thought
-        if not (self._asked.sampling.stop and self._parser.is_thinking) or thought.is_stoppable:
+        decoder, end_id = self._decoder, self._thought.end_id
+        if not (self._spares_thoughts and self._parser.is_thinking):
             return decoder.push(token_ids)
-        num_thought = len(token_ids)
-        if thought.end_id in token_ids:
-            num_thought = token_ids.index(thought.end_id) + 1
+        num_thought = token_ids.index(end_id) + 1 if end_id in token_ids else len(token_ids)
         return decoder.push_thought(token_ids[:num_thought]) + decoder.push(token_ids[num_thought:])
 
     def _extra(
@@ -355,10 +356,6 @@ class Reply:
         self._stream.take(
             self.request.id, ReplyDelta(self._index, news, scored, is_prompt=True, extra=extra), False
         )
-
-    @property
-    def _tells_prompt(self) -> bool:
-        return self._output.prompt_logprobs is not None
 
     def _take_prompt_start(self) -> tuple[str, tuple[ScoredToken, ...], tuple[ScoredToken, ...]]:
         """What comes before all else, once: the echo, and its first token, before which nothing stands, among
