@@ -18,6 +18,7 @@ STATE_DTYPES = {"float32": 4, "float16": 2}  # bytes of an element
 LOG_FORMATS = ("text", "json")
 REASONING_PLACES = ("separate", "content")
 ROUTING_POLICIES = ("prefix", "least-pending", "round-robin")
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # an operator's, too
 
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
@@ -172,9 +173,20 @@ class ServeConfig:
         False,
         "close thoughts and then end replies that only repeat themselves, if a request does not say",
     )
-    temperature: float | None = setting(None, "of requests that do not say (default: 0, the likeliest token)")
-    top_p: float | None = setting(None, "of requests that do not say (default: 1, every token)")
-    repetition_penalty: float | None = setting(None, "of requests that do not say (default: 1, none)")
+    generation_config: str = setting(
+        "auto",
+        "sampling of requests that do not say: auto takes it from the checkpoint's generation_config.json, "
+        "off from no file; or a file or folder",
+    )
+    temperature: float | None = setting(
+        None, "of requests that do not say (default: as --generation-config says, or 0, the likeliest token)"
+    )
+    top_p: float | None = setting(None, "of requests that do not say (default: as the file says, or 1)")
+    top_k: int | None = setting(None, "of requests that do not say (default: as the file says, or 0, all)")
+    min_p: float | None = setting(None, "of requests that do not say (default: as the file says, or 0)")
+    repetition_penalty: float | None = setting(
+        None, "of requests that do not say (default: as the file says, or 1, none)"
+    )
     greedy: bool = setting(False, "the same as --temperature 0")
     open_schemas: bool = setting(
         False,
@@ -269,9 +281,20 @@ class ServeConfig:
     @property
     def sampling_defaults(self) -> dict[str, Any]:
         """What requests that do not say are drawn with; what is not in it is as `SamplingParams` has it."""
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "repetition_penalty")}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {name: value for name in SAMPLING_NAMES if (value := getattr(self, name)) is not None}
         return {**given, "temperature": 0.0} if self.greedy else given
+
+    @property
+    def silent_sampling(self) -> dict[str, float]:
+        """The same, with those that are neither a flag's nor the checkpoint's."""
+        plain = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        return {**plain, **self.sampling_defaults}
+
+    def with_sampling_of(self, checkpoint: dict[str, Any]) -> ServeConfig:
+        """The same, with a checkpoint's sampling parameters where the operator has not said."""
+        return dataclasses.replace(
+            self, **{name: value for name, value in checkpoint.items() if name not in self.sampling_defaults}
+        )
 
     @property
     def max_body_bytes(self) -> int:

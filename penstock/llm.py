@@ -18,7 +18,8 @@ from penstock.errors import PenstockError
 from penstock.models.source import find_model
 from penstock.progress import OnPhase
 from penstock.text.chat_prompt import ChatEncoder
-from penstock.text.prompt import build_requests
+from penstock.text.generation_config import checkpoint_sampling
+from penstock.text.prompt import build_requests, truncated
 from penstock.text.stream import StreamDecoder
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
@@ -56,7 +57,10 @@ class _Reply:
 
     def take(self, delta: TokenDelta) -> None:
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
-        text = self.decoder.push(delta.token_ids)
+        shown = delta.token_ids
+        if delta.finish == "stop" and shown and shown[-1] in self.request.end_token_ids:
+            shown = shown if self.decoder.shows_end(shown[-1]) else shown[:-1]
+        text = self.decoder.push(shown)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.finish, self.error = delta.finish, delta.error
@@ -90,16 +94,18 @@ class LLM:
         tokenizer: str | None = None,
         chat_template: str | None = None,
         allow_special_tokens_in_content: bool = False,
+        generation_config: str = "auto",
         on_phase: OnPhase = lambda _: None,
         **settings: Any,
     ) -> None:
         """`model` is a folder, a preset (with random_weights=True) or, if empty, the embedded model.
 
-        `chat_template` is a file to use instead of the model's own; `settings` are the fields of
-        `EngineConfig`.
+        `chat_template` is a file to use instead of the model's own; `generation_config` (auto, off, a file or
+        a folder) says how calls without `SamplingParams` draw; `settings` are the fields of `EngineConfig`.
         """
         config: EngineConfig = from_mapping(EngineConfig, {**OFFLINE, "model": model, **settings})
         source = find_model(model)
+        self.sampling_defaults = checkpoint_sampling(generation_config, source.path)
         self.tokenizer = Tokenizer.load(tokenizer or source.path)
         self.template = ChatTemplate.load(tokenizer or source.path, chat_template)
         self.chat_encoder = ChatEncoder(self.template, self.tokenizer, allow_special_tokens_in_content)
@@ -177,16 +183,15 @@ class LLM:
     def _submit(
         self, token_ids: list[int], sampling: SamplingParams | None, continues_text: bool
     ) -> list[str]:
-        sampling = sampling or SamplingParams()
+        sampling = sampling or SamplingParams(**self.sampling_defaults)
+        token_ids = truncated(token_ids, sampling, self.engine.info.max_model_len)
         continues_text = continues_text and self.tokenizer.has_text(token_ids)
         requests = build_requests(
             f"llm-{next(self._ids)}", token_ids, sampling, self.tokenizer, self.engine.info.max_model_len
         )
         for request in requests:
             self.engine.submit(request)
-            decoder = StreamDecoder(
-                self.tokenizer, sampling.stop, sampling.min_tokens, continues_text=continues_text
-            )
+            decoder = StreamDecoder.of(self.tokenizer, sampling, continues_text)
             self._replies[request.id] = _Reply(request, decoder)
         return [request.id for request in requests]
 

@@ -50,7 +50,11 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()  # that a reply does not contain; text/prompt.py makes tokens of them
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False  # the stop that ended a reply, at its end
+    skip_special_tokens: bool = True  # in a reply's text
+    truncate_prompt_tokens: int | None = None  # as many of the prompt's last tokens; -1: as fit
     logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely ones'
     prompt_logprobs: int | None = None  # the same for the prompt, all of which is computed anew for that
     n: int = 1
@@ -73,6 +77,14 @@ class SamplingParams:
                     "Keys are token ids (0 or more) and values lie between -100 and 100.",
                     param="logit_bias",
                 )
+        if "" in self.bad_words:
+            raise RequestError("bad_words holds an empty text", "It has no tokens.", param="bad_words")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens is 0",
+                "It must be 1 or more, or -1 for as many as fit.",
+                param="truncate_prompt_tokens",
+            )
         if self.grammar is not None and self.min_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens} and the reply has a grammar",
@@ -99,6 +111,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("seed", -(2**63), 2**63 - 1),
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
+    ("truncate_prompt_tokens", -1, 2**31),
     ("n", 1, 128),
 )
 
@@ -111,6 +124,7 @@ class Request:
     token_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     end_token_ids: tuple[int, ...] = ()  # any of these ends the reply with "stop"
+    banned: tuple[tuple[int, ...], ...] = ()  # tokens that never follow each other in the reply
     boundaries: tuple[int, ...] = ()  # prompt positions where messages start: good places for checkpoints
     priority: int = 0  # lower runs earlier
     session_id: str | None = None  # the conversation that the cache keeps for its next turn

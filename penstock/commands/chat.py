@@ -223,8 +223,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _open_model(arguments: argparse.Namespace) -> ChatModel:
     if arguments.base_url:
         return RemoteModel(arguments.base_url, getattr(arguments, "model", ""), given_sampling(arguments))
-    sampling = read_sampling(arguments)  # a wrong number should not wait for the weights
-    return LocalModel(load_llm(arguments), sampling)
+    read_sampling(arguments)  # a wrong number should not wait for the weights
+    llm = load_llm(arguments)
+    return LocalModel(llm, read_sampling(arguments, llm.sampling_defaults))
 
 
 def _converse(conversation: Conversation, prompt: str, more_prompt: str) -> int:

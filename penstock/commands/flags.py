@@ -21,7 +21,7 @@ from penstock.errors import ConfigError, PenstockError, nearest
 ENV_PREFIX = "PENSTOCK_"
 FORGE_VARIABLES = ("PENSTOCK_LLM_BASE_URL", "PENSTOCK_LLM_MODEL")  # of `penstock forge`, for bash run.sh
 # Settings of a server that also concern a model in the command's own process.
-TEXT_SETTINGS = ("tokenizer", "chat_template", "allow_special_tokens_in_content")
+TEXT_SETTINGS = ("tokenizer", "chat_template", "allow_special_tokens_in_content", "generation_config")
 SHORT_FLAGS = {"model": "-m"}
 _COUNT = re.compile(r"(-?\d+(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
 _SCALES = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}

@@ -127,15 +127,18 @@ class Engine:
         check_token_ids("prompt", request.token_ids, self.info.vocab_size)
         check_token_ids("logit_bias", request.sampling.logit_bias, self.info.vocab_size)
         check_token_ids("stop_token_ids", request.end_token_ids, self.info.vocab_size)
+        check_token_ids("bad_words", {id for word in request.banned for id in word}, self.info.vocab_size)
         check_token_ids("grammar_starts_after", request.sampling.grammar_starts_after, self.info.vocab_size)
         if self.constraints.is_preparing(request.id):
             raise RequestError(f"A request with id {request.id!r} is already here", "", "Use another id.")
         if request.sampling.grammar is not None:
             _require_end(request)
-        self.scheduler.submit(request)
+        sequence = self.scheduler.submit(request)
         if request.sampling.grammar is not None:
             self.scheduler.abort(request.id)  # it was found to fit, and returns when its grammar is compiled
             self.constraints.prepare(request)
+        elif request.banned:
+            self.constraints.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """Frees the request's row, pages and slot; its last delta says "abort"."""
@@ -216,16 +219,15 @@ class Engine:
         """Before the first constrained request, which would make everybody wait: the vocabulary of a large
         model takes seconds. An engine that cannot have one says why when such a request comes.
         """
-        try:
-            self.constraints.compiler.load_vocabulary()
-        except PenstockError as error:
-            log.info("no grammars: %s", error)
-            return
         rows = self.runner.rows
         logits = torch.zeros(1, rows.vocab_size, device=rows.device)
         words = rows.upload([[0] * -(-rows.vocab_size // 32)], torch.int32)
         with on_device(logits.device):
-            ops.mask_logits(logits, rows.upload([0]), words)  # compiles it
+            ops.mask_logits(logits, rows.upload([0]), words)  # compiles it; banned words need it, too
+        try:
+            self.constraints.compiler.load_vocabulary()
+        except PenstockError as error:
+            log.info("no grammars: %s", error)
 
     def stats(self) -> EngineStats:
         self.cache.sessions.expire()

@@ -58,13 +58,19 @@ class Choice:
 
     news: list[Delta] = field(default_factory=list)
     scores: Scores | None = None  # None: they were not asked for
-    token_ids: list[int] = field(default_factory=list)  # where they were asked for
+    prompt_scores: Scores | None = None
+    token_ids: list[int] = field(default_factory=list)
+    prompt_token_ids: tuple[int, ...] = ()
 
     def take(self, delta: ReplyDelta) -> None:
         self.news += delta.news
-        self.token_ids += delta.token_ids
         if self.scores is not None:
             self.scores.add(delta.logprobs)
+        if delta.extra is not None:
+            self.token_ids += delta.extra.token_ids
+            self.prompt_token_ids = self.prompt_token_ids or delta.extra.prompt_token_ids
+            if self.prompt_scores is not None:
+                self.prompt_scores.add(delta.extra.prompt_scores)
 
 
 class ReplyFormat(Protocol):

@@ -33,7 +33,7 @@ from penstock.text.chat_prompt import ChatEncoder, RenderedChat
 from penstock.text.dialects import StreamParser, ThoughtsInContent, dialect_of
 from penstock.text.length import roles_written, words_written
 from penstock.text.loop_guard import LoopGuard
-from penstock.text.prompt import SHORTEN, build_requests, check_ids, limit_scores
+from penstock.text.prompt import SHORTEN, build_requests, check_ids, limit_scores, truncated
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import EngineInfo, Request, SamplingParams
@@ -46,10 +46,11 @@ MAX_COUNTS = 2  # at a time: threads, and the processes of the chat template, ar
 
 @dataclass(frozen=True, slots=True)
 class _ChatPrompt:
-    """A chat as the engine gets it, and whether its replies begin inside a thought."""
+    """A chat as the engine gets it, and whether its replies begin inside a thought, or inside a text."""
 
     requests: list[Request]
     is_thinking: bool
+    continues: bool
 
 
 class TextEngine:
@@ -98,15 +99,26 @@ class TextEngine:
         num_bytes = _resize(place, chat.sampling.n)
         prompt = await self._preparation.run(num_bytes, self._prepare_chat, request_id, chat, info)
         stream = TextStream(self._client, deliver)
+        dialect = self._dialect
+        if not chat.sampling.skip_special_tokens:  # then they are text
+            dialect = replace(dialect, control_tokens=())
 
         def reply_to(request: Request, index: int) -> Reply:
             split = StreamParser(
-                self._dialect, chat.tools, in_thinking=prompt.is_thinking, parses_tools=bool(chat.tools)
+                dialect,
+                chat.tools,
+                in_thinking=prompt.is_thinking,
+                parses_tools=bool(chat.tools),
+                continues_thought=prompt.continues,
             )
             parser: Parser = split
             if chat.keeps_thoughts_in_content and self._dialect.thinking is not None:
                 parser = ThoughtsInContent(split, self._dialect.thinking)
-            thought = replace(self._thought, budget=self._thinking_budget(chat, request, prompt.is_thinking))
+            thought = replace(
+                self._thought,
+                budget=self._thinking_budget(chat, request, prompt.is_thinking),
+                is_stoppable=self._stops_thoughts(chat.sampling.stop),
+            )
             return self._reply(
                 stream,
                 request,
@@ -117,8 +129,8 @@ class TextEngine:
                 ends_after_call=not chat.is_parallel,
                 form_param=form_param(chat),
                 loop_guard=self._guard(chat),
-                continues_text=bool(chat.reply_start),
-                tells_ids=chat.returns_token_ids,
+                continues_text=prompt.continues,
+                output=chat.output,
             )
 
         return _submit(stream, [prompt.requests], reply_to, place)
@@ -145,9 +157,10 @@ class TextEngine:
                 asked_at,
                 echo=echo,
                 form_param=form_param(completion),
+                echoes_scores=completion.echo and completion.sampling.logprobs is not None,
+                output=completion.output,
                 loop_guard=guard,
                 continues_text=self._tokenizer.has_text(request.token_ids),
-                tells_ids=completion.returns_token_ids,
             )
 
         return _submit(stream, requests, reply_to, place)
@@ -213,10 +226,10 @@ class TextEngine:
             if not asked.knows_control_tokens:
                 return self._tokenizer.encode_plain(asked.text)
             return self._tokenizer.encode(asked.text, asked.add_special_tokens, tenant)
-        rendered = self._render_checked(chat, asked.add_generation_prompt)
+        rendered = self._render_checked(chat)
         return self._chat_encoder.encode(rendered, tenant)
 
-    def _render_checked(self, chat: ChatRequest, add_generation_prompt: bool = True) -> RenderedChat:
+    def _render_checked(self, chat: ChatRequest) -> RenderedChat:
         num_chars = _num_chars([chat.messages, chat.tools])
         if num_chars > MAX_CHARS_ASKED:
             raise RequestError(
@@ -225,7 +238,7 @@ class TextEngine:
                 "Send them in parts.",
                 param="messages",
             )
-        return self._render(chat, add_generation_prompt)
+        return self._render(chat)
 
     def _prepare_chat(self, request_id: str, chat: ChatRequest, info: EngineInfo) -> _ChatPrompt:
         try:
@@ -233,17 +246,25 @@ class TextEngine:
             rendered = self._render(chat)
             is_thinking = rendered.opens(self._dialect.thinking)
             sampling = self._constrained(chat, is_thinking)
-            self._refuse_far_too_long(rendered.text, False, chat.cache_scope, info.max_model_len)
+            self._refuse_far_too_long(rendered.text, False, chat, info.max_model_len)
             token_ids = self._chat_encoder.encode(rendered, chat.cache_scope)
+            token_ids = truncated(token_ids, sampling, info.max_model_len)
             (requests,) = self._build_requests(request_id, [token_ids], sampling, info, chat)
         except RequestError as error:
             if error.param == "prompt":  # a chat has messages
                 error.param = "messages"
             raise
-        return _ChatPrompt(requests, is_thinking)
+        return _ChatPrompt(requests, is_thinking, rendered.num_reply_chars > 0)
 
     def _constrained(self, chat: ChatRequest, is_thinking: bool) -> SamplingParams:
-        if is_thinking and chat.reply_start:
+        if chat.reply_thought and not (is_thinking or chat.reply_start):
+            raise RequestError(
+                "The last message is a thought without an answer, and cannot be continued",
+                "This reply does not begin with a thought.",
+                "Turn thinking on, or say in content what the reply goes on from.",
+                param="messages",
+            )
+        if is_thinking and chat.reply_start and chat.reply_thought is None:
             raise RequestError(
                 "The last message is the assistant's, and cannot be continued",
                 "The reply begins with a thought, which comes before those words.",
@@ -266,37 +287,61 @@ class TextEngine:
             )
         return self._thought.end_id
 
-    def _render(self, chat: ChatRequest, add_generation_prompt: bool = True) -> RenderedChat:
+    def _render(self, chat: ChatRequest) -> RenderedChat:
         arguments: dict[str, Any] = {**self._template_defaults, **chat.template_arguments}
         messages = with_system_prompt(chat.messages, self._system_prompt)
         return self._chat_encoder.render(
-            messages, chat.tools, add_generation_prompt, variables=arguments, reply_start=chat.reply_start
+            messages,
+            chat.tools,
+            chat.add_generation_prompt,
+            variables=arguments,
+            reply_start=chat.reply_start,
+            reply_thought=chat.reply_thought,
         )
 
     def _prepare_completion(
         self, request_id: str, asked: CompletionRequest, info: EngineInfo
     ) -> tuple[list[list[Request]], list[str]]:
         """The requests of each prompt, and what comes before its replies."""
-        for prompt in asked.prompts:
-            if isinstance(prompt, str):
-                self._refuse_long([prompt], info.max_model_len)
+        max_model_len = info.max_model_len
+        texts = [prompt for prompt in asked.prompts if isinstance(prompt, str)]
+        for text in texts:
+            if not self._is_truncated(asked, len(text)):
+                self._refuse_long([text], max_model_len)
         prompts = [
-            self._encode(prompt, asked.cache_scope, info.max_model_len) if isinstance(prompt, str) else prompt
+            self._encode(prompt, asked, max_model_len) if isinstance(prompt, str) else prompt
             for prompt in asked.prompts
         ]
+        if asked.sampling.truncate_prompt_tokens is not None:
+            prompts = [truncated(prompt, asked.sampling, max_model_len) for prompt in prompts]
+            asked = replace(asked, prompts=list(prompts))
         grammar = None if asked.form is None else form_grammar(asked.form, self._open_schemas)
         sampling = replace(asked.sampling, grammar=grammar)
         requests = self._build_requests(request_id, prompts, sampling, info, asked)
         return requests, self._echoes_of(asked) if asked.echo else [""] * len(prompts)
 
-    def _encode(self, prompt: str, scope: str, max_model_len: int) -> list[int]:
+    def _encode(self, prompt: str, asked: TextRequest, max_model_len: int) -> list[int]:
         """A prompt that a client wrote as a whole: its control tokens are meant as such."""
-        self._refuse_far_too_long(prompt, True, scope, max_model_len)
-        return self._tokenizer.encode(prompt, True, scope)
+        self._refuse_far_too_long(prompt, True, asked, max_model_len)
+        return self._tokenizer.encode(prompt, True, asked.cache_scope)
+
+    def _is_truncated(self, asked: TextRequest, num_chars: int) -> bool:
+        """Whether a prompt of any length fits. All of it is encoded, so there is a limit all the same."""
+        if asked.sampling.truncate_prompt_tokens is None:
+            return False
+        if num_chars > MAX_CHARS_ASKED:
+            raise ContextLengthError(
+                "the prompt is too long to be truncated",
+                f"It has {num_chars} characters; at most {MAX_CHARS_ASKED} are taken.",
+                SHORTEN,
+                param="prompt",
+            )
+        return True
 
     def _refuse_long_chat(self, chat: ChatRequest, max_model_len: int) -> None:
         """By the words that the template writes for certain, before it does."""
-        if _num_chars([message.get("content") for message in chat.messages]) <= LONG_TOKEN * max_model_len:
+        num_chars = _num_chars([message.get("content") for message in chat.messages])
+        if self._is_truncated(chat, num_chars) or num_chars <= LONG_TOKEN * max_model_len:
             return
         thinking = self._dialect.thinking
         thought_end = None if thinking is None else thinking.end
@@ -323,14 +368,16 @@ class TextEngine:
         return roles_written(self._template)
 
     def _refuse_far_too_long(
-        self, text: str, add_special_tokens: bool, scope: str, max_model_len: int
+        self, text: str, add_special_tokens: bool, asked: TextRequest, max_model_len: int
     ) -> None:
         """Judges a text by its beginning: to count all of it could take a minute."""
+        if self._is_truncated(asked, len(text)):
+            return
         self._refuse_long([text], max_model_len)
         beginning = text[: LONG_TOKEN * max_model_len]
         if len(beginning) == len(text):
             return
-        num_tokens = len(self._tokenizer.encode(beginning, add_special_tokens, scope))
+        num_tokens = len(self._tokenizer.encode(beginning, add_special_tokens, asked.cache_scope))
         if num_tokens > max_model_len:
             raise ContextLengthError(
                 f"the prompt is too long: more than {num_tokens} tokens > {max_model_len - 1} maximum",
@@ -393,6 +440,11 @@ class TextEngine:
             share = int(self._thinking_share * request.sampling.max_tokens)
             budgets.append(max(MIN_THOUGHT_TOKENS, share))
         return min(budgets, default=None)
+
+    def _stops_thoughts(self, stop: tuple[str, ...]) -> bool:
+        """Stop strings are the answer's, unless one of them is the end of the thought itself."""
+        thinking = self._dialect.thinking
+        return thinking is not None and any(thinking.end in text for text in stop)
 
     def _guard(self, asked: TextRequest) -> LoopGuard | None:
         is_wanted = self._loop_guard if asked.loop_guard is None else asked.loop_guard

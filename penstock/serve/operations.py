@@ -49,6 +49,7 @@ class Operations:
             answer |= {"phase": dataclasses.asdict(client.phase)}
         else:
             answer |= {"model": self._serving.model_name, "stats": sum_stats(replicas)}
+        answer["sampling"] = self._serving.config.silent_sampling  # of requests that do not say
         answer["replicas"] = replicas
         return json_response(answer, 200 if answer["status"] == "ok" else 503)
 

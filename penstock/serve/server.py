@@ -31,6 +31,7 @@ from penstock.serve.fleet import Fleet
 from penstock.serve.open_files import allow_many_files, connection_limit
 from penstock.serve.system_prompt import read_system_prompt, shared_prompt
 from penstock.serve.tenants import tenant_of_key
+from penstock.text.generation_config import checkpoint_sampling
 from penstock.types import SamplingParams
 
 BACKLOG = 2048
@@ -41,6 +42,7 @@ def run(engine_config: EngineConfig, serve_config: ServeConfig, on_phase: OnPhas
     allow_many_files()
     connection_limit(serve_config)  # raises before anything has begun, as the next does
     check_sampling_defaults(serve_config)
+    serve_config = _with_checkpoint_sampling(engine_config, serve_config)
     listener = open_port(serve_config.host, serve_config.port)
     with listener, contextlib.suppress(asyncio.CancelledError):  # a signal came before there was HTTP
         uvloop.run(_serve(listener, engine_config, serve_config, on_phase))
@@ -52,6 +54,12 @@ def check_sampling_defaults(config: ServeConfig) -> None:
         SamplingParams(**config.sampling_defaults)
     except RequestError as error:
         raise ConfigError(error.what, error.why, error.todo) from error
+
+
+def _with_checkpoint_sampling(engine_config: EngineConfig, serve_config: ServeConfig) -> ServeConfig:
+    """What requests that do not say are drawn with from now on: the flags, then the checkpoint's file."""
+    path = find_model(engine_config.model).path
+    return serve_config.with_sampling_of(checkpoint_sampling(serve_config.generation_config, path))
 
 
 def open_port(host: str, port: int) -> socket.socket:
@@ -82,6 +90,8 @@ async def _serve(
     started = time.perf_counter()
     url = _url_of(listener, serve_config.host)
     on_phase(Phase("listening", url, 1.0, 0.0))
+    sampling = ", ".join(f"{name} {value:g}" for name, value in serve_config.silent_sampling.items())
+    on_phase(Phase("sampling", f"of requests that do not say: {sampling}", 1.0, 0.0))
     source = find_model(engine_config.model)
     text_path = source.path or default_model()  # a preset has no tokenizer of its own
     if serve_config.tokenizer is not None:

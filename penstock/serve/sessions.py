@@ -113,6 +113,7 @@ class ReplyNote:
         self._conversations = conversations
         self._turn = turn
         self._reply_start = chat.reply_start
+        self._reply_thought = chat.reply_thought or ""
         self._num_open = chat.sampling.n
         self._news: list[Delta] = []
 
@@ -132,13 +133,16 @@ class ReplyNote:
             return
         self._num_open -= 1
         if self._num_open == 0:
-            message = _message_of(ParsedReply.of(self._news), self._reply_start)
+            reply = ParsedReply.of(self._news)
+            reply.content = self._reply_start + reply.content
+            reply.reasoning = self._reply_thought + reply.reasoning
+            message = _message_of(reply)
             self._conversations.end(self._turn, message, self.stream.num_context_tokens)
 
 
-def _message_of(reply: ParsedReply, reply_start: str) -> Message:
+def _message_of(reply: ParsedReply) -> Message:
     """As chat templates expect it. They decide which thoughts a prompt repeats."""
-    message: Message = {"role": "assistant", "content": reply_start + reply.content}
+    message: Message = {"role": "assistant", "content": reply.content}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
     if reply.calls:

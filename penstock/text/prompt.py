@@ -43,9 +43,11 @@ def build_requests(
         )
     check_ids("prompt", prompt, tokenizer.vocab_size)
     check_ids("logit_bias", sampling.logit_bias, tokenizer.vocab_size)
+    check_ids("stop_token_ids", sampling.stop_token_ids, tokenizer.vocab_size)
     max_tokens = _resolve_max_tokens(len(prompt), sampling, max_model_len)
     eos = () if sampling.ignore_eos else tokenizer.eos_token_ids
     end_token_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos)))
+    banned = _banned_ids(sampling.bad_words, tokenizer)
     boundaries = _places_of(tokenizer.turn_start_ids, prompt)
     digests = None if page_size is None else PageDigests.of(prompt, page_size, scope_of(tenant, cache_salt))
     return [
@@ -54,6 +56,7 @@ def build_requests(
             token_ids=prompt,
             sampling=replace(sampling, n=1, max_tokens=max_tokens, seed=_offset_seed(sampling.seed, i)),
             end_token_ids=end_token_ids,
+            banned=banned,
             boundaries=boundaries,
             priority=priority,
             session_id=session_id,
@@ -65,6 +68,14 @@ def build_requests(
     ]
 
 
+def truncated(token_ids: list[int], sampling: SamplingParams, max_model_len: int) -> list[int]:
+    """The last of a prompt's tokens, as many as the request allows; all, if it does not say."""
+    num_kept = sampling.truncate_prompt_tokens
+    if num_kept == -1:
+        num_kept = max(1, max_model_len - (sampling.max_tokens or 1))
+    return token_ids if num_kept is None else token_ids[-num_kept:]
+
+
 def limit_scores(
     prompts: Sequence[Sequence[int]], sampling: SamplingParams, max_model_len: int
 ) -> SamplingParams:
@@ -72,25 +83,28 @@ def limit_scores(
 
     A reply without a limit of its own gets one where the context would allow too many.
     """
-    if sampling.logprobs is None:
+    if sampling.logprobs is None and sampling.prompt_logprobs is None:
         return sampling
-    num_prompt_scores = 0
+    num_prompt_scores = num_reply_scores = 0
     if sampling.prompt_logprobs is not None:
         num_prompt_scores = sampling.n * sum(map(len, prompts)) * (sampling.prompt_logprobs + 1)
-    scores_a_token = sampling.n * len(prompts) * (sampling.logprobs + 1)
-    max_tokens = (MAX_SCORES - num_prompt_scores) // scores_a_token
-    if sampling.max_tokens is None and max_tokens > 0:
-        room = max_model_len - min(map(len, prompts))
-        return sampling if room <= max_tokens else replace(sampling, max_tokens=max_tokens)
-    num_reply_scores = scores_a_token * (sampling.max_tokens or 1)
+    if sampling.logprobs is not None:
+        scores_a_token = sampling.n * len(prompts) * (sampling.logprobs + 1)
+        max_tokens = (MAX_SCORES - num_prompt_scores) // scores_a_token
+        if sampling.max_tokens is None and max_tokens > 0:
+            room = max_model_len - min(map(len, prompts))
+            return sampling if room <= max_tokens else replace(sampling, max_tokens=max_tokens)
+        num_reply_scores = scores_a_token * (sampling.max_tokens or 1)
     if num_prompt_scores + num_reply_scores > MAX_SCORES:
         of_prompt = f", {num_prompt_scores:,} of them of the prompt" if num_prompt_scores else ""
         raise RequestError(
             f"the answer could have {num_prompt_scores + num_reply_scores:,} log-probabilities{of_prompt}",
             f"At most {MAX_SCORES:,} are given in one call. Prompts are {len(prompts)}, n is {sampling.n}, "
-            f"max_tokens {sampling.max_tokens or 1}, and each token has {sampling.logprobs} alternatives.",
-            "Lower the alternatives (logprobs, top_logprobs in a chat), n or max_tokens, or split the call.",
-            param="logprobs",
+            f"max_tokens {sampling.max_tokens or 1}; a token has {sampling.logprobs or 0} alternatives, "
+            f"one of the prompt {sampling.prompt_logprobs or 0}.",
+            "Lower the alternatives (logprobs, top_logprobs in a chat, prompt_logprobs), n or max_tokens, "
+            "or split the call.",
+            param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
         )
     return sampling
 
@@ -105,6 +119,13 @@ def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
                 "Use ids of this model's tokenizer.",
                 param=name,
             )
+
+
+def _banned_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """At the start of a text and behind a space, where a word has other tokens."""
+    spellings = dict.fromkeys(spelling for word in words for spelling in (word, f" {word.lstrip(' ')}"))
+    ids = dict.fromkeys(tuple(tokenizer.encode(spelling)) for spelling in spellings)
+    return tuple(word for word in ids if word)
 
 
 def _places_of(token_ids: Collection[int], prompt: tuple[int, ...]) -> tuple[int, ...]:

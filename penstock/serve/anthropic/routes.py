@@ -48,10 +48,8 @@ class AnthropicRoutes:
         return Answer(start, style, chat.is_stream, chat.timeout_s, headers=talk.headers)
 
     async def count_tokens(self, request: Request) -> Response:
-        chat = parse_count(await read_body(request, for_reply=False), self._thinks, self._count_table)
-        asked = TokenizeRequest(
-            text="", chat=chat, add_special_tokens=False, add_generation_prompt=True, shows_texts=False
-        )
+        chat = parse_count(await read_body(request, for_reply=False), self._thinks)
+        asked = TokenizeRequest(text="", chat=chat, add_special_tokens=False, shows_texts=False)
         num_bytes = place_of(request.scope).num_bytes
         tokens = await self._text.tokenize(asked, tenant_of(request.scope), num_bytes)
         return json_response({"input_tokens": len(tokens)})

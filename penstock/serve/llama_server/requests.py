@@ -112,7 +112,7 @@ def parse_completion(body: bytes, defaults: Defaults) -> LlamaRequest:
         asked,
         sampling=sampling,
         is_cut_to_context=True,
-        returns_token_ids=True,
+        output=replace(asked.output, returns_token_ids=True),
         **_form_of(fields),
     )
     return LlamaRequest(asked, prompts, bool(fields.return_tokens or fields.stream), fields.response_fields)

@@ -36,6 +36,13 @@ from penstock.serve.openai.chat_options import (
 )
 from penstock.serve.openai.forms import Schema, StructuredOutputs, TextForm, form_of
 from penstock.serve.openai.messages import Message, plain_message
+from penstock.serve.openai.output_options import (
+    PLAIN_OUTPUT,
+    OutputOptions,
+    output_options,
+    scored_alternatives,
+    take_prefill,
+)
 from penstock.text.template import RESERVED_NAMES
 from penstock.types import SamplingParams
 
@@ -63,6 +70,7 @@ TemplateArguments = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_ARGUM
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding against observers: there is none, and none is needed
+    continuous_usage_stats: bool | None = None
 
 
 class DrawFields(msgspec.Struct, kw_only=True):
@@ -127,6 +135,16 @@ class SamplingFields(DrawFields, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     grammar: str | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # there are none here, either way
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+
+
+OUTPUT_NAMES = ("include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens")
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -145,6 +163,8 @@ class ChatBody(SamplingFields, kw_only=True):
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = None  # vLLM's name, and Qwen's
     thinking_budget: int | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     functions: Any = None
     function_call: Any = None
 
@@ -166,6 +186,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     chat_template_kwargs: TemplateArguments | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     # llama-server's names: a text, and what is told of it.
     content: Annotated[str, Meta(max_length=MAX_CHARS_ASKED)] | None = None
@@ -194,7 +215,7 @@ class TextRequest:
     text_form: TextForm | None = None  # instead
     loop_guard: bool | None = None  # None: as the server was told
     is_cut_to_context: bool = False  # where max_tokens is more than fits behind the prompt
-    returns_token_ids: bool = False  # its deltas have those of the reply
+    output: OutputOptions = PLAIN_OUTPUT
 
     @property
     def form(self) -> JsonForm | TextForm | None:
@@ -218,6 +239,8 @@ class ChatRequest(TextRequest):
     keeps_thoughts_in_content: bool = False  # for clients that know no field for them
     hides_thoughts: bool = False
     reply_start: str = ""  # what the reply goes on from
+    reply_thought: str | None = None  # what was thought before that; None: then no thought may be begun
+    add_generation_prompt: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +254,6 @@ class TokenizeRequest:
     text: str
     chat: ChatRequest | None  # instead of the text
     add_special_tokens: bool
-    add_generation_prompt: bool
     shows_texts: bool
     knows_control_tokens: bool = True  # False: nothing of the text is one
     shows_pieces: bool = False  # as llama-server has them: each token with its text
@@ -259,8 +281,16 @@ def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequ
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     tools = plain_tools(fields.tools or ()) or None
     tools, must_call = chosen_tools(fields.tool_choice, tools)
+    form = form_of(fields)
+    messages = [plain_message(message, index) for index, message in enumerate(fields.messages)]
+    prefill = take_prefill(
+        messages, fields.continue_final_message, fields.add_generation_prompt, bool(form or must_call)
+    )
     return ChatRequest(
-        messages=[plain_message(message, index) for index, message in enumerate(fields.messages)],
+        messages=messages,
+        reply_start="" if prefill is None else prefill.text,
+        reply_thought=None if prefill is None else prefill.thought,
+        add_generation_prompt=prefill is not None or fields.add_generation_prompt is not False,
         tools=tools,
         template_arguments=_template_arguments(fields),
         **_thinking_options(fields),
@@ -275,6 +305,7 @@ def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequ
         session_id=fields.session_id,
         cache_salt=fields.cache_salt,
         loop_guard=fields.loop_guard,
+        output=output_options(fields),
     )
 
 
@@ -301,7 +332,8 @@ def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS)
         )
     sampling = _sampling(fields, fields.logprobs, {}, defaults)
     if fields.echo:
-        sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
+        num_scored = scored_alternatives(fields.prompt_logprobs, fields.logprobs)
+        sampling = replace(sampling, prompt_logprobs=num_scored)
     return CompletionRequest(
         prompts=prompts,
         sampling=sampling,
@@ -314,6 +346,7 @@ def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS)
         session_id=fields.session_id,
         cache_salt=fields.cache_salt,
         loop_guard=fields.loop_guard,
+        output=output_options(fields),
     )
 
 
@@ -326,22 +359,28 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
             text=fields.content,
             chat=None,
             add_special_tokens=bool(fields.add_special),
-            add_generation_prompt=False,
             shows_texts=False,
             knows_control_tokens=fields.parse_special is not False,
             shows_pieces=bool(fields.with_pieces),
         )
     chat = None
     if fields.messages is not None:
-        kwargs = fields.chat_template_kwargs
+        continues = fields.continue_final_message
+        if continues is None and fields.add_generation_prompt is False:
+            continues = False  # a whole conversation, as it stands
         chat = chat_request(
-            ChatBody(messages=fields.messages, tools=fields.tools, chat_template_kwargs=kwargs)
+            ChatBody(
+                messages=fields.messages,
+                tools=fields.tools,
+                chat_template_kwargs=fields.chat_template_kwargs,
+                continue_final_message=continues,
+                add_generation_prompt=fields.add_generation_prompt,
+            )
         )
     return TokenizeRequest(
         text=fields.prompt or "",
         chat=chat,
         add_special_tokens=fields.add_special_tokens is not False,
-        add_generation_prompt=fields.add_generation_prompt is not False,
         shows_texts=bool(fields.return_token_strs),
     )
 
@@ -360,10 +399,12 @@ def _sampling(
     fields: SamplingFields, logprobs: int | None, renamed: dict[str, str], defaults: Defaults
 ) -> SamplingParams:
     """`renamed`: how this endpoint calls a field that `SamplingParams` calls otherwise."""
-    given = {**defaults, **given_fields(fields, ("max_tokens", "min_tokens", *DRAW_NAMES, "n"))}
+    names = ("max_tokens", "min_tokens", *DRAW_NAMES, "n", *OUTPUT_NAMES, "prompt_logprobs")
+    given = {**defaults, **given_fields(fields, names)}
     stop = fields.stop or ()
     given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     given["stop_token_ids"] = tuple(fields.stop_token_ids or ())
+    given["bad_words"] = tuple(fields.bad_words or ())
     given["logit_bias"] = _logit_bias(fields.logit_bias or {})
     try:
         return SamplingParams(logprobs=logprobs, **given)

@@ -115,6 +115,7 @@ class OpenAIRoutes:
             self._serving.model_name,
             has_logprobs=asked.sampling.logprobs is not None,
             include_usage=asked.include_usage,
+            output=asked.output,
         )
         return Answer(start, spelled, asked.is_stream, asked.timeout_s, spelled.new_choice, headers)
 

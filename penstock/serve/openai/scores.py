@@ -91,6 +91,36 @@ class CompletionScores:
         self._texts, self._logprobs, self._tops, self._offsets = (bytearray() for _ in range(4))
 
 
+class PromptLogprobs:
+    """Of a prompt, as vLLM has them: for each token its own and the likeliest, by their ids.
+
+    The rank of a token that is not among the likeliest is not known.
+    """
+
+    def __init__(self) -> None:
+        self._places = bytearray()
+
+    def add(self, tokens: Sequence[ScoredToken]) -> None:
+        _append(self._places, [_ranked(token) for token in tokens])
+
+    def take(self) -> Pieces:
+        places, self._places = self._places, bytearray()
+        return [b"[", places, b"]"]
+
+
+def _ranked(token: ScoredToken) -> dict[str, dict[str, Any]] | None:
+    if token.logprob is None:
+        return None
+    places = {str(token.token_id): _ranked_token(token.data, token.logprob, None)}
+    for rank, (token_id, (data, logprob)) in enumerate(zip(token.top_ids, token.top), 1):
+        places[str(token_id)] = _ranked_token(data, logprob, rank)
+    return places
+
+
+def _ranked_token(data: bytes, logprob: float, rank: int | None) -> dict[str, Any]:
+    return {"logprob": _finite(logprob), "rank": rank, "decoded_token": _text_of(data)}
+
+
 def _top_of(token: ScoredToken) -> dict[str, float]:
     return {_text_of(data): _finite(logprob) for data, logprob in token.top}
 

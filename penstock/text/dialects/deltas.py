@@ -71,6 +71,14 @@ class ReplyEnd(msgspec.Struct, frozen=True, gc=False):
     reason: FinishReason | Literal["tool_calls"]
     stop_string: str | None = None  # that the client gave and the reply came to
     is_loop: bool = False  # it only repeated itself, and was ended for that
+    stop_token_id: int | None = None  # of those that the client gave
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """As vLLM tells what stopped a reply; None: its model or its limit did."""
+        if self.is_loop:
+            return "loop_guard"
+        return self.stop_token_id if self.stop_string is None else self.stop_string
 
 
 Delta = ContentDelta | ReasoningDelta | ToolCallStart | ToolArguments | ToolCallEnd | ReplyEnd
@@ -91,7 +99,7 @@ class ParsedReply:
     reasoning: str = ""
     calls: list[ParsedCall] = field(default_factory=list)
     reason: str | None = None
-    is_loop: bool = False
+    stop_reason: str | int | None = None
 
     @classmethod
     def of(cls, deltas: Iterable[Delta]) -> ParsedReply:
@@ -118,6 +126,6 @@ class ParsedReply:
                 case ToolCallEnd():
                     reply.calls[-1].arguments = "".join(fragments)
                 case ReplyEnd(reason):
-                    reply.reason, reply.is_loop = reason, delta.is_loop
+                    reply.reason, reply.stop_reason = reason, delta.stop_reason
         reply.content, reply.reasoning = "".join(contents), "".join(thoughts)
         return reply

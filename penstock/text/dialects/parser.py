@@ -38,6 +38,7 @@ class StreamParser:
         *,
         in_thinking: bool = False,
         parses_tools: bool = True,
+        continues_thought: bool = False,  # of which the prompt has more than the beginning
     ) -> None:
         self._dialect = dialect
         self._tools = tools_by_name(tools)
@@ -48,7 +49,8 @@ class StreamParser:
         self._voice = self._content
         if in_thinking and dialect.thinking is not None:
             self._voice = self._reasoning
-            self._voice.pass_marker()
+            if not continues_thought:
+                self._voice.pass_marker()
         self._content_markers, self._thought_markers = _markers_of(dialect, parses_tools)
         self._num_calls = 0  # started
         self._has_whole_call = False
