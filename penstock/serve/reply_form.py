@@ -28,7 +28,7 @@ def grammar_of(chat: ChatRequest, dialect: Dialect, tokenizer: Tokenizer, is_thi
             )
         grammar = calls
     elif chat.json_form is None:
-        return None
+        return calls  # of tools whose text has a grammar, after any other text
     else:
         grammar = _json_grammar(chat.json_form)
         if calls is not None:
@@ -38,20 +38,23 @@ def grammar_of(chat: ChatRequest, dialect: Dialect, tokenizer: Tokenizer, is_thi
 
 def form_param(chat: ChatRequest) -> str:
     """The field to name when a form turns out to be too costly."""
-    return "tools" if chat.must_call else "response_format"
+    return "tools" if chat.must_call or chat.text_grammars else "response_format"
 
 
 def _calls_grammar(chat: ChatRequest, dialect: Dialect, tokenizer: Tokenizer) -> str | None:
-    """Of the calls that the reply must, or instead of JSON may, consist of."""
-    tools = chat.must_call or (chat.tools if chat.json_form is not None else None)
+    """Of the calls that the reply must, or instead of JSON may, consist of; and of those that it may end
+    with where a tool's text has a grammar."""
+    may_be_other = chat.must_call is None and chat.json_form is None
+    tools = chat.must_call or (None if may_be_other and not chat.text_grammars else chat.tools)
     if not tools or dialect.call is None:
         return None
     return tool_calls_grammar(
         tools,
         dialect.call,
         lambda text: tokenizer.id_of(text) is not None,
-        is_required=True,
+        is_required=not may_be_other,
         is_parallel=chat.is_parallel,
+        text_grammars=chat.text_grammars,
     )
 
 
@@ -64,6 +67,6 @@ def _json_grammar(form: JsonForm) -> str:
 def _either(calls: str, body: str, is_thinking: bool) -> str:
     """One of two grammars; after a thought, behind up to two line ends."""
     start = "start: @calls | @body" if not is_thinking else "start: /\\n{0,2}/ (@calls | @body)"
-    (call_rules,), (body_rules,) = (json.loads(grammar)["grammars"] for grammar in (calls, body))
-    named = [{"name": "calls", **call_rules}, {"name": "body", **body_rules}]
+    (call_rules, *nested), (body_rules,) = (json.loads(grammar)["grammars"] for grammar in (calls, body))
+    named = [{"name": "calls", **call_rules}, {"name": "body", **body_rules}, *nested]
     return json.dumps({"grammars": [{"lark_grammar": start}, *named]}, ensure_ascii=False)

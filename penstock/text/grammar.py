@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from penstock.errors import RequestError
@@ -56,30 +57,41 @@ def json_options(is_lenient: bool) -> dict[str, Any]:
 
 def regex_grammar(pattern: str, *, param: str = "regex") -> str:
     """Text that a regular expression matches from its start to its end."""
-    import llguidance
-
     _check_regex(pattern, param)
     try:
-        literal = llguidance.regex_to_lark(pattern, "")  # with slashes and line ends escaped
+        literal = regex_in_lark(pattern)
     except ValueError as error:
         raise RequestError("The regular expression is not Unicode", f"{error}.", param=param) from error
     return _compiled({"lark_grammar": f"start: /{literal}/"}, "The regular expression", param)
 
 
-def lark_grammar(lark: str, *, param: str = "grammar") -> str:
-    """A grammar in llguidance's dialect of lark; `<name>` in it is a control token of the model."""
-    if len(lark) > MAX_LARK_CHARACTERS:
+def regex_in_lark(pattern: str) -> str:
+    """With slashes and line ends escaped, to stand between slashes."""
+    import llguidance
+
+    literal: str = llguidance.regex_to_lark(pattern, "")
+    return literal
+
+
+def lark_grammar(
+    lark: str, nested: Mapping[str, str] = MappingProxyType({}), *, param: str = "grammar"
+) -> str:
+    """A grammar in llguidance's dialect of lark; `<name>` in it is a control token of the model, `@name` one
+    of the nested grammars."""
+    num_characters = len(lark) + sum(map(len, nested.values()))
+    if num_characters > MAX_LARK_CHARACTERS:
         raise RequestError(
-            f"The grammar has {len(lark)} characters", f"It may have {MAX_LARK_CHARACTERS}.", param=param
+            f"The grammar has {num_characters} characters", f"It may have {MAX_LARK_CHARACTERS}.", param=param
         )
-    return _compiled({"lark_grammar": lark}, "The grammar", param, has_control_tokens=True)
+    others = [{"name": name, "lark_grammar": text} for name, text in nested.items()]
+    return _compiled({"lark_grammar": lark}, "The grammar", param, others, has_control_tokens=True)
 
 
 def with_blank_start(grammar: str) -> str:
     """The same after up to two line ends: for replies that follow a model's thinking."""
-    (body,) = json.loads(grammar)["grammars"]
+    body, *nested = json.loads(grammar)["grammars"]
     start = {"lark_grammar": f"start: /{_BLANK_START}/ @body"}
-    return json.dumps({"grammars": [start, {"name": "body", **body}]}, ensure_ascii=False)
+    return json.dumps({"grammars": [start, {"name": "body", **body}, *nested]}, ensure_ascii=False)
 
 
 def check_schema(schema: Any, param: str) -> dict[str, Any]:
@@ -170,8 +182,14 @@ def _to_json(value: Any, param: str) -> str:
     return text
 
 
-def _compiled(grammar: dict[str, Any], what: str, param: str, has_control_tokens: bool = False) -> str:
-    text = _to_json({"grammars": [grammar]}, param)
+def _compiled(
+    grammar: dict[str, Any],
+    what: str,
+    param: str,
+    nested: Sequence[dict[str, Any]] = (),
+    has_control_tokens: bool = False,
+) -> str:
+    text = _to_json({"grammars": [grammar, *nested]}, param)
     problem = _problem_of(text, has_control_tokens)
     if problem:
         raise RequestError(f"{what} cannot be enforced", problem, "Simplify it.", param=param)

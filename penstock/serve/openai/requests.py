@@ -8,7 +8,7 @@ names it. Nothing here renders, tokenises or generates; replies are written in r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -32,6 +32,7 @@ from penstock.serve.openai.chat_options import (
     thinking_switch,
 )
 from penstock.serve.openai.messages import Message, plain_message
+from penstock.text.call_grammar import TextGrammar
 from penstock.text.template import RESERVED_NAMES
 from penstock.types import SamplingParams
 
@@ -173,12 +174,14 @@ class ChatRequest(TextRequest):
     template_arguments: dict[str, Scalar]
     must_call: list[PlainTool] | None = None  # one of these
     is_parallel: bool = True  # more than one call
+    text_grammars: Mapping[str, TextGrammar] = field(default_factory=dict)  # of tools that take only a text
     json_form: JsonForm | None = None
     thinking_budget: int | None = None  # tokens, as the request says
     effort_budget: int | None = None  # tokens, of an effort: the server's own budget may be less
     keeps_thoughts_in_content: bool = False  # for clients that know no field for them
     reply_start: str = ""  # what the reply goes on from
     is_cut_to_context: bool = False  # where max_tokens is more than fits behind the prompt
+    drops_oldest: bool = False  # messages, where they do not all fit the context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
