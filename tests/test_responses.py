@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,12 +10,13 @@ import openai
 import pytest
 from openai.lib.streaming.responses._responses import ResponseStreamState
 
-from penstock.errors import DeadlineError, OverloadedError, PenstockError, RequestError
+from penstock.errors import ContextLengthError, DeadlineError, OverloadedError, PenstockError, RequestError
 from penstock.serve.responses.custom_tools import InputText
-from penstock.serve.responses.items import COMPACTED, Item, plain_messages, seal
+from penstock.serve.responses.items import COMPACTED, Item, Part, plain_messages, seal
 from penstock.serve.responses.logprobs import ScoreQueue
 from penstock.serve.responses.replies import ResponseChoice, ResponseReplyFormat
 from penstock.serve.responses.requests import PLAIN_FORM, ReplyForm, parse_response, response_request
+from penstock.serve.responses.runs import Run, Runs
 from penstock.serve.responses.store import (
     ResponseStore,
     UnknownConversationError,
@@ -22,6 +24,7 @@ from penstock.serve.responses.store import (
     UnknownResponseError,
 )
 from penstock.serve.text_stream import ReplyDelta, ScoredToken, Usage
+from penstock.serve.truncation import without_oldest
 from penstock.text.dialects import (
     ContentDelta,
     Delta,
@@ -169,6 +172,58 @@ def test_who_keeps_most_makes_nobody_elses_responses_go() -> None:
     for number in range(8):  # those with as much as others have lose their own
         store.keep(f"third_{number}", b"{}", small, tenant="third")
     assert store.body_of("few_1", "few")
+
+
+def test_items_that_would_hold_everybody_up_are_not_decoded() -> None:
+    store = ResponseStore()
+    many = [Part("input_text", "x")] * 20_000
+    store.keep("conv_0", b"{}", [Item(role="user", content=many) for _ in range(2)])
+    assert len(store.items_of("conv_0", None)) == 2
+    store.extend("conv_0", [Item(role="user", content=many) for _ in range(4)])
+    with pytest.raises(RequestError, match="too many values"):
+        store.items_of("conv_0", None)
+
+
+def test_events_of_runs_take_a_limited_number_of_bytes() -> None:
+    async def fill() -> None:
+        runs = Runs(max_event_bytes=8_000)
+        for number in range(8):
+            runs.add(f"resp_{number}", "", Run(reply_format(), lambda body: None, logs=True))
+        readable = [number for number in range(8) if has_events(runs, f"resp_{number}")]
+        assert readable == list(range(readable[0], 8))
+        assert 0 < len(readable) < 8
+        run = runs.find("resp_7", "")
+        assert run is not None
+        assert runs.find("resp_7", "somebody else") is None
+        for _ in range(200):
+            run.deliver(ReplyDelta(0, [ContentDelta("x" * 200)]))
+        assert not has_events(runs, "resp_7")
+        assert b"xxx" in run.body()
+
+    def has_events(runs: Runs, id: str) -> bool:
+        try:
+            return runs.events_of(id).data is not None
+        except RequestError:
+            return False
+
+    asyncio.run(fill())
+
+
+@pytest.mark.parametrize("num_fitting", [0, 1, 2, 5, 6])
+def test_truncation_keeps_the_system_prompt_and_as_many_turns_as_fit(num_fitting: int) -> None:
+    system = [{"role": "system", "content": "S"}]
+    turn = [{"role": "user"}, {"role": "assistant"}, {"role": "tool"}, {"role": "assistant"}]
+
+    def require_fit(messages: list[dict[str, Any]]) -> None:
+        assert messages[:2] == [*system, {"role": "user"}]
+        if len(messages) > 1 + num_fitting * len(turn):
+            raise ContextLengthError("too long")
+
+    if num_fitting == 0:
+        with pytest.raises(ContextLengthError):
+            without_oldest([*system, *turn * 7], require_fit)
+    else:
+        assert without_oldest([*system, *turn * 7], require_fit) == [*system, *turn * num_fitting]
 
 
 def text_part(text: str) -> dict[str, str]:

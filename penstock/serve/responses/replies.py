@@ -236,9 +236,10 @@ class Output:
             case ReplyEnd(reason):
                 return self._take_end(reason)
 
-    def unfinished(self) -> list[Fields]:
-        """All items, of which the last may not be done."""
-        return [*self.items, *([self._open.fields("incomplete")] if self._open is not None else [])]
+    def unfinished(self, status: Status = "incomplete") -> list[Fields]:
+        """All items, of which the last may not be done: then it has this status."""
+        open_items = [] if self._open is None else [{**self._open.fields("incomplete"), "status": status}]
+        return [*self.items, *open_items]
 
     def _take_text(self, text: str, is_thought: bool) -> bytes:
         events = b""
@@ -346,7 +347,8 @@ class ResponseReplyFormat:
     def encode_so_far(self, status: str, error: PenstockError | None = None) -> bytes:
         """The response as it is, or stays, without its end."""
         failure = None if error is None else {"code": _failure_code(error), "message": str(error)}
-        return msgspec.json.encode(self._response(status, self._output.unfinished(), error=failure))
+        output = self._output.unfinished("in_progress" if status == "in_progress" else "incomplete")
+        return msgspec.json.encode(self._response(status, output, error=failure))
 
     def _encode_start(self) -> bytes:
         self._has_begun = True

@@ -183,9 +183,16 @@ class ResponsesRoutes:
     async def compact(self, request: Request) -> OwnNames:
         fields = parse_compact(await read_body(request))
         asked = self._asked(fields, request)
-        chat = replace(asked.chat, loop_guard=True)
-        talk = SessionChat(chat, request, self._serving)
-        return OwnNames(Answer(talk.stream, CompactionFormat(asked.items), is_stream=False))
+        # No turn of a session: the client goes on with what comes back.
+        chat = replace(asked.chat, loop_guard=True, tenant=tenant_of(request.scope))
+        id, place = request.scope["request_id"], place_of(request.scope)
+        return OwnNames(
+            Answer(
+                lambda deliver: self._serving.text.stream_chat(id, chat, deliver, place),
+                CompactionFormat(asked.items),
+                is_stream=False,
+            )
+        )
 
 
 class _Background(msgspec.Struct):

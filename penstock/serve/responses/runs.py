@@ -89,6 +89,8 @@ class Run:
         return self._style.encode_so_far(self.status)
 
     def deliver(self, delta: ReplyDelta) -> None:
+        if self.status not in ("queued", "in_progress"):  # cancelled, and the engine does not know yet
+            return
         self.status = "in_progress"
         self._write(self._style.encode_chunk(delta))
 

@@ -22,6 +22,7 @@ import msgspec
 
 from penstock.errors import RequestError
 from penstock.serve.responses.items import ID_PREFIXES, Item
+from penstock.text.json_values import MAX_VALUES, has_more_values
 
 MAX_RECORDS = 4096
 MAX_BYTES = 256 * 1024 * 1024
@@ -102,7 +103,7 @@ def _use_all(shelf: _Shelf, items: Sequence[Item], num_inputs: int | None) -> li
     token = secrets.token_hex(16)
     item_ids = []
     for index, item in enumerate(items):
-        id = f"{ID_PREFIXES[item.type or 'message']}_{token}_{index}"
+        id = f"{ID_PREFIXES.get(item.type or 'message', 'item')}_{token}_{index}"
         is_reply = num_inputs is not None and index >= num_inputs
         item_ids.append(shelf.use(item, item.id if is_reply and item.id else id))
     return item_ids
@@ -218,7 +219,15 @@ class ResponseStore:
         if not item_ids:
             return []
         items = self._shelves[tenant].items
-        return msgspec.json.decode(b"[%b]" % b",".join([items[id].json for id in item_ids]), type=list[Item])
+        jsons = [items[id].json for id in item_ids]
+        if has_more_values(jsons):  # while they are decoded, nobody else is served
+            raise RequestError(
+                f"The conversation has {len(item_ids)} items that consist of too many values",
+                f"They may have {MAX_VALUES:,} together.",
+                "Send a shorter conversation as input.",
+                param="input",
+            )
+        return msgspec.json.decode(b"[%b]" % b",".join(jsons), type=list[Item])
 
     def _find(self, id: str, tenant: str, param: str | None = None) -> _Record:
         self._forget_old()
