@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import RequestError
@@ -39,27 +39,27 @@ def text_parameters(tool: FlatTool) -> dict[str, Any]:
     }
 
 
-def text_grammars(tools: Sequence[FlatTool]) -> Mapping[str, TextGrammar]:
+def text_grammars(tools: Mapping[str, FlatTool]) -> Mapping[str, TextGrammar]:
     """What the texts must match, by the names of tools that say it."""
     grammars: dict[str, TextGrammar] = {}
-    for index, tool in enumerate(tools):
+    for name, tool in tools.items():
         if tool.type != "custom" or tool.format is None or tool.format.type == "text":
             continue
-        where, format = f"tools[{index}].format", tool.format
+        where, format = f"The format of the tool {name[:64]!r}", tool.format
         if format.type != "grammar":
             raise RequestError(
-                f"{where}.type is {format.type[:32]!r}", "It must be text or grammar.", param="tools"
+                f"{where} is of type {format.type[:32]!r}", "It must be text or grammar.", param="tools"
             )
         if format.syntax not in ("lark", "regex"):
             raise RequestError(
-                f"{where}.syntax is {(format.syntax or '')[:32]!r}",
+                f"{where} has the syntax {(format.syntax or '')[:32]!r}",
                 "It must be lark or regex.",
                 param="tools",
             )
         if not format.definition:
             raise RequestError(f"{where} has no definition", param="tools")
         syntax: Any = format.syntax
-        grammars[tool.name or ""] = TextGrammar(syntax, format.definition)
+        grammars[name] = TextGrammar(syntax, format.definition)
     return grammars
 
 

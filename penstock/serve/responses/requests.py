@@ -220,7 +220,7 @@ def response_request(
         chat = _chat_request(fields, messages, defaults)
     is_stored = fields.store is not False
     form = ReplyForm(
-        custom_tools=frozenset(tool.name or "" for tool in fields.tools or () if tool.type == "custom"),
+        custom_tools=frozenset(name for name, tool in _by_name(fields).items() if tool.type == "custom"),
         has_summary=fields.reasoning is not None and fields.reasoning.summary is not None,
         is_sealed=SEALED_THOUGHTS in (fields.include or ()),
         has_logprobs=chat.sampling.logprobs is not None,
@@ -252,7 +252,7 @@ def own_names(names: Mapping[str, str] = OWN_NAMES) -> Iterator[None]:
 
 
 def use_own_name(error: RequestError, names: Mapping[str, str] = OWN_NAMES) -> None:
-    if error.param in names:
+    if error.param is not None and error.param in names:
         own = names[error.param]
         error.what = error.what.replace(error.param, own, 1)
         error.param = own
@@ -272,7 +272,7 @@ def _chat_request(fields: ResponseBody, messages: list[PlainMessage], defaults: 
         must_call=must_call,
         is_parallel=fields.parallel_tool_calls is not False,
         json_form=_json_form(text.format),
-        text_grammars=text_grammars(fields.tools or []),
+        text_grammars=text_grammars(_by_name(fields)),
         drops_oldest=fields.truncation == "auto",
         effort_budget=budget,
         timeout_s=fields.timeout,
@@ -303,10 +303,11 @@ def _refuse_unsupported(fields: ResponseBody) -> None:
             "Leave store out.",
             param="background",
         )
+    reasoning, text = fields.reasoning or Reasoning(), fields.text or Text()
     for name, value, known in (
         ("truncation", fields.truncation, ("auto", "disabled")),
-        ("reasoning.summary", fields.reasoning and fields.reasoning.summary, SUMMARIES),
-        ("text.verbosity", fields.text and fields.text.verbosity, ("low", "medium", "high")),
+        ("reasoning.summary", reasoning.summary, SUMMARIES),
+        ("text.verbosity", text.verbosity, ("low", "medium", "high")),
     ):
         if value is not None and value not in known:
             raise RequestError(
@@ -334,6 +335,11 @@ def _plain_tools(tools: list[FlatTool]) -> list[PlainTool]:
             if tool.type in CLIENTS_TOOLS
         ]
     )
+
+
+def _by_name(fields: ResponseBody) -> dict[str, FlatTool]:
+    """Of tools with the same name the last counts."""
+    return {tool.name or "": tool for tool in fields.tools or () if tool.type in CLIENTS_TOOLS}
 
 
 def _name_of(tool: FlatTool | AllowedTool, where: str, param: str) -> str:
