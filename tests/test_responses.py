@@ -11,12 +11,13 @@ import pytest
 from openai.lib.streaming.responses._responses import ResponseStreamState
 
 from penstock.errors import ContextLengthError, DeadlineError, OverloadedError, PenstockError, RequestError
+from penstock.serve.responses import runs as runs_module
 from penstock.serve.responses.custom_tools import InputText
 from penstock.serve.responses.items import COMPACTED, Item, Part, plain_messages, seal
 from penstock.serve.responses.logprobs import ScoreQueue
 from penstock.serve.responses.replies import ResponseChoice, ResponseReplyFormat
 from penstock.serve.responses.requests import PLAIN_FORM, ReplyForm, parse_response, response_request
-from penstock.serve.responses.runs import Run, Runs
+from penstock.serve.responses.runs import KEEP_ALIVE, Events, Run, Runs
 from penstock.serve.responses.store import (
     ResponseStore,
     UnknownConversationError,
@@ -207,6 +208,28 @@ def test_events_of_runs_take_a_limited_number_of_bytes() -> None:
             return False
 
     asyncio.run(fill())
+
+
+def test_events_are_read_from_any_number_on_and_a_comment_comes_where_none_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runs_module, "KEEP_ALIVE_S", 0.01)
+
+    async def read() -> None:
+        events = Events()
+        events.write(b"0\n\n1\n\n")
+        first, late = events.read(0), events.read(3)
+        assert await anext(first) == b"0\n\n1\n\n"
+        assert await anext(first) == await anext(late) == KEEP_ALIVE
+        events.write(b"2\n\n3\n\n")
+        assert await anext(first) == b"2\n\n3\n\n"
+        assert await anext(late) == b"3\n\n"
+        events.has_ended = True
+        assert [piece async for piece in late] == []
+        events.drop()
+        assert [piece async for piece in events.read(0)] == []
+
+    asyncio.run(read())
 
 
 @pytest.mark.parametrize("num_fitting", [0, 1, 2, 5, 6])
