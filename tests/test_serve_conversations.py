@@ -188,7 +188,7 @@ def test_a_conversation_that_was_compacted_goes_on(api: openai.OpenAI) -> None:
     assert [message.content[0].text for message in messages] == ["My name is Alice.", QUESTION]
     assert compaction.type == "compaction"
     assert compacted.usage.output_tokens > 0
-    after = [*(item.to_dict() for item in compacted.output), {"role": "user", "content": "Why?"}]
+    after = [*(item.to_dict(warnings=False) for item in compacted.output), {"role": "user", "content": "Why?"}]
     assert respond(api, after, max_output_tokens=1).usage.input_tokens > 20
 
 
@@ -205,8 +205,6 @@ def test_truncation_drops_the_oldest_turns_and_nothing_else(api: openai.OpenAI) 
     cut = respond(api, [*turns, question], truncation="auto", max_output_tokens=3000)
     assert cut.truncation == "auto"
     assert 4096 - 3000 - 200 < cut.usage.input_tokens <= 4096 - 3000
-    roomy = respond(api, [*turns, question], truncation="auto", reasoning={"effort": "none"})
-    assert 4096 - 512 - 200 < roomy.usage.input_tokens <= 4096 - 512
 
 
 # Conversations
@@ -279,7 +277,8 @@ def test_a_background_response_is_fetched_when_it_is_done(api: openai.OpenAI) ->
     assert (begun.status, begun.output, begun.background) == ("queued", [], True)
     done = wait_for(api, begun.id)
     assert (done.status, done.output_text) == ("completed", "43")
-    assert api.responses.cancel(begun.id).status == "completed"
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a completed response"):
+        api.responses.cancel(begun.id)
     assert respond(api, "Why?", previous_response_id=begun.id, max_output_tokens=1).id
     cut = wait_for(api, respond(api, background=True, input=LONG["input"], max_output_tokens=5).id)
     assert cut.status == "incomplete"

@@ -144,17 +144,20 @@ class ResponsesRoutes:
         return json_response({"id": id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        """Of a response that has ended already, nothing happens: it is the answer."""
+        """One that was cancelled already is the answer again."""
         id, tenant = request.path_params["id"], tenant_of(request.scope)
         if (run := self._runs.find(id, tenant)) is not None:
             run.cancel()
         body = self._kept(id, tenant)
-        if not msgspec.json.decode(body, type=_Background).background:
+        kept = msgspec.json.decode(body, type=_Ended)
+        if not kept.background:
             raise RequestError(
                 f"The response {id[:64]!r} cannot be cancelled",
                 "It was not asked for with background: true.",
                 "Close the connection that waits for such a reply.",
             )
+        if kept.status != "cancelled":
+            raise RequestError(f"Cannot cancel a {kept.status} response.", "It has ended before.")
         return Response(body, media_type=JSON_TYPE)
 
     async def list_input(self, request: Request) -> Response:
@@ -195,8 +198,9 @@ class ResponsesRoutes:
         )
 
 
-class _Background(msgspec.Struct):
+class _Ended(msgspec.Struct):
     background: bool
+    status: str
 
 
 class OwnNames:
