@@ -188,7 +188,10 @@ def test_a_conversation_that_was_compacted_goes_on(api: openai.OpenAI) -> None:
     assert [message.content[0].text for message in messages] == ["My name is Alice.", QUESTION]
     assert compaction.type == "compaction"
     assert compacted.usage.output_tokens > 0
-    after = [*(item.to_dict(warnings=False) for item in compacted.output), {"role": "user", "content": "Why?"}]
+    after = [
+        *(item.to_dict(warnings=False) for item in compacted.output),
+        {"role": "user", "content": "Why?"},
+    ]
     assert respond(api, after, max_output_tokens=1).usage.input_tokens > 20
 
 
