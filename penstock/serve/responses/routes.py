@@ -17,7 +17,7 @@ from penstock.serve.openai.requests import TokenizeRequest
 from penstock.serve.responses.compaction import CompactionFormat, parse_compact
 from penstock.serve.responses.items import Item, items_of
 from penstock.serve.responses.pages import page_of
-from penstock.serve.responses.replies import Fields, ResponseChoice, ResponseReplyFormat
+from penstock.serve.responses.replies import Fields, Keep, ResponseChoice, ResponseReplyFormat
 from penstock.serve.responses.requests import (
     ResponseBody,
     ResponseRequest,
@@ -58,17 +58,8 @@ class ResponsesRoutes:
         talk = SessionChat(asked.chat, request, self._serving)
         tenant, id = tenant_of(request.scope), new_id()
         said = [*items_of(talk.held), *asked.items]
-
-        def keep(body: bytes, output: list[Fields]) -> None:
-            reply = msgspec.convert(output, list[Item])
-            if asked.is_stored:
-                self._store.keep(id, body, [*said, *reply], tenant, num_inputs=len(said))
-            if fields.conversation_id is not None:
-                sent = sent_items(fields)
-                add_if_there(self._store, fields.conversation_id, [*sent, *reply], tenant, len(sent))
-
-        form, model = asked.form, self._serving.model_name
-        style = ResponseReplyFormat(id, model, asked.echo, keep, form)
+        keep = self._keeper(id, said if asked.is_stored else None, fields, tenant)
+        style = ResponseReplyFormat(id, self._serving.model_name, asked.echo, keep, asked.form)
         chat = asked.chat
         if asked.is_background:
             run = Run(style, lambda body: self._store.keep(id, body, said, tenant, len(said)), chat.is_stream)
@@ -76,6 +67,23 @@ class ResponsesRoutes:
         return OwnNames(
             Answer(talk.stream, style, chat.is_stream, chat.timeout_s, ResponseChoice, headers=talk.headers)
         )
+
+    def _keeper(self, id: str, said: list[Item] | None, fields: ResponseBody, tenant: str) -> Keep | None:
+        """Keeps a response that has ended, and adds to its conversation. None: neither was asked for, and
+        nothing of a long request need stay in memory. `said`: None if the response is not to be kept."""
+        conversation = fields.conversation_id
+        if said is None and conversation is None:
+            return None
+        sent = [] if conversation is None else sent_items(fields)
+
+        def keep(body: bytes, output: list[Fields]) -> None:
+            reply = msgspec.convert(output, list[Item])
+            if said is not None:
+                self._store.keep(id, body, [*said, *reply], tenant, num_inputs=len(said))
+            if conversation is not None:
+                add_if_there(self._store, conversation, [*sent, *reply], tenant, len(sent))
+
+        return keep
 
     async def _run(
         self, id: str, run: Run, talk: SessionChat, request: Request, timeout_s: float | None
