@@ -331,12 +331,20 @@ def test_bodies_are_refused_while_too_much_is_being_sent(is_declared: bool) -> N
 
 BODY_ROUTES = [
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations"),
-    *("/api/chat", "/api/generate", "/completion", "/completions"),
+    *("/v1/responses/compact", "/api/chat", "/api/generate", "/completion", "/completions"),
 ]
 TOKEN_ROUTES = [
-    *("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/apply-template"),
+    *(
+        "/tokenize",
+        "/detokenize",
+        "/v1/messages/count_tokens",
+        "/apply-template",
+        "/v1/responses/input_tokens",
+    ),
+    *("/v1/conversations", "/v1/conversations/{id}", "/v1/conversations/{id}/items"),
     *(f"/api/{verb}" for verb in ("show", "pull", "create", "copy", "push", "embed", "embeddings")),
 ]
+NO_BODY = "/v1/responses/{id}/cancel"
 
 
 @pytest.mark.parametrize("path", [*BODY_ROUTES, *TOKEN_ROUTES])
@@ -361,7 +369,7 @@ def test_whoever_finds_no_place_is_refused_before_any_of_its_body_is_read(path: 
 
 def test_every_route_that_takes_a_body_takes_a_place() -> None:
     posts = {path for method, path in routes_of(app_of()) if method == "POST"}
-    assert posts == {*BODY_ROUTES, *TOKEN_ROUTES}
+    assert posts == {*BODY_ROUTES, *TOKEN_ROUTES, NO_BODY}
 
 
 def test_tokens_can_be_counted_while_the_engines_queue_is_full() -> None:

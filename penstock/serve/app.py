@@ -25,16 +25,20 @@ from penstock.serve.llama_server import routes as llama_server_routes
 from penstock.serve.ollama import routes as ollama_routes
 from penstock.serve.openai import routes as openai_routes
 from penstock.serve.request_log import RequestLog
+from penstock.serve.responses import conversation_routes
 from penstock.serve.responses import routes as responses_routes
+from penstock.serve.responses.store import ResponseStore
 from penstock.serve.serving import Serving
 
 
 def create_app(serving: Serving) -> Starlette:
+    store = ResponseStore()
     app = Starlette(
         routes=[
             *operations.routes(serving),
             *openai_routes.routes(serving),
-            *responses_routes.routes(serving),
+            *responses_routes.routes(serving, store),
+            *conversation_routes.routes(store),
             *anthropic_routes.routes(serving),
             *ollama_routes.routes(serving),
             *llama_server_routes.routes(serving),

@@ -29,6 +29,7 @@ from penstock.serve.preparation import Preparation
 from penstock.serve.reply_form import chat_grammar, form_grammar, form_param
 from penstock.serve.system_prompt import with_system_prompt
 from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
+from penstock.serve.truncation import without_oldest
 from penstock.text.chat_prompt import ChatEncoder, RenderedChat
 from penstock.text.dialects import StreamParser, ThoughtsInContent, dialect_of
 from penstock.text.length import roles_written, words_written
@@ -41,6 +42,7 @@ from penstock.types import EngineInfo, Request, SamplingParams
 LONG_TOKEN = 16  # characters; few tokens of a text have as many
 MAX_ECHO_CHARS = 2**24  # of all replies to one call
 MIN_THOUGHT_TOKENS = 16  # of a budget that the server chooses
+TRUNCATED_REPLY_SHARE = 8  # one part in so many of the context is left to the reply to a cut conversation
 MAX_COUNTS = 2  # at a time: threads, and the processes of the chat template, are there for replies first
 
 
@@ -241,6 +243,22 @@ class TextEngine:
         return self._render(chat)
 
     def _prepare_chat(self, request_id: str, chat: ChatRequest, info: EngineInfo) -> _ChatPrompt:
+        try:
+            return self._prepare_whole_chat(request_id, chat, info)
+        except ContextLengthError:
+            if not chat.drops_oldest:
+                raise
+        # Without a limit of its own, the reply needs room as well.
+        max_tokens = chat.sampling.max_tokens or max(1, info.max_model_len // TRUNCATED_REPLY_SHARE)
+        tried = replace(chat, sampling=replace(chat.sampling, max_tokens=max_tokens))
+
+        def require_fit(messages: list[dict[str, Any]]) -> None:
+            self._prepare_whole_chat(request_id, replace(tried, messages=messages), info)
+
+        messages = without_oldest(chat.messages, require_fit)
+        return self._prepare_whole_chat(request_id, replace(chat, messages=messages), info)
+
+    def _prepare_whole_chat(self, request_id: str, chat: ChatRequest, info: EngineInfo) -> _ChatPrompt:
         try:
             self._refuse_long_chat(chat, info.max_model_len)
             rendered = self._render(chat)

@@ -22,6 +22,8 @@ from penstock.serve.llama_server.requests import LlamaBody
 from penstock.serve.ollama.replies import NDJSON_TYPE
 from penstock.serve.ollama.requests import GenerateBody, ModelBody, OllamaChatBody
 from penstock.serve.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from penstock.serve.responses.compaction import CompactBody
+from penstock.serve.responses.conversation_routes import ConversationBody, ItemsBody
 from penstock.serve.responses.requests import ResponseBody
 
 Schema = dict[str, Any]
@@ -108,6 +110,8 @@ RESPONSE = _object(
     object={"const": "response"},
     output=_list_of(_object("type")),
 )
+ITEM_LIST = _object("object", "data", "has_more", data=_list_of(_object("id", "type")))
+CONVERSATION = _object("id", "object", "created_at", object={"const": "conversation"}, created_at=COUNT)
 EVENT = _object("data", data=STRING, event=STRING)
 SESSION = _object(
     "id",
@@ -179,6 +183,40 @@ OPERATIONS = (
     Operation(
         "delete", "/v1/responses/{id}", "Forget a response", _object("id", "deleted", deleted={"const": True})
     ),
+    Operation(
+        "get",
+        "/v1/responses/{id}/input_items",
+        "What a response replied to",
+        ITEM_LIST,
+    ),
+    Operation("post", "/v1/responses/{id}/cancel", "End one that runs in the background", RESPONSE),
+    Operation(
+        "post",
+        "/v1/responses/input_tokens",
+        "The tokens of a conversation",
+        _object("object", "input_tokens", input_tokens=COUNT),
+        (ResponseBody,),
+    ),
+    Operation(
+        "post",
+        "/v1/responses/compact",
+        "Shorten a conversation",
+        _object("id", "object", "output", "usage", output=_list_of(_object("type"))),
+        (CompactBody,),
+    ),
+    Operation("post", "/v1/conversations", "Begin a conversation", CONVERSATION, (ConversationBody,)),
+    Operation("get", "/v1/conversations/{id}", "A conversation", CONVERSATION),
+    Operation("post", "/v1/conversations/{id}", "Change its metadata", CONVERSATION, (ConversationBody,)),
+    Operation(
+        "delete",
+        "/v1/conversations/{id}",
+        "Forget a conversation",
+        _object("id", "deleted", deleted={"const": True}),
+    ),
+    Operation("get", "/v1/conversations/{id}/items", "Its items", ITEM_LIST),
+    Operation("post", "/v1/conversations/{id}/items", "Add items", ITEM_LIST, (ItemsBody,)),
+    Operation("get", "/v1/conversations/{id}/items/{item_id}", "One item", _object("id", "type")),
+    Operation("delete", "/v1/conversations/{id}/items/{item_id}", "Take it out", CONVERSATION),
     Operation("get", "/v1/sessions", "Conversations that are kept", _object("data", data=_list_of(SESSION))),
     Operation("get", "/v1/sessions/{id}", "One of them", SESSION),
     Operation("delete", "/v1/sessions/{id}", "Forget one", _object("id", "deleted", deleted={"const": True})),

@@ -39,7 +39,7 @@ def chat_grammar(
             )
         grammar = calls
     elif chat.form is None:
-        return None
+        return calls  # of tools whose text has a grammar, after any other text
     else:
         grammar = form_grammar(chat.form, open_schemas)
         if calls is not None:
@@ -61,7 +61,7 @@ def form_grammar(form: JsonForm | TextForm, open_schemas: bool) -> str:
 
 def form_param(asked: TextRequest) -> str:
     """The field to name when a form turns out to be too costly."""
-    if isinstance(asked, ChatRequest) and asked.must_call:
+    if isinstance(asked, ChatRequest) and (asked.must_call or asked.text_grammars):
         return "tools"
     return "response_format" if asked.form is None else asked.form.param
 
@@ -69,23 +69,26 @@ def form_param(asked: TextRequest) -> str:
 def _calls_grammar(
     chat: ChatRequest, dialect: Dialect, tokenizer: Tokenizer, open_schemas: bool
 ) -> str | None:
-    """Of the calls that the reply must, or instead of a text of a form may, consist of."""
-    tools = chat.must_call or (chat.tools if chat.form is not None else None)
+    """Of the calls that the reply must, or instead of a text of a form may, consist of; and of those that it
+    may end with where a tool's text has a grammar."""
+    may_be_other = chat.must_call is None and chat.form is None
+    tools = chat.must_call or (None if may_be_other and not chat.text_grammars else chat.tools)
     if not tools or dialect.call is None:
         return None
     return tool_calls_grammar(
         tools,
         dialect.call,
         lambda text: tokenizer.id_of(text) is not None,
-        is_required=True,
+        is_required=not may_be_other,
         is_parallel=chat.is_parallel,
         is_open=open_schemas,
+        text_grammars=chat.text_grammars,
     )
 
 
 def _either(calls: str, body: str, is_thinking: bool) -> str:
     """One of two grammars; after a thought, behind up to two line ends."""
     start = "start: @calls | @body" if not is_thinking else "start: /\\n{0,2}/ (@calls | @body)"
-    (call_rules,), (body_rules,) = (json.loads(grammar)["grammars"] for grammar in (calls, body))
-    named = [{"name": "calls", **call_rules}, {"name": "body", **body_rules}]
+    (call_rules, *nested), (body_rules,) = (json.loads(grammar)["grammars"] for grammar in (calls, body))
+    named = [{"name": "calls", **call_rules}, {"name": "body", **body_rules}, *nested]
     return json.dumps({"grammars": [{"lark_grammar": start}, *named]}, ensure_ascii=False)

@@ -15,6 +15,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from penstock.errors import RequestError
@@ -72,11 +73,9 @@ def json_options(is_lenient: bool) -> dict[str, Any]:
 
 def regex_grammar(pattern: str, *, param: str = "regex") -> str:
     """Text that a regular expression matches from its start to its end."""
-    import llguidance
-
     _check_regex(pattern, param)
     try:
-        literal = llguidance.regex_to_lark(pattern, "")  # with slashes and line ends escaped
+        literal = regex_in_lark(pattern)
     except ValueError as error:
         raise RequestError("The regular expression is not Unicode", f"{error}.", param=param) from error
     return _compiled({"lark_grammar": f"start: /{literal}/"}, "The regular expression", param)
@@ -108,10 +107,22 @@ def _check_lark_size(num_chars: int, param: str) -> None:
         )
 
 
-def lark_grammar(lark: str, *, param: str = "grammar") -> str:
-    """A grammar in llguidance's dialect of lark; `<name>` in it is a control token of the model."""
-    _check_lark_size(len(lark), param)
-    return _compiled({"lark_grammar": lark}, "The grammar", param, has_control_tokens=True)
+def regex_in_lark(pattern: str) -> str:
+    """With slashes and line ends escaped, to stand between slashes."""
+    import llguidance
+
+    literal: str = llguidance.regex_to_lark(pattern, "")
+    return literal
+
+
+def lark_grammar(
+    lark: str, nested: Mapping[str, str] = MappingProxyType({}), *, param: str = "grammar"
+) -> str:
+    """A grammar in llguidance's dialect of lark; `<name>` in it is a control token of the model, `@name` one
+    of the nested grammars."""
+    _check_lark_size(len(lark) + sum(map(len, nested.values())), param)
+    others = [{"name": name, "lark_grammar": text} for name, text in nested.items()]
+    return _compiled({"lark_grammar": lark}, "The grammar", param, others, has_control_tokens=True)
 
 
 def gbnf_grammar(gbnf: str, *, param: str = "grammar") -> str:
@@ -149,9 +160,9 @@ def _plain_character(escape: re.Match[str]) -> str:
 
 def with_blank_start(grammar: str) -> str:
     """The same after up to two line ends: for replies that follow a model's thinking."""
-    (body,) = json.loads(grammar)["grammars"]
+    body, *nested = json.loads(grammar)["grammars"]
     start = {"lark_grammar": f"start: /{_BLANK_START}/ @body"}
-    return json.dumps({"grammars": [start, {"name": "body", **body}]}, ensure_ascii=False)
+    return json.dumps({"grammars": [start, {"name": "body", **body}, *nested]}, ensure_ascii=False)
 
 
 def check_schema(schema: Any, param: str) -> dict[str, Any]:
@@ -242,8 +253,14 @@ def _to_json(value: Any, param: str) -> str:
     return text
 
 
-def _compiled(grammar: dict[str, Any], what: str, param: str, has_control_tokens: bool = False) -> str:
-    text = _to_json({"grammars": [grammar]}, param)
+def _compiled(
+    grammar: dict[str, Any],
+    what: str,
+    param: str,
+    nested: Sequence[dict[str, Any]] = (),
+    has_control_tokens: bool = False,
+) -> str:
+    text = _to_json({"grammars": [grammar, *nested]}, param)
     problem = _problem_of(text, has_control_tokens)
     if problem:
         raise RequestError(f"{what} cannot be enforced", problem, "Simplify it.", param=param)

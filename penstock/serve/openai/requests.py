@@ -8,7 +8,7 @@ Nothing here renders, tokenises or generates; replies are written in replies.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -43,6 +43,7 @@ from penstock.serve.openai.output_options import (
     scored_alternatives,
     take_prefill,
 )
+from penstock.text.call_grammar import TextGrammar
 from penstock.text.template import RESERVED_NAMES
 from penstock.types import SamplingParams
 
@@ -234,6 +235,7 @@ class ChatRequest(TextRequest):
     template_arguments: dict[str, Scalar]
     must_call: list[PlainTool] | None = None  # one of these
     is_parallel: bool = True  # more than one call
+    text_grammars: Mapping[str, TextGrammar] = field(default_factory=dict)  # of tools that take only a text
     thinking_budget: int | None = None  # tokens, as the request says
     effort_budget: int | None = None  # tokens, of an effort: the server's own budget may be less
     keeps_thoughts_in_content: bool = False  # for clients that know no field for them
@@ -241,6 +243,7 @@ class ChatRequest(TextRequest):
     reply_start: str = ""  # what the reply goes on from
     reply_thought: str | None = None  # what was thought before that; None: then no thought may be begun
     add_generation_prompt: bool = True
+    drops_oldest: bool = False  # messages, where they do not all fit the context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

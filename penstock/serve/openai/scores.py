@@ -30,6 +30,12 @@ class ChatToken(ScoredText, gc=False):
     top_logprobs: list[ScoredText]
 
 
+def chat_token(token: ScoredToken) -> ChatToken:
+    assert token.logprob is not None
+    top = [ScoredText(_text_of(data), _finite(logprob), _bytes_of(data)) for data, logprob in token.top]
+    return ChatToken(_text_of(token.data), _finite(token.logprob), _bytes_of(token.data), top)
+
+
 class ChatScores:
     """Of a chat: a list of tokens, each with the likeliest at its place."""
 
@@ -37,20 +43,7 @@ class ChatScores:
         self._content = bytearray()
 
     def add(self, tokens: Sequence[ScoredToken]) -> None:
-        scored = [
-            ChatToken(
-                _text_of(token.data),
-                _finite(token.logprob),
-                _bytes_of(token.data),
-                [
-                    ScoredText(_text_of(data), _finite(logprob), _bytes_of(data))
-                    for data, logprob in token.top
-                ],
-            )
-            for token in tokens
-            if token.logprob is not None
-        ]
-        _append(self._content, scored)
+        _append(self._content, [chat_token(token) for token in tokens if token.logprob is not None])
 
     def take(self) -> Pieces:
         content, self._content = self._content, bytearray()

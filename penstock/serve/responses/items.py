@@ -7,6 +7,7 @@ a reply go in again as they are, so a conversation that is kept needs no other f
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -22,6 +23,18 @@ ROLES = {"user": "user", "system": "system", "developer": "system", "assistant":
 TEXT_PARTS = ("input_text", "output_text", "text")
 PlainMessage = dict[str, Any]
 NO_CALLS: Mapping[str, str] = {}
+ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "compaction": "cmp",
+}
+SEAL = "penstock:"  # begins what this server sealed; another's cannot be opened
+COMPACTED = "Summary of our conversation before this message:\n\n"
+CUSTOM_INPUT = "input"  # the one parameter of the function that a custom tool is to the model
 
 
 class Part(msgspec.Struct, omit_defaults=True):
@@ -33,15 +46,27 @@ class Part(msgspec.Struct, omit_defaults=True):
 
 
 class Item(msgspec.Struct, omit_defaults=True):
-    """Any item; which of the fields it has depends on its type. One without a type is a message."""
+    """Any item; which of the fields it has depends on its type. One without a type is a message, or, if it
+    has an id and no role, the reference to an item that is kept."""
 
     type: str | None = None
     role: str | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
+    arguments: str | None = None  # of a function
+    input: str | None = None  # of a custom tool
     output: str | list[Part] | None = None
+    id: str | None = None
+    status: str | None = None
+    summary: list[Part] | None = None
+    encrypted_content: str | None = None  # of a thought or a compaction: `seal`ed text
+
+    @property
+    def is_reference(self) -> bool:
+        return self.type == "item_reference" or (
+            self.type is None and self.role is None and self.id is not None
+        )
 
 
 Items = Annotated[list[Item], Meta(min_length=1, max_length=MAX_ITEMS)]
@@ -52,16 +77,17 @@ def plain_messages(
     items: list[Item],
     instructions: str | None,
     called: Mapping[str, str] = NO_CALLS,
+    field: str = "input",
 ) -> list[PlainMessage]:
     """The conversation as chat templates expect it: instructions, what was kept, what was sent.
 
-    `called`: names of tools by the ids of calls that came before all of it.
+    `called`: names of tools by the ids of calls that came before all of it; `field`: that has the items.
     """
     whole = [*history, *items]
-    _check_size(whole)
+    _check_size(whole, field)
     conversation = _Conversation(instructions, called)
     for index, item in enumerate(whole, -len(history)):
-        conversation.add(item, f"input[{index}]")
+        conversation.add(item, f"{field}[{index}]")
     return conversation.messages()
 
 
@@ -86,16 +112,52 @@ def items_of(messages: list[PlainMessage]) -> list[Item]:
     return items
 
 
-def _check_size(items: list[Item]) -> None:
+def seal(text: str) -> str:
+    """Text as an opaque string that clients send back as it is. It hides nothing: they may read it anyway."""
+    return SEAL + base64.b64encode(text.encode()).decode()
+
+
+def unseal(sealed: str) -> str | None:
+    """None: this server did not seal it."""
+    if not sealed.startswith(SEAL):
+        return None
+    try:
+        return base64.b64decode(sealed.removeprefix(SEAL), validate=True).decode()
+    except ValueError:
+        return None
+
+
+def shown(item: Item) -> dict[str, Any]:
+    """An item that was kept, as the API lists it."""
+    fields: dict[str, Any] = msgspec.to_builtins(item)
+    kind = item.type or "message"
+    fields = {"type": kind, "status": "completed", **fields}
+    if kind == "message":
+        voice = "output_text" if item.role == "assistant" else "input_text"
+        parts = (
+            [{"type": voice, "text": item.content}] if isinstance(item.content, str) else fields["content"]
+        )
+        fields["content"] = [
+            {**part, "annotations": [], "logprobs": []} if part["type"] == "output_text" else part
+            for part in parts
+        ]
+    elif kind == "reasoning":
+        fields = {"summary": [], **fields}
+    elif kind == "compaction":
+        del fields["status"]
+    return fields
+
+
+def _check_size(items: list[Item], field: str) -> None:
     """What is decoded, rendered and kept of it, others wait for."""
     if len(items) > MAX_ITEMS:
         raise RequestError(
             f"The conversation has {len(items)} items",
             f"It may have {MAX_ITEMS}, those that were kept included.",
-            "Send a shorter one as input.",
-            param="input",
+            "Send a shorter one.",
+            param=field,
         )
-    refuse_many_arguments([item.arguments.encode() for item in items if item.arguments is not None], "input")
+    refuse_many_arguments([item.arguments.encode() for item in items if item.arguments is not None], field)
 
 
 class _Message:
@@ -135,14 +197,18 @@ class _Conversation:
             self._add_thought(item, where)
         elif kind == "function_call":
             self._add_call(item, where)
-        elif kind == "function_call_output":
+        elif kind == "custom_tool_call":
+            self._add_custom_call(item, where)
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             self._add_result(item, where)
+        elif kind == "compaction":
+            self._add_compaction(item, where)
         elif kind == "message":
             raise RequestError(f"{where} has neither a type nor a role", param=where)
         else:
             raise RequestError(
                 f"{where}.type is {kind[:32]!r}",
-                "Items are message, reasoning, function_call and function_call_output.",
+                f"Items are {', '.join(ID_PREFIXES)} and item_reference.",
                 param=f"{where}.type",
             )
 
@@ -181,6 +247,7 @@ class _Conversation:
     def _add_thought(self, item: Item, where: str) -> None:
         """A thought that was not sent back, as when only its summary is known, is none."""
         text = _text(item.content or "", f"{where}.content", ("reasoning_text",))
+        text = text or unseal(item.encrypted_content or "") or ""
         if not text:
             return
         turn = self._turn()
@@ -197,6 +264,26 @@ class _Conversation:
         call = {"id": item.call_id, "type": "function", "function": function}
         self._turn().calls.append(call)
         self._called[item.call_id] = item.name
+
+    def _add_custom_call(self, item: Item, where: str) -> None:
+        if item.call_id is None or item.name is None or item.input is None:
+            raise RequestError(
+                f"{where} is not whole", "A custom_tool_call has call_id, name and input.", param=where
+            )
+        function = {"name": item.name, "arguments": {CUSTOM_INPUT: item.input}}
+        self._turn().calls.append({"id": item.call_id, "type": "function", "function": function})
+        self._called[item.call_id] = item.name
+
+    def _add_compaction(self, item: Item, where: str) -> None:
+        summary = unseal(item.encrypted_content or "")
+        if summary is None:
+            raise RequestError(
+                f"{where} is not a compaction of this server",
+                "Its encrypted_content can be read only by the server that made it.",
+                "Send the items that were compacted, or compact them with /v1/responses/compact here.",
+                param=f"{where}.encrypted_content",
+            )
+        self._messages.append(_Message("user", COMPACTED + summary))
 
     def _add_result(self, item: Item, where: str) -> None:
         if item.call_id is None or item.call_id not in self._called:

@@ -1,5 +1,8 @@
 """Bodies of the Responses API: from the bytes of a POST to a chat request and what its response repeats.
 
+A custom tool is a function with one text to the model (custom_tools.py). Nobody summarises thoughts here:
+where `reasoning.summary` asks for one, it is the thought.
+
 A field that cannot be honoured is a `RequestError` that names it; those that are ignored are in fields.py.
 How items become messages is items.py's, which conversations are kept store.py's.
 """
@@ -42,6 +45,7 @@ from penstock.serve.openai.requests import (
     StreamOptions,
     given_fields,
 )
+from penstock.serve.responses.custom_tools import text_grammars, text_parameters
 from penstock.serve.responses.items import NO_CALLS, Item, Items, PlainMessage, plain_messages
 from penstock.types import SamplingParams
 
@@ -50,10 +54,13 @@ HARMLESS_INCLUDES = (  # of things that no reply of ours has, or has anyway
     "computer_call_output.output.image_url",
     "file_search_call.results",
     "message.input_image.image_url",
-    "reasoning.encrypted_content",
     "web_search_call.action.sources",
     "web_search_call.results",
 )
+SEALED_THOUGHTS = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
+SUMMARIES = ("auto", "concise", "detailed")
+CLIENTS_TOOLS = ("function", "custom")  # which clients run
 OWN_NAMES = {  # of the fields that chats call otherwise
     "messages": "input",
     "prompt": "input",
@@ -64,14 +71,23 @@ OWN_NAMES = {  # of the fields that chats call otherwise
 }
 
 
+class ToolFormat(msgspec.Struct, omit_defaults=True):
+    """What the text for a custom tool must be."""
+
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
+
+
 class FlatTool(msgspec.Struct):
-    """A function; other types of tools have other fields."""
+    """A function or a custom tool; other types of tools have other fields."""
 
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: ToolFormat | None = None
 
 
 class AllowedTool(msgspec.Struct, omit_defaults=True):
@@ -80,7 +96,7 @@ class AllowedTool(msgspec.Struct, omit_defaults=True):
 
 
 class FlatChoice(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """One function, or those of which some may or must be called."""
+    """One tool, or those of which some may or must be called."""
 
     type: str
     name: str | None = None
@@ -111,10 +127,15 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
 
 MetadataKey = Annotated[str, Meta(max_length=64)]
 MetadataValue = Annotated[str, Meta(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)]
+
+
+class ConversationId(msgspec.Struct):
+    id: str
 
 
 class ResponseBody(DrawFields, kw_only=True):
-    input: str | Items
+    input: str | Items | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -126,16 +147,33 @@ class ResponseBody(DrawFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
+    metadata: Metadata | None = None
     include: Annotated[list[str], Meta(max_length=64)] | None = None
     truncation: str | None = None
     background: bool | None = None
-    conversation: Any = None
+    conversation: str | ConversationId | None = None
     prompt: Any = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
     stream_options: StreamOptions | None = None
+
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationId) else self.conversation
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyForm:
+    """How a reply's items are spelled."""
+
+    custom_tools: frozenset[str] = frozenset()  # by name: what they are called with is text
+    has_summary: bool = False  # a thought is its item's summary, and sealed, instead of its content
+    is_sealed: bool = False  # a thought is given in a sealed form too, for clients that keep only that
+    has_logprobs: bool = False
+
+
+PLAIN_FORM = ReplyForm()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +182,8 @@ class ResponseRequest:
     items: list[Item]  # the conversation up to the reply
     echo: dict[str, Any]  # fields that the response repeats
     is_stored: bool
+    is_background: bool
+    form: ReplyForm
 
 
 def parse_response(body: bytes, table: FieldTable = RESPONSES) -> ResponseBody:
@@ -160,30 +200,53 @@ def response_request(
 ) -> ResponseRequest:
     """`history`: the items before those that were sent; `called`: names of tools by ids of calls before;
     `defaults`: the server's sampling parameters."""
-    if isinstance(fields.input, str):
-        items = [Item(role="user", content=fields.input)]
-    else:
-        items = fields.input
+    items = sent_items(fields)
+    if not (history or items):
+        raise RequestError(
+            "There is no input",
+            "The model replies to input, or to a conversation that is kept.",
+            "Send input as a text or a list of items.",
+            param="input",
+        )
     with own_names():
         messages = plain_messages(history, items, fields.instructions, called)
         chat = _chat_request(fields, messages, defaults)
     is_stored = fields.store is not False
-    return ResponseRequest(chat, [*history, *items], _echo(fields, chat.sampling, is_stored), is_stored)
+    form = ReplyForm(
+        custom_tools=frozenset(name for name, tool in _by_name(fields).items() if tool.type == "custom"),
+        has_summary=fields.reasoning is not None and fields.reasoning.summary is not None,
+        is_sealed=SEALED_THOUGHTS in (fields.include or ()),
+        has_logprobs=chat.sampling.logprobs is not None,
+    )
+    return ResponseRequest(
+        chat,
+        [*history, *items],
+        _echo(fields, chat.sampling, is_stored),
+        is_stored,
+        bool(fields.background),
+        form,
+    )
+
+
+def sent_items(fields: ResponseBody) -> list[Item]:
+    if isinstance(fields.input, str):
+        return [Item(role="user", content=fields.input)]
+    return fields.input or []
 
 
 @contextlib.contextmanager
-def own_names() -> Iterator[None]:
+def own_names(names: Mapping[str, str] = OWN_NAMES) -> Iterator[None]:
     """Makes errors that name a field of a chat name this API's field."""
     try:
         yield
     except RequestError as error:
-        use_own_name(error)
+        use_own_name(error, names)
         raise
 
 
-def use_own_name(error: RequestError) -> None:
-    if error.param in OWN_NAMES:
-        own = OWN_NAMES[error.param]
+def use_own_name(error: RequestError, names: Mapping[str, str] = OWN_NAMES) -> None:
+    if error.param is not None and error.param in names:
+        own = names[error.param]
         error.what = error.what.replace(error.param, own, 1)
         error.param = own
 
@@ -203,6 +266,8 @@ def _chat_request(fields: ResponseBody, messages: list[PlainMessage], defaults: 
         must_call=must_call,
         is_parallel=fields.parallel_tool_calls is not False,
         json_form=_json_form(text.format),
+        text_grammars=text_grammars(_by_name(fields)),
+        drops_oldest=fields.truncation == "auto",
         effort_budget=budget,
         timeout_s=fields.timeout,
         session_id=fields.session_id,
@@ -212,56 +277,72 @@ def _chat_request(fields: ResponseBody, messages: list[PlainMessage], defaults: 
 
 
 def _refuse_unsupported(fields: ResponseBody) -> None:
-    mode = None if fields.reasoning is None else fields.reasoning.mode
-    chat_has_them = "Log-probabilities are given by /v1/chat/completions."
-    for name, is_used, why, todo in (
-        ("background", fields.background, "A reply is generated while its client waits.", "Use stream."),
-        ("conversation", fields.conversation, "Only replies are kept.", "Use previous_response_id."),
-        ("prompt", fields.prompt, "No prompts are kept here.", "Send instructions and input."),
-        ("top_logprobs", fields.top_logprobs, chat_has_them, "Leave top_logprobs out."),
-        (
-            "reasoning.mode",
-            mode not in (None, "standard"),
-            "There is one, standard.",
-            "Use reasoning.effort.",
-        ),
-    ):
-        if is_used:
-            raise RequestError(f"{name} is not supported", why, todo, param=name)
-    if fields.truncation not in (None, "disabled"):
+    if fields.prompt:
         raise RequestError(
-            f"truncation is {fields.truncation[:32]!r}",
-            "A conversation that does not fit the context is refused, not cut.",
-            'Leave truncation out, or send "disabled".',
-            param="truncation",
+            "prompt is not supported",
+            "No prompts are kept here.",
+            "Send instructions and input.",
+            param="prompt",
         )
+    if fields.conversation is not None and fields.previous_response_id is not None:
+        raise RequestError(
+            "conversation and previous_response_id are both given",
+            "Either of them says what comes before the input.",
+            "Leave one of them out.",
+            param="conversation",
+        )
+    if fields.background and fields.store is False:
+        raise RequestError(
+            "background is true and store is false",
+            "A reply that nobody waits for is kept, so that it can be fetched.",
+            "Leave store out.",
+            param="background",
+        )
+    reasoning, text = fields.reasoning or Reasoning(), fields.text or Text()
+    for name, value, known in (
+        ("truncation", fields.truncation, ("auto", "disabled")),
+        ("reasoning.summary", reasoning.summary, SUMMARIES),
+        ("reasoning.mode", reasoning.mode, ("standard",)),
+        ("text.verbosity", text.verbosity, ("low", "medium", "high")),
+    ):
+        if value is not None and value not in known:
+            raise RequestError(
+                f"{name} is {value[:32]!r}", f"It must be one of {', '.join(known)}.", param=name
+            )
     for name in fields.include or ():
-        if name not in HARMLESS_INCLUDES:
+        if name not in (*HARMLESS_INCLUDES, SEALED_THOUGHTS, LOGPROBS):
             raise RequestError(f"include has {name[:64]!r}", "That cannot be given here.", param="include")
 
 
 def _plain_tools(tools: list[FlatTool]) -> list[PlainTool]:
-    """The functions, which the client runs. Agents also offer tools that a vendor's own server would run, and
-    do without them where nobody does: the model is not told of those.
+    """The tools that the client runs. Agents also offer tools that a vendor's own server would run, and do
+    without them where nobody does: the model is not told of those.
     """
     return plain_tools(
         [
             Tool(
                 ToolFunction(
-                    _function_name(tool, f"tools[{index}]", "tools"), tool.description, tool.parameters
+                    _name_of(tool, f"tools[{index}]", "tools"),
+                    tool.description,
+                    tool.parameters if tool.type == "function" else text_parameters(tool),
                 )
             )
             for index, tool in enumerate(tools)
-            if tool.type == "function"
+            if tool.type in CLIENTS_TOOLS
         ]
     )
 
 
-def _function_name(tool: FlatTool | AllowedTool, where: str, param: str) -> str:
-    if tool.type != "function":
+def _by_name(fields: ResponseBody) -> dict[str, FlatTool]:
+    """Of tools with the same name the last counts."""
+    return {tool.name or "": tool for tool in fields.tools or () if tool.type in CLIENTS_TOOLS}
+
+
+def _name_of(tool: FlatTool | AllowedTool, where: str, param: str) -> str:
+    if tool.type not in CLIENTS_TOOLS:
         raise RequestError(
             f"{where}.type is {tool.type[:32]!r}",
-            "Only functions are supported: the client runs what the model calls.",
+            "Only functions and custom tools are supported: the client runs what the model calls.",
             "Leave the tool out, or offer it as a function of your own.",
             param=param,
         )
@@ -276,11 +357,12 @@ def _nested(choice: str | FlatChoice | None) -> str | ToolChoice | None:
         return choice
     if choice.type == "allowed_tools":
         named = [
-            NamedTool(NamedFunction(_function_name(tool, f"tool_choice.tools[{index}]", "tool_choice")))
+            NamedTool(NamedFunction(_name_of(tool, f"tool_choice.tools[{index}]", "tool_choice")))
             for index, tool in enumerate(choice.tools or ())
         ]
         return ToolChoice(choice.type, allowed_tools=AllowedTools(named, choice.mode or "auto"))
-    return ToolChoice(choice.type, None if choice.name is None else NamedFunction(choice.name))
+    kind = "function" if choice.type in CLIENTS_TOOLS else choice.type
+    return ToolChoice(kind, None if choice.name is None else NamedFunction(choice.name))
 
 
 def _json_form(form: TextFormat | None) -> JsonForm | None:
@@ -293,13 +375,18 @@ def _json_form(form: TextFormat | None) -> JsonForm | None:
 
 def _sampling(fields: ResponseBody, defaults: Defaults) -> SamplingParams:
     given = {**defaults, **given_fields(fields, DRAW_NAMES)}
-    return SamplingParams(max_tokens=fields.max_output_tokens, **given)
+    logprobs = fields.top_logprobs or None
+    if logprobs is None and LOGPROBS in (fields.include or ()):
+        logprobs = 0
+    with own_names({"logprobs": "top_logprobs"}):
+        return SamplingParams(max_tokens=fields.max_output_tokens, logprobs=logprobs, **given)
 
 
 def _echo(fields: ResponseBody, sampling: SamplingParams, is_stored: bool) -> dict[str, Any]:
     text, reasoning = fields.text or Text(), fields.reasoning or Reasoning()
     return {
-        "background": False,
+        "background": bool(fields.background),
+        "conversation": None if (id := fields.conversation_id) is None else {"id": id},
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
         "max_tool_calls": fields.max_tool_calls,
@@ -314,9 +401,14 @@ def _echo(fields: ResponseBody, sampling: SamplingParams, is_stored: bool) -> di
         "temperature": sampling.temperature,
         "text": {"format": text.format or TextFormat("text"), "verbosity": text.verbosity or "medium"},
         "tool_choice": fields.tool_choice or "auto",
-        "tools": fields.tools or [],
-        "top_logprobs": 0,
+        "tools": [_echoed(tool) for tool in fields.tools or ()],
+        "top_logprobs": fields.top_logprobs or 0,
         "top_p": sampling.top_p,
-        "truncation": "disabled",
+        "truncation": fields.truncation or "disabled",
         "user": fields.user,
     }
+
+
+def _echoed(tool: FlatTool) -> dict[str, Any]:
+    unused = ("parameters", "strict") if tool.type == "custom" else ("format",)
+    return {name: value for name, value in msgspec.structs.asdict(tool).items() if name not in unused}
