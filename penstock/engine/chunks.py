@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from penstock.types import Admission, Followers, PageUpdate, Sequence
+from penstock.types import Admission, Followers, PageUpdate, Pooling, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,17 @@ class Chunk:
         num_top = sequence.request.sampling.prompt_logprobs
         assert num_top is not None
         return Followers(tuple(sequence.tokens[start:end]), num_top)
+
+    @property
+    def is_end_of_prompt(self) -> bool:
+        return not self.is_decode and self.start + self.num_tokens == len(self.sequence.tokens)
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """A mean is of every chunk's tokens; of others only the last chunk is asked."""
+        pooling = self.sequence.request.pooling
+        is_wanted = pooling is not None and (pooling.kind == "mean" or self.is_end_of_prompt)
+        return pooling if is_wanted else None
 
     @property
     def admission(self) -> Admission:

@@ -167,7 +167,9 @@ class Scheduler:
                 continue
             if chunk.row in output.prompt_scores:
                 deltas += self._report_scores(sequence, chunk.start, output.prompt_scores[chunk.row])
-            if chunk.samples:
+            if chunk.row in output.vectors:
+                deltas.append(self._finish_pooling(sequence, output.vectors[chunk.row]))
+            elif chunk.samples:
                 token_id, logprob = output.token_ids[chunk.row], output.logprobs.get(chunk.row)
                 deltas.append(self._append(sequence, token_id, logprob))
                 if not chunk.is_decode:
@@ -387,7 +389,8 @@ class Scheduler:
         assert sequence.row is not None
         start = sequence.num_computed
         is_decode = sequence in self._decoding
-        samples = is_decode or start + num_tokens == len(sequence.tokens)
+        is_generated = sequence.request.pooling is None
+        samples = is_decode or (is_generated and start + num_tokens == len(sequence.tokens))
         return Chunk(sequence, sequence.row, start, num_tokens, samples, is_decode, num_new_pages)
 
     def _build_plan(self, chunks: list[Chunk], admitted: list[Chunk]) -> StepPlan:
@@ -426,6 +429,8 @@ class Scheduler:
             initial_slot=slot if sequence.initial_slot is None else sequence.initial_slot,
             checkpoints=tuple(checkpoints),
             followers=chunk.followers,
+            pooling=chunk.pooling,
+            completes_pooling=chunk.pooling is not None and chunk.is_end_of_prompt,
         )
 
     def _plan_checkpoints(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
@@ -455,6 +460,11 @@ class Scheduler:
             finish=reason,
             num_cached_tokens=sequence.num_cached_tokens,
         )
+
+    def _finish_pooling(self, sequence: Sequence, vector: bytes) -> TokenDelta:
+        self._end(sequence, "stop")
+        num_cached = sequence.num_cached_tokens
+        return TokenDelta(sequence.id, finish="stop", num_cached_tokens=num_cached, vector=vector)
 
     def _report_scores(self, sequence: Sequence, start: int, scores: PromptScores) -> Iterator[TokenDelta]:
         """Those of a chunk that were not sent before the sequence was preempted, in parts that a server
