@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
-WORDS = (*"yesno", "yes", "no")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 LAST_TOKEN = {"embedding_dimension": 48, "pooling_mode": "lasttoken", "include_prompt": True}
 MODULES = ("models.Transformer", ""), ("models.Pooling", "1_Pooling"), ("models.Normalize", "2_Normalize")
@@ -84,20 +84,24 @@ def save_embedder(folder: Path, pooling: dict[str, Any] | None = None, *, normal
     save_file(
         {name.removeprefix("model."): values for name, values in stored.items()}, folder / "model.safetensors"
     )
-    modules = MODULES if normalizes else MODULES[:2]
-    (folder / "modules.json").write_text(
-        json.dumps(
-            [
-                {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{kind}"}
-                for i, (kind, path) in enumerate(modules)
-            ]
-        )
-    )
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling or LAST_TOKEN))
+    write_modules(folder, pooling or LAST_TOKEN, MODULES if normalizes else MODULES[:2])
     (folder / "config_sentence_transformers.json").write_text(json.dumps(PROMPTS))
     write_tokenizer(folder)
     return model
+
+
+def write_modules(
+    folder: Path, pooling: dict[str, Any] | None, modules: Sequence[tuple[str, str]] = MODULES
+) -> None:
+    """modules.json of sentence-transformers, and the settings of its pooling."""
+    written = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{kind}"}
+        for i, (kind, path) in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(written))
+    if pooling is not None:
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
 
 
 @torch.inference_mode()

@@ -21,6 +21,7 @@ from penstock.serve.error_answers import (
     answer_penstock_error,
 )
 from penstock.serve.intake import ReleasePlaces
+from penstock.serve.openai import embeddings
 from penstock.serve.openai import routes as openai_routes
 from penstock.serve.request_log import RequestLog
 from penstock.serve.responses import routes as responses_routes
@@ -32,6 +33,7 @@ def create_app(serving: Serving) -> Starlette:
         routes=[
             *operations.routes(serving),
             *openai_routes.routes(serving),
+            *embeddings.routes(serving),
             *responses_routes.routes(serving),
             *anthropic_routes.routes(serving),
             *sagemaker.routes(serving),

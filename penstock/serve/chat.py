@@ -29,10 +29,12 @@ from penstock.serve.preparation import Preparation
 from penstock.serve.reply_form import form_param, grammar_of
 from penstock.serve.system_prompt import with_system_prompt
 from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
+from penstock.serve.vectors import VectorEngine
 from penstock.text.chat_prompt import ChatEncoder, RenderedChat
 from penstock.text.dialects import StreamParser, ThoughtsInContent, dialect_of
 from penstock.text.length import roles_written, words_written
 from penstock.text.loop_guard import LoopGuard
+from penstock.text.pooling import VectorText
 from penstock.text.prompt import SHORTEN, build_requests, check_ids, limit_scores
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
@@ -68,6 +70,7 @@ class TextEngine:
         system_prompt: str | None = None,  # of chats that have none
         allow_special_tokens_in_content: bool = False,
         min_priority: int = 0,  # the most urgent that a request may be
+        vector_text: VectorText | None = None,  # how texts become vectors; None: as models that say nothing
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
@@ -81,6 +84,15 @@ class TextEngine:
         self._min_priority = min_priority
         self._preparation = Preparation()
         self._counting = Preparation(MAX_COUNTS)
+        self.vectors = VectorEngine(
+            client,
+            tokenizer,
+            vector_text or VectorText(tokenizer, template),
+            metrics,
+            self._preparation,
+            self._refuse_far_too_long,
+            min_priority,
+        )
         self._dialect = dialect_of(template.source)
         self._thought = Thought(None)
         if self._dialect.thinking is not None:
