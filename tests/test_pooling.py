@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from fake_runner import Setup, World
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.errors import CheckpointError, ContextLengthError, RequestError
@@ -142,6 +144,46 @@ def test_a_preempted_prompt_is_pooled_from_its_start() -> None:
             values(found[request.id]), vector(roomy, request.token_ids, request.pooling), atol=1e-6
         )
     assert tight.stats().num_free_pages == tight.stats().num_pages - 1
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("num_slots", [0, 9])
+def test_any_history_gives_vectors_of_exactly_their_prompts(depth: int, num_slots: int) -> None:
+    """With replies beside them, clients that leave and memory for few, on a runner made of token ids."""
+    num_preemptions = 0
+    for seed in range(60):
+        draw = random.Random(seed)
+        world = World(Setup(num_pages=17, num_slots=num_slots, depth=depth, max_step_tokens=8))
+        beginning = [draw.randrange(12) for _ in range(16)]
+        pools, replies = [], []
+        for number in range(12):
+            tokens = (*beginning[: draw.choice((0, 8, 16))], *(draw.randrange(12) for _ in range(9)))
+            if draw.random() < 0.6:
+                pools.append(pooled(str(number), tokens, Pooling(kind=draw.choice(KINDS))))
+            else:
+                sampling = SamplingParams(max_tokens=draw.randrange(1, 20))
+                replies.append(Request(id=str(number), token_ids=tokens, sampling=sampling))
+        waiting = [*pools, *replies]
+        draw.shuffle(waiting)
+        left = {request.id for request in waiting if draw.random() < 0.15}
+        while waiting or world.scheduler.has_work:
+            for _ in range(min(draw.randrange(3), len(waiting))):
+                world.submit(waiting.pop())
+            world.step()
+            for id in [id for id in left & world.sequences.keys() if draw.random() < 0.2]:
+                world.abort(id)
+        for request in pools:
+            if world.finishes[request.id] == "stop":
+                assert world.vectors[request.id] == bytes(request.token_ids)
+                assert world.replies[request.id] == []
+            else:
+                assert request.id in left
+        for request in replies:
+            if request.id not in left:
+                world.require_reply_alone(request)
+        world.require_nothing_owned()
+        num_preemptions += world.scheduler.num_preemptions
+    assert num_preemptions
 
 
 @pytest.mark.parametrize("overlap", [False, True])

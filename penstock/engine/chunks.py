@@ -39,15 +39,12 @@ class Chunk:
         return Followers(tuple(sequence.tokens[start:end]), num_top)
 
     @property
-    def is_end_of_prompt(self) -> bool:
-        return not self.is_decode and self.start + self.num_tokens == len(self.sequence.tokens)
-
-    @property
     def pooling(self) -> Pooling | None:
-        """A mean is of every chunk's tokens; of others only the last chunk is asked."""
+        """A mean is of every chunk's tokens; of others only the prompt's last chunk is asked."""
         pooling = self.sequence.request.pooling
-        is_wanted = pooling is not None and (pooling.kind == "mean" or self.is_end_of_prompt)
-        return pooling if is_wanted else None
+        if pooling is None or pooling.kind == "mean":
+            return pooling
+        return pooling if self.start + self.num_tokens == len(self.sequence.tokens) else None
 
     @property
     def admission(self) -> Admission:

@@ -389,8 +389,8 @@ class Scheduler:
         assert sequence.row is not None
         start = sequence.num_computed
         is_decode = sequence in self._decoding
-        is_generated = sequence.request.pooling is None
-        samples = is_decode or (is_generated and start + num_tokens == len(sequence.tokens))
+        is_end = start + num_tokens == len(sequence.tokens)
+        samples = is_decode or (is_end and sequence.request.pooling is None)
         return Chunk(sequence, sequence.row, start, num_tokens, samples, is_decode, num_new_pages)
 
     def _build_plan(self, chunks: list[Chunk], admitted: list[Chunk]) -> StepPlan:
@@ -419,6 +419,7 @@ class Scheduler:
         if chunk.is_decode and chunk.start % self.page_size == 0:
             self.cache.keep_reply_state(sequence)
         checkpoints = [] if chunk.is_decode else self._plan_checkpoints(sequence, chunk.start, end)
+        pooling = None if chunk.is_decode else chunk.pooling
         slot = sequence.slot or 0
         return RowPlan(
             row=chunk.row,
@@ -429,8 +430,8 @@ class Scheduler:
             initial_slot=slot if sequence.initial_slot is None else sequence.initial_slot,
             checkpoints=tuple(checkpoints),
             followers=chunk.followers,
-            pooling=chunk.pooling,
-            completes_pooling=chunk.pooling is not None and chunk.is_end_of_prompt,
+            pooling=pooling,
+            completes_pooling=pooling is not None and end == len(sequence.tokens),
         )
 
     def _plan_checkpoints(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
