@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import threading
 from array import array
 from base64 import b64decode
@@ -252,3 +254,18 @@ def test_prompts_that_gave_vectors_are_counted(server: Server) -> None:
     before = num_counted()
     embed(server, input=[[1, 2, 3], [4, 5]])
     assert num_counted() == before + 5
+
+
+def test_a_call_outlives_its_engine(server: Server) -> None:
+    """The inputs that were under way begin again with the next engine; vectors that came are kept."""
+    texts = [f"{number} " + "d" * 300 for number in range(200)]
+    found: list[list[float]] = []
+    asking = threading.Thread(target=lambda: found.extend(embed(server, input=texts)))
+    asking.start()
+    while server.stats()["num_running"] == 0:
+        pass
+    os.kill(server.engine_pid, signal.SIGKILL)
+    asking.join()
+    assert len(found) == 200
+    for number in (0, 100, 199):
+        assert found[number] == close_to(embed(server, input=texts[number])[0])

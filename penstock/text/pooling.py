@@ -180,7 +180,7 @@ class VectorText:
             return self._scoring
         if info.num_labels:
             return "classifier"
-        return "yes-no" if info.has_head and not self.rules.embeds else "cosine"
+        return "yes-no" if info.has_head and not self.rules.embeds and self._answer_ids else "cosine"
 
     def score_pooling(self, info: EngineInfo) -> Pooling:
         scoring = self.scoring(info)
@@ -195,18 +195,19 @@ class VectorText:
                     param="model",
                 )
             return Pooling(normalize=False, is_classified=True)
-        return Pooling(normalize=False, logit_ids=self.rules.answer_ids or self._answer_ids())
-
-    def _answer_ids(self) -> tuple[int, ...]:
-        ids = [id for word in ("yes", "no") if (id := self._tokenizer.id_of(word)) is not None]
-        if len(ids) < 2:
+        if not self._answer_ids:
             raise RequestError(
-                "The model cannot score",
+                "The model cannot answer yes or no",
                 'Its vocabulary has no tokens "yes" and "no".',
                 "Serve a reranker, or use --scoring cosine.",
                 param="model",
             )
-        return tuple(ids)
+        return Pooling(normalize=False, logit_ids=self._answer_ids)
+
+    @functools.cached_property
+    def _answer_ids(self) -> tuple[int, ...]:
+        ids = [id for word in ("yes", "no") if (id := self._tokenizer.id_of(word)) is not None]
+        return self.rules.answer_ids or (tuple(ids) if len(ids) == 2 else ())
 
     def encode_pairs(
         self,
