@@ -241,6 +241,14 @@ class Followers:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledChunk:
+    """A chunk whose hidden states are pooled: the last of its prompt, and of a mean all others, too."""
+
+    pooling: Pooling
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RowPlan:
     """One row of one step: a prefill chunk, a decode, or several tokens to verify, by its numbers."""
 
@@ -252,8 +260,7 @@ class RowPlan:
     initial_slot: int = 0  # where the state comes from, unless start is 0 (then it is zero)
     checkpoints: tuple[tuple[int, int], ...] = ()  # (tokens of this row, slot): save the state after them
     followers: Followers | None = None
-    pooling: Pooling | None = None  # of a chunk whose hidden states are pooled
-    completes_pooling: bool = False  # the chunk ends its prompt
+    pooled: PooledChunk | None = None
 
     @property
     def num_tokens(self) -> int:

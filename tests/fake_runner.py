@@ -97,15 +97,14 @@ class FakeRunner:
         """A vector is the tokens it was made of."""
         vectors = {}
         for row in plan.rows:
-            if row.pooling is None:
-                assert not row.completes_pooling
+            if row.pooled is None:
                 continue
             tokens = self._rows[row.row].summed
-            if row.pooling.kind == "mean":
+            if row.pooled.pooling.kind == "mean":
                 tokens[:] = [*([] if row.start == 0 else tokens), *row.token_ids]
             else:
                 tokens[:] = self._read_context(row)
-            if row.completes_pooling:
+            if row.pooled.is_last:
                 vectors[row.row] = bytes(tokens)
         return vectors
 
@@ -146,7 +145,7 @@ class FakeRunner:
             end = plan.start + len(new)
             assert list(new) == self._known_tokens(plan.row)[plan.start : end]
             is_end = end == len(self._known_tokens(plan.row))
-            assert (plan.samples or plan.completes_pooling) == is_end
+            assert (plan.samples or (plan.pooled is not None and plan.pooled.is_last)) == is_end
             assert is_end or end % self.page_size == 0, "a chunk ends inside a page"
         else:
             assert row.last_sample is not None

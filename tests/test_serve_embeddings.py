@@ -154,6 +154,8 @@ def test_an_input_is_cut_before_the_end_token_and_only_if_asked(
         ({"input": ["a"] * 2049}, "input"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "ab", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
         ({"input": "a", "dimensions": 49}, "dimensions"),
         ({"input": "a", "input_type": "query"}, "input_type"),
         ({"input": "a", "task": "retrieval.query"}, "task"),
@@ -256,6 +258,7 @@ def test_prompts_that_gave_vectors_are_counted(server: Server) -> None:
     assert num_counted() == before + 5
 
 
+@pytest.mark.slow
 def test_a_call_outlives_its_engine(server: Server) -> None:
     """The inputs that were under way begin again with the next engine; vectors that came are kept."""
     texts = [f"{number} " + "d" * 300 for number in range(200)]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from penstock.types import Admission, Followers, PageUpdate, Pooling, Sequence
+from penstock.types import Admission, Followers, PageUpdate, PooledChunk, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Chunk:
         return Followers(tuple(sequence.tokens[start:end]), num_top)
 
     @property
-    def pooling(self) -> Pooling | None:
-        """A mean is of every chunk's tokens; of others only the prompt's last chunk is asked."""
+    def pooled(self) -> PooledChunk | None:
         pooling = self.sequence.request.pooling
-        if pooling is None or pooling.kind == "mean":
-            return pooling
-        return pooling if self.start + self.num_tokens == len(self.sequence.tokens) else None
+        if pooling is None:
+            return None
+        is_last = self.start + self.num_tokens == len(self.sequence.tokens)
+        return PooledChunk(pooling, is_last) if is_last or pooling.kind == "mean" else None
 
     @property
     def admission(self) -> Admission:

@@ -30,7 +30,7 @@ class PooledRows:
 def needs_every_state(plan: StepPlan) -> bool:
     """Whether a row of the step wants more than the hidden state of its last token."""
     return any(
-        row.followers is not None or (row.pooling is not None and row.pooling.kind == "mean")
+        row.followers is not None or (row.pooled is not None and row.pooled.pooling.kind == "mean")
         for row in plan.rows
     )
 
@@ -48,8 +48,8 @@ def pool_rows(
         _add_to_sums(model, table, plan, hidden)
     places: dict[Pooling, list[int]] = {}
     for place, row in enumerate(plan.rows):
-        if row.pooling is not None and row.completes_pooling:
-            places.setdefault(row.pooling, []).append(place)
+        if row.pooled is not None and row.pooled.is_last:
+            places.setdefault(row.pooled.pooling, []).append(place)
     pooled = []
     for pooling, found in places.items():
         rows = tuple(plan.rows[place].row for place in found)
@@ -79,7 +79,7 @@ def _read_states(
 def _add_to_sums(model: Model, table: RowTable, plan: StepPlan, hidden: Tensor) -> None:
     first = 0
     for row in plan.rows:
-        if row.pooling is not None and row.pooling.kind == "mean":
+        if row.pooled is not None and row.pooled.pooling.kind == "mean":
             total = table.sum_of(row.row, hidden.shape[-1], is_new=row.start == 0)
             for states in hidden[first : first + row.num_tokens].split(MEAN_TOKENS):
                 total += model.final_norm(states).sum(0, dtype=torch.float64)

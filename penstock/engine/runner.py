@@ -195,7 +195,7 @@ class Runner:
         return logits if self.graphs is None else logits.clone()  # the next replay writes over them
 
     def _launch_forward(self, plan: StepPlan, wishes: Wishes) -> LaunchedLogits:
-        if all(row.followers is None and row.pooling is None for row in plan.rows):
+        if all(row.followers is None and row.pooled is None for row in plan.rows):
             return LaunchedLogits(plan, wishes, self._forward(plan))
         inputs = self.rows.step_inputs(plan.rows, self.deterministic)
         hidden = None

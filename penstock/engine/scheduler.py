@@ -161,14 +161,15 @@ class Scheduler:
     def commit(self, output: StepOutput) -> list[TokenDelta]:
         """Takes the sampled tokens of a step; sequences that ended since it was planned ignore theirs."""
         deltas: list[TokenDelta] = []
+        scores, vectors = output.prompt_scores, output.vectors
         for chunk in self._in_flight.pop(output.step):
             sequence = chunk.sequence
             if sequence.finish is not None:
                 continue
-            if chunk.row in output.prompt_scores:
-                deltas += self._report_scores(sequence, chunk.start, output.prompt_scores[chunk.row])
-            if chunk.row in output.vectors:
-                deltas.append(self._finish_pooling(sequence, output.vectors[chunk.row]))
+            if chunk.row in scores:
+                deltas += self._report_scores(sequence, chunk.start, scores[chunk.row])
+            if chunk.row in vectors:
+                deltas.append(self._finish_pooling(sequence, vectors[chunk.row]))
             elif chunk.samples:
                 token_id, logprob = output.token_ids[chunk.row], output.logprobs.get(chunk.row)
                 deltas.append(self._append(sequence, token_id, logprob))
@@ -389,8 +390,9 @@ class Scheduler:
         assert sequence.row is not None
         start = sequence.num_computed
         is_decode = sequence in self._decoding
-        is_end = start + num_tokens == len(sequence.tokens)
-        samples = is_decode or (is_end and sequence.request.pooling is None)
+        samples = is_decode or (
+            start + num_tokens == len(sequence.tokens) and sequence.request.pooling is None
+        )
         return Chunk(sequence, sequence.row, start, num_tokens, samples, is_decode, num_new_pages)
 
     def _build_plan(self, chunks: list[Chunk], admitted: list[Chunk]) -> StepPlan:
@@ -419,7 +421,6 @@ class Scheduler:
         if chunk.is_decode and chunk.start % self.page_size == 0:
             self.cache.keep_reply_state(sequence)
         checkpoints = [] if chunk.is_decode else self._plan_checkpoints(sequence, chunk.start, end)
-        pooling = None if chunk.is_decode else chunk.pooling
         slot = sequence.slot or 0
         return RowPlan(
             row=chunk.row,
@@ -429,9 +430,8 @@ class Scheduler:
             slot=slot,
             initial_slot=slot if sequence.initial_slot is None else sequence.initial_slot,
             checkpoints=tuple(checkpoints),
-            followers=chunk.followers,
-            pooling=pooling,
-            completes_pooling=pooling is not None and end == len(sequence.tokens),
+            followers=None if chunk.is_decode else chunk.followers,
+            pooled=None if chunk.is_decode else chunk.pooled,
         )
 
     def _plan_checkpoints(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:

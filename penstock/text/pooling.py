@@ -267,7 +267,7 @@ class VectorText:
         def encode(query: str, document: str) -> list[int]:
             """What a client wrote never becomes a control token: it could answer in the model's place."""
             body = self._tokenizer.encode_plain(f"{head}{query}\n<Document>: {document}")
-            return _cut([*start, *body, *end], max_tokens, len(end))
+            return _cut([*start, *body, *end], max_tokens, len(end), len(start))
 
         return encode
 
@@ -303,11 +303,18 @@ class VectorText:
         return encode
 
 
-def _cut(token_ids: list[int], max_tokens: int | None, num_end: int) -> list[int]:
+def _cut(token_ids: list[int], max_tokens: int | None, num_end: int, num_start: int = 0) -> list[int]:
+    """Leaves out what is too much, but nothing of so many at the end, and at the start."""
     if max_tokens is None or len(token_ids) <= max_tokens:
         return token_ids
-    num_kept = max(max_tokens - num_end, 0)
-    return token_ids[:num_kept] + token_ids[len(token_ids) - num_end :]
+    if max_tokens <= num_start + num_end:
+        raise RequestError(
+            f"truncate_prompt_tokens is {max_tokens}",
+            f"The model's own prompt has {num_start + num_end} tokens besides the text.",
+            "Allow more.",
+            param="truncate_prompt_tokens",
+        )
+    return token_ids[: max_tokens - num_end] + token_ids[len(token_ids) - num_end :]
 
 
 def _no_instruction() -> RequestError:

@@ -122,8 +122,15 @@ def _check_number(what: str, num_texts: int, param: str) -> None:
 
 
 def _common(fields: VectorBody, request: Request) -> dict[str, Any]:
+    if fields.truncate_prompt_tokens == 0:
+        raise RequestError(
+            "truncate_prompt_tokens is 0",
+            "Nothing would be left.",
+            "Use 1 or more, or -1 for as many as the context holds.",
+            param="truncate_prompt_tokens",
+        )
     return {
-        "max_tokens": fields.truncate_prompt_tokens or None,
+        "max_tokens": fields.truncate_prompt_tokens,
         "timeout_s": fields.timeout,
         "priority": fields.priority or 0,
         "tenant": tenant_of(request.scope),
