@@ -19,6 +19,9 @@ LOG_FORMATS = ("text", "json")
 REASONING_PLACES = ("separate", "content")
 ROUTING_POLICIES = ("prefix", "least-pending", "round-robin")
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # an operator's, too
+POOLINGS = ("auto", "last", "mean")
+SCORINGS = ("auto", "yes-no", "classifier", "cosine")
+SCORE_PROMPTS = ("auto", "qwen3", "pair", "template")
 
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
@@ -75,6 +78,24 @@ class EngineConfig:
     overlap: bool | None = setting(
         None, "plan a step while the device runs the one before (default: on a GPU)"
     )
+    pooling: str = setting(
+        "auto",
+        "embeddings from the last token's hidden state or the mean of all (default: as the checkpoint says, "
+        "else last)",
+        choices=POOLINGS,
+    )
+    scoring: str = setting(
+        "auto",
+        "scores of a query with a document: by the model's answer yes or no, by its classifier, or the "
+        "cosine of two embeddings (default: as the checkpoint says)",
+        choices=SCORINGS,
+    )
+    score_prompt: str = setting(
+        "auto",
+        "prompt of yes-no and classifier scores: Qwen3-Reranker's, the tokenizer's for pairs, or the chat "
+        "template's with roles query and document (default: as the checkpoint says)",
+        choices=SCORE_PROMPTS,
+    )
 
     def __post_init__(self) -> None:
         positive: dict[str, float | None] = {
@@ -107,6 +128,9 @@ class EngineConfig:
             )
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("state_dtype", self.state_dtype, tuple(STATE_DTYPES))
+        _require_choice("pooling", self.pooling, POOLINGS)
+        _require_choice("scoring", self.scoring, SCORINGS)
+        _require_choice("score_prompt", self.score_prompt, SCORE_PROMPTS)
 
     @property
     def state_bytes(self) -> int:

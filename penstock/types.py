@@ -18,6 +18,7 @@ from penstock.digests import PageDigests, scope_of
 from penstock.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+PoolingKind = Literal["last", "mean"]
 
 MAX_LOGPROBS = 20
 
@@ -117,12 +118,25 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """The vector that is wanted of a prompt, in place of a reply."""
+
+    kind: PoolingKind = "last"  # of the hidden states behind the final norm: the last token's, or their mean
+    normalize: bool = True  # to the length 1
+    dimensions: int | None = None  # the first of them; None: all
+    # In place of the hidden state, what a head makes of it: the classifier's logits, or these tokens'.
+    is_classified: bool = False
+    logit_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt and how to continue it; `n > 1` has been split into `n` requests before this."""
 
     id: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
+    pooling: Pooling | None = None  # then it is not continued: its last delta has a vector
     end_token_ids: tuple[int, ...] = ()  # any of these ends the reply with "stop"
     banned: tuple[tuple[int, ...], ...] = ()  # tokens that never follow each other in the reply
     boundaries: tuple[int, ...] = ()  # prompt positions where messages start: good places for checkpoints
@@ -208,6 +222,12 @@ class Sequence:
         is_asked = self.request.sampling.prompt_logprobs is not None
         return is_asked and self.num_scored < self.num_prompt_tokens - 1
 
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether hidden states of its prompt are wanted that no cache has: the prefix is computed again."""
+        pooling = self.request.pooling
+        return self.is_scored or (pooling is not None and pooling.kind == "mean")
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
@@ -240,6 +260,14 @@ class Followers:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledChunk:
+    """A chunk whose hidden states are pooled: the last of its prompt, and of a mean all others, too."""
+
+    pooling: Pooling
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RowPlan:
     """One row of one step: a prefill chunk, a decode, or several tokens to verify, by its numbers."""
 
@@ -251,6 +279,7 @@ class RowPlan:
     initial_slot: int = 0  # where the state comes from, unless start is 0 (then it is zero)
     checkpoints: tuple[tuple[int, int], ...] = ()  # (tokens of this row, slot): save the state after them
     followers: Followers | None = None
+    pooled: PooledChunk | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -339,6 +368,7 @@ class StepOutput:
     token_ids: Mapping[int, int]
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
     prompt_scores: Mapping[int, PromptScores] = field(default_factory=dict)
+    vectors: Mapping[int, bytes] = field(default_factory=dict)  # float32, of prompts that were pooled
 
 
 # Made and sent for every token: as a dataclass it would take eight times as long to make.
@@ -353,6 +383,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_cached_tokens: int = 0
     error: str | None = None
     prompt_scores: PromptScores | None = None  # the next of the prompt behind its first token
+    vector: bytes | None = None  # float32, of a prompt that was pooled
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,6 +439,9 @@ class EngineInfo:
     num_slots: int
     cache_bytes: int
     weight_bytes: int
+    hidden_size: int = 0
+    has_head: bool = True  # False: it gives vectors, and no text
+    num_labels: int = 0  # of its classifier; 0: it has none
 
 
 @dataclass(frozen=True, slots=True)

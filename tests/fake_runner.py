@@ -61,6 +61,7 @@ class _Row:
     page_table: dict[int, int] = field(default_factory=dict)
     tokens: list[int] | None = None
     last_sample: int | None = None
+    summed: list[int] = field(default_factory=list)  # tokens in a mean so far
 
 
 class FakeRunner:
@@ -90,7 +91,22 @@ class FakeRunner:
         states = {row.row: self._initial_state(row) for row in plan.rows} if self.has_slots else {}
         for row in plan.rows:
             self._write(row, tokens[row.row], states.get(row.row, ()))
-        return StepOutput(plan.step, *self._sample(plan), self._score(plan))
+        return StepOutput(plan.step, *self._sample(plan), self._score(plan), self._pool(plan))
+
+    def _pool(self, plan: StepPlan) -> dict[int, bytes]:
+        """A vector is the tokens it was made of."""
+        vectors = {}
+        for row in plan.rows:
+            if row.pooled is None:
+                continue
+            tokens = self._rows[row.row].summed
+            if row.pooled.pooling.kind == "mean":
+                tokens[:] = [*([] if row.start == 0 else tokens), *row.token_ids]
+            else:
+                tokens[:] = self._read_context(row)
+            if row.pooled.is_last:
+                vectors[row.row] = bytes(tokens)
+        return vectors
 
     def _score(self, plan: StepPlan) -> dict[int, PromptScores]:
         """A token's score is its place."""
@@ -128,8 +144,9 @@ class FakeRunner:
             new = plan.token_ids
             end = plan.start + len(new)
             assert list(new) == self._known_tokens(plan.row)[plan.start : end]
-            assert plan.samples == (end == len(self._known_tokens(plan.row)))
-            assert plan.samples or end % self.page_size == 0, "a chunk ends inside a page"
+            is_end = end == len(self._known_tokens(plan.row))
+            assert (plan.samples or (plan.pooled is not None and plan.pooled.is_last)) == is_end
+            assert is_end or end % self.page_size == 0, "a chunk ends inside a page"
         else:
             assert row.last_sample is not None
             assert plan.samples
@@ -270,6 +287,7 @@ class World:
         self.replies: dict[str, list[int]] = {}
         self.finishes: dict[str, str] = {}
         self.scores: dict[str, list[int]] = {}  # places of prompts
+        self.vectors: dict[str, bytes] = {}
         self.deltas: list[TokenDelta] = []
         self.plans: list[StepPlan] = []
         self.num_sessions = 0  # when everybody had been served
@@ -337,6 +355,8 @@ class World:
         self.replies[delta.request_id] += delta.token_ids
         if sequence.request.sampling.logprobs is not None:
             assert [logprob.token_id for logprob in delta.logprobs] == list(delta.token_ids)
+        if delta.vector is not None:
+            self.vectors[delta.request_id] = delta.vector
         if delta.finish is not None:
             self.finishes[delta.request_id] = delta.finish
 
@@ -381,5 +401,6 @@ class World:
         num_decodes = sum(not row.token_ids for row in plan.rows)
         assert plan.num_tokens <= max(setup.max_step_tokens, num_decodes + setup.page_size)
         for row in plan.rows:
-            longest = self._longest(self._in_row(row.row))
+            sequence = self._in_row(row.row)
+            longest = self._longest(sequence) + (sequence.request.pooling is not None)
             assert row.start + row.num_tokens < longest, "planned past the end"

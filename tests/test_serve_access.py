@@ -332,6 +332,7 @@ def test_bodies_are_refused_while_too_much_is_being_sent(is_declared: bool) -> N
 BODY_ROUTES = [
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations"),
     *("/v1/responses/compact", "/api/chat", "/api/generate", "/completion", "/completions"),
+    *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
 ]
 TOKEN_ROUTES = [
     *(

@@ -89,6 +89,9 @@ class Engine:
             num_slots=pools.num_slots,
             cache_bytes=pools.num_bytes,
             weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+            hidden_size=model.config.hidden_size,
+            has_head=model.has_head,
+            num_labels=model.num_labels,
         )
         self._overlap = device.type == "cuda" if config.overlap is None else config.overlap
         self._pending: PendingStep | None = None
@@ -129,6 +132,7 @@ class Engine:
         check_token_ids("stop_token_ids", request.end_token_ids, self.info.vocab_size)
         check_token_ids("bad_words", {id for word in request.banned for id in word}, self.info.vocab_size)
         check_token_ids("grammar_starts_after", request.sampling.grammar_starts_after, self.info.vocab_size)
+        _require_task(request, self.info)
         if self.constraints.is_preparing(request.id):
             raise RequestError(f"A request with id {request.id!r} is already here", "", "Use another id.")
         if request.sampling.grammar is not None:
@@ -258,6 +262,35 @@ def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> N
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise RequestError(
             f"{name} has the token id {wrong}", f"The vocabulary has {vocab_size} tokens.", param=name
+        )
+
+
+def _require_task(request: Request, info: EngineInfo) -> None:
+    """Refuses what the model has no head for."""
+    pooling = request.pooling
+    if not info.has_head and (pooling is None or pooling.logit_ids):
+        raise RequestError(
+            f"{info.model_name} cannot generate text",
+            "Its checkpoint has no language-model head (lm_head): it gives embeddings or scores.",
+            "Use /v1/embeddings, /v1/rerank or /v1/score, or serve a model that generates.",
+            param="model",
+        )
+    if pooling is None:
+        return
+    check_token_ids("logit_ids", pooling.logit_ids, info.vocab_size)
+    if pooling.dimensions is not None and not 1 <= pooling.dimensions <= info.hidden_size:
+        raise RequestError(
+            f"dimensions is {pooling.dimensions}",
+            f"The model's vectors have {info.hidden_size}.",
+            f"Ask for 1 to {info.hidden_size}.",
+            param="dimensions",
+        )
+    if pooling.is_classified and not info.num_labels:
+        raise RequestError(
+            f"{info.model_name} has no classifier",
+            "Its checkpoint has no score.weight.",
+            "Serve a model for sequence classification.",
+            param="model",
         )
 
 

@@ -188,13 +188,16 @@ class Scheduler:
         """Takes the sampled tokens of a step; sequences that ended since it was planned ignore theirs."""
         self._turns.note_done(output.step)
         deltas: list[TokenDelta] = []
+        scores, vectors = output.prompt_scores, output.vectors
         for chunk in self._in_flight.pop(output.step):
             sequence = chunk.sequence
             if sequence.finish is not None:
                 continue
-            if chunk.row in output.prompt_scores:
-                deltas += self._report_scores(sequence, chunk.start, output.prompt_scores[chunk.row])
-            if chunk.samples:
+            if chunk.row in scores:
+                deltas += self._report_scores(sequence, chunk.start, scores[chunk.row])
+            if chunk.row in vectors:
+                deltas.append(self._finish_pooling(sequence, vectors[chunk.row]))
+            elif chunk.samples:
                 token_id, logprob = output.token_ids[chunk.row], output.logprobs.get(chunk.row)
                 deltas.append(self._append(sequence, token_id, logprob))
                 if not chunk.is_decode:
@@ -418,7 +421,9 @@ class Scheduler:
         assert sequence.row is not None
         start = sequence.num_computed
         is_decode = sequence in self._decoding
-        samples = is_decode or start + num_tokens == len(sequence.tokens)
+        samples = is_decode or (
+            start + num_tokens == len(sequence.tokens) and sequence.request.pooling is None
+        )
         return Chunk(sequence, sequence.row, start, num_tokens, samples, is_decode, num_new_pages)
 
     def _build_plan(self, chunks: list[Chunk], admitted: list[Chunk]) -> StepPlan:
@@ -457,7 +462,8 @@ class Scheduler:
             slot=slot,
             initial_slot=slot if sequence.initial_slot is None else sequence.initial_slot,
             checkpoints=tuple(checkpoints),
-            followers=chunk.followers,
+            followers=None if chunk.is_decode else chunk.followers,
+            pooled=None if chunk.is_decode else chunk.pooled,
         )
 
     def _plan_checkpoints(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
@@ -487,6 +493,11 @@ class Scheduler:
             finish=reason,
             num_cached_tokens=sequence.num_cached_tokens,
         )
+
+    def _finish_pooling(self, sequence: Sequence, vector: bytes) -> TokenDelta:
+        self._end(sequence, "stop")
+        num_cached = sequence.num_cached_tokens
+        return TokenDelta(sequence.id, finish="stop", num_cached_tokens=num_cached, vector=vector)
 
     def _report_scores(self, sequence: Sequence, start: int, scores: PromptScores) -> Iterator[TokenDelta]:
         """Those of a chunk that were not sent before the sequence was preempted, in parts that a server

@@ -23,6 +23,7 @@ from penstock.serve.error_answers import (
 from penstock.serve.intake import ReleasePlaces
 from penstock.serve.llama_server import routes as llama_server_routes
 from penstock.serve.ollama import routes as ollama_routes
+from penstock.serve.openai import embeddings
 from penstock.serve.openai import routes as openai_routes
 from penstock.serve.request_log import RequestLog
 from penstock.serve.responses import conversation_routes
@@ -39,6 +40,7 @@ def create_app(serving: Serving) -> Starlette:
             *openai_routes.routes(serving),
             *responses_routes.routes(serving, store),
             *conversation_routes.routes(store),
+            *embeddings.routes(serving),
             *anthropic_routes.routes(serving),
             *ollama_routes.routes(serving),
             *llama_server_routes.routes(serving),

@@ -30,10 +30,12 @@ from penstock.serve.reply_form import chat_grammar, form_grammar, form_param
 from penstock.serve.system_prompt import with_system_prompt
 from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
 from penstock.serve.truncation import without_oldest
+from penstock.serve.vectors import VectorEngine
 from penstock.text.chat_prompt import ChatEncoder, RenderedChat
 from penstock.text.dialects import StreamParser, ThoughtsInContent, dialect_of
 from penstock.text.length import roles_written, words_written
 from penstock.text.loop_guard import LoopGuard
+from penstock.text.pooling import VectorText
 from penstock.text.prompt import SHORTEN, build_requests, check_ids, limit_scores, truncated
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
@@ -72,6 +74,7 @@ class TextEngine:
         allow_special_tokens_in_content: bool = False,
         open_schemas: bool = False,  # objects of JSON schemas may have keys that the schemas do not list
         min_priority: int = 0,  # the most urgent that a request may be
+        vector_text: VectorText | None = None,  # how texts become vectors; None: as models that say nothing
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
@@ -86,6 +89,15 @@ class TextEngine:
         self._min_priority = min_priority
         self._preparation = Preparation()
         self._counting = Preparation(MAX_COUNTS)
+        self.vectors = VectorEngine(
+            client,
+            tokenizer,
+            vector_text or VectorText(tokenizer, template),
+            metrics,
+            self._preparation,
+            self._refuse_far_too_long,
+            min_priority,
+        )
         self._dialect = dialect_of(template.source)
         self._thought = Thought(None)
         if self._dialect.thinking is not None:
@@ -264,7 +276,8 @@ class TextEngine:
             rendered = self._render(chat)
             is_thinking = rendered.opens(self._dialect.thinking)
             sampling = self._constrained(chat, is_thinking)
-            self._refuse_far_too_long(rendered.text, False, chat, info.max_model_len)
+            if not self._is_truncated(chat, len(rendered.text)):
+                self._refuse_far_too_long(rendered.text, False, chat.cache_scope, info.max_model_len)
             token_ids = self._chat_encoder.encode(rendered, chat.cache_scope)
             token_ids = truncated(token_ids, sampling, info.max_model_len)
             (requests,) = self._build_requests(request_id, [token_ids], sampling, info, chat)
@@ -340,7 +353,8 @@ class TextEngine:
 
     def _encode(self, prompt: str, asked: TextRequest, max_model_len: int) -> list[int]:
         """A prompt that a client wrote as a whole: its control tokens are meant as such."""
-        self._refuse_far_too_long(prompt, True, asked, max_model_len)
+        if not self._is_truncated(asked, len(prompt)):
+            self._refuse_far_too_long(prompt, True, asked.cache_scope, max_model_len)
         return self._tokenizer.encode(prompt, True, asked.cache_scope)
 
     def _is_truncated(self, asked: TextRequest, num_chars: int) -> bool:
@@ -386,16 +400,14 @@ class TextEngine:
         return roles_written(self._template)
 
     def _refuse_far_too_long(
-        self, text: str, add_special_tokens: bool, asked: TextRequest, max_model_len: int
+        self, text: str, add_special_tokens: bool, scope: str, max_model_len: int
     ) -> None:
         """Judges a text by its beginning: to count all of it could take a minute."""
-        if self._is_truncated(asked, len(text)):
-            return
         self._refuse_long([text], max_model_len)
         beginning = text[: LONG_TOKEN * max_model_len]
         if len(beginning) == len(text):
             return
-        num_tokens = len(self._tokenizer.encode(beginning, add_special_tokens, asked.cache_scope))
+        num_tokens = len(self._tokenizer.encode(beginning, add_special_tokens, scope))
         if num_tokens > max_model_len:
             raise ContextLengthError(
                 f"the prompt is too long: more than {num_tokens} tokens > {max_model_len - 1} maximum",

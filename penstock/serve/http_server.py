@@ -16,7 +16,7 @@ from typing import Any
 
 import uvicorn
 
-from penstock.config import ServeConfig
+from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import PenstockError
 from penstock.serve.app import create_app
 from penstock.serve.chat import TextEngine
@@ -25,6 +25,7 @@ from penstock.serve.conversations import Conversations
 from penstock.serve.fleet import Fleet
 from penstock.serve.metrics import Metrics
 from penstock.serve.serving import Serving
+from penstock.text.pooling import VectorRules, VectorText
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 
@@ -36,6 +37,12 @@ def load_text(path: Path, chat_template: str | None = None) -> Text:
     return Tokenizer.load(path, is_quick=False), ChatTemplate.load(path, chat_template)
 
 
+def load_vector_text(text: Text, path: Path | None, config: EngineConfig) -> VectorText:
+    """`path`: of the checkpoint, whose files say how its vectors are made."""
+    rules = VectorRules.load(path, config.pooling)
+    return VectorText(*text, rules, config.scoring, config.score_prompt)
+
+
 async def serve_http(
     listener: socket.socket,
     fleet: Fleet,
@@ -43,6 +50,7 @@ async def serve_http(
     *,
     name: str,
     text: Text,
+    vector_text: VectorText,
     system_prompt: str | None,
     session_minutes: float,
     on_ready: Callable[[], None],
@@ -64,6 +72,7 @@ async def serve_http(
         allow_special_tokens_in_content=config.allow_special_tokens_in_content,
         open_schemas=config.open_schemas,
         min_priority=config.min_priority,
+        vector_text=vector_text,
     )
     conversations = Conversations(config.session_bytes, 60 * session_minutes)
     serving = Serving(fleet, text_engine, metrics, name, config, int(time.time()), conversations)

@@ -21,6 +21,7 @@ from penstock.serve.anthropic.requests import MessagesBody, PromptBody
 from penstock.serve.llama_server.requests import LlamaBody
 from penstock.serve.ollama.replies import NDJSON_TYPE
 from penstock.serve.ollama.requests import GenerateBody, ModelBody, OllamaChatBody
+from penstock.serve.openai.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from penstock.serve.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from penstock.serve.responses.compaction import CompactBody
 from penstock.serve.responses.conversation_routes import ConversationBody, ItemsBody
@@ -86,6 +87,26 @@ COMPLETION = _object(
     object={"const": "text_completion"},
     choices=_list_of(_object("index", "text", "finish_reason", index=COUNT, text=STRING)),
     usage=USAGE,
+)
+VECTOR_USAGE = _object("prompt_tokens", "total_tokens", prompt_tokens=COUNT, total_tokens=COUNT)
+EMBEDDINGS = _object(
+    "object",
+    "data",
+    "model",
+    "usage",
+    data=_list_of(_object("object", "index", "embedding", index=COUNT)),
+    usage=VECTOR_USAGE,
+)
+RERANKED = _object(
+    "id",
+    "model",
+    "results",
+    "usage",
+    results=_list_of(_object("index", "relevance_score", index=COUNT)),
+    usage=VECTOR_USAGE,
+)
+SCORES = _object(
+    "id", "object", "data", "usage", data=_list_of(_object("index", "score", index=COUNT)), usage=VECTOR_USAGE
 )
 MODEL = _object("id", "object", "created", "owned_by", id=STRING, object={"const": "model"}, created=COUNT)
 MESSAGE = _object(
@@ -177,6 +198,15 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/detokenize", "The text of tokens", _object("prompt", prompt=STRING), (DetokenizeBody,)
+    ),
+    Operation("post", "/v1/embeddings", "The vectors of texts", EMBEDDINGS, (EmbeddingBody,)),
+    *(
+        Operation("post", path, "Documents by how relevant they are to a query", RERANKED, (RerankBody,))
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+    *(
+        Operation("post", path, "How relevant texts are to texts", SCORES, (ScoreBody,))
+        for path in ("/v1/score", "/score")
     ),
     Operation("post", "/v1/responses", "Respond to a conversation", RESPONSE, (ResponseBody,), streams=True),
     Operation("get", "/v1/responses/{id}", "A response that was kept", RESPONSE),

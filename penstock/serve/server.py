@@ -114,14 +114,16 @@ async def _serve(
     has_ended_well = False
     try:
         await fleet.wait_launched()
-        from penstock.serve.http_server import load_text, serve_http
+        from penstock.serve.http_server import load_text, load_vector_text, serve_http
 
+        text = text or load_text(text_path)
         has_ended_well = await serve_http(
             listener,
             fleet,
             serve_config,
             name=serve_config.served_model_name or source.name,
-            text=text or load_text(text_path),
+            text=text,
+            vector_text=load_vector_text(text, source.path, engine_config),
             system_prompt=system_prompt,
             session_minutes=engine_config.session_minutes,
             on_ready=lambda: on_phase(Phase("ready", url, 1.0, time.perf_counter() - started)),

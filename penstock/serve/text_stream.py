@@ -22,6 +22,7 @@ from typing import Protocol
 import msgspec
 
 from penstock.errors import EngineDeadError, PenstockError, RequestError
+from penstock.serve.client import Receiver
 from penstock.serve.fleet import Fleet
 from penstock.serve.intake import Place
 from penstock.serve.metrics import TokenTimer
@@ -119,6 +120,20 @@ class Thought:
     is_stoppable: bool = False  # by stop strings, too
 
 
+class OneReply(Receiver, Protocol):
+    """Receives what comes of one request, and counts its tokens."""
+
+    request: Request
+    num_cached_tokens: int
+    num_reasoning_tokens: int
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
 class TextStream:
     """All replies to one call; a context that aborts on leaving whatever still runs.
 
@@ -129,15 +144,21 @@ class TextStream:
     def __init__(self, client: Fleet, deliver: Deliver) -> None:
         self._client = client
         self._deliver = deliver
-        self._prompts: list[list[Reply]] = []
+        self._prompts: Sequence[Sequence[OneReply]] = []
         self._open: set[str] = set()
         self._failure: Exception | None = None
         self._started = asyncio.Event()
         self._ended = asyncio.Event()
 
-    def submit(self, prompts: list[list[Reply]], place: Place | None = None) -> None:
-        """`place`: that the call has in the queue."""
-        receivers = [(reply.request, reply) for replies in prompts for reply in replies]
+    def submit(
+        self,
+        prompts: Sequence[Sequence[OneReply]],
+        place: Place | None = None,
+        max_running: int | None = None,
+    ) -> None:
+        """`place`: that the call has in the queue. The first `max_running` begin; each that ends may `go_on`
+        with one of the others."""
+        receivers = [(reply.request, reply) for replies in prompts for reply in replies][:max_running]
         self._client.submit(receivers, place)
         self._prompts = prompts
         self._open = {request.id for request, _ in receivers}
@@ -168,13 +189,16 @@ class TextStream:
         self._deliver(delta)
         self._started.set()
         if has_ended:
-            self._client.abort(request_id)  # a stop string is seen here before the engine knows
-            self._open.discard(request_id)
-            if not self._open:
-                self._ended.set()
+            self.end(request_id)
 
-    def go_on(self, request_id: str, request: Request, reply: Reply) -> None:
-        """Continues a reply with another request."""
+    def end(self, request_id: str) -> None:
+        self._client.abort(request_id)  # a stop string is seen here before the engine knows
+        self._open.discard(request_id)
+        if not self._open:
+            self._ended.set()
+
+    def go_on(self, request_id: str, request: Request, reply: OneReply) -> None:
+        """Continues a reply, or the call, with another request in the place of one."""
         self._client.go_on(request_id, request, reply)
         self._open.discard(request_id)
         self._open.add(request.id)

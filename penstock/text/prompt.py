@@ -12,7 +12,7 @@ from dataclasses import replace
 from penstock.digests import PageDigests, scope_of
 from penstock.errors import ContextLengthError, RequestError
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import Request, SamplingParams
+from penstock.types import Pooling, Request, SamplingParams
 
 # In the answer to one call, alternatives included: some 30 MB of a completion, twice as much of a chat. Room
 # for a prompt of 262,144 tokens with three alternatives, or eight replies of 4,096 tokens with twenty.
@@ -74,6 +74,41 @@ def truncated(token_ids: list[int], sampling: SamplingParams, max_model_len: int
     if num_kept == -1:
         num_kept = max(1, max_model_len - (sampling.max_tokens or 1))
     return token_ids if num_kept is None else token_ids[-num_kept:]
+
+
+def build_pooling_request(
+    id: str,
+    token_ids: Sequence[int],
+    pooling: Pooling,
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    priority: int = 0,
+    tenant: str = "",
+    page_size: int | None = None,
+) -> Request:
+    """For the vector of one prompt, which may fill the context: it has no reply."""
+    prompt = tuple(token_ids)
+    if not prompt:
+        raise RequestError(
+            "the input is empty",
+            "It has 0 tokens; a model needs at least 1.",
+            "Send some text.",
+            param="input",
+        )
+    check_ids("input", prompt, tokenizer.vocab_size)
+    if len(prompt) > max_model_len:
+        raise ContextLengthError(
+            f"the input is too long: {len(prompt)} tokens > {max_model_len} maximum",
+            f"This model's maximum context length is {max_model_len} tokens.",
+            "Shorten it, cut it with truncate_prompt_tokens, or serve with a larger --max-model-len.",
+            param="input",
+        )
+    digests = None
+    if page_size is not None and pooling.kind == "last":
+        digests = PageDigests.of(prompt, page_size, tenant)
+    return Request(
+        id=id, token_ids=prompt, pooling=pooling, priority=priority, tenant=tenant, page_digests=digests
+    )
 
 
 def limit_scores(

@@ -325,7 +325,7 @@ def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS)
         raise RequestError("best_of is not supported", "Every reply is returned: use n.", param="best_of")
     if fields.max_tokens is None:
         fields.max_tokens = COMPLETION_MAX_TOKENS
-    prompts = _split_prompts(fields.prompt)
+    prompts = split_prompts(fields.prompt)
     if len(prompts) * (fields.n or 1) > MAX_REPLIES:
         raise RequestError(
             f"{len(prompts)} prompts with n = {fields.n or 1} are too many for one call",
@@ -489,16 +489,16 @@ def _template_arguments(fields: ChatBody) -> dict[str, Scalar]:
     return arguments
 
 
-def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+def split_prompts(prompt: str | list[str | int | list[int]], name: str = "prompt") -> list[str | list[int]]:
     """OpenAI takes a text, a list of texts, token ids, or a list of token ids; never a mixture."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
     if len(kinds) != 1:
         raise RequestError(
-            "prompt mixes texts and token ids",
+            f"{name} mixes texts and token ids",
             "It must be a text, a list of texts, a list of ids or a list of lists of ids.",
-            param="prompt",
+            param=name,
         )
     if kinds == {int}:
         return [[item for item in prompt if isinstance(item, int)]]

@@ -69,7 +69,12 @@ class OpenAIRoutes:
             "created": self._serving.started_at,
             "owned_by": "penstock",
             "max_model_len": self._max_model_len(),
+            "tasks": self._tasks(),
         }
+
+    def _tasks(self) -> list[str] | None:
+        info = self._serving.client.info
+        return None if info is None else self._text.vectors.tasks(info)
 
     def _max_model_len(self) -> int | None:
         info = self._serving.client.info
