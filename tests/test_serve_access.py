@@ -332,6 +332,7 @@ def test_bodies_are_refused_while_too_much_is_being_sent(is_declared: bool) -> N
 BODY_ROUTES = [
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations"),
     *("/v1/responses/compact", "/api/chat", "/api/generate", "/completion", "/completions"),
+    *("/api/embed", "/api/embeddings"),
     *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
 ]
 TOKEN_ROUTES = [
@@ -343,7 +344,7 @@ TOKEN_ROUTES = [
         "/v1/responses/input_tokens",
     ),
     *("/v1/conversations", "/v1/conversations/{id}", "/v1/conversations/{id}/items"),
-    *(f"/api/{verb}" for verb in ("show", "pull", "create", "copy", "push", "embed", "embeddings")),
+    *(f"/api/{verb}" for verb in ("show", "pull", "create", "copy", "push")),
 ]
 NO_BODY = "/v1/responses/{id}/cancel"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import ollama
 import openai
 import pytest
 import torch
@@ -272,3 +273,30 @@ def test_a_call_outlives_its_engine(server: Server) -> None:
     assert len(found) == 200
     for number in (0, 100, 199):
         assert found[number] == close_to(embed(server, input=texts[number])[0])
+
+
+# Ollama's
+
+
+def test_ollamas_client_gets_the_same_vectors(server: Server) -> None:
+    client = ollama.Client(host=server.url, timeout=60.0)
+    reply = client.embed("any", TEXTS)
+    assert [list(vector) for vector in reply.embeddings] == [
+        close_to(vector) for vector in embed(server, input=TEXTS)
+    ]
+    assert reply.prompt_eval_count > len(TEXTS)
+    assert reply.total_duration > 0
+    (short,) = client.embed("any", TEXTS[0], dimensions=8).embeddings
+    assert list(short) == close_to(embed(server, input=TEXTS[0], dimensions=8)[0])
+    one = client.embeddings("any", TEXTS[0]).embedding
+    (whole,) = embed(server, input=TEXTS[0], normalize=False)
+    assert list(one) == close_to(whole)
+    assert client.embed("any", []).embeddings == []
+
+
+def test_a_text_beyond_the_context_is_cut_as_ollama_does_unless_it_shall_not_be(server: Server) -> None:
+    body: dict[str, Any] = {"model": "any", "input": "river " * 3000}
+    assert server.post(body, "/api/embed").status_code == 200
+    refused = server.post({**body, "truncate": False}, "/api/embed")
+    assert refused.status_code == 400
+    assert isinstance(refused.json()["error"], str)

@@ -19,6 +19,7 @@ import penstock
 from penstock.serve.answer import JSON_TYPE
 from penstock.serve.anthropic.requests import MessagesBody, PromptBody
 from penstock.serve.llama_server.requests import LlamaBody
+from penstock.serve.ollama.embeddings import EmbedBody, EmbeddingsBody
 from penstock.serve.ollama.replies import NDJSON_TYPE
 from penstock.serve.ollama.requests import GenerateBody, ModelBody, OllamaChatBody
 from penstock.serve.openai.embeddings import EmbeddingBody, RerankBody, ScoreBody
@@ -303,8 +304,8 @@ OPERATIONS = (
             Operation("post", "/api/show", "More of it", _object("model_info", "capabilities"), (ModelBody,)),
             Operation("get", "/api/version", "The Ollama whose API this is", _object("version")),
             Operation("post", "/api/pull", "Nothing to do for the model", _object("status"), (ModelBody,)),
-            Operation("post", "/api/embed", "Refused"),
-            Operation("post", "/api/embeddings", "Refused"),
+            Operation("post", "/api/embed", "Vectors of texts", _object("embeddings"), (EmbedBody,)),
+            Operation("post", "/api/embeddings", "Of one", _object("embedding"), (EmbeddingsBody,)),
             Operation("post", "/api/create", "Refused"),
             Operation("post", "/api/copy", "Refused"),
             Operation("post", "/api/push", "Refused"),
