@@ -47,6 +47,7 @@ class MessageFormat:
     """One message, streamed or whole. `usage_so_far` is set before its first news come."""
 
     usage_so_far: Callable[[], Usage]
+    heartbeat = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self, request_id: str, model: str, max_tokens: int | None) -> None:
         self._request_id = request_id

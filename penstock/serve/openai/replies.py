@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.errors import PenstockError, RequestError
 from penstock.serve.answer import Choice, Pieces, Scores
+from penstock.serve.event_stream import HEARTBEAT_COMMENT
 from penstock.serve.openai.scores import ChatScores, CompletionScores
 from penstock.serve.text_stream import ReplyDelta, Usage
 from penstock.text.dialects import (
@@ -37,6 +38,7 @@ class OpenAIReplyFormat(ABC):
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
+    heartbeat = HEARTBEAT_COMMENT
 
     def __init__(
         self, request_id: str, model: str, *, has_logprobs: bool = False, include_usage: bool = False

@@ -18,6 +18,7 @@ import msgspec
 
 from penstock.errors import OverloadedError, PenstockError, RequestError
 from penstock.serve.answer import Choice
+from penstock.serve.event_stream import HEARTBEAT_COMMENT
 from penstock.serve.responses.requests import use_own_name
 from penstock.serve.text_stream import ReplyDelta, Usage
 from penstock.text.dialects import (
@@ -209,6 +210,8 @@ class Output:
 
 class ResponseReplyFormat:
     """A response: created, its items, completed. `keep` is given one that has ended, and its items."""
+
+    heartbeat = HEARTBEAT_COMMENT
 
     def __init__(self, id: str, model: str, echo: Fields, keep: Keep | None) -> None:
         self._head = {"id": id, "object": "response", "created_at": int(time.time()), "model": model}
