@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.instructions import PARAGRAPH, PlainMessage, reminder
 from penstock.serve.openai.body import decode_body, wrong_field
 from penstock.serve.openai.chat_options import (
     JsonForm,
@@ -33,10 +34,8 @@ from penstock.types import SamplingParams
 
 # Claude Code's first system block. It differs in every request, and nothing behind it could be found cached.
 BILLING_LINE = "x-anthropic-billing-header:"
-PARAGRAPH = "\n\n"
 MAX_BLOCKS = 16_384  # of one request, those inside results too: while they are read, nobody else is served
 
-PlainMessage = dict[str, Any]  # as chat templates expect it
 Content = str | list[dict[str, Any]]  # blocks are checked one by one, by their type
 
 
@@ -283,7 +282,7 @@ def _split_turns(fields: PromptBody) -> tuple[list[str], list[_Turn]]:
             if not turns:
                 instructions += _texts(blocks)
                 continue
-            role, blocks = "user", [_reminder(text) for text in _texts(blocks)]
+            role, blocks = "user", [TextBlock(reminder(text)) for text in _texts(blocks)]
         elif role == "user" and not blocks:
             raise RequestError(f"{where} has no content", param=f"{where}.content")
         if turns and turns[-1].role == role:
@@ -291,11 +290,6 @@ def _split_turns(fields: PromptBody) -> tuple[list[str], list[_Turn]]:
         else:
             turns.append(_Turn(role, blocks))
     return instructions, turns
-
-
-def _reminder(text: str) -> TextBlock:
-    """An instruction amid a conversation, marked as Claude Code marks those it puts into user messages."""
-    return TextBlock(f"<system-reminder>\n{text}\n</system-reminder>")
 
 
 def _checked_blocks(content: Content, where: str, types: BlockTypes) -> list[Block]:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.instructions import PlainMessage, place_instructions
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -37,9 +38,12 @@ class Message(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-def plain_message(message: Message, index: int) -> dict[str, Any]:
-    """The message as chat templates expect it: plain values, and content that is text."""
-    where = f"messages[{index}]"
+def plain_messages(messages: list[Message]) -> list[PlainMessage]:
+    """The messages as chat templates expect them: plain values, and content that is text."""
+    return place_instructions([_plain_message(m, f"messages[{i}]") for i, m in enumerate(messages)])
+
+
+def _plain_message(message: Message, where: str) -> PlainMessage:
     if message.role not in ROLES:
         raise RequestError(
             f"{where}.role is {message.role[:32]!r}",
@@ -48,7 +52,7 @@ def plain_message(message: Message, index: int) -> dict[str, Any]:
         )
     if message.content is None and message.role != "assistant":
         raise RequestError(f"{where} has no content", param=f"{where}.content")
-    plain: dict[str, Any] = {"role": ROLES[message.role], "content": _plain_content(message, where)}
+    plain: PlainMessage = {"role": ROLES[message.role], "content": _plain_content(message, where)}
     for name in ("name", "reasoning_content", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value

@@ -31,7 +31,7 @@ from penstock.serve.openai.chat_options import (
     thinking_budget,
     thinking_switch,
 )
-from penstock.serve.openai.messages import Message, plain_message
+from penstock.serve.openai.messages import Message, plain_messages
 from penstock.text.template import RESERVED_NAMES
 from penstock.types import SamplingParams
 
@@ -219,7 +219,7 @@ def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequ
     tools = plain_tools(fields.tools or ()) or None
     tools, must_call = chosen_tools(fields.tool_choice, tools)
     return ChatRequest(
-        messages=[plain_message(message, index) for index, message in enumerate(fields.messages)],
+        messages=plain_messages(fields.messages),
         tools=tools,
         template_arguments=_template_arguments(fields),
         sampling=_sampling(fields, logprobs, {"logprobs": "top_logprobs"}, defaults),

@@ -14,13 +14,12 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.instructions import PARAGRAPH, PlainMessage, place_instructions
 from penstock.text.json_values import refuse_many_arguments
 
 MAX_ITEMS = 8192  # of a conversation
-PARAGRAPH = "\n\n"
 ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
 TEXT_PARTS = ("input_text", "output_text", "text")
-PlainMessage = dict[str, Any]
 NO_CALLS: Mapping[str, str] = {}
 
 
@@ -125,7 +124,7 @@ class _Conversation:
             self._messages.append(_Message("system", instructions))
 
     def messages(self) -> list[PlainMessage]:
-        return [message.plain() for message in self._messages]
+        return place_instructions([message.plain() for message in self._messages])
 
     def add(self, item: Item, where: str) -> None:
         kind = item.type or "message"
@@ -159,17 +158,8 @@ class _Conversation:
         role, text = ROLES[item.role], _text(item.content, f"{where}.content")
         if role == "assistant":
             self._say(text)
-        elif role == "system" and all(message.role == "system" for message in self._messages):
-            self._instruct(text)
         else:
             self._messages.append(_Message(role, text))
-
-    def _instruct(self, text: str) -> None:
-        """Instructions at the start are one message: most templates know only one."""
-        if self._messages:
-            self._messages[0].paragraphs.append(text)
-        else:
-            self._messages.append(_Message("system", text))
 
     def _say(self, text: str) -> None:
         turn = self._turn()
