@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.lib.streaming.responses._responses import ResponseStreamState
 
-from penstock.errors import DeadlineError, OverloadedError, PenstockError, RequestError
+from penstock.errors import ContextLengthError, DeadlineError, OverloadedError, PenstockError, RequestError
 from penstock.serve.answer import Choice
 from penstock.serve.responses.items import Item, plain_messages
 from penstock.serve.responses.replies import ResponseReplyFormat
@@ -275,3 +275,9 @@ def test_a_stream_that_fails_says_so_and_keeps_what_was_said(
     assert failed["response"]["error"] == {"code": code, "message": str(error)}
     assert [item["status"] for item in failed["response"]["output"]] == ["completed", "incomplete"]
     assert failed["response"]["output"][1]["content"][0]["text"] == "A"
+
+
+def test_a_stream_that_does_not_fit_the_context_fails_with_the_code_that_codex_looks_for() -> None:
+    error = ContextLengthError("Too long", param="messages")
+    failed = json.loads(reply_format().encode_failure(error).rpartition(b"data: ")[2])
+    assert failed["response"]["error"]["code"] == "context_length_exceeded"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.errors import ContextLengthError, RequestError
+from penstock.errors import RequestError
 from penstock.serve.admission import require_priority
 from penstock.serve.fleet import Fleet
 from penstock.serve.intake import Place
@@ -33,7 +33,7 @@ from penstock.text.chat_prompt import ChatEncoder, RenderedChat
 from penstock.text.dialects import StreamParser, ThoughtsInContent, dialect_of
 from penstock.text.length import roles_written, words_written
 from penstock.text.loop_guard import LoopGuard
-from penstock.text.prompt import SHORTEN, build_requests, check_ids, limit_scores
+from penstock.text.prompt import build_requests, check_ids, limit_scores, prompt_too_long
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import EngineInfo, Request, SamplingParams
@@ -265,12 +265,10 @@ class TextEngine:
         bound = self._tokenizer.length_bound
         num_tokens = bound.fewest_tokens(texts)
         if num_tokens >= max_model_len:
-            raise ContextLengthError(
-                f"the prompt is too long: at least {num_tokens} tokens > {max_model_len - 1} maximum",
-                f"The context holds {max_model_len} tokens; the text has {num_chars} characters, "
-                f"and no token has more than {bound.longest_token}.",
-                SHORTEN,
-                param="prompt",
+            raise prompt_too_long(
+                f"at least {num_tokens}",
+                max_model_len,
+                f" The text has {num_chars} characters, and no token has more than {bound.longest_token}.",
             )
 
     @functools.cached_property
@@ -287,11 +285,8 @@ class TextEngine:
             return
         num_tokens = len(self._tokenizer.encode(beginning, add_special_tokens, tenant))
         if num_tokens > max_model_len:
-            raise ContextLengthError(
-                f"the prompt is too long: more than {num_tokens} tokens > {max_model_len - 1} maximum",
-                f"The context holds {max_model_len} tokens; the text has {len(text)} characters.",
-                SHORTEN,
-                param="prompt",
+            raise prompt_too_long(
+                f"more than {num_tokens}", max_model_len, f" The text has {len(text)} characters."
             )
 
     def _echoes_of(self, asked: CompletionRequest) -> list[str]:

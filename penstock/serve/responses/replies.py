@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.errors import OverloadedError, PenstockError, RequestError
+from penstock.errors import ContextLengthError, OverloadedError, PenstockError, RequestError
 from penstock.serve.answer import Choice
 from penstock.serve.event_stream import HEARTBEAT_COMMENT
 from penstock.serve.responses.requests import use_own_name
@@ -273,8 +273,8 @@ class ResponseReplyFormat:
 
 def _failure_code(error: PenstockError) -> str:
     """The nearest of the few that the API has."""
-    if isinstance(error, RequestError):
-        return "invalid_prompt"
+    if isinstance(error, RequestError):  # Codex shortens its conversation where it reads the first of these
+        return error.code if isinstance(error, ContextLengthError) else "invalid_prompt"
     return "rate_limit_exceeded" if isinstance(error, OverloadedError) else "server_error"
 
 
