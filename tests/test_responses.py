@@ -201,11 +201,18 @@ NEWS: dict[str, list[Delta]] = {
         ToolCallEnd(1),
         ReplyEnd("tool_calls"),
     ],
-    "a call cut off in a thought": [
+    "a call broken off in a thought": [
         ReasoningDelta("  T"),
         ToolCallStart(0, "call_0", "f"),
         ToolCallEnd(0, is_broken=True),
         ReasoningDelta("<tool_call>"),
+        ReplyEnd("length"),
+    ],
+    "a call cut off": [
+        ContentDelta("A"),
+        ToolCallStart(0, "call_0", "f"),
+        ToolArguments(0, '{"x": "y'),
+        ToolCallEnd(0, is_cut=True),
         ReplyEnd("length"),
     ],
 }
@@ -222,10 +229,11 @@ OUTPUTS = {
         ("message", "<tool_call>", "completed"),
         ("function_call", "{}", "completed"),
     ],
-    "a call cut off in a thought": [
+    "a call broken off in a thought": [
         ("reasoning", "  T", "completed"),
         ("reasoning", "<tool_call>", "incomplete"),
     ],
+    "a call cut off": [("message", "A", "completed"), ("function_call", '{"x": "y', "incomplete")],
 }
 
 

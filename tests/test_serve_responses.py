@@ -96,7 +96,7 @@ ITEMS = {
     "thought_calls": ["reasoning", "function_call", "function_call"],
     "cut": ["message"],
     "cut_thought": ["reasoning"],
-    "cut_call": ["message"],
+    "cut_call": ["function_call"],
 }
 
 
@@ -287,8 +287,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input[0].call_id"),
     ({"input": [CALL, {"type": "function_call_output", "call_id": "1"}]}, "input[1].output"),
-    ({"input": [{**CALL, "arguments": "[1]"}]}, "input[0].arguments"),
-    ({"input": [{**CALL, "arguments": "{"}]}, "input[0].arguments"),
     ({"input": [{**CALL, "name": None}]}, "input[0]"),
     ({"input": "word " * 5000}, "input"),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),

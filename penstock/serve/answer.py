@@ -68,10 +68,11 @@ class Choice:
 class ReplyFormat(Protocol):
     """How one endpoint spells its answers; made for each answer, so it may remember what it has said."""
 
-    heartbeat: bytes  # tells the client of a stream without news that the reply is on its way
-
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         """The events of one delta of a stream; may be empty."""
+
+    def encode_heartbeat(self) -> bytes:
+        """Tells the client of a stream without news that the reply is on its way."""
 
     def encode_end(self, usage: Usage) -> bytes:
         """The tail of a stream that ended well."""
@@ -126,7 +127,7 @@ class Answer:
 
     async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [*EVENT_STREAM_HEADERS, *((k.encode(), v.encode()) for k, v in self._headers.items())]
-        with EventStream(scope, send, headers, self._style.heartbeat) as events:
+        with EventStream(scope, send, headers, self._style.encode_heartbeat) as events:
 
             def deliver(delta: ReplyDelta) -> None:
                 if chunk := self._style.encode_chunk(delta):  # an empty one would end the answer

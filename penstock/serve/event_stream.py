@@ -8,6 +8,7 @@ heartbeat looks like is the reply format's: a comment of server-sent events, or 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 
 from starlette.types import Scope, Send
@@ -24,10 +25,12 @@ Headers = list[tuple[bytes, bytes]]
 class EventStream:
     """Sends headers once, then what is written; a context in which its clock runs."""
 
-    def __init__(self, scope: Scope, send: Send, headers: Headers, heartbeat: bytes) -> None:
+    def __init__(
+        self, scope: Scope, send: Send, headers: Headers, encode_heartbeat: Callable[[], bytes]
+    ) -> None:
         self._send = send
         self._headers = headers
-        self._heartbeat = heartbeat
+        self._encode_heartbeat = encode_heartbeat
         self._writer = EventWriter(scope["transport"], scope["http_version"])
         self._opening: asyncio.Task[None] | None = None
         self._clock: asyncio.TimerHandle
@@ -77,7 +80,7 @@ class EventStream:
 
     def _look(self) -> None:
         self._begin()
-        if self._is_quiet:
-            self._writer.write(self._heartbeat)
+        if self._is_quiet and (heartbeat := self._encode_heartbeat()):  # an empty one would end the answer
+            self._writer.write(heartbeat)
         self._is_quiet = True
         self._look_after(HEARTBEAT_EVERY_S)

@@ -18,6 +18,7 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.serve.answer import Choice
 from penstock.serve.text_stream import ReplyDelta, Usage
+from penstock.text.call_arguments import whole_part
 from penstock.text.dialects import (
     ContentDelta,
     Delta,
@@ -44,10 +45,9 @@ Frame = tuple[bytes, bytes]
 
 
 class MessageFormat:
-    """One message, streamed or whole. `usage_so_far` is set before its first news come."""
+    """One message, streamed or whole."""
 
-    usage_so_far: Callable[[], Usage]
-    heartbeat = b'event: ping\ndata: {"type":"ping"}\n\n'
+    usage_so_far: Callable[[], Usage] | None = None  # None: the prompt is being prepared
 
     def __init__(self, request_id: str, model: str, max_tokens: int | None) -> None:
         self._request_id = request_id
@@ -64,15 +64,19 @@ class MessageFormat:
         only = news[0] if len(news) == 1 else None
         if isinstance(only, (ContentDelta, ReasoningDelta)) and type(only) is self._open:
             return msgspec.json.encode(only.text).join(self._frame)  # nearly all chunks: head + text + tail
-        events = []
-        if not self._has_begun:
-            self._has_begun = True
-            events.append(self._message_start())
+        events = [self._message_start()]
         for piece in news:
             events += self._events_of(piece)
         return b"".join(events)
 
+    def encode_heartbeat(self) -> bytes:
+        return self._message_start() + _event("ping", {})
+
     def _message_start(self) -> bytes:
+        """Once, as soon as the prompt's tokens are counted. How many were cached, message_delta says."""
+        if self._has_begun or self.usage_so_far is None:
+            return b""
+        self._has_begun = True
         fields: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         message = {**self._head, **fields, "usage": _usage(self.usage_so_far())}
         return _event("message_start", {"message": message})
@@ -190,6 +194,8 @@ def _blocks_of(news: list[Delta]) -> list[_Block]:
                 blocks[-1].pieces.append(json)
             case ToolCallEnd(_, is_broken=True):
                 blocks.pop()
+            case ToolCallEnd(_, is_cut=True):  # a body has an object there, a stream its beginning
+                blocks[-1].pieces = [whole_part("".join(blocks[-1].pieces)) or "{}"]
     return blocks
 
 

@@ -38,7 +38,6 @@ class OpenAIReplyFormat(ABC):
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
-    heartbeat = HEARTBEAT_COMMENT
 
     def __init__(
         self, request_id: str, model: str, *, has_logprobs: bool = False, include_usage: bool = False
@@ -55,6 +54,9 @@ class OpenAIReplyFormat(ABC):
     @abstractmethod
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         """The events of one delta of a stream."""
+
+    def encode_heartbeat(self) -> bytes:
+        return HEARTBEAT_COMMENT
 
     def encode_end(self, usage: Usage) -> bytes:
         return (_usage_chunk(self._chunk_head, usage) if self._include_usage else b"") + DONE

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from penstock.errors import RequestError
 from penstock.serve.instructions import PARAGRAPH, PlainMessage, place_instructions
+from penstock.text.call_arguments import read_arguments
 from penstock.text.json_values import refuse_many_arguments
 
 MAX_ITEMS = 8192  # of a conversation
@@ -183,7 +184,7 @@ class _Conversation:
             raise RequestError(
                 f"{where} is not whole", "A function_call has call_id, name and arguments.", param=where
             )
-        function = {"name": item.name, "arguments": _arguments(item.arguments or "{}", f"{where}.arguments")}
+        function = {"name": item.name, "arguments": read_arguments(item.arguments)}
         call = {"id": item.call_id, "type": "function", "function": function}
         self._turn().calls.append(call)
         self._called[item.call_id] = item.name
@@ -224,12 +225,3 @@ def _text(content: str | list[Part], where: str, types: tuple[str, ...] = TEXT_P
             )
         texts.append(text)
     return "".join(texts)
-
-
-def _arguments(text: str, where: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise RequestError(
-            f"{where} is {text[:80]!r}", f"{error}.", "Send a string that holds a JSON object.", param=where
-        ) from error

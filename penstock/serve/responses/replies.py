@@ -161,8 +161,8 @@ class Output:
             case ToolArguments(_, json):
                 assert isinstance(self._open, CallItem)
                 return self._encode(self._open.add(json))
-            case ToolCallEnd(_, is_broken):
-                return self._end("incomplete" if is_broken else "completed")
+            case ToolCallEnd(_, is_broken, is_cut):
+                return self._end("incomplete" if is_broken or is_cut else "completed", is_dropped=is_broken)
             case ReplyEnd(reason):
                 return self._take_end(reason)
 
@@ -195,11 +195,11 @@ class Output:
         self._num_items += 1
         return ended + self._encode(item.start())
 
-    def _end(self, status: Status) -> bytes:
+    def _end(self, status: Status, is_dropped: bool = False) -> bytes:
         item, self._open = self._open, None
         if item is None:
             return b""
-        if isinstance(item, TextItem) or status == "completed":
+        if not is_dropped:
             self.items.append(item.fields(status))
             self._has_answer = self._has_answer or isinstance(item, CallItem) or not item.is_thought
         return self._encode(item.end(status))
@@ -211,8 +211,6 @@ class Output:
 class ResponseReplyFormat:
     """A response: created, its items, completed. `keep` is given one that has ended, and its items."""
 
-    heartbeat = HEARTBEAT_COMMENT
-
     def __init__(self, id: str, model: str, echo: Fields, keep: Keep | None) -> None:
         self._head = {"id": id, "object": "response", "created_at": int(time.time()), "model": model}
         self._echo = echo
@@ -223,6 +221,9 @@ class ResponseReplyFormat:
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         events = b"" if self._has_begun else self._encode_start()
         return events + b"".join([self._output.take(piece) for piece in delta.news])
+
+    def encode_heartbeat(self) -> bytes:
+        return (b"" if self._has_begun else self._encode_start()) + HEARTBEAT_COMMENT
 
     def encode_end(self, usage: Usage) -> bytes:
         response, body = self._finish(usage)
