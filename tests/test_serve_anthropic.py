@@ -430,3 +430,41 @@ def test_a_stream_is_what_it_was(server: Server, name: str, fields: dict[str, An
         file.write_text(stream)
         pytest.fail(f"{file} was written; look at it and run again")
     assert stream == file.read_text()
+
+
+# Threads
+
+
+@anthropic.beta_tool
+def feed_pet(pet: str, grams: int) -> str:
+    """Release food for a pet.
+
+    Args:
+        pet: whose food it is
+        grams: how much
+    """
+    return f"{pet} got {grams} grams."
+
+
+def test_the_sdks_tool_runner_goes_on_without_a_thread(api: anthropic.Anthropic) -> None:
+    runner = api.beta.messages.tool_runner(
+        model=ANY_MODEL, max_tokens=200, tools=[feed_pet], messages=ONE_CALL, max_iterations=3
+    )
+    first, *_, last = runner
+    assert (first.stop_reason, last.stop_reason) == ("tool_use", "end_turn")
+    prompts = [
+        reply.usage.input_tokens + (reply.usage.cache_read_input_tokens or 0) for reply in (first, last)
+    ]
+    assert prompts[1] > prompts[0], "the call and its result are in the second prompt"
+
+
+def test_a_thread_is_refused_and_no_history_is_lost(api: anthropic.Anthropic) -> None:
+    fields: Any = {"model": ANY_MODEL, "max_tokens": 40}
+    name: list[Any] = [
+        {"role": "user", "content": text} for text in ("My name is Alice.", "What is my name?")
+    ]
+    with pytest.raises(anthropic.BadRequestError, match="thread is not supported"):
+        api.beta.messages.thread(**fields).send(name[0])
+    unthreaded = api.beta.messages.thread(**fields, unsupported_request_behavior="continue_unthreaded")
+    unthreaded.send(name[0])
+    assert "Alice" in unthreaded.send(name[1]).content[0].text

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from penstock.errors import ContextLengthError, PenstockError, RequestError
 from penstock.serve.answer import json_response
+from penstock.serve.attachments import warning_headers
 from penstock.serve.chat import TextEngine
 from penstock.serve.conversations import SHORTEN, ConversationInfo, Conversations, Key, Message, Turn
 from penstock.serve.fleet import Fleet
@@ -76,6 +77,7 @@ class SessionChat:
         self._conversations = serving.conversations
         self._turn: Turn | None = None
         self.held: list[Message] = []  # comes before what was sent
+        self._omitted = asked.omitted
         if (key := session_key(asked.session_id, request)) is not None:
             self._place.add_bytes(serving.conversations.num_bytes_of(key))
             self._turn, self.held, messages = serving.conversations.begin(key, asked.messages)
@@ -84,7 +86,8 @@ class SessionChat:
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self._turn is None else {STATUS_HEADER: self._turn.status}
+        status = {} if self._turn is None else {STATUS_HEADER: self._turn.status}
+        return {**status, **warning_headers(self._omitted)}
 
     async def stream(self, deliver: Deliver) -> TextStream:
         note = None

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, RequestError
 from penstock.serve.answer import Choice
 from penstock.serve.text_stream import ReplyDelta, Usage
 from penstock.text.call_arguments import whole_part
@@ -217,11 +217,14 @@ def error_status(status: int) -> int:
 
 
 def encode_error(error: PenstockError, request_id: str | None = None) -> bytes:
-    return encode_error_fields(str(error), error.status, request_id)
+    details = error.details if isinstance(error, RequestError) else None
+    return encode_error_fields(str(error), error.status, request_id, details)
 
 
-def encode_error_fields(message: str, status: int, request_id: str | None = None) -> bytes:
+def encode_error_fields(
+    message: str, status: int, request_id: str | None = None, details: dict[str, Any] | None = None
+) -> bytes:
     other = "api_error" if status >= 500 else "invalid_request_error"
     kind = ERROR_TYPES.get(error_status(status), other)
-    body = {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
-    return msgspec.json.encode(body)
+    error = {"type": kind, "message": message, **({} if details is None else {"details": details})}
+    return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})

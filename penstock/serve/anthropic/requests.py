@@ -10,12 +10,13 @@ replies.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.attachments import replace_attachment
 from penstock.serve.instructions import PARAGRAPH, PlainMessage, reminder
 from penstock.serve.openai.body import decode_body, wrong_field
 from penstock.serve.openai.chat_options import (
@@ -37,6 +38,15 @@ BILLING_LINE = "x-anthropic-billing-header:"
 MAX_BLOCKS = 16_384  # of one request, those inside results too: while they are read, nobody else is served
 
 Content = str | list[dict[str, Any]]  # blocks are checked one by one, by their type
+
+
+class ThreadUnsupportedError(RequestError):
+    """Anthropic's SDKs read the details, and go on with whole conversations."""
+
+    details: ClassVar[dict[str, Any]] = {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
 
 
 class TextBlock(msgspec.Struct):
@@ -128,6 +138,7 @@ class MessagesBody(PromptBody, kw_only=True):
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
     stream: bool | None = None
     session_id: SessionId | None = None  # not Anthropic's: a session that is kept here
+    thread: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +152,13 @@ class _Turn:
 def parse_messages(body: bytes, thinks: bool | None, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
     """`thinks`, `defaults`: what the operator wants where a request leaves it open."""
     fields = decode_body(body, MessagesBody)
+    if fields.thread is not None:
+        raise ThreadUnsupportedError(
+            "thread is not supported",
+            "No messages are kept here under the id of a reply.",
+            "Send the whole conversation without thread, or name a session_id.",
+            param="thread",
+        )
     given = {
         name: value
         for name in ("temperature", "top_p", "top_k")
@@ -161,7 +179,8 @@ def _chat_request(
     fields: PromptBody, thinks: bool | None, sampling: SamplingParams, is_stream: bool = False
 ) -> ChatRequest:
     _check_num_blocks(fields)
-    instructions, turns = _split_turns(fields)
+    omitted: list[str] = []
+    instructions, turns = _split_turns(fields, omitted)
     reply_start = ""
     if turns and turns[-1].role == "assistant":
         reply_start = _reply_start(turns.pop(), f"messages[{len(fields.messages) - 1}]")
@@ -179,6 +198,7 @@ def _chat_request(
         json_form=_json_form(fields.output_config),
         thinking_budget=thinking_budget(fields.thinking),
         reply_start=reply_start,
+        omitted=omitted,
         is_cut_to_context=True,
     )
 
@@ -264,9 +284,9 @@ def _check_num_blocks(fields: PromptBody) -> None:
         )
 
 
-def _split_turns(fields: PromptBody) -> tuple[list[str], list[_Turn]]:
+def _split_turns(fields: PromptBody, omitted: list[str]) -> tuple[list[str], list[_Turn]]:
     """The instructions, and all that was said after them. Templates want instructions at the start only."""
-    instructions = _texts(_checked_blocks(fields.system or [], "system", TEXT_ONLY))
+    instructions = _texts(_checked_blocks(fields.system or [], "system", TEXT_ONLY, omitted))
     turns: list[_Turn] = []
     for index, message in enumerate(fields.messages):
         where = f"messages[{index}]"
@@ -277,7 +297,7 @@ def _split_turns(fields: PromptBody) -> tuple[list[str], list[_Turn]]:
                 f"It must be one of {', '.join(BLOCKS_OF_ROLE)}.",
                 param=f"{where}.role",
             )
-        blocks = _checked_blocks(message.content, f"{where}.content", BLOCKS_OF_ROLE[role])
+        blocks = _checked_blocks(message.content, f"{where}.content", BLOCKS_OF_ROLE[role], omitted)
         if role == "system":
             if not turns:
                 instructions += _texts(blocks)
@@ -292,13 +312,13 @@ def _split_turns(fields: PromptBody) -> tuple[list[str], list[_Turn]]:
     return instructions, turns
 
 
-def _checked_blocks(content: Content, where: str, types: BlockTypes) -> list[Block]:
+def _checked_blocks(content: Content, where: str, types: BlockTypes, omitted: list[str]) -> list[Block]:
     if isinstance(content, str):
         return [TextBlock(content)]
-    return [_checked_block(block, f"{where}[{index}]", types) for index, block in enumerate(content)]
+    return [_checked_block(block, f"{where}[{i}]", types, omitted) for i, block in enumerate(content)]
 
 
-def _checked_block(block: dict[str, Any], where: str, types: BlockTypes) -> Block:
+def _checked_block(block: dict[str, Any], where: str, types: BlockTypes, omitted: list[str]) -> Block:
     kind = block.get("type")
     if not isinstance(kind, str):
         raise RequestError(f"{where} has no type", "A block says what it is.", param=where)
@@ -316,9 +336,22 @@ def _checked_block(block: dict[str, Any], where: str, types: BlockTypes) -> Bloc
     except msgspec.ValidationError as error:
         raise wrong_field(error, where) from error
     if isinstance(checked, ToolResultBlock) and isinstance(checked.content, list):
-        texts = _texts(_checked_blocks(checked.content, f"{where}.content", TEXT_ONLY))
+        texts = [
+            _result_text(part, f"{where}.content[{index}]", omitted)
+            for index, part in enumerate(checked.content)
+        ]
         checked.content = PARAGRAPH.join(texts)
     return checked
+
+
+def _result_text(block: dict[str, Any], where: str, omitted: list[str]) -> str:
+    """A block of a tool's result. Documents may be text; what is none is left out, and said to be."""
+    kind, source = block.get("type"), block.get("source")
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        return str(source.get("data", ""))
+    if isinstance(kind, str) and kind != "text":
+        return replace_attachment(kind, where, omitted)
+    return "".join(_texts([_checked_block(block, where, TEXT_ONLY, omitted)]))
 
 
 def _system_message(instructions: list[str]) -> list[PlainMessage]:

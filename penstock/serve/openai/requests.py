@@ -7,7 +7,7 @@ names it. Nothing here renders, tokenises or generates; replies are written in r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -178,6 +178,7 @@ class ChatRequest(TextRequest):
     effort_budget: int | None = None  # tokens, of an effort: the server's own budget may be less
     keeps_thoughts_in_content: bool = False  # for clients that know no field for them
     reply_start: str = ""  # what the reply goes on from
+    omitted: Sequence[str] = ()  # of the results of tools, since no text: what, and where it stood
     is_cut_to_context: bool = False  # where max_tokens is more than fits behind the prompt
 
 
@@ -218,8 +219,10 @@ def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequ
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     tools = plain_tools(fields.tools or ()) or None
     tools, must_call = chosen_tools(fields.tool_choice, tools)
+    omitted: list[str] = []
     return ChatRequest(
-        messages=plain_messages(fields.messages),
+        messages=plain_messages(fields.messages, omitted),
+        omitted=omitted,
         tools=tools,
         template_arguments=_template_arguments(fields),
         sampling=_sampling(fields, logprobs, {"logprobs": "top_logprobs"}, defaults),

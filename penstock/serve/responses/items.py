@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.attachments import replace_attachment
 from penstock.serve.instructions import PARAGRAPH, PlainMessage, place_instructions
 from penstock.text.call_arguments import read_arguments
 from penstock.text.json_values import refuse_many_arguments
@@ -52,14 +53,16 @@ def plain_messages(
     items: list[Item],
     instructions: str | None,
     called: Mapping[str, str] = NO_CALLS,
+    omitted: list[str] | None = None,
 ) -> list[PlainMessage]:
     """The conversation as chat templates expect it: instructions, what was kept, what was sent.
 
-    `called`: names of tools by the ids of calls that came before all of it.
+    `called`: names of tools by the ids of calls that came before all of it. `omitted` is told what the
+    results of tools had besides text.
     """
     whole = [*history, *items]
     _check_size(whole)
-    conversation = _Conversation(instructions, called)
+    conversation = _Conversation(instructions, called, [] if omitted is None else omitted)
     for index, item in enumerate(whole, -len(history)):
         conversation.add(item, f"input[{index}]")
     return conversation.messages()
@@ -118,8 +121,9 @@ class _Message:
 class _Conversation:
     """Messages so far, of which the last may be the model's and still grow."""
 
-    def __init__(self, instructions: str | None, called: Mapping[str, str]) -> None:
+    def __init__(self, instructions: str | None, called: Mapping[str, str], omitted: list[str]) -> None:
         self._messages: list[_Message] = []
+        self._omitted = omitted
         self._called = dict(called)  # names by call id
         if instructions:
             self._messages.append(_Message("system", instructions))
@@ -199,8 +203,16 @@ class _Conversation:
             )
         if item.output is None:
             raise RequestError(f"{where} has no output", param=f"{where}.output")
-        output, name = _text(item.output, f"{where}.output"), self._called[item.call_id]
+        output = item.output
+        if not isinstance(output, str):
+            output = "".join(self._result_text(p, f"{where}.output[{i}]") for i, p in enumerate(output))
+        name = self._called[item.call_id]
         self._messages.append(_Message("tool", output, tool_call_id=item.call_id, name=name))
+
+    def _result_text(self, part: Part, where: str) -> str:
+        if part.type in TEXT_PARTS:
+            return _text([part], where)
+        return replace_attachment(part.type, where, self._omitted)
 
     def _turn(self) -> _Message:
         """The model's turn that is open; a new one after another voice."""

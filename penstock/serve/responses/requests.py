@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -172,8 +172,9 @@ def response_request(
     else:
         items = fields.input
     with own_names():
-        messages = plain_messages(history, items, fields.instructions, called)
-        chat = _chat_request(fields, messages, defaults)
+        omitted: list[str] = []
+        messages = plain_messages(history, items, fields.instructions, called, omitted)
+        chat = replace(_chat_request(fields, messages, defaults), omitted=omitted)
     is_stored = fields.store is not False
     return ResponseRequest(chat, [*history, *items], _echo(fields, chat.sampling, is_stored), is_stored)
 
