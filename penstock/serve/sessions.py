@@ -30,6 +30,9 @@ from penstock.text.dialects import Delta, ParsedReply, ReplyEnd
 from penstock.types import SessionInfo
 
 HEADER = "x-session-id"
+# How agents name their sessions. They send whole histories, and requests beside the conversation under the
+# same name: so it says where the cache is, and no messages are held under it.
+CACHE_HEADERS = ("x-claude-code-session-id", "session-id", "session_id")
 STATUS_HEADER = "x-session-status"  # of an answer; its values are `conversations.Status`
 WHY_ENDED = {
     "deleted": "It was deleted.",
@@ -51,9 +54,11 @@ def in_session(asked: Asked, request: Request) -> Asked:
     """What was asked, by its tenant, in the session that the header names if the body names none."""
     tenant = tenant_of(request.scope)
     session_id = named_session(asked.session_id, request)
-    return replace(
-        asked, tenant=tenant, session_id=None if session_id is None else _scoped(tenant, session_id)
-    )
+    if session_id is not None:
+        return replace(asked, tenant=tenant, session_id=_scoped(tenant, session_id))
+    names = [asked.cache_key, *(request.headers.get(name) for name in CACHE_HEADERS)]
+    cache_key = next((name for name in names if name), None)
+    return replace(asked, tenant=tenant, session_id=None if cache_key is None else _cached(tenant, cache_key))
 
 
 def named_session(field: str | None, request: Request) -> str | None:
@@ -164,6 +169,11 @@ def _session_of_header(request: Request) -> str | None:
 def _scoped(tenant: str, session_id: str) -> str:
     """As the engines know it."""
     return f"{tenant}/{session_id}"
+
+
+def _cached(tenant: str, cache_key: str) -> str:
+    """The same for what is only cached: nobody lists it, and no session has such a name."""
+    return f"{tenant}#{cache_key[:MAX_SESSION_ID_CHARS]}"
 
 
 def routes(serving: Serving) -> list[Route]:

@@ -108,6 +108,7 @@ class SamplingFields(DrawFields, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     n: int | None = None
     stream_options: StreamOptions | None = None
+    prompt_cache_key: str | None = None
     loop_guard: bool | None = None
 
 
@@ -162,6 +163,7 @@ class TextRequest:
     timeout_s: float | None = None
     priority: int = 0  # lower runs earlier
     session_id: str | None = None
+    cache_key: str | None = None  # requests that share it go to the same engine, and stay cached
     tenant: str = ""  # who may share caches with it
     loop_guard: bool | None = None  # None: as the server was told
 
@@ -235,6 +237,7 @@ def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequ
         timeout_s=fields.timeout,
         priority=fields.priority or 0,
         session_id=fields.session_id,
+        cache_key=fields.prompt_cache_key,
         loop_guard=fields.loop_guard,
     )
 
@@ -270,6 +273,7 @@ def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS)
         timeout_s=fields.timeout,
         priority=fields.priority or 0,
         session_id=fields.session_id,
+        cache_key=fields.prompt_cache_key,
         loop_guard=fields.loop_guard,
     )
 

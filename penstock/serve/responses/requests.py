@@ -213,6 +213,7 @@ def _chat_request(fields: ResponseBody, messages: list[PlainMessage], defaults: 
         effort_budget=budget,
         timeout_s=fields.timeout,
         session_id=fields.session_id,
+        cache_key=fields.prompt_cache_key,
         priority=fields.priority or 0,
     )
 
