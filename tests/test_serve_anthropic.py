@@ -14,6 +14,9 @@ import httpx
 import pytest
 
 from anthropic_cases import CALL_BLOCK, IDENTITY, NOTE, QUESTION, billed, events_in, in_order, result, text
+from penstock.errors import RequestError
+from penstock.serve.anthropic.threads import Threads
+from penstock.serve.conversations import Conversations, Thread
 from serving import Server, eventually, start_server
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -446,25 +449,84 @@ def feed_pet(pet: str, grams: int) -> str:
     return f"{pet} got {grams} grams."
 
 
-def test_the_sdks_tool_runner_goes_on_without_a_thread(api: anthropic.Anthropic) -> None:
+THREADED: Any = {"model": ANY_MODEL, "max_tokens": 40}
+IS_ALICE: Any = {"role": "user", "content": "My name is Alice."}
+WHOSE_NAME: Any = {"role": "user", "content": "What is my name?"}
+
+
+def num_prompt_tokens(reply: Any) -> int:
+    return int(reply.usage.input_tokens + (reply.usage.cache_read_input_tokens or 0))
+
+
+@pytest.mark.parametrize("is_threaded", [True, False])
+def test_the_sdks_tool_runner_runs_its_tool_in_a_thread_and_without(
+    api: anthropic.Anthropic, is_threaded: bool
+) -> None:
+    unthreaded: Any = {} if is_threaded else {"thread": False}
     runner = api.beta.messages.tool_runner(
-        model=ANY_MODEL, max_tokens=200, tools=[feed_pet], messages=ONE_CALL, max_iterations=3
+        model=ANY_MODEL,
+        max_tokens=200,
+        system="You feed pets.",
+        tools=[feed_pet],
+        messages=ONE_CALL,
+        max_iterations=3,
+        **unthreaded,
     )
     first, *_, last = runner
     assert (first.stop_reason, last.stop_reason) == ("tool_use", "end_turn")
-    prompts = [
-        reply.usage.input_tokens + (reply.usage.cache_read_input_tokens or 0) for reply in (first, last)
+    call = first.content[0]
+    turns: list[Any] = [
+        *ONE_CALL,
+        {"role": "assistant", "content": [call.to_dict()]},
+        {"role": "user", "content": [{**result("Lena got 225 grams."), "tool_use_id": call.id}]},
     ]
-    assert prompts[1] > prompts[0], "the call and its result are in the second prompt"
+    whole = ask_whole(api, system="You feed pets.", tools=[feed_pet.to_dict()], messages=turns)
+    assert num_prompt_tokens(last) == num_prompt_tokens(whole), "the prompt is that of the whole conversation"
 
 
-def test_a_thread_is_refused_and_no_history_is_lost(api: anthropic.Anthropic) -> None:
-    fields: Any = {"model": ANY_MODEL, "max_tokens": 40}
-    name: list[Any] = [
-        {"role": "user", "content": text} for text in ("My name is Alice.", "What is my name?")
-    ]
-    with pytest.raises(anthropic.BadRequestError, match="thread is not supported"):
-        api.beta.messages.thread(**fields).send(name[0])
-    unthreaded = api.beta.messages.thread(**fields, unsupported_request_behavior="continue_unthreaded")
-    unthreaded.send(name[0])
-    assert "Alice" in unthreaded.send(name[1]).content[0].text
+def test_a_thread_goes_on_streamed_or_whole(api: anthropic.Anthropic) -> None:
+    thread = api.beta.messages.thread(**THREADED)
+    thread.send(IS_ALICE)
+    with thread.stream(WHOSE_NAME) as stream:
+        assert "Alice" in stream.get_final_text()
+    assert "Alice" in thread.send(WHOSE_NAME).content[0].text
+
+
+def test_a_reply_is_continued_once_and_a_thread_that_is_gone_is_said_to_be(
+    server: Server, api: anthropic.Anthropic
+) -> None:
+    def send(thread: Any, message: Any = WHOSE_NAME, **fields: Any) -> httpx.Response:
+        return server.post({**THREADED, "messages": [message], "thread": thread, **fields}, "/v1/messages")
+
+    def code(answer: httpx.Response) -> tuple[int, str]:
+        return answer.status_code, answer.json()["error"]["details"]["error_code"]
+
+    first = send({"type": "create"}, IS_ALICE).json()["id"]
+    next_turn = {"type": "continue", "previous_message_id": first}
+    refused = send(next_turn, system="Be brief.")
+    assert (refused.status_code, "system cannot be sent" in refused.text) == (400, True)
+    assert send(next_turn, max_tokens=-1).status_code == 400
+    assert "Alice" in send(next_turn).json()["content"][0]["text"], "what failed has continued nothing"
+    assert code(send(next_turn)) == (400, "thread_already_continued")
+    assert code(send({"type": "continue", "previous_message_id": "msg_x"})) == (404, "thread_not_found")
+    assert send({"type": "fork"}).status_code == 400
+    thread = api.beta.messages.thread(**THREADED)
+    reply = thread.send(IS_ALICE)
+    assert server.http.delete(f"{server.url}/v1/sessions/{reply.id}").status_code == 200
+    assert "Alice" in thread.send(WHOSE_NAME).content[0].text, "the SDK sends the whole history again"
+
+
+def test_of_two_requests_at_once_one_continues_a_reply() -> None:
+    threads = Threads(Conversations())
+    thread = Thread(("", "msg_1"))
+    with threads.continuing(thread), pytest.raises(RequestError) as refusal, threads.continuing(thread):
+        pass
+    assert refusal.value.details == {"error_code": "thread_continue_in_flight"}
+    with threads.continuing(thread):
+        pass
+
+
+def test_where_nothing_is_kept_a_thread_is_refused_so_that_sdks_go_on_without() -> None:
+    with pytest.raises(RequestError) as refusal:
+        Threads(Conversations(max_bytes=0)).find({"type": "create"}, "")
+    assert refusal.value.details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}

@@ -19,7 +19,16 @@ from penstock.errors import ContextLengthError, PenstockError, RequestError
 from penstock.serve.answer import json_response
 from penstock.serve.attachments import warning_headers
 from penstock.serve.chat import TextEngine
-from penstock.serve.conversations import SHORTEN, ConversationInfo, Conversations, Key, Message, Turn
+from penstock.serve.conversations import (
+    SHORTEN,
+    ConversationInfo,
+    Conversations,
+    Key,
+    Message,
+    Packed,
+    Thread,
+    Turn,
+)
 from penstock.serve.fleet import Fleet
 from penstock.serve.intake import place_of
 from penstock.serve.openai.requests import MAX_SESSION_ID_CHARS, ChatRequest, TextRequest
@@ -75,7 +84,13 @@ class SessionChat:
     """A chat that may be one of a session: then it goes on from what the session holds, and its first reply
     is added there when it has ended."""
 
-    def __init__(self, asked: ChatRequest, request: Request, serving: Serving) -> None:
+    def __init__(
+        self,
+        asked: ChatRequest,
+        request: Request,
+        serving: Serving,
+        thread: Thread | None = None,  # its session is new, and takes the place of the one before
+    ) -> None:
         self._text: TextEngine = serving.text
         self._request_id: str = request.scope["request_id"]
         self._place = place_of(request.scope)
@@ -87,6 +102,9 @@ class SessionChat:
             self._place.add_bytes(serving.conversations.num_bytes_of(key))
             self._turn, self.held, messages = serving.conversations.begin(key, asked.messages)
             asked = replace(asked, messages=messages)
+            if thread is not None:
+                tools = Packed.of(asked.tools or [])
+                self._turn = replace(self._turn, tools=tools, replaces=thread.previous)
         self._chat = in_session(asked, request)
 
     @property

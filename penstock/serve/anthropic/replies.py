@@ -51,7 +51,8 @@ class MessageFormat:
 
     def __init__(self, request_id: str, model: str, max_tokens: int | None) -> None:
         self._request_id = request_id
-        self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
+        self.id = f"msg_{request_id}"
+        self._head = {"id": self.id, "type": "message", "role": "assistant", "model": model}
         self._max_tokens = max_tokens
         self._has_begun = False
         self._num_blocks = 0  # that have begun

@@ -10,14 +10,15 @@ replies.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
 from penstock.serve.attachments import replace_attachment
-from penstock.serve.instructions import PARAGRAPH, PlainMessage, reminder
+from penstock.serve.conversations import Thread, names_of_calls
+from penstock.serve.instructions import PARAGRAPH, PlainMessage, place_instructions, reminder
 from penstock.serve.openai.body import decode_body, wrong_field
 from penstock.serve.openai.chat_options import (
     JsonForm,
@@ -38,15 +39,6 @@ BILLING_LINE = "x-anthropic-billing-header:"
 MAX_BLOCKS = 16_384  # of one request, those inside results too: while they are read, nobody else is served
 
 Content = str | list[dict[str, Any]]  # blocks are checked one by one, by their type
-
-
-class ThreadUnsupportedError(RequestError):
-    """Anthropic's SDKs read the details, and go on with whole conversations."""
-
-    details: ClassVar[dict[str, Any]] = {
-        "error_code": "thread_unsupported_request",
-        "unsupported": ["thread"],
-    }
 
 
 class TextBlock(msgspec.Struct):
@@ -150,15 +142,16 @@ class _Turn:
 
 
 def parse_messages(body: bytes, thinks: bool | None, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
-    """`thinks`, `defaults`: what the operator wants where a request leaves it open."""
-    fields = decode_body(body, MessagesBody)
-    if fields.thread is not None:
-        raise ThreadUnsupportedError(
-            "thread is not supported",
-            "No messages are kept here under the id of a reply.",
-            "Send the whole conversation without thread, or name a session_id.",
-            param="thread",
-        )
+    """`thinks`, `defaults`: what the operator wants where a request leaves it open, here and below."""
+    return message_request(decode_body(body, MessagesBody), thinks, defaults)
+
+
+def message_request(
+    fields: MessagesBody,
+    thinks: bool | None,
+    defaults: Defaults = NO_DEFAULTS,
+    thread: Thread | None = None,  # what comes before the messages
+) -> ChatRequest:
     given = {
         name: value
         for name in ("temperature", "top_p", "top_k")
@@ -167,7 +160,7 @@ def parse_messages(body: bytes, thinks: bool | None, defaults: Defaults = NO_DEF
     sampling = SamplingParams(
         max_tokens=fields.max_tokens, stop=tuple(fields.stop_sequences or ()), **{**defaults, **given}
     )
-    chat = _chat_request(fields, thinks, sampling, is_stream=bool(fields.stream))
+    chat = _chat_request(fields, thinks, sampling, bool(fields.stream), thread)
     return replace(chat, session_id=fields.session_id)
 
 
@@ -176,7 +169,11 @@ def parse_count(body: bytes, thinks: bool | None) -> ChatRequest:
 
 
 def _chat_request(
-    fields: PromptBody, thinks: bool | None, sampling: SamplingParams, is_stream: bool = False
+    fields: PromptBody,
+    thinks: bool | None,
+    sampling: SamplingParams,
+    is_stream: bool = False,
+    thread: Thread | None = None,
 ) -> ChatRequest:
     _check_num_blocks(fields)
     omitted: list[str] = []
@@ -184,10 +181,16 @@ def _chat_request(
     reply_start = ""
     if turns and turns[-1].role == "assistant":
         reply_start = _reply_start(turns.pop(), f"messages[{len(fields.messages) - 1}]")
+    held: tuple[PlainMessage, ...] = ()
     tools = _plain_tools(fields.tools or []) or None
+    if thread is not None and thread.previous is not None:
+        _refuse_held_fields(fields)
+        held, tools = thread.messages, list(thread.tools) or None
     choice = _openai_choice(fields.tool_choice)
     return ChatRequest(
-        messages=[*_system_message(instructions), *_plain_messages(turns)],
+        messages=place_instructions(
+            [*held, *_system_message(instructions), *_plain_messages(turns, names_of_calls(held))]
+        ),
         tools=None if choice == "none" else tools,
         template_arguments={"enable_thinking": _is_thinking(fields.thinking, thinks)},
         sampling=sampling,
@@ -201,6 +204,17 @@ def _chat_request(
         omitted=omitted,
         is_cut_to_context=True,
     )
+
+
+def _refuse_held_fields(fields: PromptBody) -> None:
+    for name in ("system", "tools"):
+        if getattr(fields, name) is not None:
+            raise RequestError(
+                f"{name} cannot be sent with a thread that goes on",
+                "The thread keeps what it was created with.",
+                f"Leave {name} out, or create another thread.",
+                param=name,
+            )
 
 
 def _is_thinking(thinking: Thinking | None, thinks: bool | None) -> bool:
@@ -364,9 +378,9 @@ def _without_billing(text: str) -> str:
     return text.partition("\n")[2].lstrip("\n") if text.startswith(BILLING_LINE) else text
 
 
-def _plain_messages(turns: list[_Turn]) -> list[PlainMessage]:
+def _plain_messages(turns: list[_Turn], tool_names: dict[str, str]) -> list[PlainMessage]:
+    """`tool_names`: by the ids of calls that came before."""
     messages: list[PlainMessage] = []
-    tool_names: dict[str, str] = {}
     for turn in turns:
         if turn.role == "assistant":
             tool_names |= {block.id: block.name for block in turn.blocks if isinstance(block, ToolUseBlock)}
