@@ -332,7 +332,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (user(), "messages[0] has no content"),
     (user("Hi"), "messages[0].content[0]"),
     (user(text("a"), IMAGE), "messages[0].content[1] is of type 'image'"),
-    (user(result([text("a"), IMAGE])), "messages[0].content[0].content[1] is of type 'image'"),
     (user({"type": "hologram", "content": {}}), "messages[0].content[0] is of type 'hologram'"),
     (user({"text": "untyped"}), "messages[0].content[0] has no type"),
     (user({"type": ["text"]}), "messages[0].content[0] has no type"),
@@ -530,3 +529,13 @@ def test_where_nothing_is_kept_a_thread_is_refused_so_that_sdks_go_on_without() 
     with pytest.raises(RequestError) as refusal:
         Threads(Conversations(max_bytes=0)).find({"type": "create"}, "")
     assert refusal.value.details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+def test_an_image_in_a_result_is_left_out_and_the_answer_says_so(server: Server) -> None:
+    seen = result([text("Seen:"), {"type": "image", "source": {"type": "base64", "data": "AAAA"}}])
+    turns = [{"role": "assistant", "content": [CALL_BLOCK]}, {"role": "user", "content": [seen]}]
+    for stream in (False, True):
+        body = {"max_tokens": 8, "messages": [*QUESTION, *turns], "stream": stream}
+        answer = server.post(body, "/v1/messages")
+        assert answer.status_code == 200, answer.text
+        assert "image at messages[2].content[0].content[1]" in answer.headers["x-penstock-warning"]
