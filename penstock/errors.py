@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any, ClassVar
 
 
 class PenstockError(Exception):
@@ -46,6 +47,7 @@ class RequestError(PenstockError):
 
     status = 400
     code = "invalid_value"
+    details: ClassVar[dict[str, Any] | None] = None  # for programs, where the API has a place for them
 
     def __init__(self, what: str, why: str = "", todo: str = "", *, param: str | None = None) -> None:
         super().__init__(what, why, todo)

@@ -140,6 +140,8 @@ class HttpClient:
         message = str(error.get("message", error) if isinstance(error, dict) else error)
         what, _, rest = message.partition("\n")
         said_by = f"So said {self.base_url}" + (f" (HTTP {status})." if status else ".")
+        if status == 401:
+            said_by += " Set PENSTOCK_API_KEY to a key of that server."
         return PenstockError(what, rest.replace("\n", " "), said_by)
 
 

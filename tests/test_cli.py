@@ -25,6 +25,12 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.progress import Phase, timed
 
 
+def test_the_help_of_chat_says_where_a_servers_key_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["chat", "--help"])
+    assert "PENSTOCK_API_KEY" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("words", [[], ["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help_imports_no_torch(words: list[str]) -> None:
     code = (

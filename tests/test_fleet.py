@@ -366,6 +366,24 @@ def test_the_fleet_routes_as_it_is_told() -> None:
         assert asyncio.run(scenario(policy)) == [2, 2]
 
 
+def test_a_session_returns_to_its_engine_unless_others_have_less_to_do() -> None:
+    router = Router(2)
+
+    def pick(first_token: int) -> int:
+        """Prompts that share no page: only the session says where the last one was."""
+        return router.pick(replace(ask("r", (first_token,)), session_id="one"), (0, 1))[0]
+
+    home = pick(0)
+    assert [pick(n) for n in range(1, 4)] == [home] * 3
+    router.loads[home].num_requests = 1
+    assert pick(4) != home
+    router.loads[home].num_requests = 0
+    assert pick(5) != home, "it has moved"
+    router.forget(1 - home)
+    router.pick(ask("other", (9,)), (1 - home,))
+    assert pick(6) == home, "of equals, the one that waited longest"
+
+
 def test_an_engine_that_comes_back_is_not_believed_to_know_anything() -> None:
     async def scenario() -> None:
         async with world_of(2) as world:

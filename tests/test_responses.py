@@ -367,11 +367,18 @@ NEWS: dict[str, list[Delta]] = {
         ToolCallEnd(1),
         ReplyEnd("tool_calls"),
     ],
-    "a call cut off in a thought": [
+    "a call broken off in a thought": [
         ReasoningDelta("  T"),
         ToolCallStart(0, "call_0", "f"),
         ToolCallEnd(0, is_broken=True),
         ReasoningDelta("<tool_call>"),
+        ReplyEnd("length"),
+    ],
+    "a call cut off": [
+        ContentDelta("A"),
+        ToolCallStart(0, "call_0", "f"),
+        ToolArguments(0, '{"x": "y'),
+        ToolCallEnd(0, is_cut=True),
         ReplyEnd("length"),
     ],
 }
@@ -388,10 +395,11 @@ OUTPUTS = {
         ("message", "<tool_call>", "completed"),
         ("function_call", "{}", "completed"),
     ],
-    "a call cut off in a thought": [
+    "a call broken off in a thought": [
         ("reasoning", "  T", "completed"),
         ("reasoning", "<tool_call>", "incomplete"),
     ],
+    "a call cut off": [("message", "A", "completed"), ("function_call", '{"x": "y', "incomplete")],
 }
 
 
@@ -527,3 +535,9 @@ def test_log_probabilities_go_with_the_text_of_their_tokens(
         if text:
             taken.append([token.token for token in queue.take(text)])
     assert taken == expected
+
+
+def test_a_stream_that_does_not_fit_the_context_fails_with_the_code_that_codex_looks_for() -> None:
+    error = ContextLengthError("Too long", param="messages")
+    failed = json.loads(reply_format().encode_failure(error).rpartition(b"data: ")[2])
+    assert failed["response"]["error"]["code"] == "context_length_exceeded"

@@ -205,7 +205,11 @@ def _file_errors(path: str, done: str, todo: str) -> Iterator[None]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base-url", metavar="URL", help="talk to this server instead of loading a model")
+    parser.add_argument(
+        "--base-url",
+        metavar="URL",
+        help="talk to this server instead of loading a model; its key is read from PENSTOCK_API_KEY",
+    )
     parser.add_argument("--system", metavar="TEXT", default="", help="tell the model who it is")
     add_sampling_flags(parser, skip=("n", "logprobs"))
     add_engine_flags(parser)

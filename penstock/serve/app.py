@@ -9,6 +9,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.serve import openapi, operations, sagemaker, sessions
@@ -30,6 +31,19 @@ from penstock.serve.responses import conversation_routes
 from penstock.serve.responses import routes as responses_routes
 from penstock.serve.responses.store import ResponseStore
 from penstock.serve.serving import Serving
+
+
+class TrailingSlashes:
+    """A path with a slash at its end is the same without it, in front of whatever looks at paths."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The id of a session may end with one itself.
+        if scope["type"] == "http" and not scope["path"].startswith("/v1/sessions/"):
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        await self._app(scope, receive, send)
 
 
 def create_app(serving: Serving) -> Starlette:
@@ -54,6 +68,7 @@ def create_app(serving: Serving) -> Starlette:
             ClientDisconnect: answer_disconnect,
         },
         middleware=[
+            Middleware(TrailingSlashes),
             Middleware(RequestLog, metrics=serving.metrics),
             *access_middleware(serving.config),
             Middleware(UnexpectedErrors),

@@ -36,7 +36,7 @@ from penstock.text.dialects import StreamParser, ThoughtsInContent, dialect_of
 from penstock.text.length import roles_written, words_written
 from penstock.text.loop_guard import LoopGuard
 from penstock.text.pooling import VectorText
-from penstock.text.prompt import SHORTEN, build_requests, check_ids, limit_scores, truncated
+from penstock.text.prompt import SHORTEN, build_requests, check_ids, limit_scores, prompt_too_long, truncated
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import EngineInfo, Request, SamplingParams
@@ -387,12 +387,10 @@ class TextEngine:
         bound = self._tokenizer.length_bound
         num_tokens = bound.fewest_tokens(texts)
         if num_tokens >= max_model_len:
-            raise ContextLengthError(
-                f"the prompt is too long: at least {num_tokens} tokens > {max_model_len - 1} maximum",
-                f"The context holds {max_model_len} tokens; the text has {num_chars} characters, "
-                f"and no token has more than {bound.longest_token}.",
-                SHORTEN,
-                param="prompt",
+            raise prompt_too_long(
+                f"at least {num_tokens}",
+                max_model_len,
+                f" The text has {num_chars} characters, and no token has more than {bound.longest_token}.",
             )
 
     @functools.cached_property
@@ -409,11 +407,8 @@ class TextEngine:
             return
         num_tokens = len(self._tokenizer.encode(beginning, add_special_tokens, scope))
         if num_tokens > max_model_len:
-            raise ContextLengthError(
-                f"the prompt is too long: more than {num_tokens} tokens > {max_model_len - 1} maximum",
-                f"The context holds {max_model_len} tokens; the text has {len(text)} characters.",
-                SHORTEN,
-                param="prompt",
+            raise prompt_too_long(
+                f"more than {num_tokens}", max_model_len, f" The text has {len(text)} characters."
             )
 
     def _echoes_of(self, asked: CompletionRequest) -> list[str]:

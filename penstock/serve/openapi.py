@@ -172,6 +172,7 @@ ERRORS = {
 }
 
 OPERATIONS = (
+    Operation("get", "/", "Whether a server is there", is_probe=True),
     Operation("get", "/health", "How the engine is", _object("status"), is_probe=True),
     Operation("get", "/ready", "Whether requests should be sent here", _object("status"), is_probe=True),
     Operation("get", "/ping", "The same for SageMaker", is_probe=True),

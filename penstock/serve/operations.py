@@ -22,6 +22,7 @@ from penstock.serve.serving import Serving
 def routes(serving: Serving) -> list[Route]:
     operations = Operations(serving)
     return [
+        Route("/", operations.root),
         Route("/health", operations.health),
         Route("/ready", operations.ready),
         Route("/version", operations.version),
@@ -33,6 +34,10 @@ class Operations:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._client = serving.client
+
+    async def root(self, request: Request) -> Response:
+        """Clients look here whether a server is there at all, mostly with HEAD."""
+        return Response("Penstock is running", media_type="text/plain")
 
     async def health(self, request: Request) -> Response:
         """Of all engines together and of each; `stats` is null where one is in a long step. Without the key

@@ -17,7 +17,10 @@ from penstock.types import Pooling, Request, SamplingParams
 # In the answer to one call, alternatives included: some 30 MB of a completion, twice as much of a chat. Room
 # for a prompt of 262,144 tokens with three alternatives, or eight replies of 4,096 tokens with twenty.
 MAX_SCORES = 2**20
-SHORTEN = "Shorten the prompt, or serve with a larger --max-model-len if the model knows more positions."
+SHORTEN = (
+    "Please reduce the length of the messages, or serve with a larger --max-model-len "
+    "if the model knows more positions."
+)
 
 
 def build_requests(
@@ -174,20 +177,32 @@ def _places_of(token_ids: Collection[int], prompt: tuple[int, ...]) -> tuple[int
     return tuple(sorted(places))
 
 
+def prompt_too_long(num_tokens: str, max_model_len: int, details: str = "") -> ContextLengthError:
+    """In the words that clients look for to shorten a conversation: the first line as Anthropic's API has it,
+    the second as OpenAI's. `num_tokens`: a number, perhaps with "at least" before it."""
+    return ContextLengthError(
+        f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum",
+        f"{_holds(max_model_len)} However, your messages resulted in {num_tokens} tokens, and the reply "
+        f"needs at least 1.{details}",
+        SHORTEN,
+        param="prompt",
+    )
+
+
+def _holds(max_model_len: int) -> str:
+    return f"This model's maximum context length is {max_model_len} tokens."
+
+
 def _resolve_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, max_model_len: int) -> int:
     room = max_model_len - num_prompt_tokens
     if room < 1:
-        raise ContextLengthError(
-            f"the prompt is too long: {num_prompt_tokens} tokens > {max_model_len - 1} maximum",
-            f"The context holds {max_model_len} tokens, and the reply needs at least 1 of them.",
-            SHORTEN,
-            param="prompt",
-        )
+        raise prompt_too_long(f"{num_prompt_tokens}", max_model_len)
     max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
     if max_tokens > room:
         raise ContextLengthError(
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}",
-            f"Together {num_prompt_tokens + max_tokens}; the context holds {max_model_len}.",
+            f"{_holds(max_model_len)} However, you requested {num_prompt_tokens + max_tokens} tokens "
+            f"({num_prompt_tokens} in the messages, {max_tokens} in the completion).",
             f"Ask for at most {room} tokens, or: {SHORTEN[0].lower()}{SHORTEN[1:]}",
             param="max_tokens",
         )

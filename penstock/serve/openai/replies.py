@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.errors import PenstockError, RequestError
 from penstock.serve.answer import Choice, Pieces, Scores
+from penstock.serve.event_stream import HEARTBEAT_COMMENT
 from penstock.serve.openai.output_options import PLAIN_OUTPUT, OutputOptions
 from penstock.serve.openai.scores import ChatScores, CompletionScores, PromptLogprobs
 from penstock.serve.text_stream import ReplyDelta, ReplyExtra, Usage
@@ -65,6 +66,9 @@ class OpenAIReplyFormat(ABC):
     @abstractmethod
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         """The events of one delta of a stream."""
+
+    def encode_heartbeat(self) -> bytes:
+        return HEARTBEAT_COMMENT
 
     def encode_end(self, usage: Usage) -> bytes:
         return (_usage_chunk(self._chunk_head, usage) if self._include_usage else b"") + DONE

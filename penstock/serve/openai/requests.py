@@ -7,7 +7,7 @@ Nothing here renders, tokenises or generates; replies are written in replies.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -35,7 +35,7 @@ from penstock.serve.openai.chat_options import (
     thinking_switch,
 )
 from penstock.serve.openai.forms import Schema, StructuredOutputs, TextForm, form_of
-from penstock.serve.openai.messages import Message, plain_message
+from penstock.serve.openai.messages import Message, plain_messages
 from penstock.serve.openai.output_options import (
     PLAIN_OUTPUT,
     OutputOptions,
@@ -125,6 +125,7 @@ class SamplingFields(DrawFields, kw_only=True):
     n: int | None = None
     stream_options: StreamOptions | None = None
     usage: Any = None  # OpenRouter's {"include": true}
+    prompt_cache_key: str | None = None
     loop_guard: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None  # vLLM's, and so are those with guided
@@ -210,6 +211,7 @@ class TextRequest:
     timeout_s: float | None = None
     priority: int = 0  # lower runs earlier
     session_id: str | None = None
+    cache_key: str | None = None  # requests that share it go to the same engine, and stay cached
     tenant: str = ""  # who may share caches with it
     cache_salt: str | None = None  # and of its requests, those with the same salt
     json_form: JsonForm | None = None
@@ -244,6 +246,7 @@ class ChatRequest(TextRequest):
     reply_thought: str | None = None  # what was thought before that; None: then no thought may be begun
     add_generation_prompt: bool = True
     drops_oldest: bool = False  # messages, where they do not all fit the context
+    omitted: Sequence[str] = ()  # of the results of tools, since no text: what, and where it stood
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,12 +288,14 @@ def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequ
     tools = plain_tools(fields.tools or ()) or None
     tools, must_call = chosen_tools(fields.tool_choice, tools)
     form = form_of(fields)
-    messages = [plain_message(message, index) for index, message in enumerate(fields.messages)]
+    omitted: list[str] = []
+    messages = plain_messages(fields.messages, omitted)
     prefill = take_prefill(
         messages, fields.continue_final_message, fields.add_generation_prompt, bool(form or must_call)
     )
     return ChatRequest(
         messages=messages,
+        omitted=omitted,
         reply_start="" if prefill is None else prefill.text,
         reply_thought=None if prefill is None else prefill.thought,
         add_generation_prompt=prefill is not None or fields.add_generation_prompt is not False,
@@ -307,6 +312,7 @@ def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequ
         priority=fields.priority or 0,
         session_id=fields.session_id,
         cache_salt=fields.cache_salt,
+        cache_key=fields.prompt_cache_key,
         loop_guard=fields.loop_guard,
         output=output_options(fields),
     )
@@ -348,6 +354,7 @@ def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS)
         priority=fields.priority or 0,
         session_id=fields.session_id,
         cache_salt=fields.cache_salt,
+        cache_key=fields.prompt_cache_key,
         loop_guard=fields.loop_guard,
         output=output_options(fields),
     )

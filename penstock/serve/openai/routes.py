@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -55,7 +56,10 @@ class OpenAIRoutes:
         self._keeps_thoughts = serving.config.reasoning == "content"
 
     async def list_models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model_card()]})
+        """In OpenAI's and in Anthropic's form at once: both ask here, and neither minds more fields."""
+        name = self._serving.model_name
+        ends = {"first_id": name, "last_id": name, "has_more": False}
+        return json_response({"object": "list", "data": [self._model_card()], **ends})
 
     async def show_model(self, request: Request) -> Response:
         if request.path_params["name"] != self._serving.model_name:
@@ -63,11 +67,16 @@ class OpenAIRoutes:
         return json_response(self._model_card())
 
     def _model_card(self) -> dict[str, Any]:
+        name, started_at = self._serving.model_name, self._serving.started_at
         return {
-            "id": self._serving.model_name,
+            "id": name,
             "object": "model",
-            "created": self._serving.started_at,
+            "type": "model",
+            "display_name": name,
+            "created": started_at,
+            "created_at": datetime.fromtimestamp(started_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "owned_by": "penstock",
+            "root": name,
             "max_model_len": self._max_model_len(),
             "tasks": self._tasks(),
         }

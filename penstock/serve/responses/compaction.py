@@ -81,6 +81,9 @@ class CompactionFormat:
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         raise NotImplementedError
 
+    def encode_heartbeat(self) -> bytes:
+        raise NotImplementedError
+
     def encode_end(self, usage: Usage) -> bytes:
         raise NotImplementedError
 

@@ -15,13 +15,14 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.attachments import replace_attachment
+from penstock.serve.instructions import PARAGRAPH, PlainMessage, place_instructions
+from penstock.text.call_arguments import read_arguments
 from penstock.text.json_values import refuse_many_arguments
 
 MAX_ITEMS = 8192  # of a conversation
-PARAGRAPH = "\n\n"
 ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
 TEXT_PARTS = ("input_text", "output_text", "text")
-PlainMessage = dict[str, Any]
 NO_CALLS: Mapping[str, str] = {}
 ID_PREFIXES = {
     "message": "msg",
@@ -78,14 +79,16 @@ def plain_messages(
     instructions: str | None,
     called: Mapping[str, str] = NO_CALLS,
     field: str = "input",
+    omitted: list[str] | None = None,
 ) -> list[PlainMessage]:
     """The conversation as chat templates expect it: instructions, what was kept, what was sent.
 
     `called`: names of tools by the ids of calls that came before all of it; `field`: that has the items.
+    `omitted` is told what the results of tools had besides text.
     """
     whole = [*history, *items]
     _check_size(whole, field)
-    conversation = _Conversation(instructions, called)
+    conversation = _Conversation(instructions, called, [] if omitted is None else omitted)
     for index, item in enumerate(whole, -len(history)):
         conversation.add(item, f"{field}[{index}]")
     return conversation.messages()
@@ -180,14 +183,15 @@ class _Message:
 class _Conversation:
     """Messages so far, of which the last may be the model's and still grow."""
 
-    def __init__(self, instructions: str | None, called: Mapping[str, str]) -> None:
+    def __init__(self, instructions: str | None, called: Mapping[str, str], omitted: list[str]) -> None:
         self._messages: list[_Message] = []
+        self._omitted = omitted
         self._called = dict(called)  # names by call id
         if instructions:
             self._messages.append(_Message("system", instructions))
 
     def messages(self) -> list[PlainMessage]:
-        return [message.plain() for message in self._messages]
+        return place_instructions([message.plain() for message in self._messages])
 
     def add(self, item: Item, where: str) -> None:
         kind = item.type or "message"
@@ -225,17 +229,8 @@ class _Conversation:
         role, text = ROLES[item.role], _text(item.content, f"{where}.content")
         if role == "assistant":
             self._say(text)
-        elif role == "system" and all(message.role == "system" for message in self._messages):
-            self._instruct(text)
         else:
             self._messages.append(_Message(role, text))
-
-    def _instruct(self, text: str) -> None:
-        """Instructions at the start are one message: most templates know only one."""
-        if self._messages:
-            self._messages[0].paragraphs.append(text)
-        else:
-            self._messages.append(_Message("system", text))
 
     def _say(self, text: str) -> None:
         turn = self._turn()
@@ -260,7 +255,7 @@ class _Conversation:
             raise RequestError(
                 f"{where} is not whole", "A function_call has call_id, name and arguments.", param=where
             )
-        function = {"name": item.name, "arguments": _arguments(item.arguments or "{}", f"{where}.arguments")}
+        function = {"name": item.name, "arguments": read_arguments(item.arguments)}
         call = {"id": item.call_id, "type": "function", "function": function}
         self._turn().calls.append(call)
         self._called[item.call_id] = item.name
@@ -295,8 +290,16 @@ class _Conversation:
             )
         if item.output is None:
             raise RequestError(f"{where} has no output", param=f"{where}.output")
-        output, name = _text(item.output, f"{where}.output"), self._called[item.call_id]
+        output = item.output
+        if not isinstance(output, str):
+            output = "".join(self._result_text(p, f"{where}.output[{i}]") for i, p in enumerate(output))
+        name = self._called[item.call_id]
         self._messages.append(_Message("tool", output, tool_call_id=item.call_id, name=name))
+
+    def _result_text(self, part: Part, where: str) -> str:
+        if part.type in TEXT_PARTS:
+            return _text([part], where)
+        return replace_attachment(part.type, where, self._omitted)
 
     def _turn(self) -> _Message:
         """The model's turn that is open; a new one after another voice."""
@@ -321,12 +324,3 @@ def _text(content: str | list[Part], where: str, types: tuple[str, ...] = TEXT_P
             )
         texts.append(text)
     return "".join(texts)
-
-
-def _arguments(text: str, where: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise RequestError(
-            f"{where} is {text[:80]!r}", f"{error}.", "Send a string that holds a JSON object.", param=where
-        ) from error

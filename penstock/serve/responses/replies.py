@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.errors import OverloadedError, PenstockError, RequestError
+from penstock.errors import ContextLengthError, OverloadedError, PenstockError, RequestError
 from penstock.serve.answer import Choice
+from penstock.serve.event_stream import HEARTBEAT_COMMENT
 from penstock.serve.openai.scores import ChatToken
 from penstock.serve.responses.custom_tools import InputText
 from penstock.serve.responses.items import seal
@@ -231,8 +232,8 @@ class Output:
             case ToolArguments(_, json):
                 assert isinstance(self._open, CallItem | CustomCallItem)
                 return self._encode(self._open.add(json))
-            case ToolCallEnd(_, is_broken):
-                return self._end("incomplete" if is_broken else "completed")
+            case ToolCallEnd(_, is_broken, is_cut):
+                return self._end("incomplete" if is_broken or is_cut else "completed", is_dropped=is_broken)
             case ReplyEnd(reason):
                 return self._take_end(reason)
 
@@ -267,12 +268,12 @@ class Output:
         self._num_items += 1
         return ended + self._encode(item.start())
 
-    def _end(self, status: Status) -> bytes:
+    def _end(self, status: Status, is_dropped: bool = False) -> bytes:
         item, self._open = self._open, None
         if item is None:
             return b""
         events = self._encode(item.end(status))
-        if isinstance(item, TextItem) or status == "completed":
+        if not is_dropped:
             self.items.append(item.fields(status))
             self._has_answer |= not (isinstance(item, TextItem) and item.is_thought)
         return events
@@ -314,6 +315,9 @@ class ResponseReplyFormat:
         events = b"" if self._has_begun else self._encode_start()
         self._output.add_scores(delta.logprobs)
         return events + b"".join([self._output.take(piece) for piece in delta.news])
+
+    def encode_heartbeat(self) -> bytes:
+        return (b"" if self._has_begun else self._encode_start()) + HEARTBEAT_COMMENT
 
     def encode_end(self, usage: Usage) -> bytes:
         response, body = self._finish(usage)
@@ -379,8 +383,8 @@ class ResponseReplyFormat:
 
 def _failure_code(error: PenstockError) -> str:
     """The nearest of the few that the API has."""
-    if isinstance(error, RequestError):
-        return "invalid_prompt"
+    if isinstance(error, RequestError):  # Codex shortens its conversation where it reads the first of these
+        return error.code if isinstance(error, ContextLengthError) else "invalid_prompt"
     return "rate_limit_exceeded" if isinstance(error, OverloadedError) else "server_error"
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -209,8 +209,9 @@ def response_request(
             param="input",
         )
     with own_names():
-        messages = plain_messages(history, items, fields.instructions, called)
-        chat = _chat_request(fields, messages, defaults)
+        omitted: list[str] = []
+        messages = plain_messages(history, items, fields.instructions, called, omitted=omitted)
+        chat = replace(_chat_request(fields, messages, defaults), omitted=omitted)
     is_stored = fields.store is not False
     form = ReplyForm(
         custom_tools=frozenset(name for name, tool in _by_name(fields).items() if tool.type == "custom"),
@@ -272,6 +273,7 @@ def _chat_request(fields: ResponseBody, messages: list[PlainMessage], defaults: 
         timeout_s=fields.timeout,
         session_id=fields.session_id,
         cache_salt=fields.cache_salt,
+        cache_key=fields.prompt_cache_key,
         priority=fields.priority or 0,
     )
 

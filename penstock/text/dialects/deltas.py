@@ -14,9 +14,12 @@ opened and an encoder needs no memory but that:
 Where items or blocks are numbered, a delta of another kind than the last closes one and opens the next; such
 a block may start with white space that the whole content needs and the block does not.
 
-A call is told while it is written and may still come to nothing: the reply ends inside it, or what follows
-is no call. Its end then says `is_broken`, and all the model wrote of it comes again as text. A body that is
-sent whole drops such a call, as `ParsedReply` does; a stream that has sent its start can only close it.
+A call is told while it is written and may still come to nothing: what follows is no call. Its end then says
+`is_broken`, and all the model wrote of it comes again as text. A body that is sent whole drops such a call,
+as `ParsedReply` does; a stream that has sent its start can only close it.
+
+A call in which the reply reaches its limit stays one, as every API has it: its arguments are the beginning of
+a JSON object, its end says `is_cut`, and nothing of it comes again.
 """
 
 from __future__ import annotations
@@ -52,17 +55,18 @@ class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolArguments(msgspec.Struct, frozen=True, gc=False):
-    """More of a call's arguments; all of them joined are one JSON object."""
+    """More of a call's arguments; all of them joined are one JSON object, or its beginning if it is cut."""
 
     index: int
     json: str
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
-    """The call is complete, or is none after all."""
+    """The call is complete, or is none after all, or the reply has reached its limit inside it."""
 
     index: int
     is_broken: bool = False
+    is_cut: bool = False
 
 
 class ReplyEnd(msgspec.Struct, frozen=True, gc=False):
