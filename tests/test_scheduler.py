@@ -303,6 +303,28 @@ def test_waiting_requests_are_admitted_by_priority_then_arrival() -> None:
 
 
 @OVERLAP
+@pytest.mark.parametrize("setup", [Setup(max_rows=2), Setup(num_pages=9, max_model_len=28)], ids=str)
+def test_who_is_due_has_the_place_of_who_is_not(setup: Setup, depth: int) -> None:
+    """A batch's requests fill what clients leave, and leave when one comes: for want of rows or of pages."""
+    world = World(replace(setup, depth=depth))
+    batch = [ask(f"batch {i}", prompt(8, seed=i), max_tokens=19, priority=1000) for i in range(3)]
+    for request in batch:
+        world.submit(request)
+    for _ in range(4):
+        world.step()
+    client = ask("client", prompt(8, seed=9), max_tokens=6)
+    world.submit(client)
+    while "client" not in world.finishes:
+        world.step()
+    assert not world.finishes.keys() & {request.id for request in batch}
+    assert world.scheduler.num_preemptions > 0
+    world.run()
+    for request in [*batch, client]:
+        world.require_reply_alone(request)
+    world.require_nothing_owned()
+
+
+@OVERLAP
 def test_rows_never_exceed_max_rows_and_all_are_used(depth: int) -> None:
     world = World(Setup(num_pages=65, max_rows=3, max_step_tokens=64, depth=depth))
     requests = [ask(str(i), prompt(4, seed=i)) for i in range(7)]

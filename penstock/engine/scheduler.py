@@ -181,10 +181,17 @@ class Scheduler:
         return by_rank(self._running) if self._waiting.num_tenants > 1 else list(self._running)
 
     def _make_room(self) -> None:
-        """Where the next tenant has less than its share of rows and pages, one that has more is preempted."""
+        """Who is due has the place of who is not yet, as a batch's requests are not. Otherwise, where the
+        next tenant has less than its share of rows and pages, one that has more is preempted."""
         sequence = self._refused
-        if sequence is None or self._waiting.num_tenants == 1 or sequence.num_in_flight:
+        if sequence is None or sequence.num_in_flight:
             return
+        if self._running and sequence.due_s <= self._clock() < self._running[-1].due_s:
+            self._preempt(self._running[-1])
+        elif self._waiting.num_tenants > 1:
+            self._make_room_for_share(sequence)
+
+    def _make_room_for_share(self, sequence: Sequence) -> None:
         if self._clock() - sequence.due_s >= PATIENCE_S:
             victim = self._holdings().victim_for(sequence, self.cache.pages_for(len(sequence.tokens)))
             if victim is not None:

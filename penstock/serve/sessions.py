@@ -51,7 +51,10 @@ def in_session(asked: Asked, request: Request) -> Asked:
     tenant = tenant_of(request.scope)
     session_id = named_session(asked.session_id, request)
     return replace(
-        asked, tenant=tenant, session_id=None if session_id is None else _scoped(tenant, session_id)
+        asked,
+        tenant=tenant,
+        session_id=None if session_id is None else _scoped(tenant, session_id),
+        priority=max(asked.priority, request.scope.get("least_priority", asked.priority)),
     )
 
 
