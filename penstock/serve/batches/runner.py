@@ -122,7 +122,9 @@ class BatchRunner:
             task.add_done_callback(lambda _, id=batch.id: self._end(id))  # type: ignore[misc]
 
     def _is_ours(self, batch: Batch) -> bool:
-        return batch.tenant in self._tenants and batch.model == self._serving.model_name
+        """Another model's may be ended here, but not answered."""
+        is_over = batch.status == "cancelling" or batch.expires_at <= time.time()
+        return batch.tenant in self._tenants and (is_over or batch.model == self._serving.model_name)
 
     def _end(self, id: str) -> None:
         del self._running[id]
