@@ -107,6 +107,8 @@ class TextStream:
         self._prompts: list[list[Reply]] = []
         self._open: set[str] = set()
         self._failure: Exception | None = None
+        self.started_at: float | None = None  # on the monotonic clock
+        self.finish_reasons: list[str] = []  # of the replies that have ended
         self._started = asyncio.Event()
         self._ended = asyncio.Event()
 
@@ -141,8 +143,13 @@ class TextStream:
         if not (delta.news or delta.logprobs):
             return
         self._deliver(delta)
-        self._started.set()
+        if self.started_at is None:
+            self.started_at = time.monotonic()
+            self._started.set()
         if has_ended:
+            end = delta.news[-1]
+            assert isinstance(end, ReplyEnd)
+            self.finish_reasons.append(end.reason)
             self._client.abort(request_id)  # a stop string is seen here before the engine knows
             self._open.discard(request_id)
             if not self._open:
@@ -164,6 +171,9 @@ class TextStream:
     def _abort(self) -> None:
         for request_id in self._open:
             self._client.abort(request_id)
+        for replies in self._prompts:
+            for reply in replies:
+                reply.abandon()
 
     @property
     def usage(self) -> Usage:
@@ -279,6 +289,8 @@ class Reply:
         if finish is not None:
             text += self._decoder.finish()
         news, has_ended = self._parse(text, finish)
+        if has_ended:
+            self._timer.end("length" if finish == "length" else "stop")
         self._stream.take(self.request.id, ReplyDelta(self._index, news, scored, bool(echo)), has_ended)
 
     def _take_scores(self, scores: PromptScores) -> None:
@@ -295,7 +307,12 @@ class Reply:
         return echo, first
 
     def fail(self, error: Exception) -> None:
+        self._timer.end("error")
         self._stream.fail(error)
+
+    def abandon(self) -> None:
+        """Nobody waits for the rest of it."""
+        self._timer.end("abort")
 
     def _raise_failure(self, delta: TokenDelta) -> None:
         if delta.finish == "error":
