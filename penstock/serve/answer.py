@@ -185,7 +185,9 @@ class Answer:
         finally:
             if ending is not None:
                 ending.cancel()
-            scope["record"].usage = stream.usage
+            record = scope["record"]
+            record.usage, record.first_token_at = stream.usage, stream.started_at
+            record.finish_reasons = tuple(stream.finish_reasons)
 
 
 def _serving(scope: Scope) -> Serving:

@@ -32,6 +32,7 @@ from penstock.serve.openai import routes as openai_routes
 from penstock.serve.request_log import RequestLog
 from penstock.serve.responses import routes as responses_routes
 from penstock.serve.serving import Serving
+from penstock.serve.tracing import tracing_middleware
 
 
 def create_app(serving: Serving) -> Starlette:
@@ -52,7 +53,11 @@ def create_app(serving: Serving) -> Starlette:
         endpoints = tuple(dict.fromkeys(route.path for route in answering))
         runner = BatchRunner(serving.batches, serving, _app(serving, answering), endpoints)
     routes += batch_routes.routes(serving, runner)
-    in_front = [Middleware(RequestLog, metrics=serving.metrics), *access_middleware(serving.config)]
+    in_front = [
+        Middleware(RequestLog, metrics=serving.metrics),
+        *tracing_middleware(serving.model_name),
+        *access_middleware(serving.config),
+    ]
     app = _app(serving, routes, in_front)
     app.state.batch_runner = runner
     return app
