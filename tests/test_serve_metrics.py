@@ -97,7 +97,7 @@ def test_the_same_numbers_have_vllms_names(server: Server) -> None:
     assert grown["vllm:request_success_total/abort"] == 1
     assert grown["vllm:request_success_total/error"] == 0
     assert grown["vllm:e2e_request_latency_seconds_count"] == 2
-    assert grown["vllm:request_generation_tokens_bucket/16.0"] == 1
+    assert grown["vllm:request_generation_tokens_sum"] == grown["vllm:generation_tokens_total"] > 9
     assert grown["vllm:request_prompt_tokens_sum"] == 2 * usage["prompt_tokens"]
     assert grown["vllm:prefix_cache_queries_total/0"] == 2 * usage["prompt_tokens"]
 

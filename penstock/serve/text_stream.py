@@ -147,9 +147,7 @@ class TextStream:
             self.started_at = time.monotonic()
             self._started.set()
         if has_ended:
-            end = delta.news[-1]
-            assert isinstance(end, ReplyEnd)
-            self.finish_reasons.append(end.reason)
+            self.finish_reasons += [end.reason for end in delta.news[-1:] if isinstance(end, ReplyEnd)]
             self._client.abort(request_id)  # a stop string is seen here before the engine knows
             self._open.discard(request_id)
             if not self._open:
