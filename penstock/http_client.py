@@ -119,7 +119,7 @@ class HttpClient:
         # With this header the connection belongs to the answer, and closes with it.
         headers = {"Content-Type": "application/json", "Connection": "close", **key_header()}
         try:
-            data = json.dumps(body) if isinstance(body, Mapping) and body else body or None
+            data = body if isinstance(body, bytes) else json.dumps(body) if body else None
             connection.request(method, self._prefix + path, data, headers)
             return connection.getresponse()
         except BaseException:

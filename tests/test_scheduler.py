@@ -306,7 +306,7 @@ def test_waiting_requests_are_admitted_by_priority_then_arrival() -> None:
 @pytest.mark.parametrize(
     ("setup", "max_tokens"), [(Setup(max_rows=2), 19), (Setup(num_pages=9, max_model_len=28), 8)], ids=str
 )
-def test_who_is_due_has_the_place_of_who_is_not(setup: Setup, max_tokens: int, depth: int) -> None:
+def test_background_work_gives_its_place_to_others(setup: Setup, max_tokens: int, depth: int) -> None:
     """A batch's requests fill what clients leave, and leave when one comes: for want of rows or of pages."""
     world = World(replace(setup, depth=depth))
     batch = [ask(f"batch {i}", prompt(8, seed=i), max_tokens, priority=1000) for i in range(2)]
@@ -321,6 +321,33 @@ def test_who_is_due_has_the_place_of_who_is_not(setup: Setup, max_tokens: int, d
     assert not world.finishes
     assert world.scheduler.num_preemptions > 0
     world.run()
+    for request in [*batch, client]:
+        world.require_reply_alone(request)
+    world.require_nothing_owned()
+
+
+@OVERLAP
+@pytest.mark.parametrize("num_slots", [0, 65])
+def test_background_work_has_few_rows_beside_others_and_all_without_them(num_slots: int, depth: int) -> None:
+    setup = Setup(num_pages=257, num_slots=num_slots, max_rows=16, max_step_tokens=64, depth=depth)
+    world = World(setup)
+    batch = [ask(f"batch {i}", prompt(5, seed=i), max_tokens=30, priority=1000) for i in range(20)]
+    for request in batch:
+        world.submit(request)
+    for _ in range(6):
+        world.step()
+    assert len(world.plans[-1].rows) == 16
+    client = ask("client", prompt(5, seed=99), max_tokens=12)
+    world.submit(client)
+    while "client" not in world.finishes:
+        world.step()
+    row = world.plans[-1].rows[0].row
+    beside = [plan for plan in world.plans[8 : -depth - 1] if row in [one.row for one in plan.rows]]
+    assert len(beside) >= 8
+    assert {len(plan.rows) for plan in beside} == {1 + 16 // 8}
+    num_beside = len(world.plans)
+    world.run()
+    assert max(len(plan.rows) for plan in world.plans[num_beside:]) == 16
     for request in [*batch, client]:
         world.require_reply_alone(request)
     world.require_nothing_owned()
@@ -656,7 +683,7 @@ def random_request(rng: random.Random, name: str, setup: Setup, stems: list[tupl
         sampling=sampling,
         end_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 1, 2]))),
         boundaries=tuple(sorted(rng.sample(range(num_tokens), min(num_tokens, rng.randrange(4))))),
-        priority=rng.choice([0, 0, 0, -1, 1]),
+        priority=rng.choice([0, 0, 0, -1, 1, 1000]),
         session_id=rng.choice([None, "s", "t", "u"]),
         num_scored_tokens=rng.randrange(num_tokens) if is_taken_over else 0,
         tenant=rng.choice(["", "", "", "ann", "ben"]),

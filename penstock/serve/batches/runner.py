@@ -245,8 +245,8 @@ class BatchRunner:
     def _open_results(self, batch: Batch) -> _Results:
         """Opens the files of results; what the last server has left in them counts."""
         paths = [self._folder.path_of(id) for id in (batch.output_id, batch.errors_id)]
-        files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in paths]
-        results = _Results(*files)
+        output, errors = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in paths)
+        results = _Results(output, errors)
         counts = [0, 0]
         for place, path in enumerate(paths):
             before = path.stat().st_size
