@@ -305,7 +305,7 @@ def test_a_batch_outlives_a_server_that_is_killed_and_no_line_has_two_results(tm
         wait(api, late, lambda batch: batch.request_counts.completed == 1)
     record = folder / "batches" / f"{late.id}.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "expires_at": int(time.time()) - 1}))
-    with start_server(serve=settings) as last:
+    with start_server(serve={**settings, "served_model_name": "another"}) as last:
         api = api_of(last)
         batch = wait(api, late)
         assert batch.status == "expired"
