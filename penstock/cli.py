@@ -23,6 +23,7 @@ COMMANDS = {
     "serve": "answer the OpenAI API over HTTP",
     "chat": "talk to a model in this terminal",
     "generate": "continue one text and print it",
+    "batch": "answer a file of requests into another file",
     "inspect": "what a model weighs and how much of it fits here",
     "bench": "time decode steps and prefills against the memory floor, or a server under load",
     "tune": "measure the tiles of the kernels on this GPU",
@@ -41,6 +42,7 @@ Try it; without a model these use a tiny one that comes along:
   penstock generate --chat "What is 7 * 8?"   one answer, streamed
   penstock serve                              an OpenAI-compatible server on port 8000
   penstock serve ~/models/Qwen3.5-4B          the same with a checkpoint of yours
+  penstock batch requests.jsonl               a file of requests, answered into another
   penstock eval gates                         what the model behind that server can do
   penstock inspect Qwen3.5-35B-A3B            parameters, bytes, what fits here
   penstock forge --budget 10m                 an engine.py for the model in target/

@@ -253,6 +253,11 @@ class ServeConfig:
     request_timeout: float | None = setting(
         None, "seconds a request may wait and run; a request's own `timeout` may only be shorter"
     )
+    batch_folder: str | None = setting(
+        None, "folder for /v1/files and /v1/batches; a server of its own each (default: there are none)"
+    )
+    batch_file_mb: float = setting(1024.0, "MB of a file that is uploaded there; more is answered 413")
+    batch_gb: float = setting(16.0, "GB of all files there, results included; more is answered 507")
     log_format: str = setting("text", "of the log on stderr: a line for every request", choices=LOG_FORMATS)
 
     def __post_init__(self) -> None:
@@ -268,6 +273,8 @@ class ServeConfig:
             "max_bodies_mb": self.max_bodies_mb,
             "read_timeout": self.read_timeout,
             "request_timeout": self.request_timeout,
+            "batch_file_mb": self.batch_file_mb,
+            "batch_gb": self.batch_gb,
         }
         for name, value in positive.items():
             if value is not None and not value > 0:
@@ -327,6 +334,14 @@ class ServeConfig:
     @property
     def max_bodies_bytes(self) -> int:
         return int(self.max_bodies_mb * 1024**2)
+
+    @property
+    def batch_file_bytes(self) -> int:
+        return int(self.batch_file_mb * 1024**2)
+
+    @property
+    def batch_bytes(self) -> int:
+        return int(self.batch_gb * 1024**3)
 
     @property
     def session_bytes(self) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from penstock.cache import Cache, SessionLimits
+from penstock.engine.fairness import BACKGROUND_S
 from penstock.engine.scheduler import Scheduler
 from penstock.types import (
     Admission,
@@ -379,6 +380,12 @@ class World:
         return sequence
 
     def _must_run(self, sequence: Sequence) -> bool:
+        """Background work need not, beside others."""
+        latest_s = self.now_s + BACKGROUND_S
+        if sequence.due_s > latest_s and any(
+            one.row is not None and one.due_s <= latest_s for one in self.sequences.values()
+        ):
+            return False
         return sequence.row is not None and sequence.num_tokens < self._longest(sequence)
 
     def _may_pause(self, sequence: Sequence) -> bool:

@@ -154,7 +154,8 @@ def test_crowds_of_all_lengths_and_urgencies_are_served_as_if_alone(seed: int) -
     requests = []
     for i in range(30):
         length = rng.choice([2, 7, 15, 30, 60, 200])
-        fields: dict[str, Any] = {"max_tokens": rng.choice([1, 3, 9]), "priority": rng.choice([0, 0, -9, 9])}
+        priority = rng.choice([0, 0, -9, 9, 1000])
+        fields: dict[str, Any] = {"max_tokens": rng.choice([1, 3, 9]), "priority": priority}
         requests.append(ask(str(i), prompt(length, seed=i), tenant=rng.choice("aab"), **fields))
         world.submit(requests[-1])
         for _ in range(rng.choice([0, 0, 1, 3])):

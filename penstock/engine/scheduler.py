@@ -18,7 +18,7 @@ from itertools import chain, islice
 from penstock.cache import Cache
 from penstock.engine.bulk_turns import BulkTurns
 from penstock.engine.chunks import Chunk, num_tokens_of
-from penstock.engine.fairness import Holdings, WaitingLine, by_rank, due_order
+from penstock.engine.fairness import Background, Holdings, WaitingLine, by_rank, due_order
 from penstock.engine.leaders import Leaders
 from penstock.engine.terms import Terms
 from penstock.errors import RequestError
@@ -211,10 +211,21 @@ class Scheduler:
         return by_rank(self._running) if self._waiting.num_tenants > 1 else list(self._running)
 
     def _make_room(self) -> None:
-        """Where the next tenant has less than its share of rows and pages, one that has more is preempted."""
+        """Background work gives its place to others. Where the next tenant has less than its share of rows
+        and pages, one that has more is preempted."""
         sequence = self._refused
-        if sequence is None or self._waiting.num_tenants == 1 or sequence.num_in_flight:
+        if sequence is None or sequence.num_in_flight:
             return
+        background = self._background()
+        if background.num_running and not background.includes(sequence):
+            self._preempt(self._running[-1])
+        elif self._waiting.num_tenants > 1:
+            self._make_room_for_share(sequence)
+
+    def _background(self) -> Background:
+        return Background(self._running, self._clock(), self.max_rows)
+
+    def _make_room_for_share(self, sequence: Sequence) -> None:
         if self._clock() - sequence.due_s >= PATIENCE_S:
             victim = self._holdings().victim_for(sequence, self.cache.pages_for(len(sequence.tokens)))
             if victim is not None:
@@ -226,12 +237,17 @@ class Scheduler:
     def _plan_decodes(self, with_bulk: bool = True) -> list[Chunk]:
         chunks = []
         in_rank = self._in_rank()
+        background = self._background()
+        num_background = 0
         for sequence in [sequence for sequence in in_rank if sequence in self._decoding]:
             if not with_bulk and self._turns.is_bulk(sequence):
                 continue
             # In this order a victim is never one that has been planned: they all come before `sequence`.
             if sequence.row is None or sequence.num_tokens >= self._terms[sequence].max_num_tokens:
                 continue
+            num_background += background.includes(sequence)
+            if num_background > background.max_rows and background.includes(sequence):
+                continue  # it keeps its row, and goes on later
             while (new_pages := self.cache.reserve(sequence, 1)) is None:
                 victim = next(one for one in reversed(in_rank) if one.row is not None)
                 self._preempt(victim)
@@ -287,7 +303,7 @@ class Scheduler:
             num_rows_kept = 0 if first_long is None else 1
             if sequence.num_in_flight or share <= 0 or len(self._free_rows) <= num_rows_kept:
                 break
-            if self._leaders.is_awaited(sequence):
+            if self._leaders.is_awaited(sequence) or self._background().holds_back(sequence):
                 continue
             if num_pages > MAX_PAGES_LOOKED_UP:
                 break
@@ -344,6 +360,7 @@ class Scheduler:
             if sequence.num_in_flight:  # preempted: the host does not know all of its tokens yet
                 break
             is_out_of_turn = holdings is not None and not self._may_pass(sequence, holdings)
+            is_out_of_turn = is_out_of_turn or self._background().holds_back(sequence)
             if is_out_of_turn or self._leaders.is_awaited(sequence):
                 num_passed += 1
                 continue

@@ -117,7 +117,8 @@ class Answer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if _serving(scope).draining.is_set():
             raise EngineDeadError("The server is shutting down", "It finishes what runs.", "Ask another one.")
-        self._allow(_serving(scope).config.request_timeout)
+        # The server's own limit is for clients that wait; a line of a batch has its batch's window.
+        self._allow(None if "least_priority" in scope else _serving(scope).config.request_timeout)
         answer = self._send_events if self._is_stream else self._send_json
         await run_while_connected(receive, answer(scope, receive, send))
 
@@ -198,7 +199,9 @@ class Answer:
         finally:
             if ending is not None:
                 ending.cancel()
-            scope["record"].usage = stream.usage
+            record = scope["record"]
+            record.usage, record.first_token_at = stream.usage, stream.started_at
+            record.finish_reasons = tuple(stream.finish_reasons)
 
 
 def _serving(scope: Scope) -> Serving:

@@ -159,6 +159,11 @@ class Fleet:
         return len(self._journeys)
 
     @property
+    def num_rows(self) -> int:
+        """Of all engines that have come up."""
+        return sum(info.max_rows for info in self._infos.values())
+
+    @property
     def is_ready(self) -> bool:
         return self.info is not None and self.failure is None
 

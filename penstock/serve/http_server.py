@@ -19,6 +19,8 @@ import uvicorn
 from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import PenstockError
 from penstock.serve.app import create_app
+from penstock.serve.batches.folder import BatchFolder
+from penstock.serve.batches.runner import BatchRunner
 from penstock.serve.chat import TextEngine
 from penstock.serve.connection import HttpConnection
 from penstock.serve.conversations import Conversations
@@ -53,6 +55,7 @@ async def serve_http(
     vector_text: VectorText,
     system_prompt: str | None,
     session_minutes: float,
+    batches: BatchFolder | None,
     on_ready: Callable[[], None],
 ) -> bool:
     """Serves until a signal, or until there never will be an engine, which is raised. True when all replies
@@ -75,10 +78,11 @@ async def serve_http(
         vector_text=vector_text,
     )
     conversations = Conversations(config.session_bytes, 60 * session_minutes)
-    serving = Serving(fleet, text_engine, metrics, name, config, int(time.time()), conversations)
+    serving = Serving(fleet, text_engine, metrics, name, config, int(time.time()), conversations, batches)
+    app = create_app(serving)
     server = _HttpServer(
         uvicorn.Config(
-            create_app(serving),
+            app,
             http=HttpConnection.limited_by(config),
             ws="none",
             lifespan="off",
@@ -100,10 +104,15 @@ async def serve_http(
             signals.stop()
 
     announcing = asyncio.create_task(announce())
+    runner: BatchRunner | None = app.state.batch_runner
+    batching = None if runner is None else asyncio.create_task(runner.run())
     try:
         await server.serve(sockets=[listener])
     finally:
         announcing.cancel()
+        if batching is not None:
+            batching.cancel()
+            await asyncio.wait({batching})
         quickening.cancel()
     if fleet.failure is not None:
         raise fleet.failure

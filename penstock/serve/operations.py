@@ -17,6 +17,7 @@ from penstock.serve.metrics import CONTENT_TYPE as METRICS_TYPE
 from penstock.serve.metrics import render as render_metrics
 from penstock.serve.replica import sum_stats
 from penstock.serve.serving import Serving
+from penstock.serve.vllm_metrics import render as render_vllm_names
 
 
 def routes(serving: Serving) -> list[Route]:
@@ -71,7 +72,9 @@ class Operations:
     async def metrics(self, request: Request) -> Response:
         """Answers always: what the server counted is of interest when the engine is dead, too."""
         client = self._client
-        text = render_metrics(self._serving.metrics, await client.report(), client.num_moves)
+        replicas = await client.report()
+        text = render_metrics(self._serving.metrics, replicas, client.num_moves)
+        text += render_vllm_names(self._serving.metrics, replicas, self._serving.model_name)
         return Response(text, media_type=METRICS_TYPE)
 
 

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import uvloop
@@ -25,6 +26,7 @@ from penstock.config import EngineConfig, ServeConfig, WorkerConfig
 from penstock.errors import ConfigError, RequestError
 from penstock.models.source import find_model
 from penstock.progress import OnPhase, Phase
+from penstock.serve.batches.folder import BatchFolder
 from penstock.serve.client import EXIT_GRACE_S, EngineClient
 from penstock.serve.devices import count_gpus, place_engines
 from penstock.serve.fleet import Fleet
@@ -44,8 +46,22 @@ def run(engine_config: EngineConfig, serve_config: ServeConfig, on_phase: OnPhas
     check_sampling_defaults(serve_config)
     serve_config = _with_checkpoint_sampling(engine_config, serve_config)
     listener = open_port(serve_config.host, serve_config.port)
-    with listener, contextlib.suppress(asyncio.CancelledError):  # a signal came before there was HTTP
-        uvloop.run(_serve(listener, engine_config, serve_config, on_phase))
+    with (
+        listener,
+        _batch_folder(serve_config) as batches,
+        contextlib.suppress(asyncio.CancelledError),  # a signal came before there was HTTP
+    ):
+        uvloop.run(_serve(listener, engine_config, serve_config, batches, on_phase))
+
+
+@contextlib.contextmanager
+def _batch_folder(config: ServeConfig) -> Iterator[BatchFolder | None]:
+    """Raises if there should be one and it cannot be used."""
+    if config.batch_folder is None:
+        yield None
+        return
+    with contextlib.closing(BatchFolder(config)) as folder:
+        yield folder
 
 
 def check_sampling_defaults(config: ServeConfig) -> None:
@@ -83,7 +99,11 @@ def open_port(host: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    listener: socket.socket, engine_config: EngineConfig, serve_config: ServeConfig, on_phase: OnPhase
+    listener: socket.socket,
+    engine_config: EngineConfig,
+    serve_config: ServeConfig,
+    batches: BatchFolder | None,
+    on_phase: OnPhase,
 ) -> None:
     """Everything here that takes long, libraries included, comes after the engines have begun to load."""
     _end_on_signals()
@@ -126,6 +146,7 @@ async def _serve(
             vector_text=load_vector_text(text, source.path, engine_config),
             system_prompt=system_prompt,
             session_minutes=engine_config.session_minutes,
+            batches=batches,
             on_ready=lambda: on_phase(Phase("ready", url, 1.0, time.perf_counter() - started)),
         )
     finally:

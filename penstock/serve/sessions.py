@@ -64,10 +64,13 @@ def in_session(asked: Asked, request: Request) -> Asked:
     tenant = tenant_of(request.scope)
     session_id = named_session(asked.session_id, request)
     if session_id is not None:
-        return replace(asked, tenant=tenant, session_id=_scoped(tenant, session_id))
-    names = [asked.cache_key, *(request.headers.get(name) for name in CACHE_HEADERS)]
-    cache_key = next((name for name in names if name), None)
-    return replace(asked, tenant=tenant, session_id=None if cache_key is None else _cached(tenant, cache_key))
+        session_id = _scoped(tenant, session_id)
+    else:
+        names = [asked.cache_key, *(request.headers.get(name) for name in CACHE_HEADERS)]
+        cache_key = next((name for name in names if name), None)
+        session_id = None if cache_key is None else _cached(tenant, cache_key)
+    priority = max(asked.priority, request.scope.get("least_priority", asked.priority))
+    return replace(asked, tenant=tenant, session_id=session_id, priority=priority)
 
 
 def named_session(field: str | None, request: Request) -> str | None:

@@ -133,6 +133,9 @@ class OneReply(Receiver, Protocol):
     @property
     def num_tokens(self) -> int: ...
 
+    def abandon(self) -> None:
+        """Nobody waits for the rest of it."""
+
 
 class TextStream:
     """All replies to one call; a context that aborts on leaving whatever still runs.
@@ -147,6 +150,8 @@ class TextStream:
         self._prompts: Sequence[Sequence[OneReply]] = []
         self._open: set[str] = set()
         self._failure: Exception | None = None
+        self.started_at: float | None = None  # on the monotonic clock
+        self.finish_reasons: list[str] = []  # of the replies that have ended
         self._started = asyncio.Event()
         self._ended = asyncio.Event()
 
@@ -187,8 +192,11 @@ class TextStream:
         if not (delta.news or delta.logprobs or delta.extra):
             return
         self._deliver(delta)
-        self._started.set()
+        if self.started_at is None:
+            self.started_at = time.monotonic()
+            self._started.set()
         if has_ended:
+            self.finish_reasons += [end.reason for end in delta.news[-1:] if isinstance(end, ReplyEnd)]
             self.end(request_id)
 
     def end(self, request_id: str) -> None:
@@ -213,6 +221,9 @@ class TextStream:
     def _abort(self) -> None:
         for request_id in self._open:
             self._client.abort(request_id)
+        for replies in self._prompts:
+            for reply in replies:
+                reply.abandon()
 
     @property
     def usage(self) -> Usage:
@@ -346,6 +357,8 @@ class Reply:
         if finish is not None:
             text += self._decoder.finish()
         news, has_ended = self._parse(text, finish)
+        if has_ended:
+            self._timer.end("length" if finish == "length" else "stop")
         extra = None
         if self._tells_extra:
             extra = self._extra(said_ids + end_ids, prompt_scores, is_told=bool(news or scored))
@@ -407,7 +420,12 @@ class Reply:
         return echo, first if self._echoes_scores else (), first if self._tells_prompt else ()
 
     def fail(self, error: Exception) -> None:
+        self._timer.end("error")
         self._stream.fail(error)
+
+    def abandon(self) -> None:
+        """Nobody waits for the rest of it."""
+        self._timer.end("abort")
 
     def _raise_failure(self, delta: TokenDelta) -> None:
         if delta.finish == "error":

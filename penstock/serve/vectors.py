@@ -234,6 +234,9 @@ class VectorReply:
     def fail(self, error: Exception) -> None:
         self._stream.fail(error)
 
+    def abandon(self) -> None:
+        """Vectors are not timed."""
+
 
 def _most_tokens(asked: VectorRequest, info: EngineInfo) -> int | None:
     if asked.max_tokens is None:

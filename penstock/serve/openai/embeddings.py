@@ -132,7 +132,7 @@ def _common(fields: VectorBody, request: Request) -> dict[str, Any]:
     return {
         "max_tokens": fields.truncate_prompt_tokens,
         "timeout_s": fields.timeout,
-        "priority": fields.priority or 0,
+        "priority": max(fields.priority or 0, request.scope.get("least_priority", fields.priority or 0)),
         "tenant": tenant_of(request.scope),
     }
 
