@@ -1,7 +1,8 @@
 """Every setting of an engine and of a server, once: its name, type, default and what it does.
 
-Command-line flags are generated from these fields, so a name exists in one place only. Values are never
-written back; what follows from them is a property. Nothing here imports torch.
+Command-line flags are generated from these fields, so a name exists in one place only. `aliases` are vLLM's
+names of a flag, `inverse` those that turn a switch off (docs/vllm.md). Values are never written back; what
+follows from them is a property. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -41,15 +42,20 @@ class EngineConfig:
         "float32",
         "of the recurrent states of hybrid models; float16 halves them",
         choices=tuple(STATE_DTYPES),
+        aliases=("--mamba-ssm-cache-dtype",),
     )
     max_model_len: int | None = setting(
         None, "longest context in tokens (default: what the model and memory allow)"
     )
     max_rows: int | None = setting(
-        None, "sequences that may run at the same time (default: 64 on a CPU, 256 on a GPU)"
+        None,
+        "sequences that may run at the same time (default: 64 on a CPU, 256 on a GPU)",
+        aliases=("--max-num-seqs",),
     )
     max_step_tokens: int | None = setting(
-        None, "tokens in one step (default: 512 on a CPU, 4096 or 16384 on a GPU, 32768 of a lone prompt)"
+        None,
+        "tokens in one step (default: 512 on a CPU, 4096 or 16384 on a GPU, 32768 of a lone prompt)",
+        aliases=("--max-num-batched-tokens",),
     )
     mixed_step_tokens: int | None = setting(
         None, "of those, tokens of prompts while others decode and few wait (default: 1024 on a GPU)"
@@ -59,12 +65,19 @@ class EngineConfig:
         "share of the time that long prompts have at least while short requests, which go first, are here; "
         "1: all take part in every step",
     )
-    page_size: int = setting(64, "tokens in one page of KV")
+    page_size: int = setting(64, "tokens in one page of KV", aliases=("--block-size",))
     memory_gb: float | None = setting(
         None,
         "GB for the cache (default: what weights, graphs and the largest step leave on a GPU, 1 GB on a CPU)",
     )
-    prefix_cache: bool = setting(True, "reuse the work of prompts that start alike")
+    memory_share: float | None = setting(
+        None,
+        "share of the GPU's memory for weights, steps and cache together (default: all that is free)",
+        aliases=("--gpu-memory-utilization",),
+    )
+    prefix_cache: bool = setting(
+        True, "reuse the work of prompts that start alike", aliases=("--enable-prefix-caching",)
+    )
     checkpoint_gb: float | None = setting(
         None,
         "GB of state checkpoints for the prefix cache of hybrid models (default: half of the state slots)",
@@ -74,9 +87,15 @@ class EngineConfig:
     )
     session_minutes: float = setting(30.0, "minutes that a session is kept which nobody uses")
     deterministic: bool = setting(False, "results that never depend on what else is being served; slower")
-    graphs: bool | None = setting(None, "capture decode steps as CUDA graphs at start (default: on a GPU)")
+    graphs: bool | None = setting(
+        None,
+        "capture decode steps as CUDA graphs at start (default: on a GPU)",
+        inverse=("--enforce-eager",),
+    )
     overlap: bool | None = setting(
-        None, "plan a step while the device runs the one before (default: on a GPU)"
+        None,
+        "plan a step while the device runs the one before (default: on a GPU)",
+        aliases=("--async-scheduling",),
     )
     pooling: str = setting(
         "auto",
@@ -112,6 +131,14 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value}", "It must be more than 0.")
         if not 0 < self.bulk_share <= 1:
             raise ConfigError(f"bulk_share is {self.bulk_share}", "It must be more than 0 and at most 1.")
+        if self.memory_share is not None and not 0 < self.memory_share <= 1:
+            raise ConfigError(f"memory_share is {self.memory_share}", "It must be more than 0 and at most 1.")
+        if self.memory_share is not None and self.memory_gb is not None:
+            raise ConfigError(
+                f"memory_share is {self.memory_share} and memory_gb is {self.memory_gb}",
+                "Both say how large the cache becomes.",
+                "Leave one of them out.",
+            )
         if self.session_gb is not None and not self.session_gb >= 0:
             raise ConfigError(f"session_gb is {self.session_gb}", "It must be 0, for no sessions, or more.")
         if self.deterministic and self.page_size % 64:
@@ -156,7 +183,9 @@ class ServeConfig:
     served_model_name: str | None = setting(None, "name in /v1/models and in answers (default: the folder's)")
     tokenizer: str | None = setting(None, "folder or tokenizer.json to use (default: the model's own)")
     replicas: int = setting(
-        1, "engine processes to serve with, each on a GPU of its own where there are GPUs"
+        1,
+        "engine processes to serve with, each on a GPU of its own where there are GPUs",
+        aliases=("--data-parallel-size",),
     )
     gpus: tuple[int, ...] = setting((), "GPUs to use, one engine process on each")
     routing: str = setting(
@@ -200,7 +229,7 @@ class ServeConfig:
     generation_config: str = setting(
         "auto",
         "sampling of requests that do not say: auto takes it from the checkpoint's generation_config.json, "
-        "off from no file; or a file or folder",
+        "off (vLLM's word: vllm) from no file; or a file or folder",
     )
     temperature: float | None = setting(
         None, "of requests that do not say (default: as --generation-config says, or 0, the likeliest token)"
@@ -212,6 +241,11 @@ class ServeConfig:
         None, "of requests that do not say (default: as the file says, or 1, none)"
     )
     greedy: bool = setting(False, "the same as --temperature 0")
+    sampling_seed: int | None = setting(
+        None,
+        "seed of the seeds that requests without one get, in the order they arrive (default: a random one)",
+        aliases=("--seed",),
+    )
     open_schemas: bool = setting(
         False,
         "let objects have keys that their JSON schema does not list, where it says nothing about others",
