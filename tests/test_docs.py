@@ -44,3 +44,14 @@ def test_the_straight_line_names_what_its_files_define() -> None:
         source = (ROOT / "penstock" / place).read_text()
         assert re.search(rf"\b{name}\b", source), (place, name)
         assert not method or re.search(rf"def {method}\b", source), (place, method)
+
+
+def test_every_experiment_says_what_was_expected_what_was_seen_and_what_was_kept() -> None:
+    days = re.split(r"^## ", (ROOT / "docs" / "log.md").read_text(), flags=re.MULTILINE)[1:]
+    dates = [day.partition("\n")[0] for day in days]
+    assert dates == sorted(set(dates), reverse=True)
+    entries = [entry for day in days for entry in re.split(r"^### ", day, flags=re.MULTILINE)[1:]]
+    assert len(entries) >= 77
+    for entry in entries:
+        parts = re.findall(r"^- (\w+): \S", entry, re.MULTILINE)
+        assert [part for part in parts if part != "setup"] == ["expected", "seen", "kept"], entry
