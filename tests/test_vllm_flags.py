@@ -86,6 +86,12 @@ def test_a_misspelt_flag_is_never_answered_with_one_that_is_refused(
     assert "--trust-remote-code" not in fails(capsys, "serve", "--trust-remote-cod")[1].partition("\n")[2]
 
 
+def test_the_start_script_knows_every_name_that_says_how_many_engines_there_are() -> None:
+    script = (ROOT / "start_server.sh").read_text()
+    for name in [vllm for vllm, ours in aliases() if ours in ("--replicas", "--gpus", "--device")]:
+        assert f"{name} | {name}=*" in script
+
+
 def test_help_shows_both_names_in_one_entry(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["serve", "--help"])
