@@ -93,7 +93,8 @@ main() {
         exit 0
         ;;
       --port=*) port=${word#--port=} ;;
-      --gpus | --gpus=* | --replicas | --replicas=* | --device | --device=*) has_place=1 ;;
+      --gpus | --gpus=* | --device | --device=*) has_place=1 ;;
+      --replicas | --replicas=* | --data-parallel-size | --data-parallel-size=*) has_place=1 ;;
     esac
     previous=$word
   done

@@ -17,6 +17,7 @@ from penstock import __version__
 from penstock.commands.console import print_error, print_note
 from penstock.commands.flags import ENV_PREFIX, Parser, UsageError, unknown_variables
 from penstock.commands.variables import read_variables, variables_of
+from penstock.commands.vllm_flags import add_vllm_flags
 from penstock.errors import PenstockError, nearest
 
 COMMANDS = {
@@ -30,6 +31,8 @@ COMMANDS = {
     "eval": "what the model behind a server can do, on problems it has never seen",
     "forge": "write a specialised engine for one model on this machine",
 }
+
+ENGINE_COMMANDS = ("serve", "chat", "generate", "batch", "bench")  # those that take an engine's flags
 
 HELP = """Penstock runs language models: hybrid Gated-DeltaNet ones (Qwen3.5) and Llamas.
 
@@ -90,6 +93,8 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
         allow_abbrev=False,
     )
     command.add_arguments(parser)
+    if name in ENGINE_COMMANDS:
+        add_vllm_flags(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     given = read_variables(name, parser, words[1:], os.environ)
     arguments = parser.parse_strictly([*given.words, *words[1:]])

@@ -758,6 +758,20 @@ def test_engines_never_draw_alike_and_a_given_seed_is_kept() -> None:
     asyncio.run(scenario())
 
 
+def test_a_server_with_a_sampling_seed_gives_the_same_seeds_again() -> None:
+    async def seeds(**settings: Any) -> list[int | None]:
+        async with world_of(1, **settings) as world:
+            for number in range(3):
+                world.submit(ask(f"free{number}", temperature=1.0))
+            return [r.sampling.seed for engine in world.current for r in engine.asked]
+
+    first, again = (asyncio.run(seeds(sampling_seed=5)) for _ in range(2))
+    assert first == again
+    assert len(set(first)) == 3
+    assert asyncio.run(seeds(sampling_seed=6)) != first
+    assert asyncio.run(seeds()) != asyncio.run(seeds())
+
+
 @pytest.mark.parametrize(
     ("engine", "serve", "environ", "num_gpus", "expected"),
     [

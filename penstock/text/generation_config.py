@@ -19,8 +19,8 @@ FILE_NAME = "generation_config.json"
 
 
 def checkpoint_sampling(choice: str, model: Path | None) -> dict[str, Any]:
-    """`choice`: auto, for the file of the model, if it has one; off; or another file, or its folder."""
-    if choice == "off" or (choice == "auto" and model is None):
+    """`choice`: auto, the file of the model, if it has one; off or vllm, no file; or a file or folder."""
+    if choice in ("off", "vllm") or (choice == "auto" and model is None):
         return {}
     path = Path(choice).expanduser() if choice != "auto" else model
     assert path is not None
