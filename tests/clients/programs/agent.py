@@ -1,0 +1,81 @@
+"""What the programs of agents share: a file to read, a scripted first call, two turns, and their checks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from report import BASE_URL, feature
+from scripted_proxy import Exchange, ScriptedProxy
+
+CLIENT_FOLDER = Path(os.environ["CLIENT_FOLDER"])
+SECRET = "the-heron-is-blue"
+QUESTION = "Read note.txt and tell me what it says."
+AGAIN = "Thank you. What is 17 + 26?"
+TIMEOUT_S = 800
+
+# The agent's command for a prompt, in a new conversation or in the last one, and its environment.
+Command = Callable[[str, bool, str], tuple[list[str], dict[str, str]]]
+
+
+def executable(name: str) -> str:
+    return str(CLIENT_FOLDER / "node_modules" / ".bin" / name)
+
+
+def run_agent(api: str, tool_names: list[str], command: Command) -> None:
+    folder = Path(tempfile.mkdtemp(dir=os.environ["HOME"], prefix="project-"))
+    (folder / "note.txt").write_text(f"{SECRET}\n")
+    values = {"command": f"cat {folder}/note.txt", "cmd": f"cat {folder}/note.txt"}
+    paths = ("file_path", "filePath", "absolute_path", "path")
+    values |= dict.fromkeys(paths, str(folder / "note.txt"))
+    values["description"] = "Reads the note"
+    proxy = ScriptedProxy(BASE_URL, tool_names, values)
+
+    @feature(api, "tools", SECRET)
+    def _() -> str:
+        said = run(command(QUESTION, False, proxy.url), folder)
+        assert proxy.called, f"no request offered one of {tool_names}; {said}"
+        told = [one for one in turns(proxy) if SECRET in one.body]
+        assert told, f"no turn has the result of {proxy.called}; {said}"
+        assert_answered(proxy, said)
+        return (
+            f"{proxy.called} was called, and its result {SECRET} told to the server, which said: {said[:150]}"
+        )
+
+    @feature(api, "second turn", "turns")
+    def _() -> str:
+        num_before = len(turns(proxy))
+        said = run(command(AGAIN, True, proxy.url), folder)
+        assert_answered(proxy, said)
+        after = turns(proxy)[num_before:]
+        assert [one for one in after if SECRET in one.body and AGAIN in one.body], "the history was not sent"
+        return f"{len(after)} more turns; {said[:150]}"
+
+
+def turns(proxy: ScriptedProxy) -> list[Exchange]:
+    ends = ("/messages", "/chat/completions", "/responses")
+    return [one for one in proxy.exchanges if one.path.partition("?")[0].endswith(ends)]
+
+
+def run(command: tuple[list[str], dict[str, str]], folder: Path) -> str:
+    words, environment = command
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, f"status {done.returncode}: {(done.stdout + done.stderr)[-600:]}"
+    assert done.stdout.strip(), f"nothing said; {done.stderr[-300:]}"
+    return done.stdout.strip()
+
+
+def assert_answered(proxy: ScriptedProxy, said: str) -> None:
+    refused = [f"{one.path}: {one.status} {one.reply[:200]}" for one in turns(proxy) if one.status != 200]
+    assert not refused, f"{refused}; {said[:100]}"
