@@ -13,9 +13,9 @@ Real clients against one `penstock serve`: the embedded model on a CPU, with an 
 some.
 
 **First call scripted**: an agent's own prompt asks more of the tiny model than it knows. A proxy gives the
-first answer, a tool call in the API's own form. The agent runs the tool; its next turn, with the history and the
-tool's result, and all turns after it are the server's. Such a feature passes when the server understood and
-answered every turn and the agent went on to its end, whatever the model said.
+first answer, a tool call in the API's own form. The agent runs the tool; its next turn, with the history and
+the tool's result, and all turns after it are the server's. Such a feature passes when the server understood
+and answered every turn and the agent went on to its end, whatever the model said.
 
 """
 KEY = """

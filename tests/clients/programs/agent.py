@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -15,7 +16,9 @@ CLIENT_FOLDER = Path(os.environ["CLIENT_FOLDER"])
 SECRET = "the-heron-is-blue"
 QUESTION = "Read note.txt and tell me what it says."
 AGAIN = "Thank you. What is 17 + 26?"
-TIMEOUT_S = 800
+CACHED_TOKENS = r'"(?:cached_tokens|cache_read_input_tokens)":\s*(\d+)'
+ERROR_EVENT = r'^(event: (error|response\.failed)|data: \{"error")'
+TIMEOUT_S = 400
 
 # The agent's command for a prompt, in a new conversation or in the last one, and its environment.
 Command = Callable[[str, bool, str], tuple[list[str], dict[str, str]]]
@@ -41,18 +44,17 @@ def run_agent(api: str, tool_names: list[str], command: Command) -> None:
         told = [one for one in turns(proxy) if SECRET in one.body]
         assert told, f"no turn has the result of {proxy.called}; {said}"
         assert_answered(proxy, said)
-        return (
-            f"{proxy.called} was called, and its result {SECRET} told to the server, which said: {said[:150]}"
-        )
+        return f"{proxy.called}'s result {SECRET} reached the server, which said: {said[:150]}"
 
-    @feature(api, "second turn", "turns")
+    @feature(api, "second turn", "said")
     def _() -> str:
         num_before = len(turns(proxy))
         said = run(command(AGAIN, True, proxy.url), folder)
         assert_answered(proxy, said)
-        after = turns(proxy)[num_before:]
-        assert [one for one in after if SECRET in one.body and AGAIN in one.body], "the history was not sent"
-        return f"{len(after)} more turns; {said[:150]}"
+        after = [one for one in turns(proxy)[num_before:] if SECRET in one.body and AGAIN in one.body]
+        assert after, "the history was not sent"
+        cached = max(int(number) for number in re.findall(CACHED_TOKENS, after[0].reply) or [0])
+        return f"the server said, with {cached} tokens of its prompt cached: {said[:150]}"
 
 
 def turns(proxy: ScriptedProxy) -> list[Exchange]:
@@ -77,5 +79,7 @@ def run(command: tuple[list[str], dict[str, str]], folder: Path) -> str:
 
 
 def assert_answered(proxy: ScriptedProxy, said: str) -> None:
-    refused = [f"{one.path}: {one.status} {one.reply[:200]}" for one in turns(proxy) if one.status != 200]
-    assert not refused, f"{refused}; {said[:100]}"
+    failed = [
+        one for one in turns(proxy) if one.status != 200 or re.search(ERROR_EVENT, one.reply, re.MULTILINE)
+    ]
+    assert not failed, f"{[(one.path, one.status, one.reply[-200:]) for one in failed]}; {said[:100]}"

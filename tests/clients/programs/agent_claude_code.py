@@ -1,5 +1,8 @@
-from agent import executable, run_agent
-from report import API_KEY, MODEL
+import os
+from pathlib import Path
+
+from agent import executable, run, run_agent
+from report import API_KEY, BASE_URL, MODEL, SUM, feature
 
 
 def command(prompt: str, goes_on: bool, url: str) -> tuple[list[str], dict[str, str]]:
@@ -15,3 +18,11 @@ def command(prompt: str, goes_on: bool, url: str) -> tuple[list[str], dict[str, 
 
 
 run_agent("Messages", ["Read"], command)
+
+
+@feature("Messages", "chat", "43")
+def _() -> str:
+    """With a prompt that the tiny model understands, and nothing scripted."""
+    words, environment = command(SUM, False, BASE_URL)
+    brief = [*words, "--system-prompt", "You are brief.", "--tools", "Read"]
+    return run((brief, environment), Path(os.environ["HOME"]))
