@@ -344,7 +344,7 @@ def test_what_cannot_fit_the_context_is_refused_in_every_api(
 ) -> None:
     text = "word " * 10**6
     value: Any = text if message is None else [{"role": "user", "content": text}]
-    body = {field: value, "max_tokens": 1}
+    body = {field: value, "max_output_tokens" if path == "/v1/responses" else "max_tokens": 1}
     answer = server.post(body, path)
     if path == "/v1/messages":
         assert answer.status_code == 400

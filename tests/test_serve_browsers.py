@@ -34,7 +34,11 @@ POSTS = [
     *(f"/api/{verb}" for verb in ("chat", "generate", "show", "pull", "create", "copy", "push")),
     "/api/embed",
     "/api/embeddings",
+    *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
+    *("/v1/responses/input_tokens", "/v1/responses/compact"),
+    *("/v1/conversations", "/v1/conversations/{id}", "/v1/conversations/{id}/items"),
 ]
+NO_BODY = "/v1/responses/{id}/cancel"
 
 
 def post(path: str, headers: dict[str, str], **settings: Any) -> Answered:
@@ -50,7 +54,7 @@ def message_of(answered: Answered) -> str:
 
 def test_these_are_all_the_routes_that_take_a_body() -> None:
     posts = {path for method, path in routes_of(app_of()) if method == "POST"}
-    assert posts == {*POSTS, *BATCH_ROUTES}
+    assert posts == {*POSTS, *BATCH_ROUTES, NO_BODY}
 
 
 def test_a_form_is_taken_where_files_are_uploaded_and_from_no_other_site() -> None:
@@ -292,4 +296,4 @@ def test_without_a_key_health_says_whether_it_serves_and_nothing_else(headers: d
     assert call(app, "/health", headers).json == {"status": "starting"}
     told = call(app, "/health", GOOD).json
     assert json.dumps(told) == json.dumps(call(app_of(), "/health").json)
-    assert set(told) == {"status", "phase", "replicas"}
+    assert set(told) == {"status", "phase", "replicas", "sampling"}
