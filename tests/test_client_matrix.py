@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.clients.page import render
-from tests.clients.table import CLIENTS, PROGRAMS
+from tests.clients.run import InstallError, install
+from tests.clients.table import CLIENTS, PROGRAMS, Client
 from tests.serving import REPOSITORY
 
 RESULTS: dict[str, Any] = json.loads((REPOSITORY / "results" / "cpu" / "clients.json").read_text())
@@ -48,6 +49,14 @@ def test_a_page_shows_what_failed_and_what_could_not_be_installed() -> None:
     assert "- One, Messages, tools: `seen 'nothing'`\n" in page
     assert "| Two | not installable here |" in page
     assert "- Two: not installable here: `no such package`\n" in page
+
+
+def test_a_client_that_cannot_be_installed_has_a_reason_and_no_features(tmp_path: Path) -> None:
+    client = Client("none", "None", (f"{tmp_path}/no-such-package",), "openai_javascript.mjs")
+    with pytest.raises(InstallError) as refusal:
+        install(client, tmp_path / "client")
+    assert str(refusal.value)
+    assert not (tmp_path / "client" / "packages.txt").exists(), "another run tries again"
 
 
 @pytest.mark.slow

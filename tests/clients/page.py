@@ -15,7 +15,9 @@ some.
 **First call scripted**: an agent's own prompt asks more of the tiny model than it knows. A proxy gives the
 first answer, a tool call in the API's own form. The agent runs the tool; its next turn, with the history and
 the tool's result, and all turns after it are the server's. Such a feature passes when the server understood
-and answered every turn and the agent went on to its end, whatever the model said.
+and answered every turn and the agent went on to its end, whatever the model said. Claude Code's chat has a
+short system prompt instead, and nothing is scripted. A 401 is a client's question without its key, beside
+those that have it: litellm's about Ollama's models, lm-eval's about the tokenizer.
 
 """
 KEY = """

@@ -72,7 +72,7 @@ def _install_step(command: list[str]) -> None:
         raise InstallError(str(error)) from error
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-        raise InstallError(" ".join(lines[-3:])[:300])
+        raise InstallError(" ".join(lines[:3])[:300] or f"{command[0]} ended with status {done.returncode}")
 
 
 def _version(client: Client, folder: Path, package: str) -> str:
@@ -184,9 +184,8 @@ def long_model() -> Iterator[Path]:
 def matrix_server() -> Iterator[Server]:
     with long_model() as model:
         engine = {"model": str(model), "max_model_len": MAX_MODEL_LEN, "memory_gb": 1.0, "page_size": 64}
-        with start_server(
-            engine, serve={"api_key": [API_KEY], "request_timeout": REQUEST_TIMEOUT_S}
-        ) as server:
+        serve = {"api_key": [API_KEY], "batch_folder": str(model.with_name("batches"))}
+        with start_server(engine, {**serve, "request_timeout": REQUEST_TIMEOUT_S}) as server:
             yield server
 
 

@@ -102,3 +102,11 @@ def _():
         model=f"openai/{MODEL}", api_base=f"{BASE_URL}/v1", api_key=API_KEY, input=[SUM]
     )
     return f"{len(reply.data[0]['embedding'])} numbers"
+
+
+@feature("chat completions", "rerank", "relevant")
+def _():
+    fields = {"model": f"hosted_vllm/{MODEL}", "api_base": BASE_URL, "api_key": API_KEY}
+    reply = litellm.rerank(query=WEATHER, documents=[SUM, "It is cloudy in Oslo."], **fields)
+    assert len(reply.results) == 2
+    return f"relevant: {reply.results[0]}"

@@ -1,4 +1,5 @@
 import json
+import time
 from uuid import uuid4
 
 from openai import OpenAI
@@ -98,6 +99,21 @@ def _():
     return f"{len(one.embedding)} numbers"
 
 
+@feature(CHAT, "batches", "43")
+def _():
+    body = {"model": MODEL, "messages": user(SUM)}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    file = client.files.create(file=("requests.jsonl", json.dumps(line).encode()), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    while batch.status in ("validating", "in_progress", "finalizing"):
+        time.sleep(0.2)
+        batch = client.batches.retrieve(batch.id)
+    answer = json.loads(client.files.content(batch.output_file_id).text)["response"]["body"]
+    return answer["choices"][0]["message"]["content"]
+
+
 @feature(RESPONSES, "chat", "43")
 def _():
     return client.responses.create(model=MODEL, input=SUM).output_text
@@ -150,3 +166,14 @@ def _():
     session = {"session_id": uuid4().hex}
     client.responses.create(model=MODEL, input=NAME, extra_body=session)
     return client.responses.create(model=MODEL, input=ASK_NAME, extra_body=session).output_text
+
+
+@feature(RESPONSES, "background", "43")
+def _():
+    reply = client.responses.create(model=MODEL, input=SUM, background=True)
+    while reply.status in ("queued", "in_progress"):
+        time.sleep(0.1)
+        reply = client.responses.retrieve(reply.id)
+    (item,) = client.responses.input_items.list(reply.id).data
+    assert item.content[0].text == SUM
+    return reply.output_text
