@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import subprocess
@@ -14,7 +15,10 @@ from scripted_proxy import Exchange, ScriptedProxy
 
 CLIENT_FOLDER = Path(os.environ["CLIENT_FOLDER"])
 SECRET = "the-heron-is-blue"
-QUESTION = "Read note.txt and tell me what it says."
+QUESTION = "What is in it?"
+PNG = (  # of one dot
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
 AGAIN = "Thank you. What is 17 + 26?"
 CACHED_TOKENS = r'"(?:cached_tokens|cache_read_input_tokens)":\s*(\d+)'
 ERROR_EVENT = r'^(event: (error|response\.failed)|data: \{"error")'
@@ -28,33 +32,42 @@ def executable(name: str) -> str:
     return str(CLIENT_FOLDER / "node_modules" / ".bin" / name)
 
 
-def run_agent(api: str, tool_names: list[str], command: Command) -> None:
+def run_agent(api: str, tool_names: list[str], command: Command, reads_images: bool = False) -> None:
     folder = Path(tempfile.mkdtemp(dir=os.environ["HOME"], prefix="project-"))
     (folder / "note.txt").write_text(f"{SECRET}\n")
-    values = {"command": f"cat {folder}/note.txt", "cmd": f"cat {folder}/note.txt"}
-    paths = ("file_path", "filePath", "absolute_path", "path")
-    values |= dict.fromkeys(paths, str(folder / "note.txt"))
-    values["description"] = "Reads the note"
-    proxy = ScriptedProxy(BASE_URL, tool_names, values)
+    (folder / "picture.png").write_bytes(base64.b64decode(PNG))
+    proxy = scripted_read(folder / "note.txt", tool_names)
 
     @feature(api, "tools", SECRET)
     def _() -> str:
-        said = run(command(QUESTION, False, proxy.url), folder)
-        assert proxy.called, f"no request offered one of {tool_names}; {said}"
-        told = [one for one in turns(proxy) if SECRET in one.body]
-        assert told, f"no turn has the result of {proxy.called}; {said}"
-        assert_answered(proxy, said)
+        said = run(command(f"Read note.txt. {QUESTION}", False, proxy.url), folder)
+        assert_answered(proxy, SECRET, said)
         return f"{proxy.called}'s result {SECRET} reached the server, which said: {said[:150]}"
 
     @feature(api, "second turn", "said")
     def _() -> str:
         num_before = len(turns(proxy))
         said = run(command(AGAIN, True, proxy.url), folder)
-        assert_answered(proxy, said)
-        after = [one for one in turns(proxy)[num_before:] if SECRET in one.body and AGAIN in one.body]
-        assert after, "the history was not sent"
-        cached = max(int(number) for number in re.findall(CACHED_TOKENS, after[0].reply) or [0])
+        assert_answered(proxy, AGAIN, said)
+        (turn, *_) = [one for one in turns(proxy)[num_before:] if SECRET in one.body and AGAIN in one.body]
+        cached = max(int(number) for number in re.findall(CACHED_TOKENS, turn.reply) or [0])
         return f"the server said, with {cached} tokens of its prompt cached: {said[:150]}"
+
+    if reads_images:
+
+        @feature(api, "image in a result", "said")
+        def _() -> str:
+            proxy = scripted_read(folder / "picture.png", tool_names)
+            said = run(command(f"Read picture.png. {QUESTION}", False, proxy.url), folder)
+            assert_answered(proxy, '"image/png"', said)
+            return f"the server said: {said[:150]}"
+
+
+def scripted_read(file: Path, tool_names: list[str]) -> ScriptedProxy:
+    """The first turn reads the file, by the first of the tools that is offered, whatever its arguments."""
+    paths = dict.fromkeys(("file_path", "filePath", "absolute_path", "path"), str(file))
+    commands = dict.fromkeys(("command", "cmd"), f"cat {file}")
+    return ScriptedProxy(BASE_URL, tool_names, {**paths, **commands, "description": "Reads a file"})
 
 
 def turns(proxy: ScriptedProxy) -> list[Exchange]:
@@ -78,7 +91,10 @@ def run(command: tuple[list[str], dict[str, str]], folder: Path) -> str:
     return done.stdout.strip()
 
 
-def assert_answered(proxy: ScriptedProxy, said: str) -> None:
+def assert_answered(proxy: ScriptedProxy, expected: str, said: str) -> None:
+    """The tool was called, what was expected of it reached the server, and no turn failed."""
+    assert proxy.called, f"no turn offered one of {proxy.tool_names}; {said}"
+    assert any(expected in one.body for one in turns(proxy)), f"no turn had {expected}; {said}"
     failed = [
         one for one in turns(proxy) if one.status != 200 or re.search(ERROR_EVENT, one.reply, re.MULTILINE)
     ]

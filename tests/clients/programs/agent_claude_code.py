@@ -17,7 +17,7 @@ def command(prompt: str, goes_on: bool, url: str) -> tuple[list[str], dict[str, 
     return [executable("claude"), "--print", prompt, *(["--continue"] if goes_on else [])], environment
 
 
-run_agent("Messages", ["Read"], command)
+run_agent("Messages", ["Read"], command, reads_images=True)
 
 
 @feature("Messages", "chat", "43")
