@@ -55,7 +55,7 @@ class EngineConfig:
         None, "of those, tokens of prompts while others decode and few wait (default: 1024 on a GPU)"
     )
     bulk_share: float = setting(
-        0.25,
+        0.1,
         "share of the time that long prompts have at least while short requests, which go first, are here; "
         "1: all take part in every step",
     )

@@ -26,7 +26,7 @@ class BulkTurns:
         self._saved_s = 0.0
         self._bulk_step_s = 0.0  # the last one's
         self._interactive_until_s = float("-inf")  # expected to be here
-        self._is_contended = False
+        self.is_contended = False  # both kinds are here
         self._in_flight: dict[int, tuple[float, bool, bool]] = {}  # planned at, has bulk, was contended
         self._last_end_s = float("-inf")
 
@@ -38,7 +38,7 @@ class BulkTurns:
 
     def look(self, sequences: Iterable[Sequence]) -> None:
         """At all that run and the next that wait, before a plan."""
-        self._is_contended = False
+        self.is_contended = False
         if self._share == 1:
             return
         has_bulk = has_interactive = False
@@ -49,14 +49,14 @@ class BulkTurns:
                 has_interactive = True
             if has_bulk and has_interactive:
                 break
-        self._is_contended = has_bulk and has_interactive
-        if self._is_contended:
+        self.is_contended = has_bulk and has_interactive
+        if self.is_contended:
             self._interactive_until_s = self._clock() + RECENT_S
 
     @property
     def must_wait(self) -> bool:
         """Whether bulk takes no part in the next step, if others have anything to do."""
-        return self._is_contended and self._saved_s < max(self._bulk_step_s, 1e-9)
+        return self.is_contended and self._saved_s < max(self._bulk_step_s, 1e-9)
 
     @property
     def is_interactive_near(self) -> bool:
@@ -71,7 +71,7 @@ class BulkTurns:
     def note_planned(self, step: int, sequences: Iterable[Sequence]) -> None:
         if self._share < 1:
             has_bulk = self.is_interactive_near and any(map(self.is_bulk, sequences))
-            self._in_flight[step] = self._clock(), has_bulk, self._is_contended
+            self._in_flight[step] = self._clock(), has_bulk, self.is_contended
 
     def note_done(self, step: int) -> None:
         if self._share == 1:
