@@ -30,8 +30,7 @@ def benchmark(route, **data):
     assert done.returncode == 0, (done.stderr + done.stdout)[-300:]
     (run,) = json.loads(out.read_text())["benchmarks"]
     totals = run["metrics"]["request_totals"]
-    # Two streams may each leave out a conversation's last request, which would be beyond the limit.
-    assert totals["successful"] >= NUM_REQUESTS - 2, totals
+    assert totals["successful"] == NUM_REQUESTS, totals
     assert totals["errored"] == 0, totals
     return f"{totals['successful']} requests completed"
 
