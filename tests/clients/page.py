@@ -21,12 +21,12 @@ those that have it: litellm's about Ollama's models, lm-eval's about the tokeniz
 
 What a `+` does not say:
 
-- The server's model is the embedded one with 65,536 positions instead of 8,192, so that agents' prompts of up to
-  34,000 tokens fit. It was not trained beyond 2,300: what it says to agents is nonsense.
+- The server's model is the embedded one with 65,536 positions instead of 8,192, so that agents' prompts of
+  up to 34,000 tokens fit. It was not trained beyond 2,300: what it says to agents is nonsense.
 - Structured output passes when the reply has the form. The sum in it is often wrong (42 or 17 instead of 43).
 - smolagents' tools pass when its agent ran a call of the right tool; its answer is not checked.
 - Each feature ran once in the run that is shown, with `max_tokens` where a weak model may find no end. One
-  earlier run of guidellm's streamed tools counted 7 of 8 requests, none of them an error; six repetitions
+  earlier run of guidellm's streamed tools counted 7 of 8 requests, none of them an error; the repetitions
   counted all. We do not know why.
 - LangChain's `ChatOpenAI` drops thoughts of chat completions, so thinking is not tried there. litellm is told
   by `allowed_openai_params` that this model thinks.
