@@ -195,15 +195,13 @@ class LLM:
         progress: bool = False,
         **template_kwargs: Any,
     ) -> Completion | list[Completion]:
-        """The reply to a conversation; of a list of conversations the list of replies, computed together.
+        """The reply to a conversation, or the list of replies to a list of conversations.
 
-        With n > 1 a list has n replies to each conversation, one after the other.
+        A list is computed together; with n > 1 it has n replies to each conversation.
         """
         conversations, alone = _conversations(messages)
         if alone:
-            _expect_one(
-                sampling, "Call chat([messages], ...): a list gives n completions of each of its items."
-            )
+            _expect_one(sampling, "Call chat([messages], ...): a list gives n completions of each item.")
         prompts = [self.encode_chat(conversation, **template_kwargs) for conversation in conversations]
         completions = self._generate(prompts, sampling, continues_text=False, progress=progress)
         return completions[0] if alone else completions
@@ -298,7 +296,7 @@ class LLM:
     def _prepare(
         self, token_ids: list[int], sampling: SamplingParams | None, continues_text: bool
     ) -> list[_Reply]:
-        """`sampling.n` replies to a prompt; what is wrong with it is raised before anything is submitted."""
+        """`sampling.n` replies to a prompt. Raises what is wrong with it, submits nothing."""
         sampling = sampling or SamplingParams(**self.sampling_defaults)
         token_ids = truncated(token_ids, sampling, self.engine.info.max_model_len)
         continues_text = continues_text and self.tokenizer.has_text(token_ids)

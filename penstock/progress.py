@@ -1,4 +1,4 @@
-"""How long work says where it is: named phases, and the bars or lines that show them. A test may follow too.
+"""How long work reports where it is: named phases, and the bars or log lines that show them.
 
 rich is imported when a bar is drawn. Knows nothing about engines, models or servers.
 """

@@ -1,7 +1,7 @@
 """Qwen3-Next against transformers: logits, greedy tokens, and how its checkpoints are spelt.
 
-The layers are those of Qwen3.5, whose tests say how they batch and split; these say what differs: the fused
-projections, dense layers among sparse ones, and the defaults of config.json.
+The layers are those of Qwen3.5, whose tests say how they batch and split. These say what differs:
+the fused projections, dense layers among sparse ones, and the defaults of config.json.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ NUM_DECODES = 12
 
 
 class Pair:
-    """The same weights in transformers and in ours, read from the file that transformers' names make."""
+    """The same weights in transformers and in ours, which reads them from safetensors."""
 
     def __init__(self, config: dict[str, Any], path: Path) -> None:
         self.config = config
@@ -118,7 +118,7 @@ def test_greedy_tokens_are_those_of_transformers(pair: Pair) -> None:
 
 
 def test_a_checkpoint_may_be_spelt_as_the_published_one_is(tmp_path: Path) -> None:
-    """Experts one by one; the drafting head is loaded where it is wanted, as Qwen3.5's, or left out."""
+    """Experts one by one, and a drafting head, which is loaded if it is wanted."""
     pair = Pair(SHAPE, tmp_path / "fused")
     tensors = dict(pair.checkpoint)
     head = build_model(SHAPE, torch.float32, torch.device("cpu")).placements()  # type: ignore[operator]

@@ -1,6 +1,6 @@
-"""Qwen3-Next: the model of Qwen3.5 with other defaults, dense layers among sparse ones, and other tensors.
+"""Qwen3-Next: the model of Qwen3.5 with other defaults and tensors, and dense layers among sparse.
 
-This file reads what its config.json says differently; `qwen3_next_placements` knows its checkpoints.
+Reads what its config.json says differently; `qwen3_next_placements` knows its checkpoints.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How Qwen3-Next checkpoints spell their tensors: as Qwen3.5, except for the projections into DeltaNet.
+"""How Qwen3-Next checkpoints spell their tensors: as Qwen3.5, but for the projections into DeltaNet.
 
-There are two of them, fused, and their rows are grouped by key head: (q, k, v, z) and (b, a) of the first key
-head and its value heads, then of the second. Ours are all q, all k, all v, all z, all b, all a.
+These are two fused tensors whose rows are grouped by key head: (q, k, v, z) and (b, a) of the first
+key head and its value heads, then of the second. Ours are all q, all k, all v, all z, all b, all a.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def find_placements(
 
 
 def _fused_projections(config: Qwen3_5Config, table: dict[str, Placement]) -> Iterator[tuple[str, Placement]]:
-    """Two tensors in the place of four: q, k, v and z are neighbours in our parameter, so are b and a."""
+    """Two tensors for four: q, k, v and z are neighbours in our parameter, and so are b and a."""
     groups, hidden = config.num_key_heads, config.hidden_size
     num_qkvz, num_ba = config.conv_channels + config.value_size, 2 * config.num_value_heads
     values, heads = config.value_size // groups, config.num_value_heads // groups
@@ -47,6 +47,6 @@ def _fused_projections(config: Qwen3_5Config, table: dict[str, Placement]) -> It
 
 
 def _ungrouped(num_groups: int, sizes: tuple[int, ...], weight: Tensor) -> Tensor:
-    """Rows (first part, second part, ...) of group after group -> the first parts of all, then the second."""
+    """Rows (first part, second, ...) of group after group -> all first parts, then all second."""
     parts = weight.unflatten(0, (num_groups, -1)).split(sizes, dim=1)
     return torch.cat([part.flatten(0, 1) for part in parts])
