@@ -88,6 +88,13 @@ def test_an_unknown_name_is_answered_with_the_nearest_preset() -> None:
     assert "Did you mean 'Qwen3.5-35B-A3B'?" in str(caught.value)
 
 
+def test_the_name_of_a_repository_is_answered_with_how_to_download_it() -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        find_model("Qwen/Qwen3.5-4B")
+    assert "`hf download Qwen/Qwen3.5-4B --local-dir Qwen3.5-4B`" in caught.value.todo
+    assert "Did you mean" not in caught.value.todo  # a preset, which has no weights to serve
+
+
 def test_a_missing_folder_is_answered_with_the_nearest_sibling(tmp_path: Path) -> None:
     write_config(tmp_path / "my-finetune")
     with pytest.raises(ModelNotFoundError, match=r"Did you mean 'my-finetune'\?"):
