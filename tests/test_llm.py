@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from penstock.errors import RequestError
 from penstock.llm import LLM
 from penstock.types import SamplingParams
 
-SHORT = SamplingParams(max_tokens=8)
+SHORT = SamplingParams(max_tokens=4)
 
 
 def ask(text: str) -> list[dict[str, Any]]:
@@ -29,14 +30,15 @@ def llm() -> LLM:
 
 
 class Steps:
-    """Counts the steps of an engine."""
+    """Counts the steps of an engine, and makes each last a while if it is told so."""
 
-    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> None:
         self.count = 0
         step = llm.engine.step
 
         def counted() -> Any:
             self.count += 1
+            time.sleep(seconds)
             return step()
 
         monkeypatch.setattr(llm.engine, "step", counted)
@@ -126,6 +128,7 @@ def test_a_terminal_shows_a_bar_that_moves_with_the_replies(
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr("penstock.llm.PROGRESS_INTERVAL_S", 0.0)
-    llm.generate(["One"] * 3, SamplingParams(max_tokens=120, ignore_eos=True), progress=True)
+    Steps(llm, monkeypatch, seconds=0.03)  # a bar is drawn ten times a second
+    llm.generate(["One"] * 3, SamplingParams(max_tokens=15, ignore_eos=True), progress=True)
     assert "0 of 3 replies" in terminal.getvalue()
-    assert re.search(r"generate +\d+\.\d\d s  3 of 3 replies, 360 tokens", terminal.getvalue())
+    assert re.search(r"generate +\d+\.\d\d s  3 of 3 replies, 45 tokens", terminal.getvalue())
