@@ -8,16 +8,17 @@ for completion in llm.generate(["One", "Two"], SamplingParams(max_tokens=16)):
 from __future__ import annotations
 
 import itertools
+import time
 from array import array
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 from penstock.config import EngineConfig, from_mapping
 from penstock.engine.engine import Engine
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, RequestError
 from penstock.models.source import find_model
-from penstock.progress import OnPhase
+from penstock.progress import OnPhase, Phase, PhaseList, timed
 from penstock.text.chat_prompt import ChatEncoder
 from penstock.text.generation_config import checkpoint_sampling
 from penstock.text.pooling import VectorRules, VectorText
@@ -28,8 +29,10 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.types import FinishReason, Pooling, Request, SamplingParams, TokenDelta, TokenLogprob
 
 Prompt = str | Sequence[int]
+Conversation = Sequence[dict[str, Any]]  # its messages
 
 OFFLINE = {"bulk_share": 1.0}  # nobody reads along: no request goes before another
+PROGRESS_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,29 +124,87 @@ class LLM:
         self._ids = itertools.count()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        progress: bool = False,
     ) -> list[Completion]:
-        """One completion per prompt, in their order; with n > 1, n of them for each prompt."""
+        """One completion per prompt, in their order; with n > 1, n of them for each prompt.
+
+        `progress` shows how many are done: a bar on a terminal, a line every few seconds in a log.
+        """
         alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         many: Sequence[Any] = [prompts] if alone else prompts
-        return self._generate([self._encode(prompt) for prompt in many], sampling, continues_text=True)
+        encoded = [self._encode(prompt) for prompt in many]
+        return self._generate(encoded, sampling, continues_text=True, progress=progress)
 
     def _generate(
-        self, prompts: list[list[int]], sampling: SamplingParams | None, *, continues_text: bool
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams | None,
+        *,
+        continues_text: bool,
+        progress: bool,
     ) -> list[Completion]:
-        ids = [id for prompt in prompts for id in self._submit(prompt, sampling, continues_text)]
+        replies = [reply for prompt in prompts for reply in self._prepare(prompt, sampling, continues_text)]
         try:
-            while any(self._replies[id].finish is None for id in ids):
-                self._step()
-            return [self._replies[id].completion() for id in ids]
+            self._submit(replies)
+            if progress:
+                with PhaseList() as phases, timed("generate", phases) as report:
+                    self._finish(replies, report)
+            else:
+                self._finish(replies, lambda _: None)
+            return [reply.completion() for reply in replies]
         finally:
-            self._forget(ids)
+            self._forget(replies)
 
+    def _finish(self, replies: list[_Reply], report: OnPhase) -> None:
+        """Steps until all replies are complete."""
+        started = reported = time.perf_counter()
+        while any(reply.finish is None for reply in replies):
+            self._step()
+            if (now := time.perf_counter()) - reported >= PROGRESS_INTERVAL_S:
+                reported = now
+                report(_progress_of(replies, now - started))
+        report(_progress_of(replies, time.perf_counter() - started))
+
+    @overload
     def chat(
-        self, messages: list[dict[str, Any]], sampling: SamplingParams | None = None, **template_kwargs: Any
-    ) -> Completion:
-        prompt = self.encode_chat(messages, **template_kwargs)
-        return self._generate([prompt], sampling, continues_text=False)[0]
+        self,
+        messages: Conversation,
+        sampling: SamplingParams | None = None,
+        *,
+        progress: bool = False,
+        **template_kwargs: Any,
+    ) -> Completion: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling: SamplingParams | None = None,
+        *,
+        progress: bool = False,
+        **template_kwargs: Any,
+    ) -> list[Completion]: ...
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling: SamplingParams | None = None,
+        *,
+        progress: bool = False,
+        **template_kwargs: Any,
+    ) -> Completion | list[Completion]:
+        """The reply to a conversation, or the list of replies to a list of conversations.
+
+        A list is computed together; with n > 1 it has n replies to each conversation.
+        """
+        conversations, alone = _conversations(messages)
+        if alone:
+            _expect_one(sampling, "Call chat([messages], ...): a list gives n completions of each item.")
+        prompts = [self.encode_chat(conversation, **template_kwargs) for conversation in conversations]
+        completions = self._generate(prompts, sampling, continues_text=False, progress=progress)
+        return completions[0] if alone else completions
 
     def embed(
         self,
@@ -196,9 +257,10 @@ class LLM:
     def _stream(
         self, prompt: list[int], sampling: SamplingParams | None, *, continues_text: bool
     ) -> Generator[str, None, None]:
-        (id,) = self._submit(prompt, sampling, continues_text)
-        reply = self._replies[id]
+        _expect_one(sampling, "Use generate or chat, or one stream after the other.")
+        (reply,) = replies = self._prepare(prompt, sampling, continues_text)
         try:
+            self._submit(replies)
             while reply.finish is None:
                 self._step()
                 text, reply.unread = reply.unread, ""
@@ -209,17 +271,17 @@ class LLM:
             if reply.finish == "error":
                 raise PenstockError("The reply ended with an error", reply.error or "The engine gave none.")
         finally:
-            self._forget([id])
+            self._forget(replies)
 
     def stream_chat(
-        self, messages: list[dict[str, Any]], sampling: SamplingParams | None = None, **template_kwargs: Any
+        self, messages: Conversation, sampling: SamplingParams | None = None, **template_kwargs: Any
     ) -> Generator[str, None, None]:
         prompt = self.encode_chat(messages, **template_kwargs)
         return self._stream(prompt, sampling, continues_text=False)
 
     def encode_chat(
         self,
-        messages: list[dict[str, Any]],
+        messages: Conversation,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **variables: Any,
@@ -231,20 +293,25 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt, True) if isinstance(prompt, str) else list(prompt)
 
-    def _submit(
+    def _prepare(
         self, token_ids: list[int], sampling: SamplingParams | None, continues_text: bool
-    ) -> list[str]:
+    ) -> list[_Reply]:
+        """`sampling.n` replies to a prompt. Raises what is wrong with it, submits nothing."""
         sampling = sampling or SamplingParams(**self.sampling_defaults)
         token_ids = truncated(token_ids, sampling, self.engine.info.max_model_len)
         continues_text = continues_text and self.tokenizer.has_text(token_ids)
         requests = build_requests(
             f"llm-{next(self._ids)}", token_ids, sampling, self.tokenizer, self.engine.info.max_model_len
         )
-        for request in requests:
-            self.engine.submit(request)
-            decoder = StreamDecoder.of(self.tokenizer, sampling, continues_text)
-            self._replies[request.id] = _Reply(request, decoder)
-        return [request.id for request in requests]
+        return [
+            _Reply(request, StreamDecoder.of(self.tokenizer, sampling, continues_text))
+            for request in requests
+        ]
+
+    def _submit(self, replies: Iterable[_Reply]) -> None:
+        for reply in replies:
+            self.engine.submit(reply.request)
+            self._replies[reply.request.id] = reply
 
     def _step(self) -> None:
         for delta in self.engine.step():
@@ -257,7 +324,49 @@ class LLM:
             if reply.decoder.stopped:
                 self.engine.abort(delta.request_id)
 
-    def _forget(self, ids: list[str]) -> None:
-        for id in ids:
-            if self._replies.pop(id).finish is None:
-                self.engine.abort(id)
+    def _forget(self, replies: Iterable[_Reply]) -> None:
+        """Those that are not complete are stopped."""
+        for reply in replies:
+            if self._replies.pop(reply.request.id, None) and reply.finish is None:
+                self.engine.abort(reply.request.id)
+
+
+def _progress_of(replies: list[_Reply], seconds: float) -> Phase:
+    num_done = sum(reply.finish is not None for reply in replies)
+    num_tokens = sum(len(reply.token_ids) for reply in replies)
+    detail = f"{num_done} of {len(replies)} replies, {num_tokens:,} tokens"
+    if seconds > 0:
+        detail += f", {num_tokens / seconds:,.0f} tok/s"
+    return Phase("generate", detail, num_done / max(len(replies), 1))
+
+
+def _expect_one(sampling: SamplingParams | None, todo: str) -> None:
+    if sampling is not None and sampling.n > 1:
+        raise RequestError(f"n is {sampling.n}", "This call gives one completion.", todo, param="n")
+
+
+def _conversations(messages: Conversation | Sequence[Conversation]) -> tuple[list[Conversation], bool]:
+    """What `chat` was given, as a list, and whether it was a single conversation."""
+    if not _is_list(messages):
+        raise _no_conversation("messages", messages)
+    items: list[Any] = list(messages)
+    if all(isinstance(item, Mapping) for item in items):
+        return [items], True
+    for index, item in enumerate(items):
+        if not _is_list(item):
+            raise _no_conversation(f"messages[{index}]", item)
+    return items, False
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _no_conversation(name: str, value: object) -> RequestError:
+    return RequestError(
+        f"{name} is a {type(value).__name__}",
+        "A conversation is a list of messages, and a message is a dict with role and content; "
+        "several conversations are a list of such lists.",
+        'Give [{"role": "user", "content": "..."}], or a list of these.',
+        param="messages",
+    )

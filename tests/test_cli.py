@@ -17,12 +17,12 @@ import pytest
 
 from command_line import ROOT, SMALL, environment, error_in, fails, penstock
 from penstock.cli import COMMANDS, main
-from penstock.commands.console import PhaseList, human_bytes, human_count, print_error
+from penstock.commands.console import human_bytes, human_count, print_error
 from penstock.commands.flags import Parser, add_flags, flags_of, read_count, read_settings, unknown_variables
 from penstock.commands.sampling import add_sampling_flags, read_sampling
 from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import ConfigError, PenstockError
-from penstock.progress import Phase, timed
+from penstock.progress import Phase, PhaseList, timed
 
 
 def test_the_help_of_chat_says_where_a_servers_key_comes_from(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,7 +118,13 @@ def randomize(module: torch.nn.Module, seed: int) -> None:
             values.copy_(noise * values.shape[-1] ** -0.5)
 
 
-def load(path: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], dtype: str = "float32") -> Any:
+def load(
+    path: Path,
+    config: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    dtype: str = "float32",
+    with_drafting_head: bool = True,
+) -> Any:
     path.mkdir(exist_ok=True)
     stored = {name: values.detach().clone().contiguous() for name, values in tensors.items()}
     save_file(stored, path / "model.safetensors")
@@ -129,7 +135,7 @@ def load(path: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], dtyp
         random_weights=False,
         seed=0,
         on_phase=lambda _: None,
-        with_drafting_head=True,
+        with_drafting_head=with_drafting_head,
     )
 
 
@@ -343,11 +349,11 @@ def published(pair: Pair, *, one_by_one: bool) -> tuple[dict[str, Any], dict[str
         tensors[f"mtp.{spelling[part]}.{rest}"] = values
     tensors["model.visual.blocks.0.norm1.weight"] = torch.ones(8)
     if one_by_one and "num_experts" in pair.config:
-        _separate_experts(tensors, "mtp.layers.0.mlp.experts.")
+        separate_experts(tensors, "mtp.layers.0.mlp.experts.")
     return config, tensors, layer
 
 
-def _separate_experts(tensors: dict[str, Tensor], prefix: str) -> None:
+def separate_experts(tensors: dict[str, Tensor], prefix: str) -> None:
     gate_up, down = tensors.pop(f"{prefix}gate_up_proj"), tensors.pop(f"{prefix}down_proj")
     for expert, (pair, second) in enumerate(zip(gate_up, down)):
         gate, up = pair.chunk(2)
@@ -395,7 +401,7 @@ def test_experts_of_the_trunk_may_be_stored_one_by_one(tmp_path: Path) -> None:
     pair = Pair(CONFIGS["moe"], tmp_path / "fused")
     tensors = dict(pair.checkpoint)
     for layer in range(4):
-        _separate_experts(tensors, f"model.layers.{layer}.mlp.experts.")
+        separate_experts(tensors, f"model.layers.{layer}.mlp.experts.")
     ours = load(tmp_path / "separate", pair.config, tensors)
     assert torch.equal(ByHand(ours).prefill(tokens(20)), ByHand(pair.ours).prefill(tokens(20)))
 

@@ -83,8 +83,18 @@ def test_context_is_fitted_to_memory_unless_it_was_asked_for() -> None:
 def test_a_budget_too_small_for_one_sequence_is_refused_with_numbers() -> None:
     with pytest.raises(CapacityError) as raised:
         pools(HYBRID, 0.1)
-    assert "0.064 GB" in raised.value.why
+    assert "0.0644 GB" in raised.value.why
     assert "--memory-gb" in raised.value.todo
+
+
+def test_the_budget_that_is_asked_for_is_enough_even_for_a_tiny_model() -> None:
+    """Its state takes kilobytes, which two decimals of a gigabyte do not show."""
+    tiny = [StateSpec(num_value_heads=1, key_dim=16, value_dim=16, conv_channels=48, conv_width=4)]
+    with pytest.raises(CapacityError) as raised:
+        pools(tiny, 1e-6)
+    enough = float(raised.value.todo.rpartition(" ")[2].rstrip("."))
+    assert enough > 0
+    assert pools(tiny, enough).max_rows >= 1
 
 
 def test_a_context_longer_than_the_model_knows_is_refused() -> None:

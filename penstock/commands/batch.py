@@ -32,12 +32,12 @@ from penstock.batch_lines import (
     result_line,
     results_in,
 )
-from penstock.commands.console import PhaseList, print_note
+from penstock.commands.console import print_note
 from penstock.commands.flags import add_engine_flags, read_count, read_number
 from penstock.commands.started_server import given_server_flags, server_words, started_server
 from penstock.errors import ConfigError, PenstockError
 from penstock.http_client import HttpClient
-from penstock.progress import OnPhase, Phase, timed
+from penstock.progress import OnPhase, Phase, PhaseList, timed
 
 USAGE = "penstock batch FILE [-o OUT] [-m MODEL | --base-url URL] [flags]"
 DESCRIPTION = "Answer a file of requests, JSONL in and out. Run it again to go on where it stopped."

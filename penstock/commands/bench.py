@@ -13,7 +13,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands import bench_serve, birth, breakdown
-from penstock.commands.console import PhaseList, print_table
+from penstock.commands.console import print_table
 from penstock.commands.flags import add_flags, foreign_flag, read_count, read_counts, read_settings
 from penstock.commands.measure import (
     CHECK_TOKENS,
@@ -32,7 +32,7 @@ from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError
 from penstock.eval.results import deliver_line, prepare_output
 from penstock.models.source import ModelSource, find_model
-from penstock.progress import Phase, timed
+from penstock.progress import Phase, PhaseList, timed
 from penstock.types import SamplingParams
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penstock.commands import birth
-from penstock.commands.console import PhaseList, print_note, print_table
+from penstock.commands.console import print_note, print_table
 from penstock.commands.flags import add_flags, flags_of, foreign_flag, read_settings
 from penstock.commands.load_levels import (
     Level,
@@ -44,7 +44,7 @@ from penstock.eval.reuse import PossibleReuse, possible_reuse
 from penstock.eval.sized_prompts import PromptMaker, fit_prompts
 from penstock.eval.stream_client import Target
 from penstock.eval.traces import Arrival
-from penstock.progress import Phase, timed
+from penstock.progress import Phase, PhaseList, timed
 
 SERVER_FLAGS = ("max_rows", "max_model_len", "prefix_cache")  # of the engine; other benches decide them
 TEXT_FLAGS = ("tokenizer", "max_queue")  # of the server

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.commands import birth
-from penstock.commands.console import PhaseList
 from penstock.commands.flags import (
     add_flags,
     flags_of,
@@ -31,6 +30,7 @@ from penstock.eval.latency import run_latency, run_quality
 from penstock.eval.report import run_report
 from penstock.eval.results import Reporter
 from penstock.eval.throughput import run_throughput
+from penstock.progress import PhaseList
 
 DESCRIPTION = """Judge any server of the OpenAI API over HTTP.
 

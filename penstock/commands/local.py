@@ -7,10 +7,9 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.commands.console import PhaseList
 from penstock.commands.flags import TEXT_SETTINGS, read_settings
 from penstock.config import EngineConfig, ServeConfig
-from penstock.progress import timed
+from penstock.progress import PhaseList, timed
 from penstock.text.dialects import ContentDelta, Delta, ReasoningDelta, StreamParser, dialect_of
 from penstock.types import SamplingParams
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 
-from penstock.commands.console import PhaseList, paint
+from penstock.commands.console import paint
 from penstock.commands.flags import add_flags, add_model_argument, read_settings
 from penstock.config import EngineConfig, ServeConfig, from_mapping
 from penstock.models.source import find_model
-from penstock.progress import Phase
+from penstock.progress import Phase, PhaseList
 
 USAGE = "penstock serve [MODEL] [flags]"
 DESCRIPTION = "Answer the OpenAI API over HTTP. Ctrl-C ends it when the running answers are complete."

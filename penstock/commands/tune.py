@@ -18,14 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.commands.console import PhaseList, print_table
+from penstock.commands.console import print_table
 from penstock.commands.flags import add_flags, read_count, read_counts, read_settings
 from penstock.commands.measure import Decoding, time_chain
 from penstock.config import EngineConfig, from_mapping
 from penstock.errors import ConfigError
 from penstock.eval.results import prepare_output
 from penstock.models.source import ModelSource, find_model
-from penstock.progress import Phase, timed
+from penstock.progress import Phase, PhaseList, timed
 from penstock.types import SamplingParams
 
 if TYPE_CHECKING:

@@ -72,9 +72,9 @@ def size_pools(
         affordable = budget_bytes // (2 * slot_bytes) - 1  # slot 0 is nobody's
         if affordable < 1:
             raise CapacityError(
-                f"The cache budget of {budget_bytes / GB:.2f} GB holds no sequence",
-                f"One sequence's state takes {slot_bytes / GB:.3f} GB; states may use half of the budget.",
-                f"Give at least --memory-gb {4 * slot_bytes / GB:.2f}.",
+                f"The cache budget of {budget_bytes / GB:.3g} GB holds no sequence",
+                f"One sequence's state takes {slot_bytes / GB:.3g} GB; states may use half of the budget.",
+                f"Give at least --memory-gb {1.005 * 4 * slot_bytes / GB:.3g}.",  # 3 digits may round down
             )
         num_kept = affordable // CHECKPOINT_SHARE if prefix_cache and checkpoint_bytes is None else 0
         max_rows = min(max_rows, affordable - num_kept)
@@ -94,8 +94,8 @@ def size_pools(
         if affordable < (needed if max_model_len is not None else 1):
             raise CapacityError(
                 f"A context of {length:,} tokens does not fit the cache",
-                f"It needs {needed} pages of {page_bytes / GB:.4f} GB; what is left of "
-                f"{budget_bytes / GB:.2f} GB holds {max(affordable, 0)}.",
+                f"It needs {needed} pages of {page_bytes / GB:.3g} GB; what is left of "
+                f"{budget_bytes / GB:.3g} GB holds {max(affordable, 0)}.",
                 f"Lower --max-model-len to {max(affordable, 0) * page_size} or raise --memory-gb.",
             )
         length = min(length, affordable * page_size)

@@ -26,6 +26,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3_5_text": "penstock.models.qwen3_5",
     "qwen3_5_moe": "penstock.models.qwen3_5",
     "qwen3_5_moe_text": "penstock.models.qwen3_5",
+    "qwen3_next": "penstock.models.qwen3_next",
 }
 
 TYPO = 0.9  # likeness of names of which one is meant to be the other; mixtral and mistral have 0.86
@@ -84,4 +85,5 @@ _CLASS_NAMES = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+    "Qwen3NextForCausalLM": "qwen3_next",
 }

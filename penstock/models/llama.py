@@ -22,7 +22,15 @@ from penstock.layers.parameter import norm_parameter, parameter
 from penstock.layers.rope import Rope, inverse_frequencies
 from penstock.models import model_type_of
 from penstock.models.placement import Placement
-from penstock.models.reading import MAX_LAYERS, MAX_NUMBER, read, read_size, unusable
+from penstock.models.reading import (
+    MAX_LAYERS,
+    MAX_NUMBER,
+    read,
+    read_num_experts,
+    read_size,
+    read_sparse_layers,
+    unusable,
+)
 from penstock.ops import norm_linear, rms_norm
 from penstock.types import CacheSpec
 
@@ -143,8 +151,8 @@ class LlamaConfig:
         hidden_size = read_size(config, "hidden_size")
         max_position = read_size(config, "max_position_embeddings")
         attention_bias = read(config, "attention_bias", bool, False)
-        sparse = _sparse_layers(config, num_layers) if model_type == "qwen3_moe" else frozenset()
-        num_experts = _num_experts(config) if sparse else 0
+        sparse = read_sparse_layers(config, num_layers) if model_type == "qwen3_moe" else frozenset()
+        num_experts = read_num_experts(config) if sparse else 0
         num_kv_heads = read_size(config, "num_key_value_heads", family.num_kv_heads or num_heads)
         if num_heads % num_kv_heads:
             raise CheckpointError(
@@ -207,19 +215,6 @@ def _windows(config: Mapping[str, Any], model_type: str, family: Family, num_lay
             "Check that config.json is complete and belongs to this model.",
         )
     return tuple(known[layer_type] for layer_type in layer_types)
-
-
-def _sparse_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
-    step = read_size(config, "decoder_sparse_step", 1)
-    dense = read(config, "mlp_only_layers", list, None) or []
-    if _num_experts(config) == 0:
-        return frozenset()
-    return frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
-
-
-def _num_experts(config: Mapping[str, Any]) -> int:
-    """Published as num_experts; transformers 5 writes num_local_experts."""
-    return read(config, "num_local_experts" if "num_local_experts" in config else "num_experts", int)
 
 
 def _num_labels(config: Mapping[str, Any]) -> int:

@@ -86,6 +86,40 @@ def _qwen3_5(
     }
 
 
+# Instruct and Thinking have the same numbers.
+_QWEN3_NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "intermediate_size": 5120,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10_000_000,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "max_position_embeddings": 262144,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
 # name: type, hidden, layers, heads, kv heads, head width, ffn, vocabulary, context, rope theta, eps, tied
 _LLAMA_LIKE: dict[str, tuple[str, int, int, int, int, int, int, int, int, float, float, bool]] = {
     "Llama-2-7B": ("llama", 4096, 32, 32, 32, 128, 11008, 32000, 4096, 1e4, 1e-5, False),
@@ -168,5 +202,6 @@ def _llama_like(
 
 PRESETS: dict[str, dict[str, Any]] = {
     **{name: _qwen3_5(*row) for name, row in _QWEN3_5.items()},
+    "Qwen3-Next-80B-A3B": _QWEN3_NEXT,
     **{name: {**_llama_like(*row), **_EXTRAS.get(name, {})} for name, row in _LLAMA_LIKE.items()},
 }

@@ -23,7 +23,7 @@ from penstock.layers.rope import Rope, inverse_frequencies
 from penstock.models.placement import Placement
 from penstock.models.qwen3_5_config import Qwen3_5Config
 from penstock.models.qwen3_5_mtp import MTP
-from penstock.models.qwen3_5_placements import IGNORED, find_placements, stores_mtp
+from penstock.models.qwen3_5_placements import IGNORED, FindPlacements, find_placements, stores_mtp
 from penstock.ops import linear, norm_linear, rms_norm
 from penstock.types import CacheSpec
 
@@ -39,15 +39,15 @@ class Layer(nn.Module):
     """One mixer, DeltaNet or attention, and one MLP."""
 
     def __init__(
-        self, config: Qwen3_5Config, is_attention: bool, dtype: torch.dtype, device: torch.device | str
+        self, config: Qwen3_5Config, index: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         super().__init__()
         self.mixer: Attention | DeltaNet
-        if is_attention:
+        if config.is_attention[index]:
             self.mixer = make_attention(config, dtype, device)
         else:
             self.mixer = make_delta_net(config, dtype, device)
-        self.mlp = make_mlp(config, dtype, device)
+        self.mlp = make_mlp(config, config.is_sparse[index], dtype, device)
 
     def forward(
         self, hidden: Tensor, inputs: StepInputs, cache: LayerCache, rope: Tensor, only_last: bool = False
@@ -68,15 +68,22 @@ class Qwen3_5(nn.Module):
     has_head = True
     num_labels = 0
 
-    def __init__(self, config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: Qwen3_5Config,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        find_placements: FindPlacements = find_placements,
+    ) -> None:
         super().__init__()
         self.config = config
+        self._find_placements = find_placements
         self.dtype = dtype
         self.device = torch.device(device)
         self.vocab_size = config.vocab_size
         self.max_position = config.max_position
         self.embedding = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        layers = [Layer(config, is_attention, dtype, device) for is_attention in config.is_attention]
+        layers = [Layer(config, index, dtype, device) for index in range(len(config.is_attention))]
         self.layers = nn.ModuleList(layers)
         self._cache_specs: list[CacheSpec] = [layer.mixer.cache_spec for layer in layers]
         self.norm = norm_parameter(config.hidden_size, device)
@@ -139,7 +146,7 @@ class Qwen3_5(nn.Module):
         """
         if names is not None and not stores_mtp(names):
             self.mtp = None
-        return find_placements(self.config, self.mtp is not None, names)
+        return self._find_placements(self.config, self.mtp is not None, names)
 
 
 def make_attention(config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str) -> Attention:
@@ -174,8 +181,10 @@ def make_delta_net(config: Qwen3_5Config, dtype: torch.dtype, device: torch.devi
     )
 
 
-def make_mlp(config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str) -> DenseMLP | SparseMLP:
-    if config.experts is None:
+def make_mlp(
+    config: Qwen3_5Config, is_sparse: bool, dtype: torch.dtype, device: torch.device | str
+) -> DenseMLP | SparseMLP:
+    if config.experts is None or not is_sparse:
         return DenseMLP(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -200,7 +209,7 @@ def make_mtp(config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | s
     return MTP(
         hidden_size=config.hidden_size,
         attention=make_attention(config, dtype, device),
-        mlp=make_mlp(config, dtype, device),
+        mlp=make_mlp(config, config.experts is not None, dtype, device),
         eps=config.eps,
         dtype=dtype,
         device=device,

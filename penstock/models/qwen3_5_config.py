@@ -53,8 +53,9 @@ class Qwen3_5Config:
     key_dim: int
     value_dim: int
     conv_kernel: int
-    intermediate_size: int  # of the dense MLP; 0 where there are experts
+    intermediate_size: int  # of the dense MLP; 0 where all layers have experts
     experts: ExpertsConfig | None
+    is_sparse: tuple[bool, ...]  # by layer; the others have the dense MLP
     is_tied: bool
     has_mtp: bool
     is_nested: bool  # published with a vision tower: the text model sits under `language_model`
@@ -67,12 +68,13 @@ class Qwen3_5Config:
         rope = _read_rope(text)
         head_dim = read_size(text, "head_dim")
         experts = ExpertsConfig.from_dict(text) if _is_moe(config) else None
+        is_attention = _read_layers(text)
         result = cls(
             hidden_size=read_size(text, "hidden_size"),
             vocab_size=read_size(text, "vocab_size"),
             max_position=read_size(text, "max_position_embeddings"),
             eps=read(text, "rms_norm_eps", float, 1e-6),
-            is_attention=_read_layers(text),
+            is_attention=is_attention,
             num_heads=read_size(text, "num_attention_heads"),
             num_kv_heads=read_size(text, "num_key_value_heads"),
             head_dim=head_dim,
@@ -85,6 +87,7 @@ class Qwen3_5Config:
             conv_kernel=read_size(text, "linear_conv_kernel_dim"),
             intermediate_size=0 if experts else read_size(text, "intermediate_size"),
             experts=experts,
+            is_sparse=(experts is not None,) * len(is_attention),
             is_tied=read(config, "tie_word_embeddings", bool, read(text, "tie_word_embeddings", bool, False)),
             has_mtp=read(text, "mtp_num_hidden_layers", int, 0) > 0,
             is_nested=bool(nested),

@@ -6,7 +6,7 @@ alternate head by head; experts are stored fused or, in some releases, one by on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 from torch import Tensor
@@ -18,6 +18,7 @@ IGNORED = (r"model\.visual\..*", r".*rotary_emb\.inv_freq", r"mtp\..*")
 NESTED, FLAT = "model.language_model.", "model."
 
 Named = Iterator[tuple[str, Placement]]
+FindPlacements = Callable[[Qwen3_5Config, bool, Collection[str] | None], dict[str, Placement]]
 
 
 def stores_mtp(names: Collection[str]) -> bool:
@@ -44,7 +45,8 @@ def _all(config: Qwen3_5Config, with_mtp: bool, stored: frozenset[str]) -> Named
     for index, is_attention in enumerate(config.is_attention):
         mixer = _attention if is_attention else _delta_net
         yield from mixer(config, f"{prefix}layers.{index}.", f"layers.{index}.mixer.")
-        yield from _mlp(config, f"{prefix}layers.{index}.", f"layers.{index}.mlp.", stored)
+        is_sparse = config.is_sparse[index]
+        yield from _mlp(config, is_sparse, f"{prefix}layers.{index}.", f"layers.{index}.mlp.", stored)
     if with_mtp:
         yield from _mtp(config, stored)
 
@@ -111,10 +113,10 @@ def _taps_by_channel(weight: Tensor) -> Tensor:
     return weight.squeeze(1).t()  # [C, 1, Kc] -> [Kc, C]
 
 
-def _mlp(config: Qwen3_5Config, source: str, target: str, stored: frozenset[str]) -> Named:
+def _mlp(config: Qwen3_5Config, is_sparse: bool, source: str, target: str, stored: frozenset[str]) -> Named:
     hidden = config.hidden_size
     yield f"{source}post_attention_layernorm.weight", _norm(f"{target}norm", hidden)
-    if config.experts is None:
+    if config.experts is None or not is_sparse:
         width = config.intermediate_size
         yield from _swiglu(f"{source}mlp.", f"{target}gate_up", f"{target}down", hidden, width)
         return
@@ -157,5 +159,5 @@ def _mtp(config: Qwen3_5Config, stored: frozenset[str]) -> Named:
     yield "mtp.pre_fc_norm_hidden.weight", _norm("mtp.hidden_norm", hidden)
     yield "mtp.fc.weight", Placement("mtp.fc", (hidden, 2 * hidden))
     yield from _attention(config, "mtp.layers.0.", "mtp.attention.")
-    yield from _mlp(config, "mtp.layers.0.", "mtp.mlp.", stored)
+    yield from _mlp(config, config.experts is not None, "mtp.layers.0.", "mtp.mlp.", stored)
     yield "mtp.norm.weight", _norm("mtp.norm", hidden)

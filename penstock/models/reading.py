@@ -60,6 +60,22 @@ def read_size(
     return size
 
 
+def read_num_experts(config: Mapping[str, Any]) -> int:
+    """Published as num_experts; transformers 5 writes num_local_experts."""
+    return read(config, "num_local_experts" if "num_local_experts" in config else "num_experts", int)
+
+
+def read_sparse_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+    """The layers with experts: every decoder_sparse_step-th one, except those in mlp_only_layers."""
+    step = read_size(config, "decoder_sparse_step", 1)
+    dense = read(config, "mlp_only_layers", list, None) or []
+    if any(type(layer) is not int for layer in dense):
+        raise unusable("mlp_only_layers", dense, "a list of layer numbers")
+    if read_num_experts(config) == 0:
+        return frozenset()
+    return frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+
+
 def unusable(key: str, value: object, expected: str) -> CheckpointError:
     shown = repr(value)
     return CheckpointError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def find_model(name: str) -> ModelSource:
     raise ModelNotFoundError(
         f"There is no model {name!r}",
         f"It is not a folder, not a weights file, and none of the presets: {', '.join(PRESETS)}.",
-        _suggest(path) or "Give the folder that holds config.json and the weights.",
+        _todo(path) or "Give the folder that holds config.json and the weights.",
     )
 
 
@@ -100,6 +101,15 @@ def _find_config(folder: Path) -> Path:
         f"It holds {', '.join(found[:8]) or 'nothing'}{', ...' if len(found) > 8 else ''}.",
         "Give the folder into which the whole model was downloaded.",
     )
+
+
+def _todo(path: Path) -> str:
+    """A path with a mistake in it has a likely name; the name of a repository has to be downloaded."""
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)) is None or path.parent.is_dir():
+        return _suggest(path)
+    download = f"Penstock does not download models: run `hf download {path} --local-dir {path.name}` first."
+    is_preset = path.name.lower() in {preset.lower() for preset in PRESETS}  # it has no weights
+    return download if is_preset else f"{_suggest(path)} {download}".lstrip()
 
 
 def _suggest(path: Path) -> str:
