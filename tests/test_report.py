@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -85,6 +86,23 @@ def show(*paths: str, others: str | None = PUBLISHED) -> Page:
     return Page(run_report.render(find(read_all(paths, "RESULTS"), published)))
 
 
+@pytest.fixture(autouse=True)
+def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of tables, whatever is installed: quick, and it holds every number that a chart does."""
+    monkeypatch.setattr(run_report, "has_matplotlib", lambda: False)
+
+
+@pytest.fixture
+def with_charts(without_charts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(run_report, "has_matplotlib", lambda: True)
+
+
+@functools.cache
+def drawn_page() -> Page:
+    return show(*MEASURED)
+
+
 def serving(levels: dict[int, float], **fields: Any) -> dict[str, Any]:
     spread = {"mean": 3.0, "p50": 2.0, "p90": 4.0, "p95": 5.0, "p99": 6.0, "max": 9.0}
     rows = [
@@ -143,19 +161,29 @@ def unexplained(text: str, known: list[float]) -> list[str]:
     return missing
 
 
-def test_every_number_in_tables_and_drawings_is_in_the_results() -> None:
+def numbers_of_results() -> list[float]:
     paths = [Path(MEASURED[1]), *Path(MEASURED[0]).glob("*.json"), *Path(PUBLISHED).rglob("*.json")]
     files = [json.loads(path.read_text()) for path in paths]
     known = [number for values in files for number in numbers_in(values)] + derived_numbers(files)
-    known += [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 99.0]  # levels and a percentile
-    page = show(*MEASURED)
-    assert len(page.cells) >= 5
-    names = r"(?:Qwen|Llama-)[\w.-]+|H200|vLLM [\d.]+"
-    for section, texts in [*page.cells.items(), *page.drawn.items()]:
+    return [*known, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 99.0]  # levels and a percentile
+
+
+def check_numbers(by_section: dict[str, list[str]]) -> None:
+    assert len(by_section) >= 5
+    known, names = numbers_of_results(), r"(?:Qwen|Llama-)[\w.-]+|H200|vLLM [\d.]+"
+    for section, texts in by_section.items():
         if section == "origin":
             continue  # dates and versions: texts of the files, as the next test has them
         for text in texts:
             assert not unexplained(re.sub(names, "", text), known), (section, text)
+
+
+def test_every_number_in_tables_is_in_the_results() -> None:
+    check_numbers(show(*MEASURED).cells)
+
+
+def test_every_number_in_drawings_is_in_the_results(with_charts: None) -> None:
+    check_numbers(drawn_page().drawn)
 
 
 def test_each_file_has_its_birth_certificate_on_the_page() -> None:
@@ -177,22 +205,18 @@ def test_a_number_that_changes_in_a_file_changes_on_the_page(tmp_path: Path) -> 
     assert "12.3\N{NO-BREAK SPACE}%" in page.shown("roofline")
 
 
-@pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_report, "has_matplotlib", lambda: False)
-
-
-def test_page_fetches_nothing() -> None:
-    html = show(*MEASURED).html
+@pytest.mark.parametrize("charts", ["without_charts", "with_charts"])
+def test_page_fetches_nothing(charts: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(charts)
+    html = drawn_page().html if charts == "with_charts" else show(*MEASURED).html
     for word in ("http:", "https:", "//", "<script", "<link", "<img", "<iframe", "@import", "url(", "src="):
         assert word not in html, word
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert len(ids) == len(set(ids)), "an id that is there twice names nothing"
 
 
-def test_drawings_say_what_they_are_and_have_no_colours_of_their_own() -> None:
-    pytest.importorskip("matplotlib")
-    html = show(*MEASURED).html
+def test_drawings_say_what_they_are_and_have_no_colours_of_their_own(with_charts: None) -> None:
+    html = drawn_page().html
     drawings = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
     assert len(drawings) >= 2 * 5
     ids = re.findall(r'\bid="([^"]+)"', html)
@@ -209,7 +233,14 @@ def test_drawings_say_what_they_are_and_have_no_colours_of_their_own() -> None:
     assert "vLLM 0.19: 12,810 at 64" in points, "a point says its number when it is pointed at"
 
 
-def test_a_page_without_matplotlib_has_every_number_in_a_table(tmp_path: Path, plain: None) -> None:
+def test_charts_of_two_files_have_names_of_their_own(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        shutil.copy(ROOT / "results/h200/decode_engine.json", tmp_path / f"{name}.json")
+    charts = find(read_all([str(tmp_path)], "RESULTS"), read_all([], "--baseline"))["kernels"]["charts"]
+    assert len({chart.slug for chart in charts}) == len(charts) == 4
+
+
+def test_a_page_without_matplotlib_has_every_number_in_a_table() -> None:
     page = show(*MEASURED)
     assert "<svg" not in page.html
     assert page.text.count("penstock[eval]") == 1
@@ -222,9 +253,8 @@ def test_a_page_without_matplotlib_has_every_number_in_a_table(tmp_path: Path, p
     assert "323,038" in page.cells["score"]
 
 
-def test_labels_are_drawn_as_they_are_written(tmp_path: Path) -> None:
+def test_labels_are_drawn_as_they_are_written(tmp_path: Path, with_charts: None) -> None:
     """No formulas, and nothing that XML cannot hold."""
-    pytest.importorskip("matplotlib")
     page = show(write(tmp_path, "serving.json", serving(ONE_GPU, gpu="A$_1$ #0a62b4 \\frac\0{<i>")))
     (note,) = {text for text in page.drawn["throughput"] if "A$" in text}
     assert note.replace("\N{NO-BREAK SPACE}", " ") == "1 × A$_1$ #0a62b4 \\frac {<i>"
@@ -461,14 +491,13 @@ def test_command_refuses_what_it_cannot_use(
 
 
 def test_pictures_without_matplotlib_are_refused_before_anything_is_read(
-    plain: None, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["eval", "report", "nowhere", "--png", "plots"]) != 0
     assert "--png needs matplotlib" in capsys.readouterr().err
 
 
-def test_pictures_come_in_both_themes_with_one_for_the_readme(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_pictures_come_in_both_themes_with_one_for_the_readme(tmp_path: Path, with_charts: None) -> None:
     values = serving({1: 1479.37, 64: 6714.15})
     for row in values["rows"]:
         del row["ttft_ms"], row["itl_ms"]

@@ -10,7 +10,9 @@ import importlib.util
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,6 @@ WIDE, NARROW, HERO = 720, 358, 1040  # CSS pixels
 PIXELS_PER_INCH, PNG_DPI, NUM_COLOURS = 72, 115.2, 96
 SMALL, PLAIN, LARGE = 11, 12, 15
 ROW_HEIGHT, TITLE_HEIGHT = 40, 58
-FONT = {"font.family": "DejaVu Sans", "text.parse_math": False}
 OUTSIDE = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
 NOT_XML = re.compile(r"[\0-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 RANGE_KEY = "ms; dot: median, ticks: p90 and p95, ring: p99, thin line: to the slowest"
@@ -182,10 +183,8 @@ def spread_labels(wanted: Sequence[float], gap: float, low: float, high: float) 
 
 def as_svg(chart: Chart, width: int) -> str:
     """For the inside of an HTML page: colours are the page's variables, ids are unique there."""
-    from matplotlib import rc_context
-
     name, text = f"{chart.slug}-{width}", io.StringIO()
-    with rc_context({**FONT, "svg.fonttype": "none", "svg.hashsalt": name}):
+    with _own_style({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure = _figure(width, _height(chart, width))
         _draw(chart, figure.subplots(), THEMES["light"], is_wide=width >= WIDE)
         figure.savefig(text, format="svg", transparent=True)
@@ -231,12 +230,11 @@ def _clean(element: ElementTree.Element) -> None:
 
 def save_png(charts: Sequence[Chart], path: Path, theme: Theme) -> None:
     """Charts side by side, in few colours: a third of the bytes for files kept in a repository."""
-    from matplotlib import rc_context
     from PIL import Image  # comes with matplotlib
 
     width = WIDE if len(charts) == 1 else HERO
     drawn = io.BytesIO()
-    with rc_context(FONT):
+    with _own_style({}):
         figure = _figure(width, TITLE_HEIGHT + max(_height(chart, width) for chart in charts), 0.18)
         for chart, axes in zip(charts, figure.subplots(1, len(charts), squeeze=False)[0]):
             pad = 24 if isinstance(chart, LineChart) else 8
@@ -248,6 +246,17 @@ def save_png(charts: Sequence[Chart], path: Path, theme: Theme) -> None:
         figure.savefig(drawn, dpi=PNG_DPI, facecolor=theme["paper"])
     picture = Image.open(drawn).convert("RGB")
     picture.quantize(NUM_COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+@contextmanager
+def _own_style(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Without the user's matplotlibrc, without formulas, without warnings about a font's glyphs."""
+    from matplotlib import style
+
+    ours = {"font.family": "DejaVu Sans", "text.parse_math": False, **settings}
+    with style.context(["default", ours]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _figure(width: int, height: int, pad: float = 0.03) -> Any:

@@ -19,6 +19,7 @@ from penstock.errors import PenstockError
 
 PERCENTILES = ("p50", "p90", "p95", "p99", "max")
 Count = Annotated[int, Meta(ge=0)]
+Speed = Annotated[float, Meta(ge=0)]  # 0: nothing came through
 Positive = Annotated[float, Meta(gt=0)]  # drawn on a logarithmic axis, or divided by
 
 
@@ -107,8 +108,8 @@ class Level(Struct):
 
     concurrency: Count = 0
     rate: float | None = None
-    tok_s: float | None = None
-    verified_tok_s: float | None = None
+    tok_s: Speed | None = None
+    verified_tok_s: Speed | None = None
     requests: Count | None = None
     errors: Count | None = None
     failed: Count | None = None

@@ -363,11 +363,16 @@ def prefill(results: Results, others: Results) -> Section:
 
 def kernels(results: Results) -> Section:
     benches = [bench for bench in results.all(Steps) if bench.breakdowns]
-    charts = [_kernel_chart(breakdown) for bench in benches for breakdown in bench.breakdowns]
-    return {"charts": charts, "benches": benches} if charts else {}
+    found = [breakdown for bench in benches for breakdown in bench.breakdowns]
+    charts: dict[str, BarChart] = {}
+    for each in found:
+        slug = f"kernels-{each.batch}"
+        slug += f"-{len(charts) + 1}" if slug in charts else ""  # another file's, at the same batch
+        charts[slug] = _kernel_chart(slug, each)
+    return {"charts": list(charts.values()), "benches": benches} if found else {}
 
 
-def _kernel_chart(breakdown: Breakdown) -> BarChart:
+def _kernel_chart(slug: str, breakdown: Breakdown) -> BarChart:
     shown, rest = breakdown.kernels[:MAX_KERNELS], breakdown.kernels[MAX_KERNELS:]
     names = [each.name.strip("_").removesuffix("_kernel").replace("_", " ") for each in shown]
     bars = [Bar(name, each.us or 0.0, f"{short(each.us)} µs") for name, each in zip(names, shown)]
@@ -376,7 +381,7 @@ def _kernel_chart(breakdown: Breakdown) -> BarChart:
         bars.append(Bar(f"{len(rest)} others", total, f"{short(total)} µs", "other"))
     batch, step = breakdown.batch, f"a step of {short(breakdown.step_us)} µs"
     about = f"Microseconds by kernel in {step} at batch {batch}."
-    return BarChart(f"kernels-{batch}", f"Batch {batch}: kernels of {step}", about, tuple(bars))
+    return BarChart(slug, f"Batch {batch}: kernels of {step}", about, tuple(bars))
 
 
 # Answers: whole replies, and gates of correctness.
