@@ -297,6 +297,12 @@ def test_a_row_without_its_numbers_is_left_out_and_the_rest_stays(tmp_path: Path
     assert "2,412" not in page.text
 
 
+def test_a_time_of_zero_stays_zero(tmp_path: Path) -> None:
+    values = serving({1: 5.0})
+    values["rows"][0]["itl_ms"]["p50"] = 0.0
+    assert show(write(tmp_path, "serving.json", values)).cells["waiting"].count("0.00") == 1
+
+
 def test_projection_is_the_weighted_arithmetic_of_one_gpu_and_is_called_one(tmp_path: Path) -> None:
     levels = project(ONE_GPU)
     assert sum(level.weighted for level in levels) == pytest.approx(EIGHT_GPUS)

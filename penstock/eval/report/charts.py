@@ -20,6 +20,7 @@ from xml.etree import ElementTree
 
 AXIS_ROOM = 1.3
 NARROWEST_STEP = 1.5  # between two numbers below an axis
+SHORTEST_MS = 0.01  # where a time of 0, of tokens that came together, is drawn
 TICK_DIGITS = ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0))
 WIDE, NARROW, HERO = 720, 358, 1040  # CSS pixels
 PIXELS_PER_INCH, PNG_DPI, NUM_COLOURS = 72, 115.2, 96
@@ -116,7 +117,7 @@ class BarChart:
 
 @dataclass(frozen=True, slots=True)
 class RangeChart:
-    """Named spreads in ms (p50, p90, p95, p99, max), all positive, on one logarithmic axis."""
+    """Named spreads in ms (p50, p90, p95, p99, max) on one logarithmic axis."""
 
     slug: str
     title: str
@@ -378,12 +379,13 @@ def _name_row(label: str, text: str, y: float, axes: Any, theme: Theme) -> None:
 
 
 def _draw_ranges(chart: RangeChart, axes: Any, theme: Theme) -> None:
-    bounds, ours = log_bounds(each for _, spread in chart.ranges for each in spread), theme["ours"]
+    drawn = [[max(SHORTEST_MS, each) for each in spread] for _, spread in chart.ranges]
+    bounds, ours = log_bounds(each for spread in drawn for each in spread), theme["ours"]
     _set_log_axis(axes, "x", bounds, log_ticks(bounds), theme)
     axes.set(ylim=(len(chart.ranges) - 0.4, -0.5), yticks=[])
-    for row, (label, (p50, p90, p95, p99, slowest)) in enumerate(chart.ranges):
-        y = row + 0.2
-        _name_row(label, f"{short(p50)} · p99 {short(p99)}", row, axes, theme)
+    for row, (label, spread) in enumerate(chart.ranges):
+        y, (p50, p90, p95, p99, slowest) = row + 0.2, drawn[row]
+        _name_row(label, f"{short(spread[0])} · p99 {short(spread[3])}", row, axes, theme)
         axes.plot([p99, slowest], [y, y], color=theme["other"], linewidth=1)
         axes.plot([p50, p99], [y, y], color=ours, linewidth=2)
         axes.plot([p90, p95], [y, y], "|", color=ours, markersize=8)

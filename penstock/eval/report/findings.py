@@ -28,45 +28,12 @@ from penstock.eval.score import WEIGHTS, weighted_sum
 NUM_GPUS = 8
 NEEDED_LEVELS = sorted({max(1, concurrency // NUM_GPUS) for concurrency in WEIGHTS})
 MAX_KERNELS = 6
-SHORTEST_MS = 0.01  # where a time of 0, of tokens that came together, is drawn
-ABSENT = {
-    "throughput": (
-        "Throughput",
-        "No file of `penstock bench serve` or `penstock eval throughput` has a level.",
-    ),
-    "score": (
-        "The contest's score",
-        f"A projection needs `1 x` some GPU at {', '.join(map(str, NEEDED_LEVELS))} requests "
-        "at a time in one file; a measured score comes from `penstock eval score`.",
-    ),
-    "decode": ("Decode", "No file of `penstock bench step` has a greedy step."),
-    "roofline": ("Share of the roofline", "No greedy step of `penstock bench step` has `of_floor`."),
-    "waiting": ("Waiting", "No level of `penstock bench serve` has percentiles of TTFT or ITL."),
-    "prefill": ("Prefill", "No file of `penstock bench prefill` has a row."),
-    "kernels": ("Inside a step", "No file of `penstock bench engine` has a breakdown by kernel."),
-    "replies": ("Whole replies", "No file of `penstock eval latency` is among the results."),
-    "correctness": (
-        "Correctness",
-        "No file of `penstock eval gates`, `correctness` or `quality` is among the results.",
-    ),
-}
 Section = dict[str, Any]
 
 
 def find(results: Results, others: Results) -> dict[str, Any]:
     server, (base, projected) = main_serving(results), projection_of(results)
     decode = main_decode(results)
-    sections = {
-        "throughput": throughput(results, others),
-        "score": score(results, others),
-        "decode": decode_steps(results, others),
-        "roofline": roofline(results),
-        "waiting": waiting(results),
-        "prefill": prefill(results, others),
-        "kernels": kernels(results),
-        "replies": replies(results),
-        "correctness": correctness(results),
-    }
     return {
         "results": results,
         "origins": results.origins,
@@ -78,8 +45,16 @@ def find(results: Results, others: Results) -> dict[str, Any]:
         "projected": projected,
         "total": sum(level.weighted for level in projected),
         "num_gpus": NUM_GPUS,
-        "absent": [ABSENT[name] for name, section in sections.items() if not section],
-        **sections,
+        "needed_levels": NEEDED_LEVELS,
+        "throughput": throughput(results, others),
+        "score": score(results, others),
+        "decode": decode_steps(results, others),
+        "roofline": roofline(results),
+        "waiting": waiting(results),
+        "prefill": prefill(results, others),
+        "kernels": kernels(results),
+        "replies": replies(results),
+        "correctness": correctness(results),
     }
 
 
@@ -253,8 +228,7 @@ def waiting(results: Results) -> Section:
 
 
 def _range_chart(slug: str, title: str, names: list[str], spreads: list[list[float]]) -> RangeChart:
-    drawn = [[max(SHORTEST_MS, value) for value in spread] for spread in spreads]
-    ranges = tuple((name, spread) for name, spread in zip(names, drawn) if spread)
+    ranges = tuple((name, spread) for name, spread in zip(names, spreads) if spread)
     return RangeChart(slug, title, f"{title}: from the median to the slowest, by load.", ranges)
 
 
