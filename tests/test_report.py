@@ -1,7 +1,8 @@
-"""The page of results: every number is somebody's measurement, nothing is fetched, nothing is made up."""
+"""The page of results: every number is a measurement, nothing is fetched, nothing is made up."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -18,26 +19,25 @@ import pytest
 
 from penstock.cli import main
 from penstock.errors import PenstockError
-from penstock.eval.report.chart import AXIS_ROOM, log_bounds, log_ticks, spread_labels
+from penstock.eval.report import run_report
+from penstock.eval.report.charts import AXIS_ROOM, ROLES, THEMES, log_bounds, log_ticks, spread_labels
 from penstock.eval.report.data import read_all
-from penstock.eval.report.page import render
-from penstock.eval.report.projection import project
-from penstock.eval.report.sections import compose
-from penstock.eval.report.style import ROLES, THEMES
+from penstock.eval.report.findings import find, project
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = [str(ROOT / "results" / "h200"), str(ROOT / "results" / "gates.json")]
 PUBLISHED = str(ROOT / "baseline")
-VOID = {"meta", "br", "circle", "line", "rect", "polyline"}
 
 
 @dataclass
 class Page(HTMLParser):
-    """What a reader sees: cells of tables by section, texts of drawings by class."""
+    """What a reader sees: the sentence, the cells and the drawn labels of each section."""
 
     html: str
     cells: dict[str, list[str]] = field(default_factory=dict)
     drawn: dict[str, list[str]] = field(default_factory=dict)
+    leads: dict[str, str] = field(default_factory=dict)
+    headlines: list[str] = field(default_factory=list)
     titles: list[str] = field(default_factory=list)
     text: str = ""
 
@@ -48,7 +48,7 @@ class Page(HTMLParser):
         assert not self._open, self._open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in VOID or tag == "circle":
+        if tag != "meta":
             self._open.append((tag, dict(attrs)))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -64,18 +64,43 @@ class Page(HTMLParser):
             return
         self.text += data + "\n"
         section = next((str(attrs["id"]) for tag, attrs in self._open if tag == "section"), "")
-        last, attributes = self._open[-1]
+        last, _ = self._open[-1]
         if last == "h2":
             self.titles.append(data)
+        elif last == "p" and section:
+            self.leads[section] = self.leads.get(section, "") + " ".join(data.split())
+        elif last == "b" and "header" in names:
+            self.headlines.append(data)
         elif "tbody" in names:
             self.cells.setdefault(section, []).append(data)
-        elif last == "text" and "tick" not in str(attributes["class"]):  # a tick is no measurement
-            self.drawn.setdefault(section, []).append(data)
+        elif last == "text" and not any(attrs.get("class") == "tick" for _, attrs in self._open):
+            self.drawn.setdefault(section, []).append(data)  # a tick is no measurement
+
+    def shown(self, section: str) -> set[str]:
+        """In tables and drawings: without matplotlib a chart's numbers are a table's."""
+        return {*self.cells.get(section, []), *self.drawn.get(section, [])}
 
 
 def show(*paths: str, others: str | None = PUBLISHED) -> Page:
     published = read_all([others], "--baseline") if others else read_all([], "--baseline")
-    return Page(render(compose(read_all(paths, "RESULTS"), published)))
+    return Page(run_report.render(find(read_all(paths, "RESULTS"), published)))
+
+
+@pytest.fixture(autouse=True)
+def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of tables, whatever is installed: quick, and it holds every number that a chart does."""
+    monkeypatch.setattr(run_report, "has_matplotlib", lambda: False)
+
+
+@pytest.fixture
+def with_charts(without_charts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(run_report, "has_matplotlib", lambda: True)
+
+
+@functools.cache
+def drawn_page() -> Page:
+    return show(*MEASURED)
 
 
 def serving(levels: dict[int, float], **fields: Any) -> dict[str, Any]:
@@ -136,19 +161,29 @@ def unexplained(text: str, known: list[float]) -> list[str]:
     return missing
 
 
-def test_every_number_in_tables_and_drawings_is_in_the_results() -> None:
+def numbers_of_results() -> list[float]:
     paths = [Path(MEASURED[1]), *Path(MEASURED[0]).glob("*.json"), *Path(PUBLISHED).rglob("*.json")]
     files = [json.loads(path.read_text()) for path in paths]
     known = [number for values in files for number in numbers_in(values)] + derived_numbers(files)
-    known += [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 99.0]  # levels and a percentile
-    page = show(*MEASURED)
-    assert len(page.cells) >= 5
-    names = r"(?:Qwen|Llama-)[\w.-]+|H200|vLLM [\d.]+"
-    for section, texts in [*page.cells.items(), *page.drawn.items()]:
+    return [*known, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 99.0]  # levels and a percentile
+
+
+def check_numbers(by_section: dict[str, list[str]]) -> None:
+    assert len(by_section) >= 5
+    known, names = numbers_of_results(), r"(?:Qwen|Llama-)[\w.-]+|H200|vLLM [\d.]+"
+    for section, texts in by_section.items():
         if section == "origin":
             continue  # dates and versions: texts of the files, as the next test has them
         for text in texts:
             assert not unexplained(re.sub(names, "", text), known), (section, text)
+
+
+def test_every_number_in_tables_is_in_the_results() -> None:
+    check_numbers(show(*MEASURED).cells)
+
+
+def test_every_number_in_drawings_is_in_the_results(with_charts: None) -> None:
+    check_numbers(drawn_page().drawn)
 
 
 def test_each_file_has_its_birth_certificate_on_the_page() -> None:
@@ -167,23 +202,64 @@ def test_a_number_that_changes_in_a_file_changes_on_the_page(tmp_path: Path) -> 
     values["rows"][0] |= {"ms": 7.654321, "of_floor": 0.123456, "floor_ms": 6.54321}
     page = show(write(tmp_path, "decode.json", values))
     assert {"7.65", "12.3\N{NO-BREAK SPACE}%", "6.54"} <= set(page.cells["decode"])
-    assert "12.3\N{NO-BREAK SPACE}%" in page.drawn["roofline"]
+    assert "12.3\N{NO-BREAK SPACE}%" in page.shown("roofline")
 
 
-def test_page_fetches_nothing_and_its_drawings_say_what_they_are() -> None:
-    html = show(*MEASURED).html
+@pytest.mark.parametrize("charts", ["without_charts", "with_charts"])
+def test_page_fetches_nothing(charts: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue(charts)
+    html = drawn_page().html if charts == "with_charts" else show(*MEASURED).html
     for word in ("http:", "https:", "//", "<script", "<link", "<img", "<iframe", "@import", "url(", "src="):
         assert word not in html, word
+    ids = re.findall(r'\bid="([^"]+)"', html)
+    assert len(ids) == len(set(ids)), "an id that is there twice names nothing"
+
+
+def test_drawings_say_what_they_are_and_have_no_colours_of_their_own(with_charts: None) -> None:
+    html = drawn_page().html
     drawings = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
     assert len(drawings) >= 2 * 5
     ids = re.findall(r'\bid="([^"]+)"', html)
-    assert len(ids) == len(set(ids)), "an id that is there twice names nothing"
+    points = []
     for drawing in drawings:
         tree = ElementTree.fromstring(drawing)
         assert tree.findtext("title")
         assert tree.findtext("desc")
         assert all(name in ids for name in tree.attrib["aria-labelledby"].split())
-        assert not any("style" in each.attrib or "fill" in each.attrib for each in tree.iter())
+        assert all(mark.attrib["href"][1:] in ids for mark in tree.iter("use"))
+        styles = [each.attrib.get("style", "") for each in tree.iter()]
+        assert not any("#" in style or "Sans" in style for style in styles), "the page's theme decides"
+        points += [mark.findtext("title") for mark in tree.iter("use") if mark.find("title") is not None]
+    assert "vLLM 0.19: 12,810 at 64" in points, "a point says its number when it is pointed at"
+
+
+def test_charts_of_two_files_have_names_of_their_own(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        shutil.copy(ROOT / "results/h200/decode_engine.json", tmp_path / f"{name}.json")
+    charts = find(read_all([str(tmp_path)], "RESULTS"), read_all([], "--baseline"))["kernels"]["charts"]
+    assert len({chart.slug for chart in charts}) == len(charts) == 4
+
+
+def test_a_page_without_matplotlib_has_every_number_in_a_table() -> None:
+    page = show(*MEASURED)
+    assert "<svg" not in page.html
+    assert page.text.count("penstock[eval]") == 1
+    assert page.leads.keys() >= {"throughput", "score", "decode", "roofline", "waiting", "prefill", "kernels"}
+    for section in page.leads:
+        assert page.cells[section], section
+    values = json.loads((ROOT / "results/h200/decode_engine.json").read_text())
+    longest = max(kernel["us"] for kernel in values["breakdowns"][0]["kernels"])
+    assert f"{longest:,.0f} µs" in page.cells["kernels"]
+    goal = json.loads((ROOT / "baseline/goals.json").read_text())["score"]
+    assert f"{goal:,}" in page.cells["score"]
+    assert page.cells["score"].count(page.cells["score"][-1]) == 2, "the bar's number and the sum"
+
+
+def test_labels_are_drawn_as_they_are_written(tmp_path: Path, with_charts: None) -> None:
+    """No formulas, and nothing that XML cannot hold."""
+    page = show(write(tmp_path, "serving.json", serving(ONE_GPU, gpu="A$_1$ #0a62b4 \\frac\0{<i>")))
+    (note,) = {text for text in page.drawn["throughput"] if "A$" in text}
+    assert note.replace("\N{NO-BREAK SPACE}", " ") == "1 × A$_1$ #0a62b4 \\frac {<i>"
 
 
 @pytest.mark.parametrize(
@@ -223,19 +299,24 @@ def test_a_row_without_its_numbers_is_left_out_and_the_rest_stays(tmp_path: Path
     assert "2,412" not in page.text
 
 
+def test_a_time_of_zero_stays_zero(tmp_path: Path) -> None:
+    values = serving({1: 5.0})
+    values["rows"][0]["itl_ms"]["p50"] = 0.0
+    assert show(write(tmp_path, "serving.json", values)).cells["waiting"].count("0.00") == 1
+
+
 def test_projection_is_the_weighted_arithmetic_of_one_gpu_and_is_called_one(tmp_path: Path) -> None:
     levels = project(ONE_GPU)
     assert sum(level.weighted for level in levels) == pytest.approx(EIGHT_GPUS)
     page = show(write(tmp_path, "serving.json", serving(ONE_GPU)))
     total = f"{EIGHT_GPUS:,.0f}"
     assert page.cells["score"][-1] == total
-    (label,) = {text for text in page.drawn["score"] if text.startswith("Penstock")}
+    (label,) = {text for text in page.shown("score") if text.startswith("Penstock")}
     assert "projection" in label
     for sentence in page.text.split("\n"):
         if total in sentence and len(sentence) > len(total):
             assert "rojected" in sentence
-    assert "191,151" in page.drawn["score"]
-    assert "13,458" in page.drawn["score"]
+    assert {"191,151", "13,458"} <= page.shown("score")
 
 
 @pytest.mark.parametrize(
@@ -275,15 +356,14 @@ def test_sentences_about_a_server_are_of_one_run_and_name_it(tmp_path: Path) -> 
     judged = {"benchmark": "throughput", "model": "Qwen3.5-35B-A3B", "input_tokens": 1024, "max_tokens": 512}
     write(tmp_path, "harness.json", {**judged, "levels": faster})
     write(tmp_path, "serving.json", serving(ONE_GPU))
-    report = compose(read_all([str(tmp_path)], "RESULTS"), read_all([PUBLISHED], "--baseline"))
-    leads = {section.slug: section.lead for section in report.sections}
+    page = show(str(tmp_path))
+    leads = page.leads
     assert "gives 6,714 tokens a second" in leads["throughput"]
     assert "comes after 2.00 ms (serving.json)" in leads["waiting"]
     for slug in ("throughput", "score", "waiting"):
         assert set(re.findall(r"\w+\.json", leads[slug])) == {"serving.json"}, leads[slug]
-    assert [headline.value for headline in report.headlines[:2]] == ["6,714", "2.00"]
-    page = Page(render(report))
-    assert {"64 at a time, harness.json", "64 at a time, serving.json"} <= set(page.drawn["waiting"])
+    assert page.headlines[:2] == ["6,714", "2.00"]
+    assert {"64 at a time, harness.json", "64 at a time, serving.json"} <= page.shown("waiting")
 
 
 def test_gates_are_counted_by_run(tmp_path: Path) -> None:
@@ -292,7 +372,7 @@ def test_gates_are_counted_by_run(tmp_path: Path) -> None:
     }
     for file in ("first.json", "second.json"):
         write(tmp_path, file, {"benchmark": "gates", "model": "tiny", "details": details})
-    text = show(str(tmp_path)).text
+    text = show(str(tmp_path)).leads["correctness"]
     for file in ("first.json", "second.json"):
         assert f"1 of 2 gates are passed by tiny ({file})." in text
 
@@ -315,7 +395,7 @@ def test_what_the_harness_writes_is_on_the_page(tmp_path: Path) -> None:
     write(tmp_path, "quality.json", {"benchmark": "quality", "tasks": [task]})
     page = show(str(tmp_path))
     assert {"401", "2,582", "6.42"} <= set(page.cells["replies"])
-    assert "123,457" in page.drawn["score"]
+    assert "123,457" in page.shown("score")
     assert {"91.4\N{NO-BREAK SPACE}%", "passed", "70.0\N{NO-BREAK SPACE}%", "MISSED"} <= set(
         page.cells["correctness"]
     )
@@ -326,7 +406,7 @@ def test_what_the_harness_writes_is_on_the_page(tmp_path: Path) -> None:
 def test_names_from_files_are_text_and_never_markup(tmp_path: Path) -> None:
     page = show(write(tmp_path, "serving.json", serving(ONE_GPU, gpu='<b onclick="x">&')))
     assert "<b onclick" not in page.html
-    assert any('<b\N{NO-BREAK SPACE}onclick="x">&' in text for text in page.drawn["throughput"])
+    assert '<b\N{NO-BREAK SPACE}onclick="x">&' in page.text.partition("our tokens")[0]
     assert '<b onclick="x">&' in page.cells["origin"]
 
 
@@ -348,6 +428,7 @@ def test_a_broken_file_is_an_error_that_says_where_and_what_to_do(text: str, tmp
         read_all([str(tmp_path)], "RESULTS")
     assert "bad.json" in caught.value.what
     assert caught.value.why
+    assert "fast" not in text or "$.rows[0].ms" in caught.value.why
     assert "Measure it again" in caught.value.todo
 
 
@@ -417,17 +498,21 @@ def test_command_refuses_what_it_cannot_use(
     assert said in capsys.readouterr().err
 
 
-def test_pictures_come_in_both_themes_with_one_for_the_readme(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from penstock.eval.report.png import save_all
+def test_pictures_without_matplotlib_are_refused_before_anything_is_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["eval", "report", "nowhere", "--png", "plots"]) != 0
+    assert "--png needs matplotlib" in capsys.readouterr().err
 
+
+def test_pictures_come_in_both_themes_with_one_for_the_readme(tmp_path: Path, with_charts: None) -> None:
     values = serving({1: 1479.37, 64: 6714.15})
     for row in values["rows"]:
         del row["ttft_ms"], row["itl_ms"]
     write(tmp_path, "serving.json", values)
     shutil.copy(ROOT / "results" / "h200" / "decode.json", tmp_path)
-    report = compose(read_all([str(tmp_path)], "RESULTS"), read_all([PUBLISHED], "--baseline"))
-    names = {path.name: path.read_bytes() for path in save_all(report, tmp_path / "plots")}
+    findings = find(read_all([str(tmp_path)], "RESULTS"), read_all([PUBLISHED], "--baseline"))
+    names = {path.name: path.read_bytes() for path in run_report.save_pictures(findings, tmp_path / "plots")}
     slugs = ("throughput", "decode", "roofline", "hero")
     assert set(names) == {f"{slug}-{theme}.png" for slug in slugs for theme in ("light", "dark")}
     assert all(data.startswith(b"\x89PNG") for data in names.values())

@@ -1,201 +1,353 @@
-"""Results as plain dataclasses: one class for each kind of measurement, filled from its JSON file.
+"""Result files as structs: one for each kind of measurement, decoded strictly from its JSON file.
 
-A file says what it is by `bench` (`penstock bench`) or `benchmark` (`penstock eval`). A row without the
-numbers it is about is left out; a file of a kind that is not drawn is named in `Results.unknown`.
+A file names its kind by `bench` (`penstock bench`) or `benchmark` (`penstock eval`). A row without
+the numbers it is about is dropped; a file of another kind is named in `Results.unknown`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
 
 from penstock.errors import PenstockError
-from penstock.eval.report.fields import Fields
+
+PERCENTILES = ("p50", "p90", "p95", "p99", "max")
+Count = Annotated[int, Meta(ge=0)]
+Speed = Annotated[float, Meta(ge=0)]  # 0: nothing came through
+Positive = Annotated[float, Meta(gt=0)]  # drawn on a logarithmic axis, or divided by
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class File(Struct, kw_only=True):
     """Where a file's numbers come from, as far as the file says."""
 
-    file: str
-    time: str | None
-    commit: str | None
-    version: str | None
-    gpu: str | None
-    cpu: str | None
-    torch: str | None
-    python: str | None
-    model: str | None
-    dtype: str | None
-    random_weights: bool | None
+    file: str = msgspec.field(default="", name="<file>")  # its name on disk, not in the JSON
+    bench: str | None = None
+    benchmark: str | None = None
+    time: str | None = None
+    commit: str | None = None
+    version: str | None = None
+    penstock: str | None = None
+    gpu: str | None = None
+    cpu: str | None = None
+    torch: str | None = None
+    python: str | None = None
+    model: str | None = None
+    dtype: str | None = None
+    random_weights: bool | None = None
+    hardware: str | None = None
+    source: str | None = None  # who published it; None: measured here
+
+    @property
+    def kind(self) -> str:
+        return self.bench or self.benchmark or ""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A decode step or a prefill, as `penstock bench` timed it."""
+class Step(Struct):
+    """A decode step or a prefill, as `penstock bench` or someone else timed it."""
 
-    model: str | None
-    batch: int
-    context: int | None
-    ms: float
-    spread: float | None
-    tok_s: float | None
-    floor_ms: float | None
-    of_floor: float | None
+    model: str | None = None
+    batch: Count = 0
+    context: Count | None = None
+    ms: Positive | None = None
+    tok_s: Positive | None = None
+    floor_ms: Positive | None = None
+    of_floor: Positive | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class Breakdown:
-    """What the GPU did in a step: microseconds by kernel, longest first."""
-
-    batch: int
-    step_us: float
-    busy: float | None  # share of the step in which some kernel ran
-    kernel_us: tuple[tuple[str, float], ...]
+    @property
+    def time_ms(self) -> float:
+        """0 where the row has no time; a speed in tokens a second gives one too."""
+        tokens = self.batch * (self.context or 1)
+        return self.ms or (1e3 * tokens / self.tok_s if self.tok_s else 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class StepBench:
-    origin: Origin
-    kind: str  # step, engine or prefill
-    is_sampled: bool
-    is_deterministic: bool
-    copy_gb_per_s: float | None
-    steps: tuple[Step, ...]
-    breakdowns: tuple[Breakdown, ...]
+class Kernel(Struct):
+    name: str = ""
+    us: Positive | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Milliseconds, from the median to the slowest."""
+class Breakdown(Struct):
+    """What the GPU did in a step; `busy`: share of the step in which some kernel ran."""
 
-    p50: float
-    p90: float
-    p95: float
-    p99: float
-    max: float
+    batch: Count = 0
+    step_us: Positive | None = None
+    busy: float | None = None
+    kernels: list[Kernel] = []
+
+    def __post_init__(self) -> None:
+        named = [kernel for kernel in self.kernels if kernel.name and kernel.us]
+        self.kernels = sorted(named, key=lambda kernel: -(kernel.us or 0.0))
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
+class Steps(File, kw_only=True):
+    """`penstock bench` step, engine or prefill."""
+
+    sampled: bool | None = None
+    deterministic: bool | None = None
+    copy_gb_per_s: float | None = None
+    rows: list[Step] = []
+    breakdowns: list[Breakdown] = []
+
+    def __post_init__(self) -> None:
+        self.rows = [row for row in self.rows if row.batch and row.ms]
+        for row in self.rows:
+            row.model = row.model or self.model
+        models = dict.fromkeys(row.model for row in self.rows if row.model)
+        self.model = self.model or ", ".join(models) or None
+        found = self.breakdowns
+        self.breakdowns = [each for each in found if each.batch and each.step_us and each.kernels]
+
+
+class Level(Struct):
     """One load on a server. `concurrency` 0 is open: at a rate, or all at once."""
 
-    concurrency: int
-    rate: float | None
-    tok_s: float
-    output_tok_s: float | None
-    num_requests: int | None
-    num_failed: int | None
-    input_len: int | None
-    output_len: int | None
-    ttft: Spread | None
-    itl: Spread | None
+    concurrency: Count = 0
+    rate: float | None = None
+    tok_s: Speed | None = None
+    verified_tok_s: Speed | None = None
+    requests: Count | None = None
+    errors: Count | None = None
+    failed: Count | None = None
+    input_len: Count | None = None
+    output_len: Count | None = None
+    ttft_ms: dict[str, float | None] | None = None
+    itl_ms: dict[str, float | None] | None = None
+
+    @property
+    def ttft(self) -> list[float]:
+        return _whole(self.ttft_ms)
+
+    @property
+    def itl(self) -> list[float]:
+        return _whole(self.itl_ms)
+
+    @property
+    def lengths(self) -> str:
+        if self.input_len is None or self.output_len is None:
+            return "–"
+        return f"{self.input_len:,} + {self.output_len:,}"
+
+    @property
+    def load(self) -> str:
+        if self.concurrency:
+            return f"{self.concurrency} at a time"
+        if self.rate is not None:
+            return f"{self.rate:g} a second"
+        return f"{self.requests} at once" if self.requests else "all at once"
 
 
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """Levels of one server: `penstock bench serve`, `penstock eval throughput`, or somebody's table."""
-
-    origin: Origin
-    name: str  # of the server
-    hardware: str | None
-    source: str | None  # who published it; None: measured here
-    is_judged: bool  # tokens counted again by `penstock eval throughput`
-    score: float | None  # only where the levels do not give it
-    levels: tuple[Level, ...]
-    failed: tuple[int, ...]  # levels, by concurrency, of which no token came back
+def _whole(spread: Mapping[str, float | None] | None) -> list[float]:
+    """The five percentiles or none: a spread is drawn whole."""
+    found = [(spread or {}).get(name) for name in PERCENTILES]
+    return [] if None in found else [value for value in found if value is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class Gate:
-    name: str
-    share: float
-    needed: float | None
-    has_passed: bool | None
-    num_right: int | None
-    num_asked: int | None
+class Serving(File, kw_only=True):
+    """`rows` of `penstock bench serve`; `levels` of `penstock eval throughput` or published."""
+
+    rows: list[Level] = []
+    levels: list[Level] = []
+    server: str | None = None
+    label: str | None = None
+    server_flags: str | list[str] | None = None
+    input_len: Count | None = None
+    output_len: Count | None = None
+    input_tokens: Count | None = None
+    max_tokens: Count | None = None
+    recounted: bool | None = None
+    score: float | None = None  # only where the levels do not give it
+
+    def __post_init__(self) -> None:
+        is_bench = self.kind == "serve"
+        self.rows = self.rows if is_bench else [each for each in self.levels if each.concurrency]
+        for level in self.rows:
+            if level.verified_tok_s is not None:
+                level.tok_s = level.verified_tok_s
+            level.input_len = level.input_len or self.input_len or self.input_tokens
+            level.output_len = level.output_len or self.output_len or self.max_tokens
+        self.levels = [level for level in self.rows if level.tok_s]
+        if is_bench and self.gpu:
+            self.hardware = f"{self._count_replicas()} x {self.gpu}"
+
+    def _count_replicas(self) -> int:
+        flags = self.server_flags or []
+        for word, value in itertools.pairwise(flags.split() if isinstance(flags, str) else flags):
+            if word == "--replicas" and value.isdecimal():
+                return int(value)
+            if word == "--gpus":
+                return len(value.split(","))
+        return 1
+
+    @property
+    def name(self) -> str:
+        if self.kind == "serve":
+            return "Penstock"
+        server = self.label or (self.server or "").partition(",")[0]
+        return server or (self.file if self.source else "Penstock")
+
+    @property
+    def machine(self) -> str:
+        """`8 x NVIDIA H200` as `8 × H200`, without a place for a line break."""
+        words = (self.hardware or "").replace("NVIDIA ", "").replace(" x ", " × ")
+        return words.replace(" ", "\N{NO-BREAK SPACE}")
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether `penstock eval throughput` counted the tokens again."""
+        return self.kind == "throughput" and self.source is None and self.recounted is not False
+
+    @property
+    def note(self) -> str:
+        return ", ".join(filter(None, (self.machine, "judged" * self.is_judged))) or self.file
+
+    @property
+    def failed(self) -> list[int]:
+        return [level.concurrency for level in self.rows if level.tok_s == 0]
+
+    @property
+    def closed(self) -> dict[int, Level]:
+        """Levels by requests at a time, without those at a rate or all at once."""
+        found: dict[int, Level] = {}
+        for level in self.levels:
+            if level.concurrency and level.rate is None:
+                found.setdefault(level.concurrency, level)
+        return dict(sorted(found.items()))
+
+    @property
+    def speeds(self) -> dict[int, float]:
+        return {concurrency: level.tok_s or 0.0 for concurrency, level in self.closed.items()}
+
+    @property
+    def timed(self) -> list[Level]:
+        return [level for level in self.levels if level.ttft or level.itl]
 
 
-@dataclass(frozen=True, slots=True)
-class GateRun:
-    """Shares of right answers: `penstock eval gates`, `correctness` or `quality`."""
+class Gate(Struct):
+    task: str = "task"
+    share: float | None = None
+    threshold: float | None = None
+    gate: float | None = None
+    passed: bool | None = None
+    right: Count | None = None
+    asked: Count | None = None
 
-    origin: Origin
-    kind: str
-    source: str | None
-    gates: tuple[Gate, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyTime:
-    """The time of one whole reply, as `penstock eval latency` found it."""
-
-    num_prompt_tokens: int
-    num_reply_tokens: int
-    median_ms: float
-    p90_ms: float | None
-    published_ms: float | None
-    speed_up: float | None
+    @property
+    def needed(self) -> float | None:
+        return self.threshold or self.gate
 
 
-@dataclass(frozen=True, slots=True)
-class Latency:
-    origin: Origin
-    replies: tuple[ReplyTime, ...]
+class Match(Struct):
+    flexible: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """What `penstock eval score` made of correctness and throughput."""
+class GateRun(File, kw_only=True):
+    """`penstock eval` gates, correctness or quality; `gates` are those with a share."""
 
-    origin: Origin
-    score: float
-    baseline_score: float | None
-    has_passed: bool | None
+    details: dict[str, Gate | None] = {}
+    tasks: list[Gate] = []
+    problems: str | None = None
+    exact_match: Match | None = None
+    gate: float | None = None
+    passed: bool | None = None
+    right: Count | None = None
+    asked: Count | None = None
+
+    @property
+    def gates(self) -> list[Gate]:
+        for name, gate in self.details.items():
+            if gate is not None:
+                gate.task = name.replace("_", " ")
+        found = [*filter(None, self.details.values()), *self.tasks]
+        if self.kind == "correctness":
+            share = self.exact_match.flexible if self.exact_match else None
+            name = f"{self.problems or 'problems'}, flexible match"
+            found = [Gate(name, share, None, self.gate, self.passed, self.right, self.asked)]
+        return [gate for gate in found if gate.share is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class OtherDecode:
-    """Milliseconds a decode step of another program, by batch."""
+class Reply(Struct):
+    """The time of one whole reply."""
 
-    name: str
-    model: str | None
-    hardware: str | None
-    how: str | None
-    ms: dict[int, float]
+    prompt_tokens: Count = 0
+    reply_tokens: Count = 0
+    median_ms: Positive | None = None
+    p90_ms: Positive | None = None
+    published_ms: Positive | None = None
+    speed_up: Positive | None = None
+
+    @property
+    def size(self) -> str:
+        return f"{self.prompt_tokens:,} + {self.reply_tokens:,}"
 
 
-@dataclass(frozen=True, slots=True)
-class Goals:
-    """What a model should reach on a GPU: milliseconds by batch, and by (batch, context) for prefill."""
+class Latency(File, kw_only=True):
+    sizes: list[Reply] = []
 
-    model: str | None
-    gpu: str | None
-    decode_ms: dict[int, float]
-    prefill_ms: dict[tuple[int, int], float]
-    score: float | None
+    def __post_init__(self) -> None:
+        found = self.sizes
+        self.sizes = [each for each in found if each.prompt_tokens and each.reply_tokens and each.median_ms]
+
+
+class Score(File, kw_only=True):
+    score: float | None = None
+
+
+class OtherDecode(File, kw_only=True):
+    """Decode steps of another program."""
+
+    server: str | None = None
+    how: str | None = None
+    rows: list[Step] = []
+
+    @property
+    def name(self) -> str:
+        return self.server or self.file
+
+    @property
+    def ms(self) -> dict[int, float]:
+        return {row.batch: row.time_ms for row in self.rows if row.batch and row.time_ms}
+
+
+class Goals(File, kw_only=True):
+    """What a model should reach on a GPU."""
+
+    decode: list[Step] = []
+    prefill: list[Step] = []
+    score: Positive | None = None
+
+
+KINDS: Mapping[str, type[File]] = {
+    **dict.fromkeys(("step", "engine", "prefill"), Steps),
+    **dict.fromkeys(("serve", "throughput"), Serving),
+    **dict.fromkeys(("gates", "correctness", "quality"), GateRun),
+    "latency": Latency,
+    "score": Score,
+    "decode": OtherDecode,
+    "goals": Goals,
+}
+FileType = TypeVar("FileType", bound=File)
 
 
 @dataclass(slots=True)
 class Results:
-    """Everything that was found, files in the order of their names."""
+    """Everything that was found, folder by folder in the order of the names."""
 
-    steps: list[StepBench] = field(default_factory=list)
-    serving: list[Serving] = field(default_factory=list)
-    gates: list[GateRun] = field(default_factory=list)
-    latency: list[Latency] = field(default_factory=list)
-    scores: list[Score] = field(default_factory=list)
-    decodes: list[OtherDecode] = field(default_factory=list)
-    goals: list[Goals] = field(default_factory=list)
+    files: list[File] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
+    def all(self, kind: type[FileType]) -> list[FileType]:
+        return [file for file in self.files if isinstance(file, kind)]
+
     @property
-    def origins(self) -> list[Origin]:
-        found: list[StepBench | Serving | GateRun | Latency | Score] = [*self.steps, *self.serving]
-        found += [*self.gates, *self.latency, *self.scores]
-        return sorted((each.origin for each in found), key=lambda origin: origin.file)
+    def origins(self) -> list[File]:
+        """The files that measured us."""
+        found = [file for file in self.files if not isinstance(file, OtherDecode | Goals)]
+        return sorted(found, key=lambda file: file.file)
 
 
 def read_all(paths: Iterable[str], flag: str) -> Results:
@@ -203,7 +355,12 @@ def read_all(paths: Iterable[str], flag: str) -> Results:
     results = Results()
     for path in paths:
         for file in _json_files(Path(path).expanduser(), flag):
-            _add(results, Fields.read(file), file)
+            found = _read(file)
+            if found is None:
+                results.unknown.append(file.name)
+            else:
+                found.file = file.name
+                results.files.append(found)
     return results
 
 
@@ -215,226 +372,25 @@ def _json_files(path: Path, flag: str) -> list[Path]:
     raise PenstockError(
         f"{flag} {path} is not there",
         "It is neither a file nor a folder.",
-        "Name what `penstock bench --json` or `penstock eval --output` wrote, or the folder of it.",
+        "Name a file of `penstock bench --json` or `penstock eval --output`, or its folder.",
     )
 
 
-def _add(results: Results, fields: Fields, file: Path) -> None:
-    origin = _read_origin(fields, file)
-    match fields.text("bench") or fields.text("benchmark"):
-        case "step" | "engine" | "prefill" as kind:
-            results.steps.append(_read_steps(fields, origin, kind))
-        case "serve":
-            results.serving.append(_read_serve(fields, origin))
-        case "throughput":
-            results.serving.append(_read_throughput(fields, origin))
-        case "gates" | "correctness" | "quality" as kind:
-            results.gates.append(GateRun(origin, kind, fields.text("source"), _read_gates(fields, kind)))
-        case "latency":
-            results.latency.append(Latency(origin, _read_replies(fields)))
-        case "score":
-            score = fields.number("score")
-            if score is not None:
-                against, has_passed = fields.positive("baseline_score"), fields.claim("passed")
-                results.scores.append(Score(origin, score, against, has_passed))
-        case "decode":
-            results.decodes.append(_read_other_decode(fields, origin))
-        case "goals":
-            results.goals.append(_read_goals(fields))
-        case _:
-            results.unknown.append(file.name)
+class _Named(Struct):
+    bench: str | None = None
+    benchmark: str | None = None
 
 
-def _read_origin(fields: Fields, file: Path) -> Origin:
-    return Origin(
-        file=file.name,
-        time=fields.text("time"),
-        commit=fields.text("commit"),
-        version=fields.text("version") or fields.text("penstock"),
-        gpu=fields.text("gpu"),
-        cpu=fields.text("cpu"),
-        torch=fields.text("torch"),
-        python=fields.text("python"),
-        model=fields.text("model"),
-        dtype=fields.text("dtype"),
-        random_weights=fields.claim("random_weights"),
-    )
-
-
-def _read_steps(fields: Fields, origin: Origin, kind: str) -> StepBench:
-    steps = []
-    for row in fields.rows("rows"):
-        batch, ms = row.count("batch"), row.positive("ms")
-        if batch and ms:
-            measured = [row.number(name) for name in ("spread", "tok_s")]
-            floor = [row.positive(name) for name in ("floor_ms", "of_floor")]
-            model = row.text("model") or origin.model
-            steps.append(Step(model, batch, row.count("context"), ms, *measured, *floor))
-    models = dict.fromkeys(step.model for step in steps if step.model)
-    return StepBench(
-        origin=origin if origin.model else replace(origin, model=", ".join(models) or None),
-        kind=kind,
-        is_sampled=bool(fields.claim("sampled")),
-        is_deterministic=bool(fields.claim("deterministic")),
-        copy_gb_per_s=fields.number("copy_gb_per_s"),
-        steps=tuple(steps),
-        breakdowns=_read_breakdowns(fields),
-    )
-
-
-def _read_breakdowns(fields: Fields) -> tuple[Breakdown, ...]:
-    breakdowns = []
-    for row in fields.rows("breakdowns"):
-        batch, step_us = row.count("batch"), row.positive("step_us")
-        named = [(kernel.text("name"), kernel.positive("us")) for kernel in row.rows("kernels")]
-        kernels = sorted(((name, us) for name, us in named if name and us), key=lambda each: -each[1])
-        if batch and step_us and kernels:
-            breakdowns.append(Breakdown(batch, step_us, row.number("busy"), tuple(kernels)))
-    return tuple(breakdowns)
-
-
-def _read_spread(row: Fields, name: str) -> Spread | None:
-    """A spread is drawn whole or not at all."""
-    fields = row.fields(name)
-    if fields is None:
-        return None
-    values = [fields.number(percentile) for percentile in ("p50", "p90", "p95", "p99", "max")]
-    known = [value for value in values if value is not None]
-    return Spread(*known) if len(known) == len(values) else None
-
-
-def _read_serve(fields: Fields, origin: Origin) -> Serving:
-    levels, failed = [], []
-    for row in fields.rows("rows"):
-        concurrency, tok_s = row.count("concurrency") or 0, row.number("tok_s")
-        if tok_s == 0:
-            failed.append(concurrency)
-        elif tok_s:
-            level = Level(
-                concurrency=concurrency,
-                rate=row.number("rate"),
-                tok_s=tok_s,
-                output_tok_s=row.number("output_tok_s"),
-                num_requests=row.count("requests"),
-                num_failed=row.count("errors"),
-                input_len=row.count("input_len") or fields.count("input_len"),
-                output_len=row.count("output_len") or fields.count("output_len"),
-                ttft=_read_spread(row, "ttft_ms"),
-                itl=_read_spread(row, "itl_ms"),
-            )
-            levels.append(level)
-    gpu = origin.gpu
-    hardware = f"{_count_replicas(fields)} x {gpu}" if gpu else fields.text("hardware")
-    return Serving(origin, "Penstock", hardware, None, False, None, tuple(levels), tuple(failed))
-
-
-def _count_replicas(fields: Fields) -> int:
-    """Of the server that the benchmark started, by its flags: a text, or a list of words."""
-    flags = fields.values.get("server_flags") or []
-    words = flags.split() if isinstance(flags, str) else [str(word) for word in flags]
-    for word, following in itertools.pairwise(words):
-        if word == "--replicas" and following.isdecimal():
-            return int(following)
-        if word == "--gpus":
-            return len(following.split(","))
-    return 1
-
-
-def _read_throughput(fields: Fields, origin: Origin) -> Serving:
-    levels, failed = [], []
-    for row in fields.rows("levels"):
-        concurrency, tok_s = row.count("concurrency"), row.number("verified_tok_s")
-        if tok_s is None:
-            tok_s = row.number("tok_s")
-        if concurrency and tok_s == 0:
-            failed.append(concurrency)
-        elif concurrency and tok_s:
-            level = Level(
-                concurrency=concurrency,
-                rate=None,
-                tok_s=tok_s,
-                output_tok_s=None,
-                num_requests=row.count("requests"),
-                num_failed=row.count("failed"),
-                input_len=fields.count("input_tokens"),
-                output_len=fields.count("max_tokens"),
-                ttft=_read_spread(row, "ttft_ms"),
-                itl=None,
-            )
-            levels.append(level)
-    source = fields.text("source")
-    server = fields.text("label") or (fields.text("server") or "").partition(",")[0]
-    name = server or (origin.file if source else "Penstock")
-    return Serving(
-        origin=origin,
-        name=name,
-        hardware=fields.text("hardware"),
-        source=source,
-        is_judged=source is None and fields.claim("recounted") is not False,
-        score=fields.number("score"),
-        levels=tuple(levels),
-        failed=tuple(failed),
-    )
-
-
-def _read_gates(fields: Fields, kind: str) -> tuple[Gate, ...]:
-    found: list[tuple[str, float | None, Fields]] = []
-    if kind == "gates":
-        details = fields.fields("details")
-        rows = [] if details is None else list(details.named())
-        found = [(name.replace("_", " "), row.number("share"), row) for name, row in rows]
-    elif kind == "quality":
-        found = [(row.text("task") or "task", row.number("share"), row) for row in fields.rows("tasks")]
-    else:
-        matches = fields.fields("exact_match")
-        share = None if matches is None else matches.number("flexible")
-        found = [(f"{fields.text('problems') or 'problems'}, flexible match", share, fields)]
-    return tuple(
-        Gate(
-            name,
-            share,
-            row.number("threshold") or row.number("gate"),
-            row.claim("passed"),
-            row.count("right"),
-            row.count("asked"),
-        )
-        for name, share, row in found
-        if share is not None
-    )
-
-
-def _read_replies(fields: Fields) -> tuple[ReplyTime, ...]:
-    replies = []
-    for row in fields.rows("sizes"):
-        prompt, reply = row.count("prompt_tokens"), row.count("reply_tokens")
-        median = row.positive("median_ms")
-        if prompt and reply and median:
-            others = [row.positive(name) for name in ("p90_ms", "published_ms", "speed_up")]
-            replies.append(ReplyTime(prompt, reply, median, *others))
-    return tuple(replies)
-
-
-def _read_other_decode(fields: Fields, origin: Origin) -> OtherDecode:
-    times = {}
-    for row in fields.rows("rows"):
-        batch, ms, tok_s = row.count("batch"), row.positive("ms"), row.positive("tok_s")
-        if batch and ms:
-            times[batch] = ms
-        elif batch and tok_s:
-            times[batch] = 1e3 * batch / tok_s
-    name = fields.text("server") or origin.file
-    return OtherDecode(name, origin.model, fields.text("hardware"), fields.text("how"), times)
-
-
-def _read_goals(fields: Fields) -> Goals:
-    decode, prefill = {}, {}
-    for row in fields.rows("decode"):
-        batch, ms = row.count("batch"), row.positive("ms")
-        if batch and ms:
-            decode[batch] = ms
-    for row in fields.rows("prefill"):
-        batch, context, ms = row.count("batch"), row.count("context"), row.positive("ms")
-        tok_s = row.positive("tok_s")
-        if batch and context and (ms or tok_s):
-            prefill[batch, context] = ms or 1e3 * batch * context / (tok_s or 1.0)
-    return Goals(fields.text("model"), fields.text("gpu"), decode, prefill, fields.positive("score"))
+def _read(path: Path) -> File | None:
+    """None for a file of a kind that the page does not show."""
+    try:
+        text = path.read_bytes()
+        named = msgspec.json.decode(text, type=_Named)
+        kind = KINDS.get(named.bench or named.benchmark or "")
+        return msgspec.json.decode(text, type=kind) if kind else None
+    except (OSError, UnicodeError, msgspec.MsgspecError) as error:
+        raise PenstockError(
+            f"{path} is not what a measurement writes",
+            f"{type(error).__name__}: {error}.",
+            "Measure it again, or move it out of the folder.",
+        ) from error

@@ -2,23 +2,32 @@
 
     penstock eval report results/h200 [--output report.html --png FOLDER --baseline PATH]
 
-Reads what `penstock bench --json` and `penstock eval --output` wrote, and what others published (the folder
-baseline, where there is one). A section whose numbers are missing is left out, and that is said.
+Reads what `penstock bench --json` and `penstock eval --output` wrote, and what others published
+(the folder baseline, where there is one). Without matplotlib the page has tables and no charts.
 """
 
 from __future__ import annotations
 
+import html
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import minijinja
 
 from penstock.config import setting
 from penstock.errors import PenstockError
-from penstock.eval.report import page, png
+from penstock.eval.report.charts import THEMES, Chart, as_svg, has_matplotlib, percent, save_png, short, whole
 from penstock.eval.report.data import Results, read_all
-from penstock.eval.report.sections import Report, compose
+from penstock.eval.report.findings import find
 from penstock.eval.results import prepare_output
 
 PUBLISHED = Path("baseline")
+HERO = ("throughput", "decode")
+LEAD = re.compile(r"<section[^>]*>\n<h2>(.*?)</h2>\n<p>(.*?)</p>", re.DOTALL)
+ABSENT = re.compile("<li><b>(.*)</b>: (.*)</li>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,34 +42,68 @@ class ReportSettings:
 
 def run(settings: ReportSettings) -> int:
     prepare_output(settings.output)
-    if settings.png:
-        png.require_matplotlib()
+    if settings.png and not has_matplotlib():
+        raise PenstockError(
+            "--png needs matplotlib",
+            "It is not installed.",
+            "Run `pip install 'penstock[eval]'` or `pip install matplotlib`, or leave --png out.",
+        )
     results = read_all(settings.results, "RESULTS")
     if not results.origins:
         raise PenstockError(
             f"{', '.join(settings.results)} holds no results",
             f"Of {len(results.unknown)} JSON files none says what it measured.",
-            "Name what `penstock bench --json` or `penstock eval --output` wrote, or the folder of it.",
+            "Name a file of `penstock bench --json` or `penstock eval --output`, or its folder.",
         )
-    report = compose(results, _read_others(settings))
+    others = [settings.baseline or str(PUBLISHED)]
+    is_given = settings.baseline or PUBLISHED.is_dir()
+    findings = find(results, read_all(others, "--baseline") if is_given else Results())
     file = Path(settings.output).expanduser()
-    text = page.render(report)
-    file.write_text(text, encoding="utf-8")
-    print(describe(report, file, len(text.encode())))
+    page = render(findings)
+    file.write_text(page, encoding="utf-8")
+    print(describe(page, file))
     if settings.png:
-        for picture in png.save_all(report, Path(settings.png).expanduser()):
+        for picture in save_pictures(findings, Path(settings.png).expanduser()):
             print(picture)
     return 0
 
 
-def _read_others(settings: ReportSettings) -> Results:
-    if settings.baseline:
-        return read_all([settings.baseline], "--baseline")
-    return read_all([str(PUBLISHED)], "--baseline") if PUBLISHED.is_dir() else Results()
+def render(findings: Mapping[str, Any]) -> str:
+    """One HTML file: no script, no font and no picture from elsewhere."""
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    jinja = minijinja.Environment(templates={"page.html": template})
+    for form in (short, percent, whole, code):
+        jinja.add_filter(form.__name__, form)
+    tools = {"svg": as_svg, "has_charts": has_matplotlib(), "themes": THEMES}
+    return jinja.render_template("page.html", **findings, **tools)
 
 
-def describe(report: Report, file: Path, num_bytes: int) -> str:
-    lines = [f"{file}: {report.title}, {num_bytes / 1024:,.0f} KiB"]
-    lines += [f"  {section.title}: {section.lead}" for section in report.sections]
-    lines += [f"  left out: {each.title}. {each.why}" for each in report.absent]
-    return "\n".join(lines)
+def code(text: str) -> Any:
+    """A sentence in which `this` is code."""
+    return minijinja.safe(re.sub("`(.*?)`", r"<code>\1</code>", html.escape(text)))
+
+
+def describe(page: str, file: Path) -> str:
+    """What the page says, read from it: a sentence has one source."""
+    (title,) = re.findall(r"<h1>(.*?)</h1>", page, re.DOTALL)
+    lines = [f"{file}: {title}, {len(page.encode()) / 1024:,.0f} KiB"]
+    lines += [f"  {title}: {' '.join(lead.split())}" for title, lead in LEAD.findall(page)]
+    lines += [f"  left out: {title}. {why}" for title, why in ABSENT.findall(page)]
+    return html.unescape(re.sub("</?code>", "`", "\n".join(lines)))
+
+
+def save_pictures(findings: Mapping[str, Any], folder: Path) -> Iterator[Path]:
+    """NAME-light.png and NAME-dark.png for every chart, and `hero` if both its charts exist."""
+    found = [section for section in findings.values() if isinstance(section, dict)]
+    charts: list[Chart] = [
+        chart for section in found for chart in section.get("charts") or [section.get("chart")] if chart
+    ]
+    pictures = {chart.slug: [chart] for chart in charts}
+    if all(slug in pictures for slug in HERO):
+        pictures["hero"] = [pictures[slug][0] for slug in HERO]
+    folder.mkdir(parents=True, exist_ok=True)
+    for slug, drawn in pictures.items():
+        for name, theme in THEMES.items():
+            path = folder / f"{slug}-{name}.png"
+            save_png(drawn, path, theme)
+            yield path
