@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.config import setting
 from penstock.errors import ConfigError
-from penstock.eval.sized_prompts import PromptMaker
+from penstock.eval.chat_requests import Request
+from penstock.eval.prompts import PromptMaker
+from penstock.eval.results import read_fields, require_above_zero, require_at_least
 from penstock.eval.traces import Arrival, Clamp, poisson_arrivals, read_trace
+
+WARMUP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,27 +47,12 @@ class LoadSettings:
     plot: str | None = setting(None, "draw throughput and latency by level into this file (matplotlib)")
 
     def __post_init__(self) -> None:
-        least = {"requests": 1, "input_len": 1, "output_len": 1, "limit": 1, "clients": 1, "shared_prefix": 0}
-        for name, smallest in least.items():
-            value = getattr(self, name)
-            if value is not None and value < smallest:
-                raise ConfigError(f"{flag_name(name)} is {value}", f"It must be {smallest} or more.")
-        for name in ("rate", "speedup", "scale", "timeout"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{flag_name(name)} is {value:g}", "It must be more than 0.")
+        for name in ("requests", "input_len", "output_len", "limit", "clients"):
+            require_at_least(1, **{name: getattr(self, name)})
+        require_at_least(0, shared_prefix=self.shared_prefix)
+        require_above_zero(rate=self.rate, speedup=self.speedup, scale=self.scale, timeout=self.timeout)
         if min(self.concurrency) < 0:
             raise ConfigError(f"--concurrency has {min(self.concurrency)}", "It must be 0 or more.")
-
-    @property
-    def extra_fields(self) -> dict[str, Any]:
-        try:
-            fields = json.loads(self.body or "{}")
-        except ValueError as error:
-            raise ConfigError(f"--body is not JSON: {self.body!r}", f"{error}.") from error
-        if not isinstance(fields, dict):
-            raise ConfigError(f"--body is {self.body!r}", 'It must be an object, such as {"top_p": 0.8}.')
-        return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +130,27 @@ def plan_levels(
     return [Level(*names[c], c, None, at_once) for c in concurrencies], 0
 
 
+class RequestMaker:
+    """Writes the prompts of arrivals; one that no trace dictates is never written twice."""
+
+    def __init__(self, prompts: PromptMaker, num_shared: int) -> None:
+        self._prompts = prompts
+        self._num_shared = num_shared
+        self._numbers = itertools.count()
+
+    def make(self, arrivals: Iterable[Arrival]) -> list[Request]:
+        return [Request(self._prompt(a), a.output_len, a.input_len, a.at_s) for a in arrivals]
+
+    def make_warmups(self, arrivals: Iterable[Arrival]) -> list[Request]:
+        """Of the same prompt lengths, at once, with replies just long enough to have been everywhere."""
+        return self.make(Arrival(0.0, a.input_len, min(a.output_len, WARMUP_TOKENS)) for a in arrivals)
+
+    def _prompt(self, arrival: Arrival) -> str:
+        if arrival.block_ids:
+            return self._prompts.make_of_blocks(arrival.block_ids, arrival.input_len, arrival.block_tokens)
+        return self._prompts.make(next(self._numbers), arrival.input_len, num_shared=self._num_shared)
+
+
 def load_in_words(settings: LoadSettings, num_clamped: int) -> str:
     if settings.trace:
         cut = f", {num_clamped} with another length than recorded" if num_clamped else ""
@@ -159,5 +169,5 @@ def load_fields(settings: LoadSettings) -> dict[str, Any]:
         "trace": Path(settings.trace).name if settings.trace else None,
         **{name: getattr(settings, name) for name in names},
         **shared,
-        "body": settings.extra_fields,
+        "body": read_fields("--body", settings.body),
     }

@@ -5,10 +5,12 @@ Sums and differences of up to three digits, products up to 20 x 20 or of two dig
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import TypeVar
 
-from penstock.eval.draw import between, pick
+Item = TypeVar("Item")
 
 # {a} {sign} {b} stand apart in some and close together in others: "7*8", "17 + 26".
 QUESTIONS = (
@@ -107,3 +109,12 @@ def _draw_sum(rng: Random) -> tuple[str, int, int, int]:
         return "*", a, b, a * b
     b, value = between(rng, 1, 12), between(rng, 0, 25)
     return "/", b * value, b, value
+
+
+def pick(rng: Random, items: Sequence[Item]) -> Item:
+    """As `choice`, and `between` as `randint`, at a quarter of their cost."""
+    return items[int(rng.random() * len(items))]
+
+
+def between(rng: Random, lowest: int, highest: int) -> int:
+    return lowest + int(rng.random() * (highest - lowest + 1))
