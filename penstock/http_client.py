@@ -133,6 +133,13 @@ class HttpClient:
                 "Name the model with --model.",
             ) from error
 
+    def metric(self, name: str) -> float | None:
+        """The sum of a metric over its labels, where /metrics has it."""
+        status, answer = self.read("GET", "/metrics")
+        lines = answer.decode(errors="replace").splitlines() if status == 200 else []
+        found = [line.rpartition(" ")[2] for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        return sum(map(float, found)) if found else None
+
     def _open(
         self, method: str, path: str, body: Mapping[str, Any] | bytes | None
     ) -> http.client.HTTPResponse:

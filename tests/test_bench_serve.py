@@ -506,7 +506,7 @@ def test_flags_of_one_bench_are_not_swallowed_by_others(
 def test_a_missing_trace_is_said_before_a_server_is_started(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.commands.bench_serve.started_server", None)
+    monkeypatch.setattr("penstock.commands.started_server.started_server", None)
     exit_code, said = fails(capsys, "bench", "serve", "--trace", "/nope")
     assert (exit_code, said.splitlines()[0]) == (1, "error: Cannot read the trace /nope")
 

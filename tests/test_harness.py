@@ -18,8 +18,8 @@ from penstock.commands.flags import flags_of
 from penstock.errors import PenstockError
 from penstock.eval import throughput
 from penstock.eval.chat_requests import Request
-from penstock.eval.correctness.grading import GATE, Grades, ends_with_number
-from penstock.eval.correctness.run_correctness import CorrectnessSettings
+from penstock.eval.correctness import CorrectnessSettings
+from penstock.eval.grading import GATE, Grades, ends_with_number
 from penstock.eval.latency import PUBLISHED_MS, judge_size
 from penstock.eval.load import LoadResult
 from penstock.eval.prompts import TokenPrompts

@@ -29,15 +29,10 @@ from penstock.commands.load_levels import (
     read_recorded,
     refuse_contradictions,
 )
-from penstock.commands.started_server import (
-    StartedServer,
-    given_server_flags,
-    server_words,
-    started_server,
-)
+from penstock.commands.started_server import StartedServer, running_or_started_server, server_words
 from penstock.commands.variables import is_given_by_variable
 from penstock.config import EngineConfig, ServeConfig, from_mapping
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 from penstock.eval.chat_requests import ChatRequests
 from penstock.eval.load import LoadClients
 from penstock.eval.load_summary import LoadSummary, Spread, summarise
@@ -122,20 +117,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _server(settings: LoadSettings, arguments: argparse.Namespace) -> Iterator[StartedServer]:
-    if settings.base_url:
-        for flag, _ in given_server_flags(arguments):
-            if flag.field.name != "model":
-                raise ConfigError(
-                    f"{flag.name} and --base-url are both given",
-                    "One says how to start a server, the other names one that runs.",
-                )
-        yield StartedServer(settings.base_url, 0.0)
-        return
-    max_rows = from_mapping(EngineConfig, read_settings(EngineConfig, arguments)).max_rows
-    is_closed = not settings.rate and not settings.trace
-    if is_closed and max_rows is not None and max(settings.concurrency) > max_rows:
-        print_note(f"--max-rows is {max_rows}: of more requests at a time, the rest wait in the server.")
-    with PhaseList() as phases, started_server(server_words(arguments), phases) as server:
+    if not settings.base_url and not settings.rate and not settings.trace:
+        max_rows = from_mapping(EngineConfig, read_settings(EngineConfig, arguments)).max_rows
+        if max_rows is not None and max(settings.concurrency) > max_rows:
+            print_note(f"--max-rows is {max_rows}: of more requests at a time, the rest wait in the server.")
+    with (
+        PhaseList() as phases,
+        running_or_started_server(settings.base_url, arguments, phases) as server,
+    ):
         phases.close()
         yield server
 

@@ -25,8 +25,7 @@ from penstock.commands.flags import (
 from penstock.commands.variables import is_given_by_variable
 from penstock.config import from_mapping
 from penstock.errors import ConfigError
-from penstock.eval import check_server, gates, latency, quality, score, throughput
-from penstock.eval.correctness import run_correctness
+from penstock.eval import check_server, correctness, gates, latency, quality, score, throughput
 from penstock.eval.report import run_report
 from penstock.eval.results import Reporter
 
@@ -62,7 +61,7 @@ class Measurement:
 
 MEASUREMENTS = {
     "check-server": Measurement(check_server.CheckSettings, check_server.run),
-    "correctness": Measurement(run_correctness.CorrectnessSettings, run_correctness.run),
+    "correctness": Measurement(correctness.CorrectnessSettings, correctness.run),
     "throughput": Measurement(throughput.ThroughputSettings, throughput.run),
     "score": Measurement(score.ScoreSettings, score.run),
     "latency": Measurement(latency.LatencySettings, latency.run),

@@ -6,7 +6,6 @@ Also asks the server what such requests need to know first: its model, its limit
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from penstock.errors import PenstockError
 from penstock.http_client import HttpClient
 
+NO_THINKING = '{"chat_template_kwargs": {"enable_thinking": false}}'
 UNLISTED_MODEL = "default"  # what a server is sent that lists no models and takes any name
 
 
@@ -75,10 +75,7 @@ class ChatRequests:
 
     def kv_tokens(self) -> int | None:
         """How many tokens the caches of the server hold, where its metrics say it."""
-        status, answer = self.client.read("GET", "/metrics")
-        text = answer.decode("utf-8", "replace")
-        found = re.findall(r"^penstock_kv_tokens\{.*\} (\d+)$", text, re.M) if status == 200 else []
-        return sum(map(int, found)) or None
+        return int(self.client.metric("penstock_kv_tokens") or 0) or None
 
     def body(self, request: Request) -> bytes:
         fields = self._fields(request.prompt) | {"max_tokens": request.max_tokens}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.eval.lm_harness import Asking, LocalTask, evaluate_all
+from penstock.eval.lm_harness import Asking, LocalTask, evaluate
 
 EXAMPLES = "validation.jsonl"
 ASK_FOR_A_LETTER = (
@@ -105,7 +105,7 @@ def ask_task(name: str, questions: Path | None, asking: Asking) -> Mark:
         tasks = mmlu_by_subject(questions)
     num_fewshot = 0 if note else kind.num_fewshot
     limit = asking.limit if asking.limit < 1 else math.ceil(asking.limit / len(tasks))
-    found = evaluate_all(tasks, replace(asking, limit=limit))
+    found = evaluate(tasks, replace(asking, limit=limit))
     if kind.metric not in found.metrics:
         raise PenstockError(
             f"lm-eval reports no {kind.metric} for {name}",

@@ -17,8 +17,7 @@ from typing import Any
 
 from penstock.config import setting
 from penstock.errors import ConfigError
-from penstock.eval.chat_requests import ChatRequests, RawRequests, Request
-from penstock.eval.correctness.run_correctness import NO_THINKING
+from penstock.eval.chat_requests import NO_THINKING, ChatRequests, RawRequests, Request
 from penstock.eval.load import LoadClients, LoadResult
 from penstock.eval.load_summary import LoadSummary, summarise
 from penstock.eval.prompts import make_prompts

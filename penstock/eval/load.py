@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Any
 
 import uvloop
@@ -125,9 +124,7 @@ class LoadClients:
     def __enter__(self) -> LoadClients:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for process, pipe in zip(self._processes, self._pipes):
             process.terminate()
             process.join()
@@ -250,25 +247,14 @@ class _Sending:
 
     async def send_all(self) -> list[RawAnswer]:
         part = self._part
-        await asyncio.sleep(self._start_s - time.monotonic())
-        if not part.max_at_once:
-            await self._send_on_time()
-        else:
-            numbers = iter(range(len(part.requests)))  # shared: each place takes the next one
-
-            async def work() -> None:
-                for number in numbers:
-                    await self._send(number)
-
-            await asyncio.gather(*(work() for _ in range(part.max_at_once)))
-        return [answer for answer in self._answers if answer is not None]
-
-    async def _send_on_time(self) -> None:
+        places = asyncio.Semaphore(part.max_at_once or len(part.requests))
         async with asyncio.TaskGroup() as sending:
-            for number, at_s in enumerate(self._part.at_s):
+            for number, at_s in enumerate(part.at_s):
                 if (delay_s := self._start_s + at_s - time.monotonic()) > 0:
                     await asyncio.sleep(delay_s)
-                sending.create_task(self._send(number))
+                await places.acquire()
+                sending.create_task(self._send(number)).add_done_callback(lambda _: places.release())
+        return [answer for answer in self._answers if answer is not None]
 
     async def _send(self, number: int) -> None:
         part = self._part

@@ -19,8 +19,7 @@ from typing import Any
 from penstock.config import setting
 from penstock.errors import ConfigError, PenstockError
 from penstock.eval import gpqa
-from penstock.eval.chat_requests import listed_model
-from penstock.eval.correctness.run_correctness import NO_THINKING
+from penstock.eval.chat_requests import NO_THINKING, listed_model
 from penstock.eval.harness_tasks import EXAMPLES, KINDS, Mark, ask_task
 from penstock.eval.lm_harness import Asking, require_lm_eval
 from penstock.eval.results import (

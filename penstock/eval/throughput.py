@@ -19,11 +19,10 @@ from typing import Any
 
 from penstock.config import setting
 from penstock.errors import PenstockError
-from penstock.eval.chat_requests import ChatRequests, Request
+from penstock.eval.chat_requests import NO_THINKING, ChatRequests, Request
 from penstock.eval.contest_files import contest_level, read_throughput
-from penstock.eval.correctness.grading import ends_with_number
-from penstock.eval.correctness.run_correctness import NO_THINKING
 from penstock.eval.find_tokenizer import HOW_TO_VERIFY, FoundTokenizer, find_tokenizer
+from penstock.eval.grading import ends_with_number
 from penstock.eval.load import LoadClients, LoadResult
 from penstock.eval.load_summary import LoadSummary, summarise
 from penstock.eval.prompts import Prompts, make_prompts

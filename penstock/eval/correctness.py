@@ -9,18 +9,20 @@ summary is written in either case.
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
 from penstock.config import setting
-from penstock.errors import ConfigError
-from penstock.eval.chat_requests import listed_model
+from penstock.errors import ConfigError, PenstockError
+from penstock.eval import held_out
+from penstock.eval.chat_requests import NO_THINKING, listed_model
 from penstock.eval.contest_files import Correctness, contest_correctness, read_correctness
-from penstock.eval.correctness.embedded import ask_embedded
-from penstock.eval.correctness.grading import GATE, Grades
-from penstock.eval.correctness.gsm8k import ask_gsm8k
+from penstock.eval.conversation import Conversation, FinalNumber
 from penstock.eval.endpoint import Endpoint
-from penstock.eval.lm_harness import Asking, require_data, require_lm_eval
+from penstock.eval.grading import GATE, Grades, ends_with_number
+from penstock.eval.lm_harness import Asking, LocalTask, evaluate, require_data, require_lm_eval
+from penstock.eval.reply import Reply
 from penstock.eval.results import (
     Reporter,
     draw_seed,
@@ -36,7 +38,8 @@ from penstock.progress import Phase, timed
 
 EMBEDDED_SEED = 1234
 PROBLEMS = ("gsm8k", "embedded")
-NO_THINKING = '{"chat_template_kwargs": {"enable_thinking": false}}'
+NUM_FEWSHOT = 8
+FLEXIBLE, STRICT = "flexible-extract", "strict-match"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,47 +86,110 @@ def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
     output = output_file(settings.output, settings.output_dir, "correctness.json")
     prepare_output(output)
     baseline = read_correctness("--baseline", settings.baseline) if settings.baseline else None
-    if settings.seed is None:  # made-up problems are the tiny model's smoke test, the same every day
-        seed = EMBEDDED_SEED if settings.problems == "embedded" else draw_seed(None)
-        settings = replace(settings, seed=seed)
-    print(f"seed {settings.seed}", flush=True)
+    is_embedded = settings.problems == "embedded"
+    # Made-up problems are the tiny model's smoke test, the same every day.
+    seed = EMBEDDED_SEED if is_embedded and settings.seed is None else draw_seed(settings.seed)
+    print(f"seed {seed}", flush=True)
     body = read_fields("--body", settings.body)
     data = require_data("--data", settings.data, "GSM8K's test.jsonl")
-    if settings.problems == "gsm8k":
+    if not is_embedded:
         require_lm_eval()
     model = settings.model or listed_model(HttpClient(settings.base_url, timeout_s=settings.timeout))
     start_s = time.monotonic()
-    if settings.problems == "embedded":
-        grades = _ask_embedded(settings, model, reporter)
+    if is_embedded:
+        grades = ask_embedded(settings, model, seed, reporter)
     else:
         asking = Asking(
             settings.base_url,
             model,
             settings.limit,
             settings.num_concurrent,
-            draw_seed(settings.seed),
+            seed,
             settings.timeout,
             settings.max_tokens,
             body,
         )
         grades = ask_gsm8k(data, asking)
     print(describe(grades, baseline))
-    reporter.deliver(_summary(settings, model, grades, baseline, time.monotonic() - start_s), output)
+    fields = {
+        "benchmark": "correctness",
+        **grades.as_json(),
+        **({} if is_embedded else contest_correctness(grades.flexible, grades.strict)),
+        **({"baseline_exact_match": baseline.flexible} if baseline is not None else {}),
+        "model": model,
+        "base_url": settings.base_url,
+        "limit": settings.limit,
+        "num_concurrent": settings.num_concurrent,
+        "seed": seed,
+        "temperature": 0,
+        "top_p": 1,
+        "max_tokens": settings.max_tokens,
+        "elapsed_s": round(time.monotonic() - start_s, 1),
+    }
+    reporter.deliver(fields, output)
     return int(not grades.has_passed)
 
 
-def _ask_embedded(settings: CorrectnessSettings, model: str, reporter: Reporter) -> Grades:
-    endpoint, num_problems = Endpoint(settings.base_url, model), int(settings.limit)
-    with reporter.bars() as phases, timed("problems", phases) as report:
-        return ask_embedded(
-            endpoint,
-            num_problems,
-            draw_seed(settings.seed),
-            settings.num_concurrent,
-            lambda number: report(
-                Phase("problems", f"{number} of {num_problems} asked", number / num_problems)
-            ),
-        )
+def ask_gsm8k(data: Path | None, asking: Asking) -> Grades:
+    """GSM8K-CoT, 8-shot, as lm-eval asks and grades it: of the file, or of the set that it fetches."""
+    task = LocalTask("penstock_gsm8k_cot", "gsm8k/gsm8k-cot.yaml", "test", data, {"num_fewshot": NUM_FEWSHOT})
+    found = evaluate([task], asking)
+    by_filter = {
+        name: [sample for sample in found.samples if sample["filter"] == name] for name in (FLEXIBLE, STRICT)
+    }
+    grades = Grades(
+        problems="gsm8k",
+        num_asked=found.num_asked,
+        num_flexible=round(sum(sample["exact_match"] for sample in by_filter[FLEXIBLE])),
+        num_strict=round(sum(sample["exact_match"] for sample in by_filter[STRICT])),
+        num_fewshot=NUM_FEWSHOT,
+        errors=found.failures,
+        judge=f"lm-eval {found.lm_eval_version}",
+    )
+    for sample in by_filter[FLEXIBLE]:
+        if not sample["exact_match"]:
+            grades.keep_wrong(sample["doc"]["question"], str(sample["target"]), str(sample["resps"][0][0]))
+    return grades
+
+
+def ask_embedded(settings: CorrectnessSettings, model: str, seed: int, reporter: Reporter) -> Grades:
+    """Word problems held out from the embedded model's training: they need no file and no other package."""
+    endpoint, asked = (
+        Endpoint(settings.base_url, model),
+        held_out.take("word_problems", int(settings.limit), seed),
+    )
+    problems = [replace(problem, enable_thinking=False) for problem in asked]
+    grades = Grades("embedded", len(problems), 0, 0)
+
+    def ask(problem: Conversation) -> Reply | PenstockError:
+        try:
+            return endpoint.ask(problem)
+        except PenstockError as error:
+            return error
+
+    with (
+        ThreadPoolExecutor(max_workers=settings.num_concurrent) as pool,
+        reporter.bars() as phases,
+        timed("problems", phases) as report,
+    ):
+        for number, (problem, reply) in enumerate(zip(problems, pool.map(ask, problems)), 1):
+            _grade(grades, problem, reply)
+            report(Phase("problems", f"{number} of {len(problems)} asked", number / len(problems)))
+    return grades
+
+
+def _grade(grades: Grades, problem: Conversation, reply: Reply | PenstockError) -> None:
+    check = problem.check
+    assert isinstance(check, FinalNumber)
+    if isinstance(reply, PenstockError):
+        grades.errors[f"{reply.what} {reply.why}".strip()] += 1
+        return
+    is_strict = check.accepts(reply)
+    is_flexible = is_strict or ends_with_number(reply.content, check.value)
+    grades.num_strict += is_strict
+    grades.num_flexible += is_flexible
+    if not is_flexible:
+        grades.keep_wrong(problem.messages[-2]["content"], str(check.value), reply.content)
 
 
 def describe(grades: Grades, baseline: Correctness | None = None) -> str:
@@ -143,27 +209,3 @@ def describe(grades: Grades, baseline: Correctness | None = None) -> str:
     verdict = "PASSED" if grades.has_passed else "MISSED"
     lines.append(f"  gate                  {GATE:7.1%}  {verdict}")
     return "\n".join(lines)
-
-
-def _summary(
-    settings: CorrectnessSettings,
-    model: str,
-    grades: Grades,
-    baseline: Correctness | None,
-    elapsed_s: float,
-) -> dict[str, Any]:
-    return {
-        "benchmark": "correctness",
-        **grades.as_json(),
-        **(contest_correctness(grades.flexible, grades.strict) if grades.problems == "gsm8k" else {}),
-        **({"baseline_exact_match": baseline.flexible} if baseline is not None else {}),
-        "model": model,
-        "base_url": settings.base_url,
-        "limit": settings.limit,
-        "num_concurrent": settings.num_concurrent,
-        "seed": settings.seed,
-        "temperature": 0,
-        "top_p": 1,
-        "max_tokens": settings.max_tokens,
-        "elapsed_s": round(elapsed_s, 1),
-    }
