@@ -122,16 +122,21 @@ class HttpClient:
             f"{self.base_url} hung up in the middle of its answer", "The stream ended without [DONE]."
         )
 
-    def first_model(self) -> str:
+    def models(self) -> list[dict[str, Any]]:
+        """What the server lists of its models; nothing where the list has another form."""
         answer = self.json("GET", "/v1/models")
-        try:
-            return str(answer["data"][0]["id"])
-        except (LookupError, TypeError) as error:
+        cards = answer.get("data") if isinstance(answer, dict) else None
+        return [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
+
+    def first_model(self) -> str:
+        cards = self.models()
+        if not cards or "id" not in cards[0]:
             raise PenstockError(
                 f"{self.base_url} lists no model",
-                f"/v1/models answered {json.dumps(answer)[:200]}.",
+                f"/v1/models has {json.dumps(cards)[:200]} as data; a model with an id was expected.",
                 "Name the model with --model.",
-            ) from error
+            )
+        return str(cards[0]["id"])
 
     def metric(self, name: str) -> float | None:
         """The sum of a metric over its labels, where /metrics has it."""

@@ -19,12 +19,11 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from penstock.commands import birth
-from penstock.commands.load_levels import RequestMaker
 from penstock.errors import PenstockError
 from penstock.eval.chat_requests import ChatRequests, Request
 from penstock.eval.load import LoadClients
 from penstock.eval.load_summary import Spread
-from penstock.eval.prompts import fit_prompts
+from penstock.eval.prompts import RequestMaker, fit_prompts
 from penstock.eval.stream_client import StreamedReply, Target, exchange, read_answer
 from penstock.eval.traces import Arrival, poisson_arrivals
 
@@ -101,7 +100,7 @@ def spreads(replies: list[StreamedReply]) -> dict[str, dict[str, float]]:
 async def measure(given: argparse.Namespace, clients: LoadClients) -> dict[str, Any]:
     api = ChatRequests(given.base_url, extra={}, timeout_s=TIMEOUT_S)
     target = Target.of(given.base_url)
-    maker = RequestMaker(fit_prompts(api.count_tokens, given.seed), num_shared=0)
+    maker = RequestMaker(fit_prompts(api.count_tokens, given.seed))
     arrivals = poisson_arrivals(given.num_short, given.rate, *given.short, given.seed)
 
     def send(requests: list[Request], concurrency: int) -> list[StreamedReply]:

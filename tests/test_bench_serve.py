@@ -99,6 +99,20 @@ def test_events_are_read_however_the_bytes_were_cut(piece_size: int) -> None:
     assert reply.tpot_s == pytest.approx(reply.gaps_s[0] / 3)  # four tokens in two events
 
 
+def test_a_whole_completion_is_read_without_times() -> None:
+    usage = b'"usage":{"prompt_tokens":5,"completion_tokens":2}'
+    for choice in (
+        b'{"message":{"content":"hi"},"finish_reason":"stop"}',
+        b'{"text":"hi","finish_reason":"stop"}',
+    ):
+        body = b'{"choices":[' + choice + b"]," + usage + b"}"
+        reply = read_answer(RawAnswer(0.0, 2.0, 200, [(1.0, body[:9]), (2.0, body[9:])]))
+        assert (reply.error, reply.text, reply.content, reply.finish_reason) == ("", "hi", "hi", "stop")
+        assert (reply.num_prompt_tokens, reply.num_completion_tokens, reply.ttft_s) == (5, 2, None)
+    reply = read_answer(RawAnswer(0.0, 2.0, 200, [(1.0, b'{"choices":[{}],' + usage + b"}")]))
+    assert reply.error == "The answer is not a chat completion: it has no choice with a message or a text."
+
+
 FAULTS = {
     "close": "Hung up without an answer.",
     "hang": "No end after 1 s.",
@@ -207,6 +221,15 @@ def test_open_loop_sends_when_the_trace_says_and_waits_for_nobody(clients: LoadC
     arrived = [time_s - server.arrivals_s[0] for time_s in server.arrivals_s]
     assert arrived == pytest.approx(times_s, abs=0.3)
     assert 0 <= result.max_lag_s < 0.3
+
+
+def test_times_and_a_limit_hold_together(clients: LoadClients) -> None:
+    times_s = [0.0, 0.0, 0.0, 0.5]
+    with scripted_server(seconds_a_token=0.02) as server:
+        result = clients.run(api(server.url), requests_of(4, 2, times_s), concurrency=2)
+    assert not any(reply.error for reply in result.replies)
+    assert server.max_at_once == 2
+    assert server.arrivals_s[3] - server.arrivals_s[0] >= 0.45
 
 
 def test_traces_are_read_as_they_were_recorded(shared_data: Path) -> None:

@@ -18,14 +18,14 @@ from penstock.commands.flags import flags_of
 from penstock.errors import PenstockError
 from penstock.eval import throughput
 from penstock.eval.chat_requests import Request
-from penstock.eval.correctness import CorrectnessSettings
-from penstock.eval.grading import GATE, Grades, ends_with_number
+from penstock.eval.correctness import GATE, CorrectnessSettings, Grades
 from penstock.eval.latency import PUBLISHED_MS, judge_size
 from penstock.eval.load import LoadResult
 from penstock.eval.prompts import TokenPrompts
 from penstock.eval.recount import Recount, TokenCounter
 from penstock.eval.results import format_table
 from penstock.eval.score import WEIGHTS, weighted_sum
+from penstock.eval.spot_checks import ends_with_number
 from penstock.eval.stream_client import StreamedReply
 from penstock.eval.throughput import insert_spot_checks
 

@@ -21,7 +21,6 @@ from penstock.commands.flags import add_flags, flags_of, foreign_flag, read_sett
 from penstock.commands.load_levels import (
     Level,
     LoadSettings,
-    RequestMaker,
     flag_name,
     load_fields,
     load_in_words,
@@ -36,7 +35,7 @@ from penstock.errors import PenstockError
 from penstock.eval.chat_requests import ChatRequests
 from penstock.eval.load import LoadClients
 from penstock.eval.load_summary import LoadSummary, Spread, summarise
-from penstock.eval.prompts import PromptMaker, fit_prompts
+from penstock.eval.prompts import PromptMaker, RequestMaker, fit_prompts
 from penstock.eval.results import deliver_line, prepare_output, read_fields
 from penstock.eval.reuse import PossibleReuse, possible_reuse
 from penstock.eval.traces import Arrival
@@ -81,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
             prompts = fit_prompts(api.count_tokens, settings.seed)
             report(Phase("prompts", _describe(prompts)))
         levels, num_clamped = plan_levels(settings, recorded, prompts, api.max_model_len())
-        maker = RequestMaker(prompts, settings.shared_prefix)
+        maker = RequestMaker(prompts, num_shared=settings.shared_prefix)
         with LoadClients(settings.clients) as clients:
             results = [(level, *_measure(level, api, clients, maker, arguments.warmup)) for level in levels]
     title = f"serve: {api.model}, {load_in_words(settings, num_clamped)}"

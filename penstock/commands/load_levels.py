@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.config import setting
 from penstock.errors import ConfigError
-from penstock.eval.chat_requests import Request
 from penstock.eval.prompts import PromptMaker
 from penstock.eval.results import read_fields, require_above_zero, require_at_least
 from penstock.eval.traces import Arrival, Clamp, poisson_arrivals, read_trace
-
-WARMUP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,27 +124,6 @@ def plan_levels(
     concurrencies = (0,) if settings.rate else settings.concurrency
     names = {c: (f"{c} at a time", str(c)) if c else ("all at once", "all") for c in concurrencies}
     return [Level(*names[c], c, None, at_once) for c in concurrencies], 0
-
-
-class RequestMaker:
-    """Writes the prompts of arrivals; one that no trace dictates is never written twice."""
-
-    def __init__(self, prompts: PromptMaker, num_shared: int) -> None:
-        self._prompts = prompts
-        self._num_shared = num_shared
-        self._numbers = itertools.count()
-
-    def make(self, arrivals: Iterable[Arrival]) -> list[Request]:
-        return [Request(self._prompt(a), a.output_len, a.input_len, a.at_s) for a in arrivals]
-
-    def make_warmups(self, arrivals: Iterable[Arrival]) -> list[Request]:
-        """Of the same prompt lengths, at once, with replies just long enough to have been everywhere."""
-        return self.make(Arrival(0.0, a.input_len, min(a.output_len, WARMUP_TOKENS)) for a in arrivals)
-
-    def _prompt(self, arrival: Arrival) -> str:
-        if arrival.block_ids:
-            return self._prompts.make_of_blocks(arrival.block_ids, arrival.input_len, arrival.block_tokens)
-        return self._prompts.make(next(self._numbers), arrival.input_len, num_shared=self._num_shared)
 
 
 def load_in_words(settings: LoadSettings, num_clamped: int) -> str:

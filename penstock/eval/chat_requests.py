@@ -65,13 +65,9 @@ class ChatRequests:
         """The longest context, where the server's list of models says it."""
         if self.model == UNLISTED_MODEL:
             return None
-        listed = self.client.json("GET", "/v1/models")
-        cards = listed.get("data") if isinstance(listed, dict) else None
-        for card in cards or ():
-            if isinstance(card, dict) and card.get("id") == self.model:
-                limit = card.get("max_model_len")
-                return limit if isinstance(limit, int) else None
-        return None
+        cards = (card for card in self.client.models() if card.get("id") == self.model)
+        limit = next(cards, {}).get("max_model_len")
+        return limit if isinstance(limit, int) else None
 
     def kv_tokens(self) -> int | None:
         """How many tokens the caches of the server hold, where its metrics say it."""

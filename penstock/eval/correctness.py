@@ -9,9 +9,11 @@ summary is written in either case.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.config import setting
 from penstock.errors import ConfigError, PenstockError
@@ -20,7 +22,6 @@ from penstock.eval.chat_requests import NO_THINKING, listed_model
 from penstock.eval.contest_files import Correctness, contest_correctness, read_correctness
 from penstock.eval.conversation import Conversation, FinalNumber
 from penstock.eval.endpoint import Endpoint
-from penstock.eval.grading import GATE, Grades, ends_with_number
 from penstock.eval.lm_harness import Asking, LocalTask, evaluate, require_data, require_lm_eval
 from penstock.eval.reply import Reply
 from penstock.eval.results import (
@@ -33,9 +34,12 @@ from penstock.eval.results import (
     require_at_least,
     require_limit,
 )
+from penstock.eval.spot_checks import ends_with_number
 from penstock.http_client import HttpClient
 from penstock.progress import Phase, timed
 
+GATE = 0.875  # of the answers, exactly matched; below it a server's speed counts for nothing
+MAX_WRONG_KEPT = 20
 EMBEDDED_SEED = 1234
 PROBLEMS = ("gsm8k", "embedded")
 NUM_FEWSHOT = 8
@@ -128,6 +132,50 @@ def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
     }
     reporter.deliver(fields, output)
     return int(not grades.has_passed)
+
+
+@dataclass(slots=True)
+class Grades:
+    """`num_flexible` are right however the number is written, `num_strict` in the form asked for."""
+
+    problems: str
+    num_asked: int
+    num_flexible: int
+    num_strict: int
+    num_fewshot: int = 0
+    errors: Counter[str] = field(default_factory=Counter)  # requests without a reply; they count as wrong
+    wrong: list[dict[str, str]] = field(default_factory=list)
+    judge: str = "penstock"
+
+    @property
+    def flexible(self) -> float:
+        return self.num_flexible / max(1, self.num_asked)
+
+    @property
+    def strict(self) -> float:
+        return self.num_strict / max(1, self.num_asked)
+
+    @property
+    def has_passed(self) -> bool:
+        return self.num_asked > 0 and self.flexible >= GATE
+
+    def keep_wrong(self, question: str, wanted: str, got: str) -> None:
+        if len(self.wrong) < MAX_WRONG_KEPT:
+            self.wrong.append({"question": question[-300:], "wanted": wanted, "got": got[:300]})
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "problems": self.problems,
+            "judge": self.judge,
+            "num_fewshot": self.num_fewshot,
+            "asked": self.num_asked,
+            "without_reply": self.errors.total(),
+            "error_messages": dict(self.errors.most_common(10)),
+            "exact_match": {"flexible": round(self.flexible, 4), "strict": round(self.strict, 4)},
+            "gate": GATE,
+            "passed": self.has_passed,
+            "wrong": self.wrong,
+        }
 
 
 def ask_gsm8k(data: Path | None, asking: Asking) -> Grades:

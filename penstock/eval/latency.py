@@ -9,7 +9,6 @@ rank. Ends with 1 when a request failed or a reply had another length than was a
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from typing import Any
 
 from penstock.config import setting
 from penstock.errors import ConfigError
-from penstock.eval.chat_requests import NO_THINKING, ChatRequests, RawRequests, Request
+from penstock.eval.chat_requests import NO_THINKING, ChatRequests, RawRequests
 from penstock.eval.load import LoadClients, LoadResult
 from penstock.eval.load_summary import LoadSummary, summarise
-from penstock.eval.prompts import make_prompts
+from penstock.eval.prompts import RequestMaker, make_prompts
 from penstock.eval.recount import TokenCounter
 from penstock.eval.results import (
     Reporter,
@@ -31,6 +30,7 @@ from penstock.eval.results import (
     require_above_zero,
     require_at_least,
 )
+from penstock.eval.traces import Arrival
 from penstock.progress import timed
 
 # Tokens of a prompt and of its reply, and what Qwen3.5-4B took for them on an A10G before any optimisation.
@@ -125,17 +125,15 @@ def run(settings: LatencySettings, reporter: Reporter) -> int:
         prompts = make_prompts(api, counter, seed)
         prompts.make(0, min(size[0] for size in sizes))  # refuses a length that is too short
     print(f"seed {seed}; {api.path}", flush=True)
-    results, numbers = [], itertools.count()
+    results, maker = [], RequestMaker(prompts)
     with LoadClients() as clients:
-        for num_prompt, num_reply in sizes:
-            requests = [
-                Request(prompts.make(next(numbers), num_prompt), num_reply, num_prompt)
-                for _ in range(settings.warmup + settings.runs)
-            ]
-            warmups, timed_runs = requests[: settings.warmup], requests[settings.warmup :]
-            name, bars = f"{num_prompt}+{num_reply}", reporter.bars
-            load = clients.measure(name, api, timed_runs, concurrency=1, bars=bars, warmups=warmups)
-            results.append(judge_size(num_prompt, num_reply, load))
+        for size in sizes:
+            warmups, requests = (
+                maker.make([Arrival(0.0, *size)] * count) for count in (settings.warmup, settings.runs)
+            )
+            name, bars = "{}+{}".format(*size), reporter.bars
+            load = clients.measure(name, api, requests, concurrency=1, bars=bars, warmups=warmups)
+            results.append(judge_size(*size, load))
     print(format_results(results))
     speed_ups = [result.speed_up for result in results if result.speed_up is not None]
     mean = statistics.fmean(speed_ups) if len(speed_ups) == len(PUBLISHED_MS) else None

@@ -8,15 +8,16 @@ its chat template adds. A seed gives the same prompts again.
 
 from __future__ import annotations
 
+import itertools
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.eval.chat_requests import ChatRequests
+from penstock.eval.chat_requests import ChatRequests, Request
 from penstock.eval.recount import TokenCounter
-from penstock.eval.traces import BLOCK_TOKENS
+from penstock.eval.traces import BLOCK_TOKENS, Arrival
 
 CountTokens = Callable[[str], int]  # the prompt tokens of a chat whose only message this is
 
@@ -40,6 +41,7 @@ WORDS = tuple(_COMMON.split())
 MIN_WORDS, ENOUGH_WORDS = 16, 64
 MAX_PROBES = 40
 MAX_REPAIRS = 30  # of a prompt of random tokens
+WARMUP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,39 @@ def make_prompts(api: ChatRequests, counter: TokenCounter | None, seed: int) -> 
     if counter is not None:
         return TokenPrompts(counter, seed, is_raw=api.is_raw)
     return fit_prompts(api.count_tokens, seed)
+
+
+class RequestMaker:
+    """Makes requests of arrivals; a prompt that no trace repeats is never made twice.
+
+    `count` says how many tokens a prompt has, None if it cannot be known; by default as many as were wanted.
+    """
+
+    def __init__(
+        self, prompts: Prompts, *, num_shared: int = 0, count: Callable[[str], int | None] | None = None
+    ) -> None:
+        self._prompts = prompts
+        self._num_shared = num_shared
+        self._count = count
+        self._numbers = itertools.count()
+
+    def make(self, arrivals: Iterable[Arrival]) -> list[Request]:
+        return [self._make_one(arrival) for arrival in arrivals]
+
+    def make_warmups(self, arrivals: Iterable[Arrival]) -> list[Request]:
+        """Of the same prompt lengths, at once, with replies just long enough to have been everywhere."""
+        return self.make(Arrival(0.0, a.input_len, min(a.output_len, WARMUP_TOKENS)) for a in arrivals)
+
+    def _make_one(self, arrival: Arrival) -> Request:
+        prompts, length = self._prompts, arrival.input_len
+        if isinstance(prompts, TokenPrompts):
+            prompt = prompts.make(next(self._numbers), length)
+        elif arrival.block_ids:
+            prompt = prompts.make_of_blocks(arrival.block_ids, length, arrival.block_tokens)
+        else:
+            prompt = prompts.make(next(self._numbers), length, num_shared=self._num_shared)
+        num_tokens = self._count(prompt) if self._count else length
+        return Request(prompt, arrival.output_len, num_tokens, arrival.at_s)
 
 
 def _require_room(num_tokens: int, num_template_tokens: int) -> None:

@@ -5,6 +5,7 @@ Sums and differences of up to three digits, products up to 20 x 20 or of two dig
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -63,6 +64,9 @@ WRITTEN = {
 }
 
 
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
 @dataclass(frozen=True, slots=True)
 class SpotCheck:
     question: str
@@ -86,6 +90,12 @@ def draw_check(rng: Random) -> SpotCheck:
         gap = " " if question[-1] in ".?" else "\n"
         question = question + gap + instruction
     return SpotCheck(question, sign, a, b, value)
+
+
+def ends_with_number(text: str, value: int) -> bool:
+    """Whether the last number in a text is this one, however people may have written it."""
+    numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return bool(numbers) and float(numbers[-1].replace(",", "")) == value
 
 
 def _draw_sum(rng: Random) -> tuple[str, int, int, int]:

@@ -22,10 +22,9 @@ from penstock.errors import PenstockError
 from penstock.eval.chat_requests import NO_THINKING, ChatRequests, Request
 from penstock.eval.contest_files import contest_level, read_throughput
 from penstock.eval.find_tokenizer import HOW_TO_VERIFY, FoundTokenizer, find_tokenizer
-from penstock.eval.grading import ends_with_number
 from penstock.eval.load import LoadClients, LoadResult
 from penstock.eval.load_summary import LoadSummary, summarise
-from penstock.eval.prompts import Prompts, make_prompts
+from penstock.eval.prompts import Prompts, RequestMaker, make_prompts
 from penstock.eval.recount import ReplyCounter, TokenCounter, recount_reply
 from penstock.eval.results import (
     Reporter,
@@ -38,11 +37,12 @@ from penstock.eval.results import (
     require_above_zero,
     require_at_least,
 )
-from penstock.eval.spot_checks import draw_check
+from penstock.eval.spot_checks import draw_check, ends_with_number
 from penstock.eval.stream_client import StreamedReply
+from penstock.eval.traces import Arrival
 from penstock.progress import timed
 
-NUM_WARMUPS, WARMUP_TOKENS = 2, 32
+NUM_WARMUPS = 2
 NUM_SPOT_CHECKS, SPOT_CHECK_TOKENS = 2, 256
 MAX_KEPT = 10
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
@@ -97,11 +97,11 @@ def run(settings: ThroughputSettings, reporter: Reporter) -> int:
         prompts.make(0, settings.input_tokens)  # refuses a length that is too short
     print(f"seed {seed}; {_about_counts(found)}", flush=True)
     levels: list[LevelResult] = []
-    maker = _RequestMaker(settings, prompts, found.counter)
+    maker = _request_maker(prompts, found.counter)
     with LoadClients() as clients:
         for concurrency in settings.concurrency:
             rng = Random(f"{seed}-level-{concurrency}")
-            result = _measure(maker, api, clients, concurrency, rng, reporter)
+            result = _measure(settings, maker, api, clients, concurrency, rng, reporter)
             levels.append(judge_level(concurrency, result, found.counter))
             print(describe(levels[-1], baseline.get(concurrency)), flush=True)
     print(f"\n{format_levels(levels, baseline)}")
@@ -135,43 +135,30 @@ def _about_counts(found: FoundTokenizer) -> str:
     return f"tokens are counted again with {found.source}"
 
 
-@dataclass(slots=True)
-class _RequestMaker:
-    """Makes requests for one level after the other; no prompt is sent twice."""
-
-    settings: ThroughputSettings
-    prompts: Prompts
-    counter: ReplyCounter | None
-    num_made: int = 0
-
-    def make(self, count: int, max_tokens: int) -> list[Request]:
-        return [self._make_one(max_tokens) for _ in range(count)]
-
-    def _make_one(self, max_tokens: int) -> Request:
-        num_tokens: int | None = self.settings.input_tokens
-        prompt = self.prompts.make(self.num_made, self.settings.input_tokens)
-        self.num_made += 1
-        if self.counter is not None:
-            num_tokens = self.counter.count_prompt([{"role": "user", "content": prompt}])
-        elif not self.prompts.is_exact:
-            num_tokens = None
-        return Request(prompt, max_tokens, num_tokens)
+def _request_maker(prompts: Prompts, counter: ReplyCounter | None) -> RequestMaker:
+    if counter is not None:
+        return RequestMaker(
+            prompts, count=lambda prompt: counter.count_prompt([{"role": "user", "content": prompt}])
+        )
+    return RequestMaker(prompts, count=None if prompts.is_exact else lambda prompt: None)
 
 
 def _measure(
-    maker: _RequestMaker,
+    settings: ThroughputSettings,
+    maker: RequestMaker,
     api: ChatRequests,
     clients: LoadClients,
     concurrency: int,
     rng: Random,
     reporter: Reporter,
 ) -> LoadResult:
-    num_requests, max_tokens = maker.settings.num_requests, maker.settings.max_tokens
+    arrivals = [Arrival(0.0, settings.input_tokens, settings.max_tokens)] * settings.num_requests
     try:
-        warmups = maker.make(NUM_WARMUPS, min(max_tokens, WARMUP_TOKENS))
-        requests = insert_spot_checks(maker.make(num_requests, max_tokens), rng)
+        warmups = maker.make_warmups(arrivals[:1] * NUM_WARMUPS)
+        requests = insert_spot_checks(maker.make(arrivals), rng)
     except PenstockError as error:  # the server counts prompts, and has gone
-        return LoadResult.of_nothing_sent([Request("", max_tokens)] * num_requests, error)
+        unsent = [Request("", settings.max_tokens)] * settings.num_requests
+        return LoadResult.of_nothing_sent(unsent, error)
     name, bars = f"c = {concurrency}", reporter.bars
     return clients.measure(name, api, requests, concurrency=concurrency, bars=bars, warmups=warmups)
 
