@@ -101,7 +101,7 @@ async def measure(given: argparse.Namespace, clients: LoadClients) -> dict[str, 
     api = ChatRequests(given.base_url, extra={}, timeout_s=TIMEOUT_S)
     target = Target.of(given.base_url)
     maker = RequestMaker(fit_prompts(api.count_tokens, given.seed))
-    arrivals = poisson_arrivals(given.num_short, given.rate, *given.short, given.seed)
+    arrivals = poisson_arrivals(given.num_short, given.rate, *given.short, seed=given.seed)
 
     def send(requests: list[Request], concurrency: int) -> list[StreamedReply]:
         replies = clients.run(api, requests, concurrency=concurrency).replies

@@ -41,9 +41,10 @@ class LoadProgress:
     num_pieces: int  # of answers that have arrived, about one a token
     elapsed_s: float
 
-    def in_words(self) -> str:
+    def in_words(self, num_requests: int) -> str:
         failed = f", {self.num_failed} failed" if self.num_failed else ""
-        return f"{self.num_done} done{failed}, {self.num_pieces / max(self.elapsed_s, 1e-9):,.0f} events/s"
+        rate = self.num_pieces / max(self.elapsed_s, 1e-9)
+        return f"{self.num_done} of {num_requests} done{failed}, {rate:,.0f} events/s"
 
 
 OnProgress = Callable[[LoadProgress], None]
@@ -146,14 +147,12 @@ class LoadClients:
                 with timed("warm-up", phases):
                     self.run(api, warmups, concurrency=concurrency)
             with timed(name, phases) as report:
-                return self.run(
-                    api,
-                    requests,
-                    concurrency=concurrency,
-                    on_progress=lambda progress: report(
-                        Phase(name, progress.in_words(), progress.num_done / len(requests))
-                    ),
-                )
+
+                def show(progress: LoadProgress) -> None:
+                    words, share = progress.in_words(len(requests)), progress.num_done / len(requests)
+                    report(Phase(name, words, share))
+
+                return self.run(api, requests, concurrency=concurrency, on_progress=show)
 
     def run(
         self,
@@ -247,13 +246,15 @@ class _Sending:
 
     async def send_all(self) -> list[RawAnswer]:
         part = self._part
-        places = asyncio.Semaphore(part.max_at_once or len(part.requests))
-        async with asyncio.TaskGroup() as sending:
-            for number, at_s in enumerate(part.at_s):
-                if (delay_s := self._start_s + at_s - time.monotonic()) > 0:
+        numbers = iter(range(len(part.requests)))  # shared: each place takes the next one
+
+        async def work() -> None:
+            for number in numbers:
+                if (delay_s := self._start_s + part.at_s[number] - time.monotonic()) > 0:
                     await asyncio.sleep(delay_s)
-                await places.acquire()
-                sending.create_task(self._send(number)).add_done_callback(lambda _: places.release())
+                await self._send(number)
+
+        await asyncio.gather(*(work() for _ in range(part.max_at_once or len(part.requests))))
         return [answer for answer in self._answers if answer is not None]
 
     async def _send(self, number: int) -> None:
