@@ -41,13 +41,34 @@ def read_address(base_url: str) -> SplitResult:
     return url
 
 
-def tls_failure(base_url: str, error: ssl.SSLError) -> PenstockError:
-    """Somebody answers, but not in the protocol of https, or with a certificate that is not trusted."""
-    return PenstockError(
-        f"{base_url} cannot be asked by https",
-        f"{error}.",
-        "A server without TLS, such as `penstock serve`, is asked by http://.",
-    )
+@contextlib.contextmanager
+def lost_connection_is_said(base_url: str) -> Iterator[None]:
+    try:
+        yield
+    except ssl.SSLError as error:
+        raise PenstockError(
+            f"{base_url} cannot be asked by https",
+            f"{error}.",
+            "A server without TLS, such as `penstock serve`, is asked by http://.",
+        ) from error
+    except (OSError, http.client.HTTPException) as error:
+        raise PenstockError(
+            f"Nothing answers at {base_url}",
+            f"{str(error) or type(error).__name__}.",
+            "Start a server with `penstock serve`, or correct --base-url.",
+        ) from error
+
+
+def message_in(body: bytes) -> str:
+    """A server's own words, from the error body of the API or from whatever it sent."""
+    try:
+        parsed = json.loads(body)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        return body.decode(errors="replace")[:500]
+    error = parsed.get("error", parsed)
+    return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 class HttpClient:
@@ -65,14 +86,14 @@ class HttpClient:
         self, method: str, path: str, body: Mapping[str, Any] | bytes | None = None
     ) -> tuple[int, bytes]:
         """The status, whatever it is, and the whole answer. A body of bytes is JSON already."""
-        with self._lost_connection_is_said(), self._open(method, path, body) as answer:
+        with lost_connection_is_said(self.base_url), self._open(method, path, body) as answer:
             return answer.status, answer.read()
 
     def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The answer of a server that has no objection."""
         status, answer = self.read(method, path, body)
         if status != 200:
-            raise self._objection(_json_or_text(answer), status)
+            raise self._objection(answer, status)
         try:
             return json.loads(answer)
         except ValueError as error:
@@ -84,9 +105,9 @@ class HttpClient:
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The events of a streamed answer. Closing the iterator tells the server that nobody listens."""
-        with self._lost_connection_is_said(), self._open("POST", path, body) as answer:
+        with lost_connection_is_said(self.base_url), self._open("POST", path, body) as answer:
             if answer.status != 200:
-                raise self._objection(_json_or_text(answer.read()), answer.status)
+                raise self._objection(answer.read(), answer.status)
             for line in answer:
                 data = line.decode().strip().removeprefix("data:").strip()
                 if data == "[DONE]":
@@ -95,22 +116,34 @@ class HttpClient:
                     continue
                 event = json.loads(data)
                 if "error" in event:
-                    raise self._objection(event)
+                    raise self._objection(data.encode())
                 yield event
         raise PenstockError(
             f"{self.base_url} hung up in the middle of its answer", "The stream ended without [DONE]."
         )
 
-    def first_model(self) -> str:
+    def models(self) -> list[dict[str, Any]]:
+        """What the server lists of its models; nothing where the list has another form."""
         answer = self.json("GET", "/v1/models")
-        try:
-            return str(answer["data"][0]["id"])
-        except (LookupError, TypeError) as error:
+        cards = answer.get("data") if isinstance(answer, dict) else None
+        return [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
+
+    def first_model(self) -> str:
+        cards = self.models()
+        if not cards or "id" not in cards[0]:
             raise PenstockError(
                 f"{self.base_url} lists no model",
-                f"/v1/models answered {json.dumps(answer)[:200]}.",
+                f"/v1/models has {json.dumps(cards)[:200]} as data; a model with an id was expected.",
                 "Name the model with --model.",
-            ) from error
+            )
+        return str(cards[0]["id"])
+
+    def metric(self, name: str) -> float | None:
+        """The sum of a metric over its labels, where /metrics has it."""
+        status, answer = self.read("GET", "/metrics")
+        lines = answer.decode(errors="replace").splitlines() if status == 200 else []
+        found = [line.rpartition(" ")[2] for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        return sum(map(float, found)) if found else None
 
     def _open(
         self, method: str, path: str, body: Mapping[str, Any] | bytes | None
@@ -126,33 +159,10 @@ class HttpClient:
             connection.close()
             raise
 
-    @contextlib.contextmanager
-    def _lost_connection_is_said(self) -> Iterator[None]:
-        try:
-            yield
-        except ssl.SSLError as error:
-            raise tls_failure(self.base_url, error) from error
-        except (OSError, http.client.HTTPException) as error:
-            raise PenstockError(
-                f"Nothing answers at {self.base_url}",
-                f"{error or type(error).__name__}.",
-                "Start a server with `penstock serve`, or correct --base-url.",
-            ) from error
-
-    def _objection(self, answer: dict[str, Any], status: int | None = None) -> PenstockError:
+    def _objection(self, answer: bytes, status: int | None = None) -> PenstockError:
         """What the server said is wrong, in its own words."""
-        error = answer.get("error", answer)
-        message = str(error.get("message", error) if isinstance(error, dict) else error)
-        what, _, rest = message.partition("\n")
+        what, _, rest = message_in(answer).partition("\n")
         said_by = f"So said {self.base_url}" + (f" (HTTP {status})." if status else ".")
         if status == 401:
             said_by += " Set PENSTOCK_API_KEY to a key of that server."
         return PenstockError(what, rest.replace("\n", " "), said_by)
-
-
-def _json_or_text(body: bytes) -> dict[str, Any]:
-    try:
-        parsed = json.loads(body)
-    except ValueError:
-        parsed = None
-    return parsed if isinstance(parsed, dict) else {"error": {"message": body.decode(errors="replace")[:500]}}

@@ -16,15 +16,16 @@ import gc
 import json
 import time
 from collections.abc import Coroutine, Iterator
-from random import Random
 from typing import Any
 
 from penstock.commands import birth
 from penstock.errors import PenstockError
-from penstock.eval.chat_requests import ChatRequests
+from penstock.eval.chat_requests import ChatRequests, Request
+from penstock.eval.load import LoadClients
 from penstock.eval.load_summary import Spread
-from penstock.eval.sized_prompts import fit_prompts
+from penstock.eval.prompts import RequestMaker, fit_prompts
 from penstock.eval.stream_client import StreamedReply, Target, exchange, read_answer
+from penstock.eval.traces import Arrival, poisson_arrivals
 
 TIMEOUT_S = 600.0
 
@@ -64,20 +65,6 @@ class Bulk:
         raise PenstockError("All bulk prompts are used up", "", "Give more with --most-bulk.")
 
 
-async def send_short(target: Target, bodies: list[bytes], times_s: list[float]) -> list[StreamedReply]:
-    began = time.monotonic()
-
-    async def send(body: bytes, at_s: float) -> StreamedReply:
-        request = target.encode_request(body)
-        await asyncio.sleep(began + at_s - time.monotonic())
-        return read_answer(await exchange(target, request, TIMEOUT_S))
-
-    replies = await asyncio.gather(*map(send, bodies, times_s))
-    for reply in replies:
-        _require_ok(reply)
-    return replies
-
-
 def _require_ok(reply: StreamedReply) -> None:
     if reply.error:
         raise PenstockError("A request failed", reply.error)
@@ -110,38 +97,35 @@ def spreads(replies: list[StreamedReply]) -> dict[str, dict[str, float]]:
     return {"ttft_ms": ttft.as_dict(), "whole_ms": whole.as_dict()}
 
 
-async def measure(given: argparse.Namespace) -> dict[str, Any]:
-    requests = ChatRequests(given.base_url, extra={"ignore_eos": True}, timeout_s=TIMEOUT_S)
+async def measure(given: argparse.Namespace, clients: LoadClients) -> dict[str, Any]:
+    api = ChatRequests(given.base_url, extra={}, timeout_s=TIMEOUT_S)
     target = Target.of(given.base_url)
-    prompts = fit_prompts(requests.count_tokens, given.seed)
-    rng, times_s, at_s = Random(given.seed), [], 0.0
-    for _ in range(given.num_short):
-        at_s += rng.expovariate(given.rate)
-        times_s.append(at_s)
-    numbers = iter(range(10**9))
+    maker = RequestMaker(fit_prompts(api.count_tokens, given.seed))
+    arrivals = poisson_arrivals(given.num_short, given.rate, *given.short, seed=given.seed)
 
-    def bodies(num: int, lengths: list[int]) -> list[bytes]:
-        return [requests.body(prompts.make(next(numbers), lengths[0]), lengths[1]) for _ in range(num)]
+    def send(requests: list[Request], concurrency: int) -> list[StreamedReply]:
+        replies = clients.run(api, requests, concurrency=concurrency).replies
+        for reply in replies:
+            _require_ok(reply)
+        return replies
 
-    warmups = bodies(3, given.short) + bodies(1, given.bulk)
-    parts = [bodies(given.num_short, given.short) for _ in range(2)]
-    long_ones = iter(bodies(given.most_bulk, given.bulk))
+    bulks = maker.make([Arrival(0.0, *given.bulk)] * (given.most_bulk + 1))
+    parts = [maker.make(arrivals) for _ in range(2)]
+    bodies = iter([api.body(request) for request in bulks[1:]])
     gc.freeze()
     gc.disable()
-    for body in warmups:
-        _require_ok(read_answer(await exchange(target, target.encode_request(body), TIMEOUT_S)))
-    alone = await send_short(target, parts[0], times_s)
-    bulk = Bulk(target, long_ones, given.bulk[0])
-    among, among_tok_s = await beside_bulk(
-        bulk, given.num_bulk, given.head_start, send_short(target, parts[1], times_s)
-    )
+    send([*maker.make([Arrival(0.0, *given.short)] * 3), bulks[0]], concurrency=1)
+    alone = send(parts[0], concurrency=0)
+    bulk = Bulk(target, bodies, given.bulk[0])
+    sending = asyncio.to_thread(send, parts[1], concurrency=0)
+    among, among_tok_s = await beside_bulk(bulk, given.num_bulk, given.head_start, sending)
     num_done = bulk.num_done
-    bulk = Bulk(target, long_ones, given.bulk[0])
-    resting = asyncio.sleep(times_s[-1])
+    bulk = Bulk(target, bodies, given.bulk[0])
+    resting = asyncio.sleep(arrivals[-1].at_s)
     _, alone_tok_s = await beside_bulk(bulk, given.num_bulk, given.head_start, resting)
     rows = {"alone": spreads(alone), "among_bulk": spreads(among)}
     return {
-        "model": requests.model,
+        "model": api.model,
         **rows,
         "p99_ratio": {
             name: round(rows["among_bulk"][name]["p99"] / rows["alone"][name]["p99"], 3)
@@ -168,7 +152,8 @@ def main() -> None:
     given = parser.parse_args()
     asked = {name: value for name, value in vars(given).items() if name not in ("json", "most_bulk")}
     fields = {**birth.certificate(), "gpu": birth.gpu_name(), **asked}
-    report = {"bench": "interactive", **fields, **asyncio.run(measure(given))}
+    with LoadClients() as clients:
+        report = {"bench": "interactive", **fields, **asyncio.run(measure(given, clients))}
     for name in ("alone", "among_bulk"):
         ttft, whole = report[name]["ttft_ms"], report[name]["whole_ms"]
         print(f"{name:>10}: ttft p50 {ttft['p50']:8.1f} p99 {ttft['p99']:8.1f} ms", end="   ")

@@ -19,22 +19,27 @@ from tokenizers import Tokenizer
 
 from command_line import ROOT, SMALL, fails
 from penstock.cli import main
-from penstock.commands.bench_serve import remarks
+from penstock.commands.bench_serve import plot_levels, remarks
 from penstock.errors import ConfigError, PenstockError
-from penstock.eval.load import GIVEN_UP, Job, LoadClients, LoadProgress
+from penstock.eval.chat_requests import ChatRequests, Request
+from penstock.eval.load import GIVEN_UP, LoadClients, LoadProgress
 from penstock.eval.load_summary import Lengths, Spread, percentile, summarise
+from penstock.eval.prompts import WORDS, PromptMaker, fit_prompts
 from penstock.eval.reuse import possible_reuse
-from penstock.eval.sized_prompts import WORDS, PromptMaker, fit_prompts
-from penstock.eval.stream_client import RawAnswer, Target, read_answer
+from penstock.eval.stream_client import RawAnswer, read_answer
 from penstock.eval.traces import Arrival, Clamp, poisson_arrivals, read_trace
 from scripted_server import TEMPLATE_TOKENS, one_token_a_word, scripted_server
 
 
-def jobs_of(num_jobs: int, num_tokens: int = 4, times_s: Sequence[float] | None = None) -> list[Job]:
-    times_s = times_s or [0.0] * num_jobs
-    fields = {"stream": True, "max_tokens": num_tokens}
-    bodies = [{"messages": [{"role": "user", "content": f"job {n}"}], **fields} for n in range(num_jobs)]
-    return [Job(json.dumps(body).encode(), at_s) for body, at_s in zip(bodies, times_s)]
+def api(url: str, timeout_s: float = 10.0) -> ChatRequests:
+    return ChatRequests(url, "scripted", extra={}, timeout_s=timeout_s)
+
+
+def requests_of(count: int, num_tokens: int = 4, times_s: Sequence[float] | None = None) -> list[Request]:
+    times_s = times_s or [0.0] * count
+    return [
+        Request(f"job {number}", num_tokens, TEMPLATE_TOKENS + 2, at_s) for number, at_s in enumerate(times_s)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +99,20 @@ def test_events_are_read_however_the_bytes_were_cut(piece_size: int) -> None:
     assert reply.tpot_s == pytest.approx(reply.gaps_s[0] / 3)  # four tokens in two events
 
 
+def test_a_whole_completion_is_read_without_times() -> None:
+    usage = b'"usage":{"prompt_tokens":5,"completion_tokens":2}'
+    for choice in (
+        b'{"message":{"content":"hi"},"finish_reason":"stop"}',
+        b'{"text":"hi","finish_reason":"stop"}',
+    ):
+        body = b'{"choices":[' + choice + b"]," + usage + b"}"
+        reply = read_answer(RawAnswer(0.0, 2.0, 200, [(1.0, body[:9]), (2.0, body[9:])]))
+        assert (reply.error, reply.text, reply.content, reply.finish_reason) == ("", "hi", "hi", "stop")
+        assert (reply.num_prompt_tokens, reply.num_completion_tokens, reply.ttft_s) == (5, 2, None)
+    reply = read_answer(RawAnswer(0.0, 2.0, 200, [(1.0, b'{"choices":[{}],' + usage + b"}")]))
+    assert reply.error == "The answer is not a chat completion: it has no choice with a message or a text."
+
+
 FAULTS = {
     "close": "Hung up without an answer.",
     "hang": "No end after 1 s.",
@@ -111,10 +130,8 @@ FAULTS = {
 def test_every_fault_is_counted_and_none_is_a_crash(clients: LoadClients) -> None:
     script = [*FAULTS, "fine"] * 2
     with scripted_server(script=lambda number: script[number]) as server:
-        result = clients.run(
-            Target.of(server.url), jobs_of(len(script)), concurrency=len(script), timeout_s=1.0
-        )
-    summary = summarise(result, [(TEMPLATE_TOKENS + 2, 4)] * len(script))
+        result = clients.run(api(server.url, 1.0), requests_of(len(script)), concurrency=len(script))
+    summary = summarise(result)
     assert (summary.num_ok, summary.num_errors) == (2, 2 * len(FAULTS))
     for message in FAULTS.values():
         assert sum(count for said, count in summary.errors.items() if said.startswith(message)) >= 2, message
@@ -126,16 +143,18 @@ def test_every_fault_is_counted_and_none_is_a_crash(clients: LoadClients) -> Non
 
 def test_a_server_that_is_gone_is_failed_requests(clients: LoadClients) -> None:
     with scripted_server() as server:
-        target = Target.of(server.url)
-    result = clients.run(target, jobs_of(3), concurrency=2, timeout_s=1.0)
-    assert all(reply.error.startswith("No connection: ") for reply in result.replies)
-    assert summarise(result, [(1, 1)] * 3).tok_s == 0
+        url = server.url
+    result = clients.run(api(url), requests_of(3), concurrency=2)
+    assert [reply.error.startswith(f"Nothing answers at {url}. ") for reply in result.replies] == [True] * 3
+    assert result.error is not None
+    summary = summarise(result)
+    assert (summary.num_ok, summary.num_errors, summary.tok_s) == (0, 3, 0)
 
 
 def test_a_hanging_server_is_given_up(clients: LoadClients) -> None:
     with scripted_server(script=lambda number: "fine" if number == 0 else "hang") as server:
         started_s = time.monotonic()
-        result = clients.run(Target.of(server.url), jobs_of(20), concurrency=1, timeout_s=0.2)
+        result = clients.run(api(server.url, 0.2), requests_of(20), concurrency=1)
     assert time.monotonic() - started_s < 5.0
     errors = [reply.error for reply in result.replies]
     assert errors[0] == ""
@@ -148,11 +167,7 @@ def test_closed_loop_keeps_exactly_so_many_requests_running(clients: LoadClients
     seen: list[LoadProgress] = []
     with scripted_server(seconds_a_token=0.004) as server:
         result = clients.run(
-            Target.of(server.url),
-            jobs_of(15),
-            concurrency=concurrency,
-            timeout_s=10.0,
-            on_progress=seen.append,
+            api(server.url), requests_of(15), concurrency=concurrency, on_progress=seen.append
         )
     assert server.max_at_once == concurrency
     assert not any(reply.error for reply in result.replies)
@@ -164,20 +179,17 @@ def test_closed_loop_keeps_exactly_so_many_requests_running(clients: LoadClients
 
 
 def test_replies_come_back_in_the_order_of_their_jobs(clients: LoadClients) -> None:
-    jobs = [
-        Job(json.dumps({"messages": [{"content": "x " * n}], "stream": True, "max_tokens": 2}).encode())
-        for n in range(1, 8)
-    ]
     with scripted_server() as server:
-        result = clients.run(Target.of(server.url), jobs, concurrency=3, timeout_s=10.0)
+        requests = [Request("x " * number, 2) for number in range(1, 8)]
+        result = clients.run(api(server.url), requests, concurrency=3)
     counts = [reply.num_prompt_tokens - TEMPLATE_TOKENS for reply in result.replies]
     assert counts == list(range(1, 8))
 
 
 def test_latencies_are_those_of_the_server(clients: LoadClients) -> None:
     with scripted_server(seconds_a_token=0.03) as server:
-        result = clients.run(Target.of(server.url), jobs_of(4, num_tokens=6), concurrency=4, timeout_s=10.0)
-    summary = summarise(result, [(9, 6)] * 4)
+        result = clients.run(api(server.url), requests_of(4, num_tokens=6), concurrency=4)
+    summary = summarise(result)
     assert summary.ttft is not None
     assert summary.itl is not None
     assert summary.e2e is not None
@@ -190,8 +202,8 @@ def test_latencies_are_those_of_the_server(clients: LoadClients) -> None:
 
 def test_tokens_without_text_count_but_are_not_timed(clients: LoadClients) -> None:
     with scripted_server(script=lambda number: "no text") as server:
-        result = clients.run(Target.of(server.url), jobs_of(2), concurrency=2, timeout_s=10.0)
-    summary = summarise(result, [(TEMPLATE_TOKENS + 2, 4)] * 2)
+        result = clients.run(api(server.url), requests_of(2), concurrency=2)
+    summary = summarise(result)
     assert (summary.num_ok, summary.completion.total, summary.num_events) == (2, 8, 0)
     assert (summary.ttft, summary.itl, summary.tpot) == (None, None, None)
     assert summary.e2e is not None
@@ -204,11 +216,20 @@ def test_tokens_without_text_count_but_are_not_timed(clients: LoadClients) -> No
 def test_open_loop_sends_when_the_trace_says_and_waits_for_nobody(clients: LoadClients) -> None:
     times_s = [0.0, 0.05, 0.05, 0.2, 0.4]
     with scripted_server(seconds_a_token=0.2) as server:  # a reply takes longer than the whole trace
-        result = clients.run(Target.of(server.url), jobs_of(5, 3, times_s), concurrency=None, timeout_s=10.0)
+        result = clients.run(api(server.url), requests_of(5, 3, times_s), concurrency=0)
     assert server.max_at_once == 5
     arrived = [time_s - server.arrivals_s[0] for time_s in server.arrivals_s]
     assert arrived == pytest.approx(times_s, abs=0.3)
     assert 0 <= result.max_lag_s < 0.3
+
+
+def test_times_and_a_limit_hold_together(clients: LoadClients) -> None:
+    times_s = [0.0, 0.0, 0.0, 0.5]
+    with scripted_server(seconds_a_token=0.02) as server:
+        result = clients.run(api(server.url), requests_of(4, 2, times_s), concurrency=2)
+    assert not any(reply.error for reply in result.replies)
+    assert server.max_at_once == 2
+    assert server.arrivals_s[3] - server.arrivals_s[0] >= 0.45
 
 
 def test_traces_are_read_as_they_were_recorded(shared_data: Path) -> None:
@@ -508,7 +529,7 @@ def test_flags_of_one_bench_are_not_swallowed_by_others(
 def test_a_missing_trace_is_said_before_a_server_is_started(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.commands.bench_serve.started_server", None)
+    monkeypatch.setattr("penstock.commands.started_server.started_server", None)
     exit_code, said = fails(capsys, "bench", "serve", "--trace", "/nope")
     assert (exit_code, said.splitlines()[0]) == (1, "error: Cannot read the trace /nope")
 
@@ -540,8 +561,6 @@ def test_a_plot_without_matplotlib_is_refused_before_the_load(
 
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from penstock.commands.load_plot import plot_levels
-
     rows = [
         {
             "concurrency": c,

@@ -11,8 +11,12 @@ import pytest
 from command_line import ROOT, fails
 from judged_server import TINY, judged_server
 from penstock.cli import main
+from penstock.errors import PenstockError
+from penstock.eval.chat_requests import Request
 from penstock.eval.contest_files import contest_correctness, contest_level, read_correctness, read_throughput
+from penstock.eval.load import LoadResult
 from penstock.eval.score import WEIGHTS
+from penstock.eval.throughput import judge_level
 
 VLLM = ROOT / "baseline" / "results" / "vllm-0.19-tp8-8xh200.json"
 CONTEST_LEVEL = {
@@ -70,9 +74,8 @@ def test_the_contests_scorer_reads_what_throughput_writes(capsys: pytest.Capture
 
 
 def test_a_level_that_failed_is_a_row_of_the_contest_too() -> None:
-    from penstock.eval.throughput.level import LevelResult
-
-    row = contest_level(LevelResult(8, 64, error="Nothing answers").as_json())
+    gone = LoadResult.of_nothing_sent([Request("", 4)] * 64, PenstockError("Nothing answers"))
+    row = contest_level(judge_level(8, gone, None).as_json())
     assert row.keys() == CONTEST_LEVEL.keys()
     assert (row["throughput_tok_per_sec"], row["failed_requests"]) == (0.0, 64)
 

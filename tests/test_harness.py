@@ -16,13 +16,18 @@ from penstock.cli import main
 from penstock.commands.eval import MEASUREMENTS
 from penstock.commands.flags import flags_of
 from penstock.errors import PenstockError
-from penstock.eval.correctness.grading import GATE, Grades, ends_with_number
-from penstock.eval.correctness.run_correctness import CorrectnessSettings
+from penstock.eval import throughput
+from penstock.eval.chat_requests import Request
+from penstock.eval.correctness import GATE, CorrectnessSettings, Grades
+from penstock.eval.latency import PUBLISHED_MS, judge_size
+from penstock.eval.load import LoadResult
+from penstock.eval.prompts import TokenPrompts
 from penstock.eval.recount import Recount, TokenCounter
 from penstock.eval.results import format_table
 from penstock.eval.score import WEIGHTS, weighted_sum
-from penstock.eval.throughput.level import Request, insert_spot_checks
-from penstock.eval.throughput.token_prompts import TokenPrompts
+from penstock.eval.spot_checks import ends_with_number
+from penstock.eval.stream_client import StreamedReply
+from penstock.eval.throughput import insert_spot_checks
 
 VLLM = ROOT / "baseline" / "results" / "vllm-0.19-tp8-8xh200.json"
 SMALL_LOAD = ["--num-requests", "4", "--input-tokens", "40", "--max-tokens", "30", "--timeout", "10"]
@@ -251,11 +256,9 @@ def test_a_server_without_streams_is_measured_all_the_same(capsys: pytest.Captur
 def test_a_level_on_a_server_that_has_gone_is_a_failed_level(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.eval.throughput import run_throughput
-
     with judged_server() as server:
         asked: list[int] = []
-        insert = run_throughput.insert_spot_checks
+        insert = throughput.insert_spot_checks
 
         def insert_and_stop(requests: Any, rng: Random) -> list[Request]:
             asked.append(len(requests))
@@ -263,7 +266,7 @@ def test_a_level_on_a_server_that_has_gone_is_a_failed_level(
                 server.server_close()
             return insert(requests, rng)
 
-        monkeypatch.setattr(run_throughput, "insert_spot_checks", insert_and_stop)
+        monkeypatch.setattr(throughput, "insert_spot_checks", insert_and_stop)
         written = tmp_path / "out.json"
         words = ["--base-url", server.url, *SMALL_LOAD, *WITH_TOKENIZER, "--concurrency", "2,4,8"]
         exit_code, report, said = measure(capsys, "throughput", *words, "--output", str(written))
@@ -461,12 +464,14 @@ def test_latency_asks_chats_when_told_and_raw_prompts_otherwise(
 
 
 def test_latency_of_the_published_sizes_is_ranked_by_the_mean_speed_up() -> None:
-    from penstock.eval.latency.run_latency import PUBLISHED_MS, SizeResult
+    def speed_up(size: tuple[int, int], *times_ms: float) -> float | None:
+        replies = [StreamedReply(0.0, time_ms / 1e3) for time_ms in times_ms]
+        return judge_size(*size, LoadResult([Request("", size[1])] * len(replies), replies)).speed_up
 
-    halves = [SizeResult(*size, times_ms=[published / 2]) for size, published in PUBLISHED_MS.items()]
-    assert [half.speed_up for half in halves] == [2.0, 2.0, 2.0]
-    assert SizeResult(1, 2, times_ms=[5.0]).speed_up is None
-    assert SizeResult(64, 128).speed_up is None
+    halves = [speed_up(size, published, published / 2, 1.0) for size, published in PUBLISHED_MS.items()]
+    assert halves == pytest.approx([2.0, 2.0, 2.0])
+    assert speed_up((1, 2), 5.0) is None
+    assert speed_up((64, 128)) is None
 
 
 def test_latency_flags_replies_of_another_length(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.http_client import HttpClient
+from penstock.http_client import HttpClient, lost_connection_is_said
 
 
 @contextmanager
@@ -124,6 +124,22 @@ def test_a_server_without_models_is_asked_for_no_name(body: str) -> None:
     with answering("HTTP/1.1 200 OK", "", body) as (url, _), pytest.raises(PenstockError) as error:
         client(url).first_model()
     assert error.value.todo
+
+
+def test_a_metric_is_the_sum_over_its_labels() -> None:
+    lines = ["# HELP a_total a", 'a_total{replica="0"} 3', 'a_total{replica="1"} 4.5', "a_total_other 9"]
+    with answering("HTTP/1.1 200 OK", "", *lines) as (url, _):
+        assert client(url).metric("a_total") == 7.5
+    with answering("HTTP/1.1 200 OK", "", *lines) as (url, _):
+        assert client(url).metric("a") is None
+    with answering("HTTP/1.1 404 Not Found", "", "a_total 3") as (url, _):
+        assert client(url).metric("a_total") is None
+
+
+def test_a_failure_without_words_is_named_by_its_kind() -> None:
+    with pytest.raises(PenstockError) as raised, lost_connection_is_said("http://here"):
+        raise TimeoutError
+    assert (raised.value.what, raised.value.why) == ("Nothing answers at http://here", "TimeoutError.")
 
 
 @pytest.mark.parametrize(("keys", "sent"), [("", None), ("one", "one"), ("one, two", "one")])

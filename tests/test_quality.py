@@ -11,9 +11,8 @@ import pytest
 from command_line import fails
 from judged_server import judged_server, prompt_of
 from penstock.cli import main
-from penstock.eval.latency import gpqa
-from penstock.eval.latency.harness_tasks import KINDS, SUBJECTS, mmlu_by_subject, mmlu_without_examples
-from penstock.eval.latency.marks import Mark
+from penstock.eval import gpqa
+from penstock.eval.harness_tasks import KINDS, SUBJECTS, Mark, mmlu_by_subject, mmlu_without_examples
 from penstock.eval.stream_client import StreamedReply
 
 TOM = "What does Tom have when Tom has 3 apples and gets 4?"

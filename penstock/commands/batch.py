@@ -34,7 +34,7 @@ from penstock.batch_lines import (
 )
 from penstock.commands.console import print_note
 from penstock.commands.flags import add_engine_flags, read_count, read_number
-from penstock.commands.started_server import given_server_flags, server_words, started_server
+from penstock.commands.started_server import running_or_started_server
 from penstock.errors import ConfigError, PenstockError
 from penstock.http_client import HttpClient
 from penstock.progress import OnPhase, Phase, PhaseList, timed
@@ -85,8 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
         if batch.progress.is_complete(source):
             print_note(f"all {batch.progress.num_total} lines have results in {output} already")
             return batch.progress.exit_code
-        with PhaseList() as phases, _server(arguments, phases) as url, timed("batch", phases) as report:
-            batch.answer(HttpClient(url, timeout_s=arguments.timeout), arguments, report)
+        with (
+            PhaseList() as phases,
+            running_or_started_server(arguments.base_url, arguments, phases, SERVERS_WORDS) as server,
+            timed("batch", phases) as report,
+        ):
+            batch.answer(HttpClient(server.url, timeout_s=arguments.timeout), arguments, report)
     progress = batch.progress
     print_note(f"{progress.num_good} good results and {progress.num_bad} errors are in {output}")
     return progress.exit_code
@@ -102,21 +106,6 @@ def _opened(output: Path) -> Iterator[BinaryIO]:
             yield file
     except BlockingIOError as error:
         raise ConfigError(f"Another `penstock batch` writes to {output}") from error
-
-
-@contextlib.contextmanager
-def _server(arguments: argparse.Namespace, on_phase: OnPhase) -> Iterator[str]:
-    if not arguments.base_url:
-        with started_server([*server_words(arguments), *SERVERS_WORDS], on_phase) as server:
-            yield server.url
-        return
-    for flag, _ in given_server_flags(arguments):
-        if flag.field.name != "model":
-            raise ConfigError(
-                f"{flag.name} and --base-url are both given",
-                "One says how to start a server, the other names one that runs.",
-            )
-    yield arguments.base_url
 
 
 @dataclass(slots=True)

@@ -1,17 +1,19 @@
 """`penstock bench serve`: what clients of a server see under load, over HTTP only.
 
 Requests come c at a time, at random, or as a recorded trace has them; the server is a running one, or a
-`penstock serve` that is started for the occasion. Prints a table for each level and one JSON line last. How
-load is made, prompts are sized and replies are read is in penstock.eval; this is how it is shown.
+`penstock serve` that is started for the occasion. Prints a table for each level and one JSON line last; draws
+a picture on request. The load generator, prompts and summaries are in penstock.eval.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from penstock.commands import birth
 from penstock.commands.console import print_note, print_table
@@ -26,23 +28,16 @@ from penstock.commands.load_levels import (
     read_recorded,
     refuse_contradictions,
 )
-from penstock.commands.load_plot import plot_levels, require_matplotlib
-from penstock.commands.started_server import (
-    StartedServer,
-    given_server_flags,
-    server_words,
-    started_server,
-)
+from penstock.commands.started_server import StartedServer, running_or_started_server, server_words
 from penstock.commands.variables import is_given_by_variable
 from penstock.config import EngineConfig, ServeConfig, from_mapping
-from penstock.errors import ConfigError
+from penstock.errors import PenstockError
 from penstock.eval.chat_requests import ChatRequests
-from penstock.eval.load import Job, LoadClients, LoadProgress, LoadResult, OnProgress
+from penstock.eval.load import LoadClients
 from penstock.eval.load_summary import LoadSummary, Spread, summarise
-from penstock.eval.results import deliver_line, prepare_output
+from penstock.eval.prompts import PromptMaker, RequestMaker, fit_prompts
+from penstock.eval.results import deliver_line, prepare_output, read_fields
 from penstock.eval.reuse import PossibleReuse, possible_reuse
-from penstock.eval.sized_prompts import PromptMaker, fit_prompts
-from penstock.eval.stream_client import Target
 from penstock.eval.traces import Arrival
 from penstock.progress import Phase, PhaseList, timed
 
@@ -51,7 +46,6 @@ TEXT_FLAGS = ("tokenizer", "max_queue")  # of the server
 BUSY_CLIENT = 0.8  # of a core: from here on the client may be what is measured
 LATE_MS = 50.0
 FEW_TEXTS = 8.0  # tokens an event: more than any speculation gives
-WARMUP_TOKENS = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = read_settings(LoadSettings, arguments)
     refuse_contradictions(given)
     settings: LoadSettings = from_mapping(LoadSettings, given)
-    extra_fields = settings.extra_fields
+    extra = read_fields("--body", settings.body)
     prepare_output(settings.plot, "--plot")
     prepare_output(arguments.json, "--json")
     if settings.plot:
@@ -81,22 +75,21 @@ def run(arguments: argparse.Namespace) -> int:
     recorded = read_recorded(settings)
     with _server(settings, arguments) as server:
         model = getattr(arguments, "model", "") if settings.base_url else ""
-        requests = ChatRequests(server.url, model, extra=extra_fields, timeout_s=settings.timeout)
+        api = ChatRequests(server.url, model, extra=extra, timeout_s=settings.timeout)
         with PhaseList() as phases, timed("prompts", phases) as report:
-            prompts = fit_prompts(requests.count_tokens, settings.seed)
+            prompts = fit_prompts(api.count_tokens, settings.seed)
             report(Phase("prompts", _describe(prompts)))
-        levels, num_clamped = plan_levels(settings, recorded, prompts, requests.max_model_len())
-        target = Target.of(server.url)
+        levels, num_clamped = plan_levels(settings, recorded, prompts, api.max_model_len())
+        maker = RequestMaker(prompts, num_shared=settings.shared_prefix)
         with LoadClients(settings.clients) as clients:
-            bench = _ServeBench(settings, requests, prompts, clients, target, arguments.warmup)
-            results = [(level, *bench.measure(level)) for level in levels]
-    title = f"serve: {requests.model}, {load_in_words(settings, num_clamped)}"
+            results = [(level, *_measure(level, api, clients, maker, arguments.warmup)) for level in levels]
+    title = f"serve: {api.model}, {load_in_words(settings, num_clamped)}"
     print(f"\n{title}")
     print_table(COLUMNS, [_row(level, summary) for level, summary, _ in results])
     fields = {
         **birth.certificate(),
         "gpu": None if settings.base_url else birth.gpu_name(),
-        "model": requests.model,
+        "model": api.model,
         "base_url": settings.base_url,
         "server_flags": None if settings.base_url else server_words(arguments),
         "start_to_ready_s": None if settings.base_url else round(server.start_to_ready_s, 3),
@@ -123,91 +116,47 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _server(settings: LoadSettings, arguments: argparse.Namespace) -> Iterator[StartedServer]:
-    if settings.base_url:
-        for flag, _ in given_server_flags(arguments):
-            if flag.field.name != "model":
-                raise ConfigError(
-                    f"{flag.name} and --base-url are both given",
-                    "One says how to start a server, the other names one that runs.",
-                )
-        yield StartedServer(settings.base_url, 0.0)
-        return
-    max_rows = from_mapping(EngineConfig, read_settings(EngineConfig, arguments)).max_rows
-    is_closed = not settings.rate and not settings.trace
-    if is_closed and max_rows is not None and max(settings.concurrency) > max_rows:
-        print_note(f"--max-rows is {max_rows}: of more requests at a time, the rest wait in the server.")
-    with PhaseList() as phases, started_server(server_words(arguments), phases) as server:
+    if not settings.base_url and not settings.rate and not settings.trace:
+        max_rows = from_mapping(EngineConfig, read_settings(EngineConfig, arguments)).max_rows
+        if max_rows is not None and max(settings.concurrency) > max_rows:
+            print_note(f"--max-rows is {max_rows}: of more requests at a time, the rest wait in the server.")
+    with (
+        PhaseList() as phases,
+        running_or_started_server(settings.base_url, arguments, phases) as server,
+    ):
         phases.close()
         yield server
 
 
-class _ServeBench:
-    """Measures one level after the other; no prompt is sent twice."""
-
-    def __init__(
-        self,
-        settings: LoadSettings,
-        requests: ChatRequests,
-        prompts: PromptMaker,
-        clients: LoadClients,
-        target: Target,
-        num_warmups: int,
-    ) -> None:
-        self._settings = settings
-        self._requests = requests
-        self._prompts = prompts
-        self._clients = clients
-        self._target = target
-        self._num_warmups = num_warmups
-        self._num_prompts = 0
-
-    def measure(self, level: Level) -> tuple[LoadSummary, PossibleReuse | None]:
-        arrivals = level.arrivals
-        if warmups := [_as_warmup(arrival) for arrival in arrivals[: self._num_warmups]]:
-            with PhaseList() as phases, timed("warm-up", phases):
-                self._send(warmups, level.concurrency, lambda progress: None)
-        with PhaseList() as phases, timed(level.name, phases) as report:
-
-            def show(progress: LoadProgress) -> None:
-                report(Phase(level.name, _in_words(progress), progress.num_done / len(arrivals)))
-
-            result = self._send(arrivals, level.concurrency, show)
-        summary = summarise(result, [(arrival.input_len, arrival.output_len) for arrival in arrivals])
-        print(f"\n{_headline(level, summary)}")
-        print_table(["ms", *PERCENTILES], _latency_rows(summary))
-        possible = self._possible_reuse(arrivals)
-        for remark in remarks(summary, possible):
-            print_note(remark)
-        return summary, possible
-
-    def _possible_reuse(self, arrivals: Sequence[Arrival]) -> PossibleReuse | None:
-        """Of a trace that says what its prompts share; others share nothing that is known here."""
-        if not any(arrival.block_ids for arrival in arrivals):
-            return None
-        kv_tokens = self._requests.kv_tokens()
-        bounded = None if kv_tokens is None else sum(possible_reuse(arrivals, max_tokens=kv_tokens))
-        return PossibleReuse(sum(possible_reuse(arrivals)), kv_tokens, bounded)
-
-    def _send(self, arrivals: Sequence[Arrival], concurrency: int, on_progress: OnProgress) -> LoadResult:
-        jobs = [Job(self._requests.body(self._prompt(a), a.output_len), a.at_s) for a in arrivals]
-        return self._clients.run(
-            self._target,
-            jobs,
-            concurrency=concurrency or None,
-            timeout_s=self._settings.timeout,
-            on_progress=on_progress,
-        )
-
-    def _prompt(self, arrival: Arrival) -> str:
-        if arrival.block_ids:
-            return self._prompts.make_of_blocks(arrival.block_ids, arrival.input_len, arrival.block_tokens)
-        number, self._num_prompts = self._num_prompts, self._num_prompts + 1
-        return self._prompts.make(number, arrival.input_len, num_shared=self._settings.shared_prefix)
+def _measure(
+    level: Level, api: ChatRequests, clients: LoadClients, maker: RequestMaker, num_warmups: int
+) -> tuple[LoadSummary, PossibleReuse | None]:
+    result = clients.measure(
+        level.name,
+        api,
+        maker.make(level.arrivals),
+        concurrency=level.concurrency,
+        bars=PhaseList,
+        warmups=maker.make_warmups(level.arrivals[:num_warmups]),
+    )
+    summary, possible = summarise(result), _possible_reuse(level.arrivals, api)
+    print(
+        f"\n{level.name}: {summary.num_ok} of {summary.num_requests} requests in {summary.wall_s:,.2f} s, "
+        f"{summary.tok_s:,.1f} tok/s in and out, {summary.output_tok_s:,.1f} out"
+    )
+    print_table(["ms", *PERCENTILES], _latency_rows(summary))
+    for remark in remarks(summary, possible):
+        print_note(remark)
+    return summary, possible
 
 
-def _as_warmup(arrival: Arrival) -> Arrival:
-    """The same prompt length, at once, and a reply just long enough to have been everywhere."""
-    return Arrival(0.0, arrival.input_len, min(arrival.output_len, WARMUP_TOKENS))
+def _possible_reuse(arrivals: Sequence[Arrival], api: ChatRequests) -> PossibleReuse | None:
+    """Of a trace that says what its prompts share; others share nothing that is known here."""
+    if not any(arrival.block_ids for arrival in arrivals):
+        return None
+    kv_tokens = api.kv_tokens()
+    bounded = None if kv_tokens is None else sum(possible_reuse(arrivals, max_tokens=kv_tokens))
+    return PossibleReuse(sum(possible_reuse(arrivals)), kv_tokens, bounded)
 
 
 def remarks(summary: LoadSummary, possible: PossibleReuse | None = None) -> list[str]:
@@ -275,19 +224,37 @@ def _short(number: float) -> str:
     return f"{number:,.{2 if number < 100 else 1 if number < 1000 else 0}f}"
 
 
-def _headline(level: Level, summary: LoadSummary) -> str:
-    return (
-        f"{level.name}: {summary.num_ok} of {summary.num_requests} requests in {summary.wall_s:,.2f} s, "
-        f"{summary.tok_s:,.1f} tok/s in and out, {summary.output_tok_s:,.1f} out"
-    )
-
-
-def _in_words(progress: LoadProgress) -> str:
-    failed = f", {progress.num_failed} failed" if progress.num_failed else ""
-    rate = progress.num_pieces / max(progress.elapsed_s, 1e-9)
-    return f"{progress.num_done} done{failed}, {rate:,.0f} events/s"
-
-
 def _describe(prompts: PromptMaker) -> str:
     exact = "" if prompts.is_exact else ", lengths only about right: no word is one token for this server"
     return f"{prompts.num_probes} probes, {prompts.num_template_tokens} tokens of chat template{exact}"
+
+
+def require_matplotlib() -> None:
+    """Before anything is measured: half an hour of load must not end with a missing package."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PenstockError(
+            "--plot needs matplotlib",
+            "It is not installed.",
+            "Run `pip install matplotlib`, or leave --plot out.",
+        )
+
+
+def plot_levels(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    from matplotlib.figure import Figure
+
+    names = [str(row["concurrency"] or row["rate"] or "all") for row in rows]
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    throughput, latency = figure.subplots(1, 2)
+    throughput.plot(names, [row["tok_s"] for row in rows], marker="o", label="in and out")
+    throughput.plot(names, [row["output_tok_s"] for row in rows], marker="o", label="out")
+    throughput.set(ylabel="tokens a second", ylim=(0, None))
+    for share in ("p50", "p99"):
+        gaps = [row["itl_ms"][share] if row["itl_ms"] else None for row in rows]
+        latency.plot(names, gaps, marker="o", label=share)
+    latency.set(ylabel="ms between events (ITL)", ylim=(0, None))
+    for axes in (throughput, latency):
+        axes.set_xlabel("requests at a time")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle(title)
+    figure.savefig(path)

@@ -24,12 +24,9 @@ from penstock.commands.flags import (
 from penstock.commands.variables import is_given_by_variable
 from penstock.config import from_mapping
 from penstock.errors import ConfigError
-from penstock.eval import check_server, gates, score
-from penstock.eval.correctness import run_correctness
-from penstock.eval.latency import run_latency, run_quality
+from penstock.eval import check_server, correctness, gates, latency, quality, score, throughput
 from penstock.eval.report import run_report
 from penstock.eval.results import Reporter
-from penstock.eval.throughput import run_throughput
 from penstock.progress import PhaseList
 
 DESCRIPTION = """Judge any server of the OpenAI API over HTTP.
@@ -64,11 +61,11 @@ class Measurement:
 
 MEASUREMENTS = {
     "check-server": Measurement(check_server.CheckSettings, check_server.run),
-    "correctness": Measurement(run_correctness.CorrectnessSettings, run_correctness.run),
-    "throughput": Measurement(run_throughput.ThroughputSettings, run_throughput.run),
+    "correctness": Measurement(correctness.CorrectnessSettings, correctness.run),
+    "throughput": Measurement(throughput.ThroughputSettings, throughput.run),
     "score": Measurement(score.ScoreSettings, score.run),
-    "latency": Measurement(run_latency.LatencySettings, run_latency.run),
-    "quality": Measurement(run_quality.QualitySettings, run_quality.run),
+    "latency": Measurement(latency.LatencySettings, latency.run),
+    "quality": Measurement(quality.QualitySettings, quality.run),
     "gates": Measurement(gates.GateSettings, gates.run),
     "report": Measurement(run_report.ReportSettings, lambda settings, reporter: run_report.run(settings)),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from typing import Any
 
 from penstock.config import setting
 from penstock.errors import ConfigError
-from penstock.eval.sized_prompts import PromptMaker
+from penstock.eval.prompts import PromptMaker
+from penstock.eval.results import read_fields, require_above_zero, require_at_least
 from penstock.eval.traces import Arrival, Clamp, poisson_arrivals, read_trace
 
 
@@ -43,27 +43,12 @@ class LoadSettings:
     plot: str | None = setting(None, "draw throughput and latency by level into this file (matplotlib)")
 
     def __post_init__(self) -> None:
-        least = {"requests": 1, "input_len": 1, "output_len": 1, "limit": 1, "clients": 1, "shared_prefix": 0}
-        for name, smallest in least.items():
-            value = getattr(self, name)
-            if value is not None and value < smallest:
-                raise ConfigError(f"{flag_name(name)} is {value}", f"It must be {smallest} or more.")
-        for name in ("rate", "speedup", "scale", "timeout"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{flag_name(name)} is {value:g}", "It must be more than 0.")
+        for name in ("requests", "input_len", "output_len", "limit", "clients"):
+            require_at_least(1, **{name: getattr(self, name)})
+        require_at_least(0, shared_prefix=self.shared_prefix)
+        require_above_zero(rate=self.rate, speedup=self.speedup, scale=self.scale, timeout=self.timeout)
         if min(self.concurrency) < 0:
             raise ConfigError(f"--concurrency has {min(self.concurrency)}", "It must be 0 or more.")
-
-    @property
-    def extra_fields(self) -> dict[str, Any]:
-        try:
-            fields = json.loads(self.body or "{}")
-        except ValueError as error:
-            raise ConfigError(f"--body is not JSON: {self.body!r}", f"{error}.") from error
-        if not isinstance(fields, dict):
-            raise ConfigError(f"--body is {self.body!r}", 'It must be an object, such as {"top_p": 0.8}.')
-        return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,5 +144,5 @@ def load_fields(settings: LoadSettings) -> dict[str, Any]:
         "trace": Path(settings.trace).name if settings.trace else None,
         **{name: getattr(settings, name) for name in names},
         **shared,
-        "body": settings.extra_fields,
+        "body": read_fields("--body", settings.body),
     }

@@ -18,7 +18,7 @@ from typing import Any
 from penstock.child_python import module_command
 from penstock.commands.flags import Flag, flags_of, read_settings
 from penstock.config import EngineConfig, ServeConfig
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.http_client import HttpClient
 from penstock.progress import OnPhase, Phase, timed
 
@@ -80,6 +80,24 @@ def server_words(arguments: argparse.Namespace) -> list[str]:
         else:
             words += [flag.name, str(value)]
     return words
+
+
+@contextlib.contextmanager
+def running_or_started_server(
+    base_url: str | None, arguments: argparse.Namespace, on_phase: OnPhase, words: Sequence[str] = ()
+) -> Iterator[StartedServer]:
+    """The server that --base-url names, or one with the flags of this command line and these words."""
+    if not base_url:
+        with started_server([*server_words(arguments), *words], on_phase) as server:
+            yield server
+        return
+    for flag, _ in given_server_flags(arguments):
+        if flag.field.name != "model":
+            raise ConfigError(
+                f"{flag.name} and --base-url are both given",
+                "One says how to start a server, the other names one that runs.",
+            )
+    yield StartedServer(base_url, 0.0)
 
 
 @contextlib.contextmanager

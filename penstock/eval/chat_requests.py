@@ -1,4 +1,4 @@
-"""How the requests of a load are spelled: chats or raw prompts, streamed, of an exact length or not, as JSON.
+"""The requests of a load and their JSON: chats or raw prompts, streamed or not, of an exact length or not.
 
 Also asks the server what such requests need to know first: its model, its limit, and how it counts tokens.
 """
@@ -6,13 +6,14 @@ Also asks the server what such requests need to know first: its model, its limit
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.http_client import HttpClient
 
+NO_THINKING = '{"chat_template_kwargs": {"enable_thinking": false}}'
 UNLISTED_MODEL = "default"  # what a server is sent that lists no models and takes any name
 
 
@@ -22,44 +23,59 @@ def listed_model(client: HttpClient) -> str:
     return client.first_model() if status == 200 else UNLISTED_MODEL
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a load. `answer` is the number that the reply to a spot check must end with."""
+
+    prompt: str
+    max_tokens: int
+    num_prompt_tokens: int | None = None  # as made; None where only the server can count
+    at_s: float = 0.0  # from the start of the load, where requests have times of their own
+    answer: int | None = None
+
+
 class ChatRequests:
-    """A server's chat completions, with the fields that every request of a load has."""
+    """A server's chat completions, with what all requests of a load have in common.
+
+    Replies are greedy unless `extra` says otherwise, and only their limit ends them unless they `may_end`.
+    """
 
     path = "/v1/chat/completions"
+    is_raw = False
 
-    def __init__(self, base_url: str, model: str = "", *, extra: Mapping[str, Any], timeout_s: float) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        model: str = "",
+        *,
+        extra: Mapping[str, Any],
+        timeout_s: float,
+        may_end: bool = False,
+        is_stream: bool = True,
+    ) -> None:
         self.client = HttpClient(base_url, timeout_s=timeout_s)
         self.model = model or listed_model(self.client)
+        self.timeout_s = timeout_s
         self._extra = dict(extra)
+        self._common: dict[str, Any] = {} if may_end else {"ignore_eos": True}
+        if is_stream:
+            self._common |= {"stream": True, "stream_options": {"include_usage": True}}
 
     def max_model_len(self) -> int | None:
         """The longest context, where the server's list of models says it."""
         if self.model == UNLISTED_MODEL:
             return None
-        listed = self.client.json("GET", "/v1/models")
-        cards = listed.get("data") if isinstance(listed, dict) else None
-        for card in cards or ():
-            if isinstance(card, dict) and card.get("id") == self.model:
-                limit = card.get("max_model_len")
-                return limit if isinstance(limit, int) else None
-        return None
+        cards = (card for card in self.client.models() if card.get("id") == self.model)
+        limit = next(cards, {}).get("max_model_len")
+        return limit if isinstance(limit, int) else None
 
     def kv_tokens(self) -> int | None:
         """How many tokens the caches of the server hold, where its metrics say it."""
-        status, answer = self.client.read("GET", "/metrics")
-        text = answer.decode("utf-8", "replace")
-        found = re.findall(r"^penstock_kv_tokens\{.*\} (\d+)$", text, re.M) if status == 200 else []
-        return sum(map(int, found)) or None
+        return int(self.client.metric("penstock_kv_tokens") or 0) or None
 
-    def body(
-        self, prompt: str, num_output_tokens: int, *, may_end: bool = False, is_stream: bool = True
-    ) -> bytes:
-        """Greedy unless the extra fields say otherwise. Only its limit ends a reply, unless it `may_end`."""
-        length: dict[str, Any] = {"max_tokens": num_output_tokens}
-        if not may_end:
-            length["ignore_eos"] = True
-        stream = {"stream": True, "stream_options": {"include_usage": True}} if is_stream else {}
-        return json.dumps(self._fields(prompt) | length | stream | self._extra).encode()
+    def body(self, request: Request) -> bytes:
+        fields = self._fields(request.prompt) | {"max_tokens": request.max_tokens}
+        return json.dumps(fields | self._common | self._extra).encode()
 
     def count_tokens(self, prompt: str) -> int:
         """The length of a prompt as the server counts it, chat template included: asks for one token."""
@@ -85,6 +101,7 @@ class RawRequests(ChatRequests):
     """A server's completions of raw prompts: no chat template, so that a prompt is as long as its text."""
 
     path = "/v1/completions"
+    is_raw = True
 
     def _fields(self, prompt: str) -> dict[str, Any]:
         return {"model": self.model, "prompt": prompt, "temperature": 0}

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config import setting
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
 from penstock.eval import crowd_promises, promises
 from penstock.eval.chat_requests import UNLISTED_MODEL, listed_model
 from penstock.eval.find_tokenizer import find_folder
 from penstock.eval.probe import NotTested, Probe, Unmet
 from penstock.eval.recount import TokenCounter
-from penstock.eval.results import Bars, Reporter, prepare_output
+from penstock.eval.results import Bars, Reporter, prepare_output, require_above_zero
 from penstock.progress import Phase
 
 MAX_HANGING = 3  # promises in a row whose answer did not come, and the rest is not tried
@@ -41,8 +41,7 @@ class CheckSettings:
     output: str | None = setting(None, "write the verdicts to this file, as JSON")
 
     def __post_init__(self) -> None:
-        if not self.timeout > 0:
-            raise ConfigError(f"--timeout is {self.timeout}", "It must be above 0.")
+        require_above_zero(timeout=self.timeout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,16 +68,8 @@ class Endpoint:
 
     def draft_counts(self) -> DraftCounts | None:
         """From the server's metrics; None where it has none or does not draft."""
-        status, body = self._client.read("GET", "/metrics")
-        if status != 200:
-            return None
-        totals: dict[str, float] = {}
-        for line in body.decode(errors="replace").splitlines():
-            name, _, value = line.rpartition(" ")
-            name = name.partition("{")[0]
-            if name in (DRAFTED, ACCEPTED):
-                totals[name] = totals.get(name, 0.0) + float(value)
-        return DraftCounts(totals[DRAFTED], totals[ACCEPTED]) if len(totals) == 2 else None
+        drafted, accepted = self._client.metric(DRAFTED), self._client.metric(ACCEPTED)
+        return None if drafted is None or accepted is None else DraftCounts(drafted, accepted)
 
 
 def _as_sent(message: Message) -> Message:

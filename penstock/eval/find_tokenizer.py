@@ -7,6 +7,7 @@ server's own `POST /tokenize` is the last resort: it counts the text, but nobody
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,12 +91,8 @@ def find_folder(client: HttpClient, model: str) -> str | None:
 
 def _local_folders(client: HttpClient, model: str) -> Iterator[Path]:
     names = [model]
-    try:
-        listed = client.json("GET", "/v1/models")
-        cards = listed.get("data") if isinstance(listed, dict) else None
-        names += [card["root"] for card in cards or () if card.get("id") == model and card.get("root")]
-    except (PenstockError, AttributeError, TypeError):
-        pass  # a server without a list of models
+    with contextlib.suppress(PenstockError):  # a server without a list of models
+        names += [card["root"] for card in client.models() if card.get("id") == model and card.get("root")]
     for name in reversed(names):
         if os.sep in name:
             yield Path(name).expanduser()

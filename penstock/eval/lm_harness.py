@@ -120,11 +120,7 @@ def require_data(flag: str, data: str | None, wanted: str) -> Path | None:
     return file.resolve()
 
 
-def evaluate(task: LocalTask, asking: Asking) -> Evaluation:
-    return evaluate_all([task], asking)
-
-
-def evaluate_all(tasks: Sequence[LocalTask], asking: Asking) -> Evaluation:
+def evaluate(tasks: Sequence[LocalTask], asking: Asking) -> Evaluation:
     """Asks all of their questions. Raises only what keeps it from asking, never for what a server does."""
     if all(task.data is not None for task in tasks):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched, so nothing shall wait for a hub

@@ -1,8 +1,8 @@
-"""Puts load on a server and keeps what its clients saw: c requests at a time, or each at its own time.
+"""The load generator: requests in, timed replies out, c requests at a time or each at its own time.
 
 The load comes from processes of their own (`LoadClients`), which do nothing else while they measure: no bar
-is drawn, no JSON read and no garbage collected beside the clock. What is asked, and what the replies are
-worth, is for the caller to know.
+is drawn, no JSON read and no garbage collected beside the clock. `bench serve` and every `eval` that needs
+many replies use it; what is asked, and what the replies are worth, is for them to know.
 """
 
 from __future__ import annotations
@@ -16,28 +16,22 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Any
 
 import uvloop
 
 from penstock.errors import PenstockError
+from penstock.eval.chat_requests import ChatRequests, Request
+from penstock.eval.results import Bars
 from penstock.eval.stream_client import RawAnswer, StreamedReply, Target, exchange, read_answer
+from penstock.progress import Phase, timed
 
 HEAD_START_S = 0.05  # between the word and the first request, so that all clients begin together
 PROGRESS_EVERY_S = 0.25
 MIN_HANGING = 3  # so many timeouts in a row, and at least one for each place, and the rest is not sent
 GIVEN_UP = "Not sent: the requests before it had hung."
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A request to send: a JSON body that asks for a stream with usage, and when, counted from the start."""
-
-    body: bytes
-    at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +41,40 @@ class LoadProgress:
     num_pieces: int  # of answers that have arrived, about one a token
     elapsed_s: float
 
+    def in_words(self, num_requests: int) -> str:
+        failed = f", {self.num_failed} failed" if self.num_failed else ""
+        rate = self.num_pieces / max(self.elapsed_s, 1e-9)
+        return f"{self.num_done} of {num_requests} done{failed}, {rate:,.0f} events/s"
+
 
 OnProgress = Callable[[LoadProgress], None]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """The replies, in the order of their jobs, and whether the clients kept up."""
+    """The requests, their replies in the same order, and whether the clients kept up."""
 
+    requests: Sequence[Request]
     replies: list[StreamedReply]
-    max_lag_s: float  # by which a request left later than its job said
-    client_cpu: float  # of one core, the busiest client's share
+    wall_s: float = 0.0  # from the first request to the last end
+    max_lag_s: float = 0.0  # by which a request left later than its time
+    client_cpu: float = 0.0  # of one core, the busiest client's share
+    error: PenstockError | None = None  # why nothing was sent; every reply says so, too
+
+    @classmethod
+    def of_nothing_sent(cls, requests: Sequence[Request], error: PenstockError) -> LoadResult:
+        now_s, message = time.monotonic(), f"{error.what}. {error.why}".strip()
+        return cls(requests, [StreamedReply(now_s, now_s, message) for _ in requests], error=error)
 
     @property
-    def wall_s(self) -> float:
-        """From the first request to the last end."""
-        started = min(reply.started_s for reply in self.replies)
-        return max(reply.ended_s for reply in self.replies) - started
+    def pairs(self) -> list[tuple[Request, StreamedReply]]:
+        return list(zip(self.requests, self.replies, strict=True))
+
+    def only(self, is_wanted: Callable[[Request], bool]) -> LoadResult:
+        """The same load, but of the replies only those to the requests that are wanted."""
+        kept = [(request, reply) for request, reply in self.pairs if is_wanted(request)]
+        requests, replies = [request for request, _ in kept], [reply for _, reply in kept]
+        return replace(self, requests=requests, replies=replies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +84,11 @@ class _Part:
     target: Target
     requests: list[bytes]
     at_s: list[float]
-    max_at_once: int | None  # None: every request at its time, however many run
+    max_at_once: int  # 0: every request at its time, however many run
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class _PartResult:
-    replies: list[StreamedReply]
-    max_lag_s: float
-    cpu: float
+_PartResult = tuple[list[StreamedReply], float, float]  # replies, largest lag, share of a core
 
 
 @contextlib.contextmanager
@@ -118,47 +125,70 @@ class LoadClients:
     def __enter__(self) -> LoadClients:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for process, pipe in zip(self._processes, self._pipes):
             process.terminate()
             process.join()
             pipe.close()
 
+    def measure(
+        self,
+        name: str,
+        api: ChatRequests,
+        requests: Sequence[Request],
+        *,
+        concurrency: int,
+        bars: Bars,
+        warmups: Sequence[Request] = (),
+    ) -> LoadResult:
+        """Warms the server up, then measures, and shows the progress of both in `bars`."""
+        with bars() as phases:
+            if warmups:
+                with timed("warm-up", phases):
+                    self.run(api, warmups, concurrency=concurrency)
+            with timed(name, phases) as report:
+
+                def show(progress: LoadProgress) -> None:
+                    words, share = progress.in_words(len(requests)), progress.num_done / len(requests)
+                    report(Phase(name, words, share))
+
+                return self.run(api, requests, concurrency=concurrency, on_progress=show)
+
     def run(
         self,
-        target: Target,
-        jobs: Sequence[Job],
+        api: ChatRequests,
+        requests: Sequence[Request],
         *,
-        concurrency: int | None,
-        timeout_s: float,
+        concurrency: int,
         on_progress: OnProgress = lambda progress: None,
     ) -> LoadResult:
-        """Sends every job: `concurrency` at a time, or with None each at its own time.
+        """Sends every request: `concurrency` at a time, or with 0 each at its own time.
 
         A request that fails is a reply with an error; nothing that a server does raises.
         """
-        num_clients = min(len(self._pipes), len(jobs), concurrency or len(jobs))
-        requests = [target.encode_request(job.body) for job in jobs]
-        times = [job.at_s for job in jobs]
+        try:
+            target = Target.of(api.client.base_url, api.path)
+        except PenstockError as error:
+            return LoadResult.of_nothing_sent(requests, error)
+        num_clients = min(len(self._pipes), len(requests), concurrency or len(requests))
+        encoded = [target.encode_request(api.body(request)) for request in requests]
+        times = [request.at_s for request in requests]
         for client, pipe in enumerate(self._pipes[:num_clients]):
             mine = slice(client, None, num_clients)
-            places = None if concurrency is None else _share(concurrency, client, num_clients)
-            pipe.send(_Part(target, requests[mine], times[mine], places, timeout_s))
+            places = concurrency // num_clients + (client < concurrency % num_clients)
+            pipe.send(_Part(target, encoded[mine], times[mine], places, api.timeout_s))
         for client in range(num_clients):
             self._hear(client)  # it has its part, however long that took
             self._counts[client][:] = [0, 0, 0]
         start_s = time.monotonic() + HEAD_START_S
         for pipe in self._pipes[:num_clients]:
             pipe.send(start_s)
-        parts = self._await_parts(num_clients, start_s, on_progress)
-        replies: list[Any] = [None] * len(jobs)
-        for client, result in enumerate(parts):
-            replies[client::num_clients] = result.replies
-        return LoadResult(
-            replies, max(result.max_lag_s for result in parts), max(result.cpu for result in parts)
-        )
+        parts, lags, cpus = zip(*self._await_parts(num_clients, start_s, on_progress))
+        replies: list[Any] = [None] * len(requests)
+        for client, part in enumerate(parts):
+            replies[client::num_clients] = part
+        wall_s = max(reply.ended_s for reply in replies) - min(reply.started_s for reply in replies)
+        return LoadResult(requests, replies, wall_s, max(lags), max(cpus))
 
     def _await_parts(self, num_clients: int, start_s: float, on_progress: OnProgress) -> list[_PartResult]:
         waiting: dict[Any, int] = {pipe: client for client, pipe in enumerate(self._pipes[:num_clients])}
@@ -181,10 +211,6 @@ class LoadClients:
             ) from error
 
 
-def _share(total: int, client: int, num_clients: int) -> int:
-    return total // num_clients + (client < total % num_clients)
-
-
 def _serve_loads(pipe: Connection[Any, Any], counts: Any) -> None:
     """The life of a client process: parts in, results out, until it is ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for our parent, who then ends us
@@ -205,8 +231,7 @@ def _run_part(part: _Part, start_s: float, counts: Any) -> _PartResult:
     cpu = (time.process_time() - cpu_s) / (time.monotonic() - began_s)
     gc.enable()
     lags = [answer.started_s - start_s - at_s for answer, at_s in zip(answers, part.at_s, strict=True)]
-    max_lag_s = max(lags) if part.max_at_once is None else 0.0
-    return _PartResult([read_answer(answer) for answer in answers], max_lag_s, cpu)
+    return [read_answer(answer) for answer in answers], 0.0 if part.max_at_once else max(lags), cpu
 
 
 class _Sending:
@@ -221,29 +246,20 @@ class _Sending:
 
     async def send_all(self) -> list[RawAnswer]:
         part = self._part
-        await asyncio.sleep(self._start_s - time.monotonic())
-        if part.max_at_once is None:
-            await self._send_on_time()
-        else:
-            numbers = iter(range(len(part.requests)))  # shared: each place takes the next one
+        numbers = iter(range(len(part.requests)))  # shared: each place takes the next one
 
-            async def work() -> None:
-                for number in numbers:
-                    await self._send(number)
-
-            await asyncio.gather(*(work() for _ in range(part.max_at_once)))
-        return [answer for answer in self._answers if answer is not None]
-
-    async def _send_on_time(self) -> None:
-        async with asyncio.TaskGroup() as sending:
-            for number, at_s in enumerate(self._part.at_s):
-                if (delay_s := self._start_s + at_s - time.monotonic()) > 0:
+        async def work() -> None:
+            for number in numbers:
+                if (delay_s := self._start_s + part.at_s[number] - time.monotonic()) > 0:
                     await asyncio.sleep(delay_s)
-                sending.create_task(self._send(number))
+                await self._send(number)
+
+        await asyncio.gather(*(work() for _ in range(part.max_at_once or len(part.requests))))
+        return [answer for answer in self._answers if answer is not None]
 
     async def _send(self, number: int) -> None:
         part = self._part
-        if part.max_at_once is not None and self._num_hanging >= max(MIN_HANGING, part.max_at_once):
+        if part.max_at_once and self._num_hanging >= max(MIN_HANGING, part.max_at_once):
             now_s = time.monotonic()
             answer = RawAnswer(now_s, now_s, failure=GIVEN_UP)
         else:

@@ -28,6 +28,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 class Spread:
     """How one quantity was spread, in its own unit."""
 
+    min: float
     mean: float
     p50: float
     p90: float
@@ -41,7 +42,7 @@ class Spread:
         if not ordered:
             return None
         p50, p90, p95, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.95, 0.99))
-        return cls(math.fsum(ordered) / len(ordered), p50, p90, p95, p99, ordered[-1])
+        return cls(ordered[0], math.fsum(ordered) / len(ordered), p50, p90, p95, p99, ordered[-1])
 
     def as_dict(self) -> dict[str, float]:
         return {name: round(getattr(self, name), 3) for name in ("mean", "p50", "p90", "p95", "p99", "max")}
@@ -54,11 +55,11 @@ class Lengths:
     total: int
     min: int
     max: int
-    num_off: int  # replies with another count than their job's
+    num_off: int  # replies with another count than was asked for
 
     @classmethod
-    def of(cls, counted: Sequence[int], asked: Sequence[int]) -> Lengths:
-        num_off = sum(got != wanted for got, wanted in zip(counted, asked, strict=True))
+    def of(cls, counted: Sequence[int], asked: Sequence[int | None]) -> Lengths:
+        num_off = sum(wanted not in (got, None) for got, wanted in zip(counted, asked, strict=True))
         return cls(sum(counted), min(counted, default=0), max(counted, default=0), num_off)
 
     def as_dict(self) -> dict[str, int]:
@@ -130,32 +131,27 @@ class LoadSummary:
         }
 
 
-def summarise(result: LoadResult, asked: Sequence[tuple[int, int]]) -> LoadSummary:
-    """`asked` holds the input and output tokens of every job, in their order."""
-    pairs = [
-        (reply, lengths) for reply, lengths in zip(result.replies, asked, strict=True) if not reply.error
-    ]
-    replies = [reply for reply, _ in pairs]
+def summarise(result: LoadResult) -> LoadSummary:
+    good = [(request, reply) for request, reply in result.pairs if not reply.error]
+    replies = [reply for _, reply in good]
+    prompts = [reply.num_prompt_tokens for reply in replies]
+    completions = [reply.num_completion_tokens for reply in replies]
     return LoadSummary(
         num_requests=len(result.replies),
         errors=Counter(reply.error for reply in result.replies if reply.error),
         wall_s=max(result.wall_s, 1e-9),
-        prompt=Lengths.of(
-            [reply.num_prompt_tokens for reply in replies], [lengths[0] for _, lengths in pairs]
-        ),
-        completion=Lengths.of(
-            [reply.num_completion_tokens for reply in replies], [lengths[1] for _, lengths in pairs]
-        ),
+        prompt=Lengths.of(prompts, [request.num_prompt_tokens for request, _ in good]),
+        completion=Lengths.of(completions, [request.max_tokens for request, _ in good]),
         num_cached_tokens=sum(reply.num_cached_tokens for reply in replies),
         num_events=sum(len(reply.token_times_s) for reply in replies),
-        ttft=_spread_ms(reply.ttft_s for reply in replies if reply.ttft_s is not None),
+        ttft=_spread_ms(reply.ttft_s for reply in replies),
         itl=_spread_ms(gap for reply in replies for gap in reply.gaps_s),
-        tpot=_spread_ms(reply.tpot_s for reply in replies if reply.tpot_s is not None),
+        tpot=_spread_ms(reply.tpot_s for reply in replies),
         e2e=_spread_ms(reply.e2e_s for reply in replies),
         max_lag_ms=result.max_lag_s * 1e3,
         client_cpu=result.client_cpu,
     )
 
 
-def _spread_ms(seconds: Iterable[float]) -> Spread | None:
-    return Spread.of(value * 1e3 for value in seconds)
+def _spread_ms(seconds: Iterable[float | None]) -> Spread | None:
+    return Spread.of(value * 1e3 for value in seconds if value is not None)

@@ -122,10 +122,16 @@ def draw_seed(seed: int | None) -> int:
     return secrets.randbelow(MAX_SEED) if seed is None else seed
 
 
-def require_at_least(least: int, **counts: int) -> None:
+def require_at_least(least: int, **counts: int | None) -> None:
     for name, value in counts.items():
-        if value < least:
+        if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}", f"It must be {least} or more.")
+
+
+def require_above_zero(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}", "It must be above 0.")
 
 
 def require_limit(limit: float) -> None:

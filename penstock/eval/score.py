@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from penstock.config import setting
 from penstock.errors import ConfigError
 from penstock.eval.contest_files import read_correctness, read_throughput
-from penstock.eval.correctness.grading import GATE
+from penstock.eval.correctness import GATE
 from penstock.eval.results import Reporter, format_table, percent, prepare_output
 
 WEIGHTS: Mapping[int, int] = {1: 1, 2: 1, 4: 2, 8: 2, 16: 4, 32: 4, 64: 8}

@@ -14,15 +14,14 @@ import socket
 import ssl
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import httptools
 import msgspec
 
-from penstock.errors import PenstockError
-from penstock.http_client import key_header, read_address, tls_failure
+from penstock.http_client import key_header, lost_connection_is_said, message_in, read_address
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_MESSAGE_CHARS = 300
@@ -45,20 +44,14 @@ class Target:
         is_https = url.scheme == "https"
         host, port = url.hostname or "127.0.0.1", url.port or (443 if is_https else 80)
         path = url.path.rstrip("/").removesuffix("/v1") + endpoint
-        try:
-            # A name may stand for several addresses of which only some answer, as localhost often does.
-            with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S) as connection:
-                address = connection.getpeername()[0]
-                if is_https:
-                    _certificates().wrap_socket(connection, server_hostname=host).close()
-        except ssl.SSLError as error:
-            raise tls_failure(base_url, error) from error
-        except OSError as error:
-            raise PenstockError(
-                f"Nothing answers at {base_url}",
-                f"{error}.",
-                "Start a server with `penstock serve`, or correct --base-url.",
-            ) from error
+        # A name may stand for several addresses of which only some answer, as localhost often does.
+        with (
+            lost_connection_is_said(base_url),
+            socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S) as connection,
+        ):
+            address = connection.getpeername()[0]
+            if is_https:
+                _certificates().wrap_socket(connection, server_hostname=host).close()
         return cls(address, port, host, path, is_https)
 
     def encode_request(self, body: bytes) -> bytes:
@@ -209,19 +202,14 @@ class _Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    delta: _Delta = msgspec.field(default_factory=_Delta)
-    text: str = ""  # of completions of raw prompts, which have no delta
+    delta: _Delta | None = None  # of a chunk
+    message: _Delta | None = None  # of a whole chat completion
+    text: str | None = None  # of completions of raw prompts, whole or not
     finish_reason: str | None = None
 
-
-class _WholeChoice(msgspec.Struct):
-    message: _Delta | None = None
-    text: str | None = None
-    finish_reason: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.message is None and self.text is None:
-            raise ValueError("a choice has neither a message nor a text")
+    @property
+    def part(self) -> _Delta:
+        return self.delta or self.message or _Delta(self.text)
 
 
 class _Details(msgspec.Struct):
@@ -235,18 +223,14 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
+    """A chunk of a stream, or a whole completion: a stream of one chunk."""
+
     choices: list[_Choice] = msgspec.field(default_factory=list)
     usage: _Usage | None = None
     error: Any = None
 
 
-class _Whole(msgspec.Struct):
-    choices: list[_WholeChoice]
-    usage: _Usage | None = None
-
-
 _EVENTS = msgspec.json.Decoder(_Event)
-_WHOLES = msgspec.json.Decoder(_Whole)
 
 
 def read_answer(answer: RawAnswer) -> StreamedReply:
@@ -258,15 +242,10 @@ def read_answer(answer: RawAnswer) -> StreamedReply:
         return reply
     is_whole = bool(answer.pieces) and not answer.failure and answer.pieces[0][1].startswith(b"{")
     try:
-        if is_whole:
-            is_done = _read_whole(reply, b"".join(piece for _, piece in answer.pieces))
-        else:
-            is_done = _read_events(reply, answer.pieces)
+        is_done = _read_whole(reply, answer) if is_whole else _read_events(reply, _events(answer.pieces))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        what = (
-            "The answer is not a chat completion" if is_whole else "An event is not a chat completion chunk"
-        )
-        reply.error = f"{what}: {error}."
+        what = "The answer" if is_whole else "An event"
+        reply.error = f"{what} is not a chat completion{'' if is_whole else ' chunk'}: {error}."
         return reply
     if reply.error:
         pass
@@ -280,14 +259,19 @@ def read_answer(answer: RawAnswer) -> StreamedReply:
     return reply
 
 
-def _read_events(reply: StreamedReply, pieces: Sequence[tuple[float, bytes]]) -> bool:
+def _read_whole(reply: StreamedReply, answer: RawAnswer) -> bool:
+    """An answer without a stream: one event, whose text is not timed because it came all at once."""
+    body = b"".join(piece for _, piece in answer.pieces)
+    if not any(choice.message or choice.text is not None for choice in _EVENTS.decode(body).choices):
+        raise msgspec.ValidationError("it has no choice with a message or a text")
+    return _read_events(reply, [(None, body), (None, b"[DONE]")])
+
+
+def _read_events(reply: StreamedReply, events: Iterable[tuple[float | None, bytes]]) -> bool:
     """Fills in what the events say; whether the last of them, [DONE], has come."""
     texts, contents = [], []
     is_done = False
-    for time_s, line in _lines(pieces):
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
+    for time_s, data in events:
         if data == b"[DONE]":
             is_done = True
             break
@@ -296,53 +280,32 @@ def _read_events(reply: StreamedReply, pieces: Sequence[tuple[float, bytes]]) ->
             reply.error = f"The stream broke off: {_message_in(data)}"
             break
         for choice in event.choices:
-            delta = choice.delta
-            text = delta.text or choice.text
-            contents.append(delta.content or choice.text)
-            if text or delta.tool_calls:
-                reply.token_times_s.append(time_s)
-                texts.append(text)
+            part = choice.part
+            contents.append(part.content or "")
+            if part.text or part.tool_calls:
+                texts.append(part.text)
+                if time_s is not None:
+                    reply.token_times_s.append(time_s)
             reply.finish_reason = choice.finish_reason or reply.finish_reason
-        if event.usage is not None:
-            _read_usage(reply, event.usage)
+        if (usage := event.usage) is not None:
+            details = usage.prompt_tokens_details
+            reply.num_prompt_tokens = usage.prompt_tokens
+            reply.num_completion_tokens = usage.completion_tokens
+            reply.num_cached_tokens = (details.cached_tokens or 0) if details else 0
     reply.text, reply.content = "".join(texts), "".join(contents)
     return is_done
 
 
-def _read_whole(reply: StreamedReply, body: bytes) -> bool:
-    """Fills in what an answer without a stream says; its text came all at once, at its end."""
-    whole = _WHOLES.decode(body)
-    messages = [choice.message or _Delta(choice.text) for choice in whole.choices]
-    reply.text = "".join(message.text for message in messages)
-    reply.content = "".join(message.content or "" for message in messages)
-    reply.finish_reason = next((choice.finish_reason or "" for choice in whole.choices), "")
-    if whole.usage is not None:
-        _read_usage(reply, whole.usage)
-    return True
-
-
-def _read_usage(reply: StreamedReply, usage: _Usage) -> None:
-    details = usage.prompt_tokens_details
-    reply.num_prompt_tokens = usage.prompt_tokens
-    reply.num_completion_tokens = usage.completion_tokens
-    reply.num_cached_tokens = (details.cached_tokens or 0) if details else 0
-
-
-def _lines(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """Whole lines, each with the time at which its end came."""
+def _events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+    """The data of events, each with the time at which the end of its line came."""
     rest = b""
     for time_s, piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
-            yield time_s, line
+            if line.startswith(b"data:"):
+                yield time_s, line[5:].strip()
 
 
 def _message_in(body: bytes) -> str:
-    """A server's own words, from the error body of the API or from whatever it sent."""
-    try:
-        parsed = msgspec.json.decode(body)
-        error = parsed.get("error", parsed)
-        message = str(error.get("message", error) if isinstance(error, dict) else error)
-    except (msgspec.DecodeError, AttributeError):
-        message = body.decode(errors="replace")
-    return " ".join(message.split())[:MAX_MESSAGE_CHARS]
+    """A server's own words, in one line."""
+    return " ".join(message_in(body).split())[:MAX_MESSAGE_CHARS]

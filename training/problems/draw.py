@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import TypeVar
 
-from penstock.eval.draw import between, pick
+from penstock.eval.spot_checks import between, pick
 
 Item = TypeVar("Item")
 __all__ = ["between", "is_held_out", "pick", "pick_two"]

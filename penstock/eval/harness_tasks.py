@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.eval.latency.marks import Mark
-from penstock.eval.lm_harness import Asking, LocalTask, evaluate_all
+from penstock.eval.lm_harness import Asking, LocalTask, evaluate
 
 EXAMPLES = "validation.jsonl"
 ASK_FOR_A_LETTER = (
@@ -56,6 +55,44 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a task comes to: the share that was right, beside the gate and how it was asked.
+
+    `note` says how the asking differed from the contest's, where it did.
+    """
+
+    name: str
+    metric: str
+    share: float
+    gate: float
+    num_asked: int
+    num_without_reply: int
+    num_fewshot: int
+    max_tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def has_passed(self) -> bool:
+        return self.num_asked > 0 and self.share >= self.gate
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "task": self.name,
+            "metric": self.metric,
+            "share": round(self.share, 4),
+            "gate": self.gate,
+            "passed": self.has_passed,
+            "asked": self.num_asked,
+            "without_reply": self.num_without_reply,
+            "num_fewshot": self.num_fewshot,
+            "max_tokens": self.max_tokens,
+            "metrics": dict(self.metrics),
+            "note": self.note or None,
+        }
+
+
 def ask_task(name: str, questions: Path | None, asking: Asking) -> Mark:
     """`questions` is a local file; None: the set that lm-eval fetches."""
     kind, note = KINDS[name], ""
@@ -68,7 +105,7 @@ def ask_task(name: str, questions: Path | None, asking: Asking) -> Mark:
         tasks = mmlu_by_subject(questions)
     num_fewshot = 0 if note else kind.num_fewshot
     limit = asking.limit if asking.limit < 1 else math.ceil(asking.limit / len(tasks))
-    found = evaluate_all(tasks, replace(asking, limit=limit))
+    found = evaluate(tasks, replace(asking, limit=limit))
     if kind.metric not in found.metrics:
         raise PenstockError(
             f"lm-eval reports no {kind.metric} for {name}",

@@ -17,10 +17,12 @@ from random import Random
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.eval.latency.marks import Mark
+from penstock.eval.chat_requests import ChatRequests, Request
+from penstock.eval.harness_tasks import Mark
 from penstock.eval.lm_harness import Asking
-from penstock.eval.load import Job, LoadClients, OnProgress
-from penstock.eval.stream_client import StreamedReply, Target
+from penstock.eval.load import LoadClients
+from penstock.eval.results import Bars
+from penstock.eval.stream_client import StreamedReply
 
 NAME, GATE, MAX_TOKENS = "gpqa_diamond", 0.630, 12_288
 LETTERS = "ABCD"
@@ -75,16 +77,20 @@ def chosen_letter(reply: StreamedReply) -> str | None:
     return found[-1] if found else None
 
 
-def ask_gpqa(file: Path, asking: Asking, clients: LoadClients, on_progress: OnProgress) -> Mark:
+def ask_gpqa(file: Path, asking: Asking, bars: Bars) -> Mark:
     questions = read_questions(file, asking.limit, asking.seed)
-    jobs = [Job(json.dumps(_body(question, asking)).encode()) for question in questions]
-    load = clients.run(
-        Target.of(asking.base_url),
-        jobs,
-        concurrency=asking.num_concurrent,
+    api = ChatRequests(
+        asking.base_url,
+        asking.model,
+        extra={"seed": asking.seed, **asking.body},
         timeout_s=asking.timeout_s,
-        on_progress=on_progress,
+        may_end=True,
     )
+    requests = [Request(question.text, asking.max_tokens) for question in questions]
+    with LoadClients() as clients:
+        load = clients.measure(NAME, api, requests, concurrency=asking.num_concurrent, bars=bars)
+    if load.error is not None:
+        raise load.error
     pairs = list(zip(questions, load.replies, strict=True))
     num_right = sum(not reply.error and chosen_letter(reply) == question.letter for question, reply in pairs)
     num_cut = sum(not reply.error and reply.finish_reason == "length" for reply in load.replies)
@@ -108,17 +114,4 @@ def thinking(max_tokens: int) -> dict[str, Any]:
     return {
         "chat_template_kwargs": {"enable_thinking": True},
         "thinking": {"type": "enabled", "budget_tokens": max_tokens},
-    }
-
-
-def _body(question: Question, asking: Asking) -> dict[str, Any]:
-    return {
-        "model": asking.model,
-        "messages": [{"role": "user", "content": question.text}],
-        "temperature": 0,
-        "max_tokens": asking.max_tokens,
-        "seed": asking.seed,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        **asking.body,
     }

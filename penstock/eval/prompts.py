@@ -1,19 +1,23 @@
-"""Prompts of an exact length in tokens, as the server itself counts them, and no two that begin alike.
+"""Prompts of an exact length in tokens, chat template included, and no two that begin alike.
 
-Made of a letter and common words, of which nearly every tokenizer makes one token each. A few probes,
-requests for one token whose usage is read, find the words for which this server's does, and what its
-chat template adds. A seed gives the same prompts again. Knows no tokenizer: only counts that a server sent.
+`TokenPrompts` are random tokens of a tokenizer that is here. `PromptMaker` knows no tokenizer, only counts
+that a server sent: a letter and common words, of which nearly every tokenizer makes one token each. A few
+probes, requests for one token whose usage is read, find the words for which this server's does, and what
+its chat template adds. A seed gives the same prompts again.
 """
 
 from __future__ import annotations
 
+import itertools
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.eval.traces import BLOCK_TOKENS
+from penstock.eval.chat_requests import ChatRequests, Request
+from penstock.eval.recount import TokenCounter
+from penstock.eval.traces import BLOCK_TOKENS, Arrival
 
 CountTokens = Callable[[str], int]  # the prompt tokens of a chat whose only message this is
 
@@ -36,6 +40,8 @@ window with word work world write you your
 WORDS = tuple(_COMMON.split())
 MIN_WORDS, ENOUGH_WORDS = 16, 64
 MAX_PROBES = 40
+MAX_REPAIRS = 30  # of a prompt of random tokens
+WARMUP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +90,7 @@ class PromptMaker:
         return " ".join(units[: self._num_units(num_tokens)])
 
     def _num_units(self, num_tokens: int) -> int:
-        if num_tokens < self.min_len:
-            raise ConfigError(
-                f"A prompt of {num_tokens} tokens is too short",
-                f"The server's chat template alone takes {self.num_template_tokens}.",
-                f"Ask for {self.min_len} or more.",
-            )
+        _require_room(num_tokens, self.num_template_tokens)
         return max(1, round((num_tokens - self.num_template_tokens - 1) / self.tokens_per_word) + 1)
 
     def _units(self, rng: Random, num_units: int) -> list[str]:
@@ -143,3 +144,111 @@ def fit_prompts(count_tokens: CountTokens, seed: int) -> PromptMaker:
     if len(words) >= MIN_WORDS:
         return PromptMaker(num_alone - 1, tuple(words), 1.0, num_probes + 1, seed)
     return PromptMaker(num_alone - 1, WORDS, 1 + total_excess / len(WORDS), num_probes + 1, seed)
+
+
+class TokenPrompts:
+    """Makes prompts of random tokens, which no server can have seen or stored.
+
+    Text does not always become the tokens it was made of, so every prompt is encoded again and repaired
+    until the whole of it has the length asked for.
+    """
+
+    is_exact = True
+
+    def __init__(self, counter: TokenCounter, seed: int, *, is_raw: bool = False) -> None:
+        """`is_raw`: no chat template stands around a prompt."""
+        self._counter = counter
+        self._seed = seed
+        self._is_raw = is_raw
+        self._is_plain: dict[int, bool] = {}
+        self.num_template_tokens = self.count("x") - counter.count_text("x")
+
+    def count(self, prompt: str) -> int:
+        if self._is_raw:
+            return self._counter.count_text(prompt)
+        return self._counter.count_prompt([{"role": "user", "content": prompt}])
+
+    def make(self, index: int, num_tokens: int) -> str:
+        """The prompt with this number; where no repair hits the length exactly, the nearest one found."""
+        _require_room(num_tokens, self.num_template_tokens)
+        rng = Random(f"{self._seed}-{index}")
+        ids = self._draw(rng, num_tokens - self.num_template_tokens)
+        nearest, smallest_miss = "", num_tokens
+        for _ in range(MAX_REPAIRS):
+            text = self._counter.decode(ids)
+            excess = self.count(text) - num_tokens
+            if abs(excess) < smallest_miss:
+                nearest, smallest_miss = text, abs(excess)
+            if excess == 0:
+                break
+            ids = self._counter.encode(text)
+            if excess < 0:
+                ids += self._draw(rng, -excess)
+            elif excess < len(ids):
+                del ids[-excess:]
+            else:
+                ids = self._draw(rng, num_tokens - self.num_template_tokens)
+        return nearest
+
+    def _draw(self, rng: Random, num_tokens: int) -> list[int]:
+        """Ids of whole characters, control tokens excluded; which are, is learned on the way."""
+        ids: list[int] = []
+        while len(ids) < num_tokens:
+            token_id = rng.randrange(self._counter.vocab_size)
+            if token_id not in self._is_plain:
+                self._is_plain[token_id] = self._counter.is_plain(token_id)
+            if self._is_plain[token_id]:
+                ids.append(token_id)
+        return ids
+
+
+Prompts = PromptMaker | TokenPrompts
+
+
+def make_prompts(api: ChatRequests, counter: TokenCounter | None, seed: int) -> Prompts:
+    """Of random tokens where a tokenizer is here, otherwise of words that the server has counted."""
+    if counter is not None:
+        return TokenPrompts(counter, seed, is_raw=api.is_raw)
+    return fit_prompts(api.count_tokens, seed)
+
+
+class RequestMaker:
+    """Makes requests of arrivals; a prompt that no trace repeats is never made twice.
+
+    `count` says how many tokens a prompt has, None if it cannot be known; by default as many as were wanted.
+    """
+
+    def __init__(
+        self, prompts: Prompts, *, num_shared: int = 0, count: Callable[[str], int | None] | None = None
+    ) -> None:
+        self._prompts = prompts
+        self._num_shared = num_shared
+        self._count = count
+        self._numbers = itertools.count()
+
+    def make(self, arrivals: Iterable[Arrival]) -> list[Request]:
+        return [self._make_one(arrival) for arrival in arrivals]
+
+    def make_warmups(self, arrivals: Iterable[Arrival]) -> list[Request]:
+        """Of the same prompt lengths, at once, with replies just long enough to have been everywhere."""
+        return self.make(Arrival(0.0, a.input_len, min(a.output_len, WARMUP_TOKENS)) for a in arrivals)
+
+    def _make_one(self, arrival: Arrival) -> Request:
+        prompts, length = self._prompts, arrival.input_len
+        if isinstance(prompts, TokenPrompts):
+            prompt = prompts.make(next(self._numbers), length)
+        elif arrival.block_ids:
+            prompt = prompts.make_of_blocks(arrival.block_ids, length, arrival.block_tokens)
+        else:
+            prompt = prompts.make(next(self._numbers), length, num_shared=self._num_shared)
+        num_tokens = self._count(prompt) if self._count else length
+        return Request(prompt, arrival.output_len, num_tokens, arrival.at_s)
+
+
+def _require_room(num_tokens: int, num_template_tokens: int) -> None:
+    if num_tokens <= num_template_tokens:
+        raise ConfigError(
+            f"A prompt of {num_tokens} tokens is too short",
+            f"The chat template alone takes {num_template_tokens}.",
+            f"Ask for {num_template_tokens + 1} or more.",
+        )

@@ -18,13 +18,10 @@ from typing import Any
 
 from penstock.config import setting
 from penstock.errors import ConfigError, PenstockError
-from penstock.eval.chat_requests import listed_model
-from penstock.eval.correctness.run_correctness import NO_THINKING
-from penstock.eval.latency import gpqa
-from penstock.eval.latency.harness_tasks import EXAMPLES, KINDS, ask_task
-from penstock.eval.latency.marks import Mark
+from penstock.eval import gpqa
+from penstock.eval.chat_requests import NO_THINKING, listed_model
+from penstock.eval.harness_tasks import EXAMPLES, KINDS, Mark, ask_task
 from penstock.eval.lm_harness import Asking, require_lm_eval
-from penstock.eval.load import LoadClients, LoadProgress
 from penstock.eval.results import (
     Reporter,
     draw_seed,
@@ -35,7 +32,6 @@ from penstock.eval.results import (
     require_limit,
 )
 from penstock.http_client import HttpClient
-from penstock.progress import Phase, timed
 
 TASKS = (*KINDS, gpqa.NAME)
 LIMIT, LIMIT_VARIABLE = 100.0, "QUALITY_LIMIT"
@@ -60,9 +56,7 @@ class QualitySettings:
     body: str | None = setting(None, "fields for every request, as JSON (default: only GPQA-Diamond thinks)")
 
     def __post_init__(self) -> None:
-        require_at_least(1, num_concurrent=self.num_concurrent)
-        if self.max_tokens is not None:
-            require_at_least(1, max_tokens=self.max_tokens)
+        require_at_least(1, num_concurrent=self.num_concurrent, max_tokens=self.max_tokens)
         if self.limit is not None:
             require_limit(self.limit)
         for name in self.task_names or ():
@@ -175,13 +169,7 @@ def _ask(name: str, file: Path | None, asking: Asking, settings: QualitySettings
     assert file is not None
     max_tokens = settings.max_tokens or gpqa.MAX_TOKENS
     body = asking.body if settings.body is not None else gpqa.thinking(max_tokens)
-    asking = replace(asking, body=body, max_tokens=max_tokens)
-    with LoadClients() as clients, reporter.bars() as phases, timed(name, phases) as report:
-
-        def show(progress: LoadProgress) -> None:
-            report(Phase(name, f"{progress.num_done} answered"))
-
-        return gpqa.ask_gpqa(file, asking, clients, show)
+    return gpqa.ask_gpqa(file, replace(asking, body=body, max_tokens=max_tokens), reporter.bars)
 
 
 def format_marks(marks: Sequence[Mark]) -> str:

@@ -10,17 +10,16 @@ rank. Ends with 1 when a request failed or a reply had another length than was a
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.config import setting
-from penstock.errors import ConfigError, PenstockError
-from penstock.eval.chat_requests import ChatRequests, RawRequests
-from penstock.eval.correctness.run_correctness import NO_THINKING
-from penstock.eval.load import Job, LoadClients, LoadProgress
-from penstock.eval.load_summary import percentile
+from penstock.errors import ConfigError
+from penstock.eval.chat_requests import NO_THINKING, ChatRequests, RawRequests
+from penstock.eval.load import LoadClients, LoadResult
+from penstock.eval.load_summary import LoadSummary, summarise
+from penstock.eval.prompts import RequestMaker, make_prompts
 from penstock.eval.recount import TokenCounter
 from penstock.eval.results import (
     Reporter,
@@ -28,12 +27,11 @@ from penstock.eval.results import (
     format_table,
     prepare_output,
     read_fields,
+    require_above_zero,
     require_at_least,
 )
-from penstock.eval.sized_prompts import PromptMaker, fit_prompts
-from penstock.eval.stream_client import StreamedReply, Target
-from penstock.eval.throughput.token_prompts import TokenPrompts
-from penstock.progress import Phase, timed
+from penstock.eval.traces import Arrival
+from penstock.progress import timed
 
 # Tokens of a prompt and of its reply, and what Qwen3.5-4B took for them on an A10G before any optimisation.
 PUBLISHED_MS = {(64, 128): 2582.0, (2048, 256): 5441.0, (8192, 256): 6576.0}
@@ -62,25 +60,23 @@ class LatencySettings:
     def __post_init__(self) -> None:
         require_at_least(1, runs=self.runs)
         require_at_least(0, warmup=self.warmup)
+        require_above_zero(timeout=self.timeout)
         if self.api not in APIS:
             raise ConfigError(f"--api is {self.api!r}", f"It must be one of {', '.join(APIS)}.")
-        if not self.timeout > 0:
-            raise ConfigError(f"--timeout is {self.timeout}", "It must be above 0.")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SizeResult:
     """The timed runs of one size."""
 
     num_prompt_tokens: int
     num_reply_tokens: int
-    times_ms: list[float] = field(default_factory=list)  # in ascending order
-    errors: Counter[str] = field(default_factory=Counter)
-    num_off: int = 0  # replies, or prompts, of another length
+    summary: LoadSummary
+    num_off: int = 0  # runs whose prompt or reply had another length
 
     @property
     def median_ms(self) -> float | None:
-        return statistics.median(self.times_ms) if self.times_ms else None
+        return self.summary.e2e.p50 if self.summary.e2e else None
 
     @property
     def published_ms(self) -> float | None:
@@ -91,16 +87,17 @@ class SizeResult:
         return self.published_ms / self.median_ms if self.published_ms and self.median_ms else None
 
     def as_json(self) -> dict[str, Any]:
+        e2e = self.summary.e2e
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "reply_tokens": self.num_reply_tokens,
-            "runs": len(self.times_ms),
-            "failed": self.errors.total(),
-            "error_messages": dict(self.errors.most_common(10)),
+            "runs": self.summary.num_ok,
+            "failed": self.summary.num_errors,
+            "error_messages": dict(self.summary.errors.most_common(10)),
             "other_length": self.num_off,
             "median_ms": _rounded(self.median_ms),
-            "min_ms": _rounded(self.times_ms[0]) if self.times_ms else None,
-            "p90_ms": _rounded(percentile(self.times_ms, 0.9)) if self.times_ms else None,
+            "min_ms": _rounded(e2e.min) if e2e else None,
+            "p90_ms": _rounded(e2e.p90) if e2e else None,
             "published_ms": self.published_ms,
             "speed_up": _rounded(self.speed_up),
         }
@@ -122,20 +119,21 @@ def run(settings: LatencySettings, reporter: Reporter) -> int:
     seed, is_raw = draw_seed(settings.seed), settings.api == "completions"
     default_body = "{}" if is_raw else NO_THINKING
     body = read_fields("--body", default_body if settings.body is None else settings.body)
-    requests = APIS[settings.api](settings.base_url, settings.model, extra=body, timeout_s=settings.timeout)
-    prompts: PromptMaker | TokenPrompts
+    api = APIS[settings.api](settings.base_url, settings.model, extra=body, timeout_s=settings.timeout)
+    counter = TokenCounter.load(settings.tokenizer) if settings.tokenizer else None
     with reporter.bars() as phases, timed("prompts", phases):
-        if settings.tokenizer:
-            prompts = TokenPrompts(TokenCounter.load(settings.tokenizer), seed, is_raw=is_raw)
-        else:
-            prompts = fit_prompts(requests.count_tokens, seed)
-        prompts.make(0, min(size[0] for size in sizes))
-    print(f"seed {seed}; {requests.path}", flush=True)
-    results = []
+        prompts = make_prompts(api, counter, seed)
+        prompts.make(0, min(size[0] for size in sizes))  # refuses a length that is too short
+    print(f"seed {seed}; {api.path}", flush=True)
+    results, maker = [], RequestMaker(prompts)
     with LoadClients() as clients:
-        for number, size in enumerate(sizes):
-            first = number * (settings.warmup + settings.runs)
-            results.append(_measure(settings, requests, prompts, clients, size, first, reporter))
+        for size in sizes:
+            warmups, requests = (
+                maker.make([Arrival(0.0, *size)] * count) for count in (settings.warmup, settings.runs)
+            )
+            name, bars = "{}+{}".format(*size), reporter.bars
+            load = clients.measure(name, api, requests, concurrency=1, bars=bars, warmups=warmups)
+            results.append(judge_size(*size, load))
     print(format_results(results))
     speed_ups = [result.speed_up for result in results if result.speed_up is not None]
     mean = statistics.fmean(speed_ups) if len(speed_ups) == len(PUBLISHED_MS) else None
@@ -145,58 +143,24 @@ def run(settings: LatencySettings, reporter: Reporter) -> int:
         "benchmark": "latency",
         "sizes": [result.as_json() for result in results],
         "mean_speed_up": _rounded(mean),
-        "model": requests.model,
+        "model": api.model,
         "base_url": settings.base_url,
         "warmup": settings.warmup,
-        "endpoint": requests.path,
+        "endpoint": api.path,
         "seed": seed,
         "template_tokens": prompts.num_template_tokens,
     }
     reporter.deliver(fields, settings.output)
-    return int(any(result.errors or result.num_off for result in results))
+    return int(any(result.summary.num_errors or result.num_off for result in results))
 
 
-def _measure(
-    settings: LatencySettings,
-    requests: ChatRequests,
-    prompts: PromptMaker | TokenPrompts,
-    clients: LoadClients,
-    size: tuple[int, int],
-    first: int,
-    reporter: Reporter,
-) -> SizeResult:
-    """All runs of one size, warm-ups first and not looked at."""
-    num_prompt, num_reply = size
-    count, name = settings.warmup + settings.runs, f"{num_prompt}+{num_reply}"
-    jobs = [
-        Job(requests.body(prompts.make(number, num_prompt), num_reply))
-        for number in range(first, first + count)
-    ]
-    result = SizeResult(num_prompt, num_reply)
-    with reporter.bars() as phases, timed(name, phases) as report:
-
-        def show(progress: LoadProgress) -> None:
-            report(Phase(name, f"{progress.num_done} of {count} runs", progress.num_done / count))
-
-        try:
-            target = Target.of(settings.base_url, requests.path)
-            load = clients.run(target, jobs, concurrency=1, timeout_s=settings.timeout, on_progress=show)
-        except PenstockError as error:
-            result.errors[f"{error.what}. {error.why}"] += settings.runs
-            return result
-    _note(result, load.replies[settings.warmup :])
-    return result
-
-
-def _note(result: SizeResult, replies: Sequence[StreamedReply]) -> None:
-    wanted = (result.num_prompt_tokens, result.num_reply_tokens)
-    for reply in replies:
-        if reply.error:
-            result.errors[reply.error] += 1
-            continue
-        result.num_off += (reply.num_prompt_tokens, reply.num_completion_tokens) != wanted
-        result.times_ms.append(1e3 * reply.e2e_s)
-    result.times_ms.sort()
+def judge_size(num_prompt: int, num_reply: int, load: LoadResult) -> SizeResult:
+    wanted = (num_prompt, num_reply)
+    num_off = sum(
+        not reply.error and (reply.num_prompt_tokens, reply.num_completion_tokens) != wanted
+        for reply in load.replies
+    )
+    return SizeResult(num_prompt, num_reply, summarise(load), num_off)
 
 
 def format_results(results: Sequence[SizeResult]) -> str:
@@ -206,11 +170,11 @@ def format_results(results: Sequence[SizeResult]) -> str:
     rows = [
         [
             f"{result.num_prompt_tokens}+{result.num_reply_tokens}",
-            str(len(result.times_ms)),
+            str(result.summary.num_ok),
             cell(result.median_ms),
             cell(result.published_ms),
             cell(result.speed_up, ".2f"),
-            str(result.errors.total()),
+            str(result.summary.num_errors),
             str(result.num_off),
         ]
         for result in results
@@ -218,7 +182,7 @@ def format_results(results: Sequence[SizeResult]) -> str:
     columns = ["tokens", "runs", "median ms", "published ms", "speed-up", "failed", "other length"]
     lines = [format_table(columns, rows)]
     for result in results:
-        lines += [f"{count} FAILED: {message}" for message, count in result.errors.most_common(3)]
+        lines += [f"{count} FAILED: {message}" for message, count in result.summary.errors.most_common(3)]
     return "\n".join(lines)
 
 

@@ -1,1 +1,0 @@
-"""How often a server's model is right: grade-school problems over HTTP, judged by lm-evaluation-harness."""

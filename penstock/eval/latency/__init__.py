@@ -1,1 +1,0 @@
-"""How long one client waits for a whole reply, and whether speed has cost quality."""
