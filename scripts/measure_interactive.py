@@ -153,7 +153,7 @@ def main() -> None:
     asked = {name: value for name, value in vars(given).items() if name not in ("json", "most_bulk")}
     fields = {**birth.certificate(), "gpu": birth.gpu_name(), **asked}
     with LoadClients() as clients:
-        report = {"bench": "interactive", **fields, **asyncio.run(measure(given, clients))}
+        report = {"what": "short requests among bulk", **fields, **asyncio.run(measure(given, clients))}
     for name in ("alone", "among_bulk"):
         ttft, whole = report[name]["ttft_ms"], report[name]["whole_ms"]
         print(f"{name:>10}: ttft p50 {ttft['p50']:8.1f} p99 {ttft['p99']:8.1f} ms", end="   ")
