@@ -165,7 +165,7 @@ class Scheduler:
         chunks = self._plan_decodes()
         budget = self._prompt_budget(len(chunks))
         if self._turns.is_contended:  # somebody reads along
-            budget = min(budget, max(1, self.mixed_step_tokens // 2))
+            budget = min(budget, max(self.page_size, self.mixed_step_tokens // 2))
         prompts = [sequence for sequence in self._in_rank() if sequence not in self._decoding]
         overtaking, admitted = self._plan_overtakers(prompts, budget)
         budget -= num_tokens_of(overtaking) + num_tokens_of(admitted)
