@@ -57,6 +57,7 @@ def test_a_model_is_loaded_for_the_file_and_bad_lines_have_error_lines(tmp_path:
     assert "all 5 lines have results" in again.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_valid_file_and_the_next_run_goes_on_from_it(server: Server, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(jsonl([chat_line(f"r{i}", max_tokens=60) for i in range(16)]))

@@ -164,6 +164,7 @@ def test_greedy_text_is_that_of_transformers(llm: LLM, reference: Qwen3_5MoeForC
         assert list(ours.token_ids) == ids[0, len(prompt) :].tolist(), conversation.kind
 
 
+@pytest.mark.slow
 def test_states_in_float16_cost_less_than_bfloat16_does(llm: LLM, folder: Path) -> None:
     """Word problems with their solutions, forced token by token: how far predictions go from float32's."""
     rng = Random("states")

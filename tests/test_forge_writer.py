@@ -135,6 +135,7 @@ def exam(target: Target) -> Exam:
     return Exam.draw(target, 1, num_random=0, sizes=SIZES)
 
 
+@pytest.mark.slow
 def test_only_good_edits_survive(
     target: Target,
     sandbox: Sandbox,

@@ -227,7 +227,7 @@ def test_padding_changes_nothing_in_transformers(
         assert max(runner_up_gaps(alone, theirs[index])) < MAX_DRIFT
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("prefix_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_server_answers_like_transformers(
     prefix_cache: bool, problems: list[Conversation], theirs: list[Answer]
 ) -> None:

@@ -196,6 +196,7 @@ def test_a_machine_that_stalls_in_a_bulk_step_does_not_hold_up_bulk() -> None:
     assert any(took_part), "it pays for the whole stall"
 
 
+@pytest.mark.slow
 def test_the_script_sends_the_same_short_requests_with_and_without_bulk(tmp_path: Path) -> None:
     words = [
         "--short",
