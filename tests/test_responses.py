@@ -11,13 +11,14 @@ import pytest
 from openai.lib.streaming.responses._responses import ResponseStreamState
 
 from penstock.errors import ContextLengthError, DeadlineError, OverloadedError, PenstockError, RequestError
+from penstock.serve.event_stream import HEARTBEAT_COMMENT
 from penstock.serve.responses import runs as runs_module
 from penstock.serve.responses.custom_tools import InputText
 from penstock.serve.responses.items import COMPACTED, Item, Part, plain_messages, seal
 from penstock.serve.responses.logprobs import ScoreQueue
 from penstock.serve.responses.replies import ResponseChoice, ResponseReplyFormat
 from penstock.serve.responses.requests import PLAIN_FORM, ReplyForm, parse_response, response_request
-from penstock.serve.responses.runs import KEEP_ALIVE, Events, Run, Runs
+from penstock.serve.responses.runs import Events, Run, Runs
 from penstock.serve.responses.store import (
     ResponseStore,
     UnknownConversationError,
@@ -213,14 +214,14 @@ def test_events_of_runs_take_a_limited_number_of_bytes() -> None:
 def test_events_are_read_from_any_number_on_and_a_comment_comes_where_none_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(runs_module, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(runs_module, "HEARTBEAT_EVERY_S", 0.01)
 
     async def read() -> None:
         events = Events()
         events.write(b"0\n\n1\n\n")
         first, late = events.read(0), events.read(3)
         assert await anext(first) == b"0\n\n1\n\n"
-        assert await anext(first) == await anext(late) == KEEP_ALIVE
+        assert await anext(first) == await anext(late) == HEARTBEAT_COMMENT
         events.write(b"2\n\n3\n\n")
         assert await anext(first) == b"2\n\n3\n\n"
         assert await anext(late) == b"3\n\n"

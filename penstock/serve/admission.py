@@ -6,6 +6,8 @@ A tenant sends one API key. Counts only; what a place is taken for, and for how 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 from penstock.errors import OverloadedError, RequestError
 
@@ -55,6 +57,11 @@ class QueueShares:
         assert self.taken[tenant] >= 0, "a place was released twice"
         if not self.taken[tenant]:
             del self.taken[tenant]
+
+
+def priority_in(scope: Mapping[str, Any], priority: int) -> int:
+    """As the request says, but behind all others where it is a line of a batch."""
+    return max(priority, scope.get("least_priority", priority))
 
 
 def require_priority(priority: int, min_priority: int) -> None:

@@ -92,6 +92,17 @@ class ReplyFormat(Protocol):
         """All of a reply that is not streamed."""
 
 
+def require_open(serving: Serving) -> None:
+    """Raises once the server takes no more requests."""
+    if serving.draining.is_set():
+        raise EngineDeadError("The server is shutting down", "It finishes what runs.", "Ask another one.")
+
+
+def shorter(*limits_s: float | None) -> float | None:
+    """None is no limit."""
+    return min((limit for limit in limits_s if limit is not None), default=None)
+
+
 class Answer:
     """Generates and sends a reply for as long as the client is there. `start` begins the generation."""
 
@@ -115,8 +126,7 @@ class Answer:
         self._ends_at: float | None = None  # on the loop's clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if _serving(scope).draining.is_set():
-            raise EngineDeadError("The server is shutting down", "It finishes what runs.", "Ask another one.")
+        require_open(_serving(scope))
         # The server's own limit is for clients that wait; a line of a batch has its batch's window.
         self._allow(None if "least_priority" in scope else _serving(scope).config.request_timeout)
         answer = self._send_events if self._is_stream else self._send_json
@@ -166,8 +176,7 @@ class Answer:
 
     def _allow(self, servers_timeout_s: float | None) -> None:
         """The shorter of two times, from now on."""
-        limits = [limit for limit in (self._timeout_s, servers_timeout_s) if limit is not None]
-        self._timeout_s = min(limits, default=None)
+        self._timeout_s = shorter(self._timeout_s, servers_timeout_s)
         if self._timeout_s is not None:
             self._ends_at = asyncio.get_running_loop().time() + self._timeout_s
 

@@ -14,18 +14,14 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.fields import NEUTRAL
 from penstock.serve.openai.requests import StopString
 
 RANDOM_SEEDS = (-1, 2**32 - 1)  # the second is how an unsigned number spells the first
 PENALTIES = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # and their "off"
+SAMPLERS = "mirostat typical_p tfs_z dynatemp_range dry_multiplier xtc_probability top_n_sigma"
 OFF: dict[str, tuple[float, ...]] = {
-    "mirostat": (0,),
-    "typical_p": (1.0,),
-    "tfs_z": (1.0,),
-    "dynatemp_range": (0.0,),
-    "dry_multiplier": (0.0,),
-    "xtc_probability": (0.0,),
-    "top_n_sigma": (-1.0, 0.0),
+    **{name: NEUTRAL[name] for name in SAMPLERS.split()},
     "n_indent": (0,),
     "min_keep": (0, 1),
     "t_max_predict_ms": (-1, 0),

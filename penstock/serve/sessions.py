@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.errors import ContextLengthError, PenstockError, RequestError
+from penstock.serve.admission import priority_in
 from penstock.serve.answer import json_response
 from penstock.serve.attachments import warning_headers
 from penstock.serve.chat import TextEngine
@@ -69,7 +70,7 @@ def in_session(asked: Asked, request: Request) -> Asked:
         names = [asked.cache_key, *(request.headers.get(name) for name in CACHE_HEADERS)]
         cache_key = next((name for name in names if name), None)
         session_id = None if cache_key is None else _cached(tenant, cache_key)
-    priority = max(asked.priority, request.scope.get("least_priority", asked.priority))
+    priority = priority_in(request.scope, asked.priority)
     return replace(asked, tenant=tenant, session_id=session_id, priority=priority)
 
 

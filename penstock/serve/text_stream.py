@@ -238,10 +238,7 @@ class TextStream:
 
     def usage_of(self, index: int) -> Usage:
         """Of one reply alone."""
-        reply = [reply for replies in self._prompts for reply in replies][index]
-        return Usage(
-            reply.num_prompt_tokens, reply.num_tokens, reply.num_cached_tokens, reply.num_reasoning_tokens
-        )
+        return _usage_of([reply for replies in self._prompts for reply in replies][index])
 
     @property
     def num_context_tokens(self) -> int:
@@ -391,11 +388,7 @@ class Reply:
         prompt_ids = () if self._has_told_prompt or not output.returns_token_ids else self._asked.token_ids
         self._has_told_prompt = True
         told_ids, self._untold_ids = self._untold_ids, ()
-        usage = None
-        if output.counts_usage:
-            usage = Usage(
-                self.num_prompt_tokens, self.num_tokens, self.num_cached_tokens, self.num_reasoning_tokens
-            )
+        usage = _usage_of(self) if output.counts_usage else None
         return ReplyExtra(told_ids, prompt_ids, prompt_scores, usage)
 
     def _take_scores(self, scores: PromptScores) -> None:
@@ -506,6 +499,12 @@ class Reply:
             )
             for token in logprobs
         )
+
+
+def _usage_of(reply: OneReply) -> Usage:
+    return Usage(
+        reply.num_prompt_tokens, reply.num_tokens, reply.num_cached_tokens, reply.num_reasoning_tokens
+    )
 
 
 def _with_top(tokens: tuple[ScoredToken, ...], num_top: int | None) -> tuple[ScoredToken, ...]:

@@ -18,6 +18,7 @@ from penstock.serve.answer import UNREAD_HEADERS, json_response
 from penstock.serve.batches.folder import Batch, BatchFolder, FileNotHereError, StoredFile
 from penstock.serve.batches.multipart import MultipartParser, Part, boundary_of, multipart_error
 from penstock.serve.intake import SLOW_BYTES_PER_S
+from penstock.serve.pages import ids_of_page, list_fields
 from penstock.serve.serving import Serving
 from penstock.serve.tenants import tenant_of
 
@@ -72,23 +73,9 @@ def expiry_s(anchor: Any, seconds: Any, param: str) -> int:
 
 def page_of(records: Sequence[StoredFile | Batch], request: Request, default: int, most: int) -> Response:
     """A part of a list, newest first, as `limit`, `after` and `order` ask."""
-    query = request.query_params
-    limit = query.get("limit", str(default))
-    if not (limit.isdigit() and 1 <= int(limit) <= most):
-        raise RequestError(f"limit is {limit[:64]!r}", f"It must be between 1 and {most}.", param="limit")
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise RequestError(f"order is {order[:64]!r}", "It must be asc or desc.", param="order")
-    ordered = list(records) if order == "asc" else list(records)[::-1]
-    if after := query.get("after"):
-        places = [place for place, record in enumerate(ordered) if record.id == after]
-        if not places:
-            raise RequestError(f"after is {after[:64]!r}", "Nothing in this list has that id.", param="after")
-        ordered = ordered[places[0] + 1 :]
-    page = [record.view() for record in ordered[: int(limit)]]
-    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
-    ends = ends or {"first_id": None, "last_id": None}
-    return json_response({"object": "list", "data": page, **ends, "has_more": len(ordered) > len(page)})
+    by_id = {record.id: record for record in records}
+    ids, has_more = ids_of_page(list(by_id), request, default, most)
+    return json_response(list_fields(ids, [by_id[id].view() for id in ids], has_more))
 
 
 class FileRoutes:

@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.serve.answer import Choice, Pieces
+from penstock.serve.event_stream import HEARTBEAT_COMMENT
 from penstock.serve.llama_server.requests import LlamaRequest
 from penstock.serve.openai.replies import encode_error, encode_event
 from penstock.serve.openai.scores import LOWEST_LOGPROB
@@ -89,7 +90,7 @@ class LlamaFormat:
         return encode_event(msgspec.json.encode(fields))
 
     def encode_heartbeat(self) -> bytes:
-        return b":\n\n"  # a comment
+        return HEARTBEAT_COMMENT
 
     def encode_end(self, usage: Usage) -> bytes:
         ends = []

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from penstock.errors import RequestError
+from penstock.serve.admission import priority_in
 from penstock.serve.answer import Answer, ReplyFormat, read_body
 from penstock.serve.intake import place_of
 from penstock.serve.openai.body import decode_body
@@ -132,7 +133,7 @@ def _common(fields: VectorBody, request: Request) -> dict[str, Any]:
     return {
         "max_tokens": fields.truncate_prompt_tokens,
         "timeout_s": fields.timeout,
-        "priority": max(fields.priority or 0, request.scope.get("least_priority", fields.priority or 0)),
+        "priority": priority_in(request.scope, fields.priority or 0),
         "tenant": tenant_of(request.scope),
     }
 

@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from penstock.errors import EngineDeadError, RequestError
+from penstock.errors import RequestError
 from penstock.serve.answer import (
     EVENT_STREAM_TYPE,
     JSON_TYPE,
@@ -18,6 +18,8 @@ from penstock.serve.answer import (
     Answer,
     json_response,
     read_body,
+    require_open,
+    shorter,
 )
 from penstock.serve.fields import RESPONSES
 from penstock.serve.intake import Place, place_of
@@ -98,13 +100,11 @@ class ResponsesRoutes:
         self, id: str, run: Run, talk: SessionChat, request: Request, timeout_s: float | None
     ) -> Response:
         """Begins a reply that goes on without its client. What is wrong with the request is said at once."""
-        if self._serving.draining.is_set():
-            raise EngineDeadError("The server is shutting down", "It finishes what runs.", "Ask another one.")
-        limits = [limit for limit in (timeout_s, self._serving.config.request_timeout) if limit is not None]
+        require_open(self._serving)
         with own_names():
             stream = await talk.stream(run.deliver)
         self._runs.add(id, tenant_of(request.scope), run)
-        run.follow(stream, min(limits, default=None))
+        run.follow(stream, shorter(timeout_s, self._serving.config.request_timeout))
         if run.events is not None:
             return stream_events(run.events)
         return Response(run.body(), headers=talk.headers, media_type=JSON_TYPE)

@@ -14,14 +14,13 @@ from collections.abc import AsyncIterator, Callable
 
 from penstock.errors import DeadlineError, PenstockError, RequestError
 from penstock.serve.answer import unexpected_error
+from penstock.serve.event_stream import HEARTBEAT_COMMENT, HEARTBEAT_EVERY_S
 from penstock.serve.responses.replies import ResponseReplyFormat
 from penstock.serve.text_stream import ReplyDelta, TextStream
 
 log = logging.getLogger("penstock.serve")
 
 MAX_EVENT_BYTES = 64 * 1024 * 1024  # of all runs
-KEEP_ALIVE_S = 10.0
-KEEP_ALIVE = b": keep-alive\n\n"
 EVENT_END = b"\n\n"  # JSON has no line ends in it
 
 KeepUnfinished = Callable[[bytes], None]
@@ -67,9 +66,9 @@ class Events:
             else:
                 news = self._news
                 try:
-                    await asyncio.wait_for(news.wait(), KEEP_ALIVE_S)
+                    await asyncio.wait_for(news.wait(), HEARTBEAT_EVERY_S)
                 except TimeoutError:
-                    yield KEEP_ALIVE
+                    yield HEARTBEAT_COMMENT
 
 
 class Run:
