@@ -27,6 +27,7 @@ from penstock.serve.openai.requests import (
     parse_tokenize,
 )
 from penstock.serve.responses.requests import ResponseBody, parse_response, response_request
+from test_serve_access import Answered, app_of, call
 
 MESSAGES = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
 COUNTED = {"messages": MESSAGES["messages"]}
@@ -250,3 +251,32 @@ def test_an_effort_of_anthropics_limits_a_thought() -> None:
     assert chat.effort_budget == 8192
     old = parse("messages", output_format={"type": "json_schema", "schema": {"type": "object"}})
     assert old.json_form.schema == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/chat", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/api/generate", {"prompt": "a"}),
+        ("/api/embed", {"input": "a"}),
+        ("/api/embeddings", {"prompt": "a"}),
+        ("/completion", {"prompt": "a"}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/v1/responses/compact", {"input": "a"}),
+        ("/v1/conversations", {}),
+    ],
+)
+def test_every_api_refuses_by_name_what_it_does_not_know(path: str, body: dict[str, Any]) -> None:
+    def ask(**settings: Any) -> Answered:
+        whole = json.dumps({**body, "no_such_field": 7, "nor_this": 7}).encode()
+        return call(app_of(**settings), path, {"content-type": "application/json"}, "POST", whole)
+
+    refused = ask()
+    assert refused.status == 400
+    assert b"no_such_field" in refused.body
+    still_refused = ask(ignore_field=("no_such_field",))
+    assert still_refused.status == 400
+    assert b"nor_this" in still_refused.body
+    assert b"no_such_field" not in still_refused.body

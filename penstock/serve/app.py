@@ -62,7 +62,7 @@ def create_app(serving: Serving) -> Starlette:
         *openai_routes.routes(serving),
         *embeddings.routes(serving),
         *responses_routes.routes(serving, store),
-        *conversation_routes.routes(store),
+        *conversation_routes.routes(serving, store),
         *anthropic_routes.routes(serving),
         *ollama_routes.routes(serving),
         *llama_server_routes.routes(serving),

@@ -275,3 +275,53 @@ INVOCATION_PROMPT = FieldTable(  # whose `thinking` has been looked at before
     neutral=COMPLETIONS.neutral,
     advice=COMPLETIONS.advice,
 )
+BATCHES = FieldTable("/v1/batches")
+CONVERSATIONS = FieldTable("/v1/conversations")
+COMPACT = FieldTable("/v1/responses/compact", advice=RESPONSES.advice)
+
+CUT_TEXTS = "Use truncate_prompt_tokens; -1 cuts an input to the context."
+NAMED_PROMPT = "Use prompt_name, which names a prompt of the checkpoint, such as query."
+VECTOR_ADVICE = {
+    **_each("truncate truncation", CUT_TEXTS),
+    **_each("input_type task", NAMED_PROMPT),
+    "stream": "Leave it out: the answer comes as a whole.",
+    "embedding_type": "Use encoding_format: float or base64.",
+    "late_chunking": "Send each chunk as an input.",
+    "messages": "Send the text as input.",
+    "instruction": "Put its words before the input, or use prompt_name.",
+    "max_tokens_per_doc": "Use truncate_prompt_tokens, which counts the query, too.",
+    "max_chunks_per_doc": "Send each chunk as a document.",
+    "rank_fields": "Send the text of the fields as a document.",
+}
+EMBEDDINGS = FieldTable(
+    "/v1/embeddings", neutral=dict.fromkeys(VECTOR_ADVICE, (False,)), advice=VECTOR_ADVICE
+)
+RERANK = replace(EMBEDDINGS, path="/v1/rerank")
+SCORE = replace(EMBEDDINGS, path="/v1/score")
+
+OLLAMA_CHAT = FieldTable(
+    "/api/chat",
+    advice={
+        **ADVICE,
+        **_each(
+            "temperature top_p top_k min_p seed stop num_predict repeat_penalty presence_penalty"
+            " frequency_penalty",
+            "Send it in options.",
+        ),
+        "max_tokens": "Send num_predict in options.",
+        "response_format": "Use format.",
+        "reasoning_effort": "Use think.",
+    },
+)
+OLLAMA_GENERATE = replace(OLLAMA_CHAT, path="/api/generate")
+OLLAMA_EMBED = replace(OLLAMA_CHAT, path="/api/embed")
+LLAMA_COMPLETION = FieldTable(
+    "/completion",
+    ignored=CHAT.ignored | _names("n_keep n_discard t_max_prompt_ms"),
+    advice={
+        **ADVICE,
+        "image_data": TEXT_ONLY,
+        "max_tokens": "Use n_predict.",
+        "messages": "Use /v1/chat/completions, which has it.",
+    },
+)

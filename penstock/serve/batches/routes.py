@@ -17,6 +17,7 @@ from penstock.serve.answer import json_response, read_body
 from penstock.serve.batches.files import expiry_s, folder_of, page_of
 from penstock.serve.batches.folder import Batch
 from penstock.serve.batches.runner import BatchRunner
+from penstock.serve.fields import BATCHES
 from penstock.serve.openai.body import decode_body
 from penstock.serve.serving import Serving
 from penstock.serve.tenants import tenant_of
@@ -58,11 +59,12 @@ class BatchRoutes:
     def __init__(self, serving: Serving, runner: BatchRunner | None) -> None:
         self._serving = serving
         self._runner = runner
+        self._table = BATCHES.ignoring(serving.config.ignore_field)
 
     async def create(self, request: Request) -> Response:
         folder, tenant = folder_of(self._serving), tenant_of(request.scope)
         assert self._runner is not None
-        asked = decode_body(await read_body(request, for_reply=False), BatchBody)
+        asked = decode_body(await read_body(request, for_reply=False), BatchBody, table=self._table)
         if asked.endpoint not in self._runner.endpoints:
             raise RequestError(
                 f"endpoint is {asked.endpoint[:128]!r}",

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.fields import LLAMA_COMPLETION, FieldTable
 from penstock.serve.llama_options import LlamaOptions, renaming, require_off, sampling_fields
 from penstock.serve.openai.body import decode_body
 from penstock.serve.openai.chat_options import JsonForm
@@ -86,8 +87,8 @@ class LlamaRequest:
     response_fields: list[str] | None  # None: all
 
 
-def parse_completion(body: bytes, defaults: Defaults) -> LlamaRequest:
-    fields = decode_body(body, LlamaBody, MAX_ID_VALUES)
+def parse_completion(body: bytes, defaults: Defaults, table: FieldTable = LLAMA_COMPLETION) -> LlamaRequest:
+    fields = decode_body(body, LlamaBody, MAX_ID_VALUES, table)
     require_off(msgspec.structs.asdict(fields))
     for name in ("post_sampling_probs", "grammar_lazy", "lora"):
         if getattr(fields, name):

@@ -16,6 +16,7 @@ from starlette.routing import Route
 import penstock
 from penstock.errors import OverloadedError
 from penstock.serve.answer import Answer, json_response, read_body
+from penstock.serve.fields import LLAMA_COMPLETION
 from penstock.serve.intake import place_of
 from penstock.serve.llama_options import renaming
 from penstock.serve.llama_server.replies import LlamaFormat, settings_of
@@ -46,9 +47,10 @@ class LlamaServerRoutes:
         self._serving = serving
         self._text = serving.text
         self._defaults = serving.config.sampling_defaults
+        self._table = LLAMA_COMPLETION.ignoring(serving.config.ignore_field)
 
     async def complete(self, request: Request) -> Answer:
-        asked = parse_completion(await read_body(request), self._defaults)
+        asked = parse_completion(await read_body(request), self._defaults, self._table)
         style = LlamaFormat(self._serving.model_name, ReplyClock(), asked)
         request_id, place = request.scope["request_id"], place_of(request.scope)
         completion = in_session(asked.asked, request)

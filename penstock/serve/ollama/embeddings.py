@@ -10,6 +10,7 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from penstock.serve.answer import Answer, ReplyFormat, read_body
+from penstock.serve.fields import FieldTable
 from penstock.serve.intake import place_of
 from penstock.serve.openai.body import decode_body
 from penstock.serve.openai.embeddings import MAX_INPUTS
@@ -64,9 +65,9 @@ class EmbedAnswer:
         )
 
 
-async def embed(request: Request, serving: Serving) -> Answer | bytes:
+async def embed(request: Request, serving: Serving, table: FieldTable) -> Answer | bytes:
     """Bytes: there was nothing to embed, which clients send to have a model loaded."""
-    fields = decode_body(await read_body(request), EmbedBody)
+    fields = decode_body(await read_body(request), EmbedBody, table=table)
     inputs = [fields.input] if isinstance(fields.input, str) else fields.input
     asked = EmbeddingRequest(
         inputs=inputs,
@@ -78,8 +79,8 @@ async def embed(request: Request, serving: Serving) -> Answer | bytes:
     return _answer(request, serving, asked, EmbedAnswer(serving.model_name))
 
 
-async def embed_one(request: Request, serving: Serving) -> Answer | bytes:
-    fields = decode_body(await read_body(request), EmbeddingsBody)
+async def embed_one(request: Request, serving: Serving, table: FieldTable) -> Answer | bytes:
+    fields = decode_body(await read_body(request), EmbeddingsBody, table=table)
     asked = EmbeddingRequest(
         inputs=[fields.prompt], normalize=False, max_tokens=TO_CONTEXT, tenant=tenant_of(request.scope)
     )

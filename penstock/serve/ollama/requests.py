@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError, nearest
+from penstock.serve.fields import OLLAMA_CHAT, OLLAMA_GENERATE, FieldTable
 from penstock.serve.llama_options import OFF, LlamaOptions, renaming, require_off, sampling_fields
 from penstock.serve.ollama.context import Conversation, decode_context
 from penstock.serve.openai.body import decode_body, wrong_field
@@ -113,9 +114,9 @@ class Generation:
     conversation: Conversation | None = None  # which the reply becomes a part of
 
 
-def parse_chat(body: bytes, defaults: Defaults) -> ChatRequest | None:
+def parse_chat(body: bytes, defaults: Defaults, table: FieldTable = OLLAMA_CHAT) -> ChatRequest | None:
     """None: the model is to be loaded, no more."""
-    fields = decode_body(body, OllamaChatBody)
+    fields = decode_body(body, OllamaChatBody, table=table)
     if not fields.messages:
         return None
     for index, message in enumerate(fields.messages):
@@ -124,8 +125,8 @@ def parse_chat(body: bytes, defaults: Defaults) -> ChatRequest | None:
     return _chat_request(fields, messages, defaults, fields.tools)
 
 
-def parse_generate(body: bytes, defaults: Defaults) -> Generation:
-    fields = decode_body(body, GenerateBody, MAX_ID_VALUES)
+def parse_generate(body: bytes, defaults: Defaults, table: FieldTable = OLLAMA_GENERATE) -> Generation:
+    fields = decode_body(body, GenerateBody, MAX_ID_VALUES, table)
     _refuse_images(fields.images, "images")
     for name, why in (
         ("suffix", "The model only continues text."),

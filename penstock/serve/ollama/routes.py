@@ -12,6 +12,7 @@ from starlette.routing import Route
 import penstock
 from penstock.errors import PenstockError, RequestError
 from penstock.serve.answer import JSON_TYPE, Answer, Start, json_response, read_body
+from penstock.serve.fields import OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_GENERATE
 from penstock.serve.intake import place_of
 from penstock.serve.ollama import embeddings
 from penstock.serve.ollama.models import ModelCard
@@ -58,15 +59,18 @@ class OllamaRoutes:
         self._text = serving.text
         self._model = ModelCard(serving)
         self._defaults = serving.config.sampling_defaults
+        self._chat_table = OLLAMA_CHAT.ignoring(serving.config.ignore_field)
+        self._embed_table = OLLAMA_EMBED.ignoring(serving.config.ignore_field)
+        self._generate_table = OLLAMA_GENERATE.ignoring(serving.config.ignore_field)
 
     async def chat(self, request: Request) -> Answer | Response:
-        chat = parse_chat(await read_body(request), self._defaults)
+        chat = parse_chat(await read_body(request), self._defaults, self._chat_table)
         if chat is None:
             return self._loaded({"message": {"role": "assistant", "content": ""}})
         return self._answer_chat(request, chat, ChatFormat(*self._head_of(chat)))
 
     async def generate(self, request: Request) -> Answer | Response:
-        generation = parse_generate(await read_body(request), self._defaults)
+        generation = parse_generate(await read_body(request), self._defaults, self._generate_table)
         asked = generation.asked
         if asked is None:
             return self._loaded({"response": ""})
@@ -105,10 +109,10 @@ class OllamaRoutes:
         return json_response({**head(self._serving.model_name), **text, "done": True, "done_reason": "load"})
 
     async def embed(self, request: Request) -> Answer | Response:
-        return _as_response(await embeddings.embed(request, self._serving))
+        return _as_response(await embeddings.embed(request, self._serving, self._embed_table))
 
     async def embed_one(self, request: Request) -> Answer | Response:
-        return _as_response(await embeddings.embed_one(request, self._serving))
+        return _as_response(await embeddings.embed_one(request, self._serving, self._embed_table))
 
     async def list_models(self, request: Request) -> Response:
         return json_response({"models": [self._model.listed()]})

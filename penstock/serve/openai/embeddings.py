@@ -19,6 +19,7 @@ from starlette.routing import Route
 from penstock.errors import RequestError
 from penstock.serve.admission import priority_in
 from penstock.serve.answer import Answer, ReplyFormat, read_body
+from penstock.serve.fields import EMBEDDINGS, RERANK, SCORE
 from penstock.serve.intake import place_of
 from penstock.serve.openai.body import decode_body
 from penstock.serve.openai.requests import (
@@ -43,14 +44,9 @@ class VectorBody(msgspec.Struct, kw_only=True):
     """What all three take."""
 
     model: str | None = None
-    user: Any = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    # Fields of others that would change the answer: they are refused by name.
-    stream: bool | None = None
-    truncate: Any = None
-    truncation: Any = None
 
 
 class EmbeddingBody(VectorBody, kw_only=True):
@@ -59,12 +55,6 @@ class EmbeddingBody(VectorBody, kw_only=True):
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     normalize: bool | None = None
     prompt_name: str | None = None
-    input_type: Any = None
-    task: Any = None
-    instruction: Any = None
-    embedding_type: Any = None
-    late_chunking: Any = None
-    messages: Any = None
 
 
 class Document(msgspec.Struct):
@@ -77,39 +67,12 @@ class RerankBody(VectorBody, kw_only=True):
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool | None = None
     instruction: Annotated[str, Meta(max_length=MAX_INSTRUCTION_CHARS)] | None = None
-    max_tokens_per_doc: Any = None
-    max_chunks_per_doc: Any = None
-    rank_fields: Any = None
 
 
 class ScoreBody(VectorBody, kw_only=True):
     text_1: str | Texts
     text_2: str | Texts
     instruction: Annotated[str, Meta(max_length=MAX_INSTRUCTION_CHARS)] | None = None
-
-
-REFUSED = {  # and what to send instead
-    "stream": "Leave it out: the answer comes as a whole.",
-    "truncate": "Use truncate_prompt_tokens; -1 cuts an input to the context.",
-    "truncation": "Use truncate_prompt_tokens; -1 cuts an input to the context.",
-    "input_type": "Use prompt_name, which names a prompt of the checkpoint, such as query.",
-    "task": "Use prompt_name, which names a prompt of the checkpoint, such as query.",
-    "embedding_type": "Use encoding_format: float or base64.",
-    "late_chunking": "Send each chunk as an input.",
-    "messages": "Send the text as input.",
-    "max_tokens_per_doc": "Use truncate_prompt_tokens, which counts the query, too.",
-    "max_chunks_per_doc": "Send each chunk as a document.",
-    "rank_fields": "Send the text of the fields as a document.",
-}
-
-
-def _refuse_unsupported(fields: VectorBody) -> None:
-    todo = dict(REFUSED)
-    if isinstance(fields, EmbeddingBody):
-        todo["instruction"] = "Put its words before the input, or use prompt_name."
-    for name, hint in todo.items():
-        if getattr(fields, name, None) not in (None, False):
-            raise RequestError(f"{name} is not supported here", "", hint, param=name)
 
 
 def _check_number(what: str, num_texts: int, param: str) -> None:
@@ -150,10 +113,12 @@ def routes(serving: Serving) -> list[Route]:
 class VectorRoutes:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
+        self._embed_table, self._rerank_table, self._score_table = (
+            table.ignoring(serving.config.ignore_field) for table in (EMBEDDINGS, RERANK, SCORE)
+        )
 
     async def embed(self, request: Request) -> Answer:
-        fields = decode_body(await read_body(request), EmbeddingBody, MAX_ID_VALUES)
-        _refuse_unsupported(fields)
+        fields = decode_body(await read_body(request), EmbeddingBody, MAX_ID_VALUES, self._embed_table)
         inputs = split_prompts(fields.input, "input")
         _check_number("inputs", len(inputs), "input")
         asked = EmbeddingRequest(
@@ -170,8 +135,7 @@ class VectorRoutes:
         )
 
     async def rerank(self, request: Request) -> Answer:
-        fields = decode_body(await read_body(request), RerankBody)
-        _refuse_unsupported(fields)
+        fields = decode_body(await read_body(request), RerankBody, table=self._rerank_table)
         _check_number("documents", len(fields.documents), "documents")
         texts = [one if isinstance(one, str) else one.text for one in fields.documents]
         answer = RerankAnswer(
@@ -183,8 +147,7 @@ class VectorRoutes:
         return self._score(request, fields, [(fields.query, text) for text in texts], answer)
 
     async def score(self, request: Request) -> Answer:
-        fields = decode_body(await read_body(request), ScoreBody)
-        _refuse_unsupported(fields)
+        fields = decode_body(await read_body(request), ScoreBody, table=self._score_table)
         first, second = ([one] if isinstance(one, str) else one for one in (fields.text_1, fields.text_2))
         if len(first) not in (1, len(second)):
             raise RequestError(

@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.serve.answer import Choice
+from penstock.serve.fields import COMPACT, FieldTable
 from penstock.serve.openai.body import decode_body
 from penstock.serve.responses.items import Item, Items, seal, shown
 from penstock.serve.responses.replies import usage_fields
@@ -37,9 +38,9 @@ class CompactBody(msgspec.Struct, kw_only=True):
     prompt_cache_key: str | None = None
 
 
-def parse_compact(body: bytes) -> ResponseBody:
+def parse_compact(body: bytes, table: FieldTable = COMPACT) -> ResponseBody:
     """The request for a summary."""
-    fields = decode_body(body, CompactBody)
+    fields = decode_body(body, CompactBody, table=table)
     asked = ResponseBody(
         input=fields.input,
         instructions=fields.instructions,

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.serve.answer import JSON_TYPE, json_response, read_body
+from penstock.serve.fields import CONVERSATIONS
 from penstock.serve.intake import place_of
 from penstock.serve.openai.body import decode_body
 from penstock.serve.responses.items import MAX_ITEMS, Item, Items, plain_messages, shown
@@ -23,6 +24,7 @@ from penstock.serve.responses.pages import list_of, page_of
 from penstock.serve.responses.requests import Metadata
 from penstock.serve.responses.routes import resolved
 from penstock.serve.responses.store import ResponseStore, UnknownItemError, new_id
+from penstock.serve.serving import Serving
 from penstock.serve.tenants import tenant_of
 
 
@@ -35,8 +37,8 @@ class ItemsBody(msgspec.Struct, kw_only=True):
     items: Items
 
 
-def routes(store: ResponseStore) -> list[Route]:
-    api = ConversationRoutes(store)
+def routes(serving: Serving, store: ResponseStore) -> list[Route]:
+    api = ConversationRoutes(serving, store)
     one, items = "/v1/conversations/{id}", "/v1/conversations/{id}/items"
     return [
         Route("/v1/conversations", api.create, methods=["POST"]),
@@ -51,12 +53,13 @@ def routes(store: ResponseStore) -> list[Route]:
 
 
 class ConversationRoutes:
-    def __init__(self, store: ResponseStore) -> None:
+    def __init__(self, serving: Serving, store: ResponseStore) -> None:
         self._store = store
+        self._table = CONVERSATIONS.ignoring(serving.config.ignore_field)
 
     async def create(self, request: Request) -> Response:
         body = await read_body(request, for_reply=False)
-        fields = decode_body(body or b"{}", ConversationBody)
+        fields = decode_body(body or b"{}", ConversationBody, table=self._table)
         items = self._new_items(fields.items or [], request)
         plain_messages([], items, None, field="items")  # raises what is wrong with them
         id = new_id("conv")
@@ -68,7 +71,7 @@ class ConversationRoutes:
         return Response(self._body(request), media_type=JSON_TYPE)
 
     async def update(self, request: Request) -> Response:
-        fields = decode_body(await read_body(request, for_reply=False), ConversationBody)
+        fields = decode_body(await read_body(request, for_reply=False), ConversationBody, table=self._table)
         id, tenant = request.path_params["id"], tenant_of(request.scope)
         said: dict[str, Any] = msgspec.json.decode(self._body(request))
         body = _describe(id, said["created_at"], fields.metadata or {})
@@ -85,7 +88,7 @@ class ConversationRoutes:
         return json_response(page_of(self._item_ids(request), request, self._store))
 
     async def add_items(self, request: Request) -> Response:
-        fields = decode_body(await read_body(request, for_reply=False), ItemsBody)
+        fields = decode_body(await read_body(request, for_reply=False), ItemsBody, table=self._table)
         id, tenant = request.path_params["id"], tenant_of(request.scope)
         self._body(request)
         place_of(request.scope).add_bytes(self._store.num_bytes_of(id, None, tenant))

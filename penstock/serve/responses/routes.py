@@ -21,7 +21,7 @@ from penstock.serve.answer import (
     require_open,
     shorter,
 )
-from penstock.serve.fields import RESPONSES
+from penstock.serve.fields import COMPACT, RESPONSES
 from penstock.serve.intake import Place, place_of
 from penstock.serve.openai.requests import TokenizeRequest
 from penstock.serve.responses.compaction import CompactionFormat, parse_compact
@@ -62,6 +62,7 @@ class ResponsesRoutes:
         self._store = store
         self._runs = Runs()
         self._table = RESPONSES.ignoring(serving.config.ignore_field)
+        self._compact_table = COMPACT.ignoring(serving.config.ignore_field)
 
     async def respond(self, request: Request) -> OwnNames | Response:
         fields = parse_response(await read_body(request), self._table)
@@ -199,7 +200,7 @@ class ResponsesRoutes:
         return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     async def compact(self, request: Request) -> OwnNames:
-        fields = parse_compact(await read_body(request))
+        fields = parse_compact(await read_body(request), self._compact_table)
         asked = self._asked(fields, request)
         # No turn of a session: the client goes on with what comes back.
         chat = replace(asked.chat, loop_guard=True, tenant=tenant_of(request.scope))
