@@ -22,6 +22,7 @@ from penstock.errors import CapacityError, CheckpointError
 from penstock.models import build_model
 from penstock.models.source import ModelSource, find_model
 from penstock.progress import Phase
+from penstock.weights.checkpoint import open_checkpoint
 from penstock.weights.load import load_model, resolve_dtype
 from penstock.weights.random_weights import fill_parameter
 from penstock.weights.safetensors_reader import open_safetensors
@@ -547,3 +548,13 @@ def test_a_preset_without_random_weights_says_what_to_do() -> None:
     text = error_of(lambda: load(find_model("Qwen3-8B")))
     assert "Qwen3-8B is a preset" in text
     assert "--random-weights" in text
+
+
+def test_some_rows_of_a_tensor_are_read_alone(tmp_path: Path) -> None:
+    whole = torch.arange(24, dtype=torch.float32).reshape(6, 4)
+    save_file({"a": whole}, tmp_path / "model.safetensors")
+    torch.save({"a": whole}, tmp_path / "model.pt")
+    for name in ("model.safetensors", "model.pt"):
+        [stored] = open_checkpoint(tmp_path / name)
+        assert torch.equal(stored.load(slice(2, 5)), whole[2:5])
+        assert torch.equal(stored.load(), whole)

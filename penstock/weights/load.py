@@ -176,7 +176,7 @@ def _copy(model: nn.Module, path: Path, progress: _Progress) -> None:
 
 
 def _converted(tensor: StoredTensor, placement: Placement) -> Tensor:
-    values = tensor.load()
+    values = tensor.load(placement.rows)
     return placement.convert(values) if placement.convert else values
 
 

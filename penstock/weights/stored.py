@@ -9,14 +9,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.weights.codes import Codes
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    load: Callable[[], Tensor]  # a CPU tensor of that shape and dtype; the caller's alone
+    read: Callable[[slice | None], Tensor]  # some rows of it, or all: a CPU tensor, the caller's alone
+    scheme: str = ""  # how its file stores it, such as "Q4_K" or "fp8 128x128"; "": as numbers of `dtype`
+    stored_bytes: int | None = None  # that it takes in the file, where that is not the dtype's
+    read_codes: Callable[[slice | None], Codes] | None = None  # of a quantised tensor
+
+    def load(self, rows: slice | None = None) -> Tensor:
+        """The tensor, or only these rows of it."""
+        return self.read(rows)
 
     @property
     def num_bytes(self) -> int:
+        if self.stored_bytes is not None:
+            return self.stored_bytes
         return math.prod(self.shape) * self.dtype.itemsize
