@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from penstock.errors import CheckpointError
 from penstock.layers.attention import Attention
 from penstock.layers.inputs import KVCache, LayerCache, StepInputs
+from penstock.layers.linear import Linear
 from penstock.layers.mlp import DenseMLP, SparseMLP
-from penstock.layers.parameter import norm_parameter, parameter
+from penstock.layers.parameter import weight
 from penstock.layers.rope import Rope, inverse_frequencies
 from penstock.models import model_type_of
 from penstock.models.placement import Placement
 from penstock.models.reading import MAX_LAYERS, MAX_NUMBER, read, read_size, unusable
-from penstock.ops import norm_linear
 from penstock.types import CacheSpec
 
 
@@ -284,36 +284,27 @@ class Llama(nn.Module):
         self.device = device
         self.vocab_size = config.vocab_size
         self.max_position = config.max_position
-        self.embed = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embedding = weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         layers = [LlamaLayer(config, index, dtype, device) for index in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self._cache_specs: list[CacheSpec] = [layer.attention.cache_spec for layer in layers]
-        self.norm = norm_parameter(config.hidden_size, device)
-        self.head: nn.Parameter | None = None
-        if not config.is_tied:
-            self.head = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.head = Linear(config.hidden_size, config.vocab_size, eps=config.eps, dtype=dtype, device=device)
+        if config.is_tied:
+            self.head.weight = self.embedding
         self.rope = Rope(config.rope.inverse_frequencies(config.head_dim), config.max_position, device)
 
     def forward(
         self, inputs: StepInputs, caches: Sequence[LayerCache | None], only_last: bool = False
     ) -> Tensor:  # [T, H], or [R, H]
         """The residual stream after the last layer, before the final norm."""
-        hidden, rope = F.embedding(inputs.token_ids, self.embed), self.rope.table
+        hidden, rope = F.embedding(inputs.token_ids, self.embedding.values), self.rope.table
         for layer, cache in zip(self.layers, caches, strict=True):
             if cache is not None:
                 hidden = layer(hidden, inputs, cache, rope, only_last and layer is self.layers[-1])
         return hidden
 
     def logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32
-        head = self.embed if self.head is None else self.head
-        return norm_linear(
-            hidden,
-            self.norm,
-            self.config.eps,
-            head,
-            out_dtype=torch.float32,
-            deterministic=deterministic,
-        )
+        return self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
 
     def cache_specs(self) -> list[CacheSpec]:
         return list(self._cache_specs)
@@ -325,13 +316,13 @@ class Llama(nn.Module):
         prefix = "" if config.is_plain else "model."
         vocabulary = (config.vocab_size, config.hidden_size)
         table = {
-            f"{prefix}embed_tokens.weight": Placement("embed", vocabulary),
-            f"{prefix}norm.weight": Placement("norm", (config.hidden_size,)),
+            f"{prefix}embed_tokens.weight": Placement("embedding", vocabulary),
+            f"{prefix}norm.weight": Placement("head.norm", (config.hidden_size,)),
         }
         if not config.is_tied:
-            table["lm_head.weight"] = Placement("head", vocabulary)
+            table["lm_head.weight"] = Placement("head.weight", vocabulary)
         elif "lm_head.weight" in present:
-            table["lm_head.weight"] = Placement("embed", vocabulary)
+            table["lm_head.weight"] = Placement("embedding", vocabulary)
         for i in range(config.num_layers):
             stored, ours = f"{prefix}layers.{i}.", f"layers.{i}."
             table |= {stored + name: place for name, place in _attention_places(config, ours)}
@@ -357,34 +348,38 @@ def _spelling(name: str, present: frozenset[str]) -> str:
 
 def _attention_places(config: LlamaConfig, ours: str) -> Places:
     hidden, width = config.hidden_size, config.head_dim
-    yield "input_layernorm.weight", Placement(f"{ours}attention.norm", (hidden,))
+    yield "input_layernorm.weight", Placement(f"{ours}attention.qkv.norm", (hidden,))
     start = 0
     for name, num_heads in (("q", config.num_heads), ("k", config.num_kv_heads), ("v", config.num_kv_heads)):
         size = num_heads * width
         rows = (slice(start, start + size),)
-        yield f"self_attn.{name}_proj.weight", Placement(f"{ours}attention.qkv", (size, hidden), rows)
+        yield f"self_attn.{name}_proj.weight", Placement(f"{ours}attention.qkv.weight", (size, hidden), rows)
         if config.qkv_bias:
-            yield f"self_attn.{name}_proj.bias", Placement(f"{ours}attention.qkv_bias", (size,), rows)
+            yield f"self_attn.{name}_proj.bias", Placement(f"{ours}attention.qkv.bias", (size,), rows)
         start += size
-    yield "self_attn.o_proj.weight", Placement(f"{ours}attention.out", (hidden, config.num_heads * width))
+    yield (
+        "self_attn.o_proj.weight",
+        Placement(f"{ours}attention.out.weight", (hidden, config.num_heads * width)),
+    )
     if config.out_bias:
-        yield "self_attn.o_proj.bias", Placement(f"{ours}attention.out_bias", (hidden,))
+        yield "self_attn.o_proj.bias", Placement(f"{ours}attention.out.bias", (hidden,))
     if config.qk_norm:
         yield "self_attn.q_norm.weight", Placement(f"{ours}attention.q_norm", (width,))
         yield "self_attn.k_norm.weight", Placement(f"{ours}attention.k_norm", (width,))
-    yield "post_attention_layernorm.weight", Placement(f"{ours}mlp.norm", (hidden,))
 
 
 def _dense_places(config: LlamaConfig, ours: str) -> Places:
     hidden, width = config.hidden_size, config.intermediate_size
     gate, up = (slice(0, width),), (slice(width, 2 * width),)
-    yield "mlp.gate_proj.weight", Placement(f"{ours}mlp.gate_up", (width, hidden), gate)
-    yield "mlp.up_proj.weight", Placement(f"{ours}mlp.gate_up", (width, hidden), up)
-    yield "mlp.down_proj.weight", Placement(f"{ours}mlp.down", (hidden, width))
+    yield "post_attention_layernorm.weight", Placement(f"{ours}mlp.gate_up.norm", (hidden,))
+    yield "mlp.gate_proj.weight", Placement(f"{ours}mlp.gate_up.weight", (width, hidden), gate)
+    yield "mlp.up_proj.weight", Placement(f"{ours}mlp.gate_up.weight", (width, hidden), up)
+    yield "mlp.down_proj.weight", Placement(f"{ours}mlp.down.weight", (hidden, width))
 
 
 def _expert_places(config: LlamaConfig, ours: str) -> Places:
     hidden, width = config.hidden_size, config.expert_size
+    yield "post_attention_layernorm.weight", Placement(f"{ours}mlp.norm", (hidden,))
     yield "mlp.gate.weight", Placement(f"{ours}mlp.router", (config.num_experts, hidden))
     for e in range(config.num_experts):
         stored = f"mlp.experts.{e}."
@@ -396,6 +391,7 @@ def _expert_places(config: LlamaConfig, ours: str) -> Places:
 
 def _fused_expert_places(config: LlamaConfig, ours: str) -> Places:
     num_experts, hidden, width = config.num_experts, config.hidden_size, config.expert_size
+    yield "post_attention_layernorm.weight", Placement(f"{ours}mlp.norm", (hidden,))
     yield "mlp.gate.weight", Placement(f"{ours}mlp.router", (num_experts, hidden))
     yield "mlp.experts.gate_up_proj", Placement(f"{ours}mlp.gate_up", (num_experts, 2 * width, hidden))
     yield "mlp.experts.down_proj", Placement(f"{ours}mlp.down", (num_experts, hidden, width))

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
 from penstock.layers.inputs import KVCache, LayerCache, StateCache, StepInputs
+from penstock.layers.linear import Linear
 from penstock.layers.mlp import DenseMLP, SparseMLP
-from penstock.layers.parameter import norm_parameter, parameter
+from penstock.layers.parameter import weight
 from penstock.layers.rope import Rope, inverse_frequencies
 from penstock.models.placement import Placement
 from penstock.models.qwen3_5_config import Qwen3_5Config
 from penstock.models.qwen3_5_mtp import MTP
 from penstock.models.qwen3_5_placements import IGNORED, find_placements, stores_mtp
-from penstock.ops import linear, norm_linear, rms_norm
+from penstock.ops import linear, rms_norm
 from penstock.types import CacheSpec
 
 
@@ -73,14 +74,13 @@ class Qwen3_5(nn.Module):
         self.device = torch.device(device)
         self.vocab_size = config.vocab_size
         self.max_position = config.max_position
-        self.embedding = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embedding = weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         layers = [Layer(config, is_attention, dtype, device) for is_attention in config.is_attention]
         self.layers = nn.ModuleList(layers)
         self._cache_specs: list[CacheSpec] = [layer.mixer.cache_spec for layer in layers]
-        self.norm = norm_parameter(config.hidden_size, device)
-        self.head: nn.Parameter | None = None
-        if not config.is_tied:
-            self.head = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.head = Linear(config.hidden_size, config.vocab_size, eps=config.eps, dtype=dtype, device=device)
+        if config.is_tied:
+            self.head.weight = self.embedding
         self.rope = Rope(
             inverse_frequencies(config.rope_theta, config.rotary_dim), config.max_position, device
         )
@@ -89,22 +89,14 @@ class Qwen3_5(nn.Module):
     def forward(
         self, inputs: StepInputs, caches: Sequence[LayerCache | None], only_last: bool = False
     ) -> Tensor:  # [T, H], or [R, H]
-        hidden, rope = F.embedding(inputs.token_ids, self.embedding), self.rope.table
+        hidden, rope = F.embedding(inputs.token_ids, self.embedding.values), self.rope.table
         for layer, cache in zip(self.layers, caches, strict=True):
             if cache is not None:
                 hidden = layer(hidden, inputs, cache, rope, only_last and layer is self.layers[-1])
         return hidden
 
     def logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32
-        weight = self._head_weight
-        return norm_linear(
-            hidden,
-            self.norm,
-            self.config.eps,
-            weight,
-            out_dtype=torch.float32,
-            deterministic=deterministic,
-        )
+        return self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
 
     def draft(
         self,
@@ -114,17 +106,14 @@ class Qwen3_5(nn.Module):
         cache: KVCache,
     ) -> Tensor:  # [T, H]  for `draft_logits`, and for the next draft
         assert self.mtp is not None
-        return self.mtp(inputs, next_token_ids, hidden, cache, self.embedding, self.rope.table)
+        return self.mtp(inputs, next_token_ids, hidden, cache, self.embedding.values, self.rope.table)
 
     def final_norm(self, hidden: Tensor) -> Tensor:  # [T, H] -> [T, H]
-        return rms_norm(hidden, self.norm, self.config.eps)
+        assert self.head.norm is not None
+        return rms_norm(hidden, self.head.norm, self.config.eps)
 
     def draft_logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32
-        return linear(hidden, self._head_weight, deterministic=deterministic).float()
-
-    @property
-    def _head_weight(self) -> Tensor:
-        return self.embedding if self.head is None else self.head
+        return linear(hidden, self.head.weight, deterministic=deterministic).float()
 
     def cache_specs(self) -> list[CacheSpec]:
         return list(self._cache_specs)

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from penstock.layers.attention import Attention
 from penstock.layers.inputs import KVCache, StepInputs
+from penstock.layers.linear import Linear
 from penstock.layers.mlp import DenseMLP, SparseMLP
-from penstock.layers.parameter import norm_parameter, parameter
-from penstock.ops import linear, rms_norm
+from penstock.layers.parameter import norm_parameter
+from penstock.ops import rms_norm
 from penstock.types import KVSpec
 
 
@@ -32,7 +33,7 @@ class MTP(nn.Module):
         self.eps = eps
         self.embedding_norm = norm_parameter(hidden_size, device)
         self.hidden_norm = norm_parameter(hidden_size, device)
-        self.fc = parameter(hidden_size, 2 * hidden_size, dtype=dtype, device=device)
+        self.fc = Linear(2 * hidden_size, hidden_size, dtype=dtype, device=device)
         self.attention = attention
         self.mlp = mlp
         self.norm = norm_parameter(hidden_size, device)
@@ -52,6 +53,6 @@ class MTP(nn.Module):
     ) -> Tensor:  # [T, H]  normed: the head reads it as it is
         embedded = rms_norm(F.embedding(next_token_ids, embedding), self.embedding_norm, self.eps)
         seen = rms_norm(hidden, self.hidden_norm, self.eps)
-        joined = linear(torch.cat((embedded, seen), dim=-1), self.fc, deterministic=inputs.deterministic)
+        joined = self.fc(torch.cat((embedded, seen), dim=-1), deterministic=inputs.deterministic)
         attended = self.attention(joined, inputs, cache, rope)
         return rms_norm(self.mlp(attended, inputs), self.norm, self.eps)

@@ -58,8 +58,8 @@ def open_safetensors(path: Path) -> list[StoredTensor]:
             raise CheckpointError(
                 f"{path.name} is truncated: {name} ends at byte {data_start + end:,}, the file at {size:,}"
             )
-        load = _loader(path, data_start + start, dtype, shape)
-        tensors.append(StoredTensor(name, shape, dtype, load))
+        read = _reader(path, data_start + start, dtype, shape)
+        tensors.append(StoredTensor(name, shape, dtype, read))
     return tensors
 
 
@@ -99,13 +99,21 @@ def _parse_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[
     return dtype, shape, start, end
 
 
-def _loader(path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Callable[[], Tensor]:
-    def load() -> Tensor:
-        raw = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
-        _read_into(path, offset, raw.numpy().data)
-        return raw.view(dtype).reshape(shape)
+def _reader(
+    path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Callable[[slice | None], Tensor]:
+    def read(rows: slice | None) -> Tensor:
+        first, own_shape = 0, shape
+        if rows is not None:
+            first, end, step = rows.indices(shape[0])
+            assert step == 1, "rows are read as they lie"
+            own_shape = (max(0, end - first), *shape[1:])
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        raw = torch.empty(math.prod(own_shape) * dtype.itemsize, dtype=torch.uint8)
+        _read_into(path, offset + first * row_bytes, raw.numpy().data)
+        return raw.view(dtype).reshape(own_shape)
 
-    return load
+    return read
 
 
 def _read_into(path: Path, offset: int, buffer: memoryview) -> None:

@@ -15,7 +15,11 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    load: Callable[[], Tensor]  # a CPU tensor of that shape and dtype; the caller's alone
+    read: Callable[[slice | None], Tensor]  # some rows of it, or all: a CPU tensor, the caller's alone
+
+    def load(self, rows: slice | None = None) -> Tensor:
+        """The tensor, or only these rows of it."""
+        return self.read(rows)
 
     @property
     def num_bytes(self) -> int:

@@ -40,7 +40,7 @@ def open_torch_file(path: Path) -> list[StoredTensor]:
         if kind := _odd_kind(value):
             raise CheckpointError(f"{path.name} holds {name} as a {kind} tensor, not as plain numbers")
     return [
-        StoredTensor(name, tuple(tensor.shape), tensor.dtype, _loader(tensor))
+        StoredTensor(name, tuple(tensor.shape), tensor.dtype, _reader(tensor))
         for name, tensor in content.items()
     ]
 
@@ -56,5 +56,5 @@ def _odd_kind(tensor: Tensor) -> str:
     return "" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")
 
 
-def _loader(tensor: Tensor) -> Callable[[], Tensor]:
-    return lambda: tensor.detach()
+def _reader(tensor: Tensor) -> Callable[[slice | None], Tensor]:
+    return lambda rows: tensor.detach() if rows is None else tensor.detach()[rows]
