@@ -4,8 +4,9 @@
 #   ./start_server.sh [--model M] [--port P] [--gpus 0,1,...] [any other flag of `penstock serve`]
 #
 # On a machine with GPUs every GPU gets an engine unless --gpus or --replicas says otherwise. Replies come
-# without thinking unless a request asks for it, or --enable-thinking (PENSTOCK_ENABLE_THINKING=1) for all. A
-# server that is killed is started again; ./stop_server.sh [--port P] ends it. Its log and its pid are in run/.
+# without thinking unless a request asks for it, or --enable-thinking (PENSTOCK_ENABLE_THINKING=1) for all, and
+# greedy unless it says a temperature, or --generation-config auto (PENSTOCK_GENERATION_CONFIG=auto) for all. A
+# server that is killed is started again; ./stop_server.sh [--port P] ends it. Its log and pid are in run/.
 # Ctrl-C while it waits stops the server again.
 # Exit code: 0 when the server is ready; 1 when it did not come up, with the end of its log, or already runs;
 # 130 or 143 when a signal ended the wait.
@@ -83,7 +84,7 @@ wait_until_ready() { # PIDFILE LOG PORT
 }
 
 main() {
-  local port=8000 has_place='' penstock=.venv/bin/penstock previous='' word
+  local port=${PENSTOCK_PORT:-8000} has_place='' penstock=.venv/bin/penstock previous='' word
   for word in "$@"; do
     case "$previous" in --port) port=$word ;; esac
     case "$word" in
@@ -92,7 +93,8 @@ main() {
         exit 0
         ;;
       --port=*) port=${word#--port=} ;;
-      --gpus | --gpus=* | --replicas | --replicas=* | --device | --device=*) has_place=1 ;;
+      --gpus | --gpus=* | --device | --device=*) has_place=1 ;;
+      --replicas | --replicas=* | --data-parallel-size | --data-parallel-size=*) has_place=1 ;;
     esac
     previous=$word
   done
@@ -110,7 +112,8 @@ main() {
     gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, -) || gpus=''
     [ -z "$gpus" ] || set -- "$@" --gpus "$gpus"
   fi
-  export PENSTOCK_ENABLE_THINKING=${PENSTOCK_ENABLE_THINKING:-0} # flags beat it
+  export PENSTOCK_ENABLE_THINKING=${PENSTOCK_ENABLE_THINKING:-0} # flags beat these
+  export PENSTOCK_GENERATION_CONFIG=${PENSTOCK_GENERATION_CONFIG:-off}
   mkdir -p "$RUN_DIR"
   given_up='' # only noted here: what is half started could not be stopped yet
   trap 'given_up=INT' INT

@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 RUN_DIR=${RUN_DIR:-run}
-PORT=8000
+PORT=${PENSTOCK_PORT:-8000}
 TIMEOUT_S=35 # more than the server gives its running answers
 
 while [ $# -gt 0 ]; do

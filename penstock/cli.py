@@ -17,18 +17,22 @@ from penstock import __version__
 from penstock.commands.console import print_error, print_note
 from penstock.commands.flags import ENV_PREFIX, Parser, UsageError, unknown_variables
 from penstock.commands.variables import read_variables, variables_of
+from penstock.commands.vllm_flags import add_vllm_flags
 from penstock.errors import PenstockError, nearest
 
 COMMANDS = {
     "serve": "answer the OpenAI API over HTTP",
     "chat": "talk to a model in this terminal",
     "generate": "continue one text and print it",
+    "batch": "answer a file of requests into another file",
     "inspect": "what a model weighs and how much of it fits here",
     "bench": "time decode steps and prefills against the memory floor, or a server under load",
     "tune": "measure the tiles of the kernels on this GPU",
     "eval": "what the model behind a server can do, on problems it has never seen",
     "forge": "write a specialised engine for one model on this machine",
 }
+
+ENGINE_COMMANDS = ("serve", "chat", "generate", "batch", "bench")  # those that take an engine's flags
 
 HELP = """Penstock runs language models: hybrid Gated-DeltaNet ones (Qwen3.5) and Llamas.
 
@@ -41,6 +45,7 @@ Try it; without a model these use a tiny one that comes along:
   penstock generate --chat "What is 7 * 8?"   one answer, streamed
   penstock serve                              an OpenAI-compatible server on port 8000
   penstock serve ~/models/Qwen3.5-4B          the same with a checkpoint of yours
+  penstock batch requests.jsonl               a file of requests, answered into another
   penstock eval gates                         what the model behind that server can do
   penstock inspect Qwen3.5-35B-A3B            parameters, bytes, what fits here
   penstock forge --budget 10m                 an engine.py for the model in target/
@@ -88,6 +93,8 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
         allow_abbrev=False,
     )
     command.add_arguments(parser)
+    if name in ENGINE_COMMANDS:
+        add_vllm_flags(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     given = read_variables(name, parser, words[1:], os.environ)
     arguments = parser.parse_strictly([*given.words, *words[1:]])

@@ -1,7 +1,8 @@
 """Every setting of an engine and of a server, once: its name, type, default and what it does.
 
-Command-line flags are generated from these fields, so a name exists in one place only. Values are never
-written back; what follows from them is a property. Nothing here imports torch.
+Command-line flags are generated from these fields, so a name exists in one place only. `aliases` are vLLM's
+names of a flag, `inverse` those that turn a switch off (docs/vllm.md). Values are never written back; what
+follows from them is a property. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 STATE_DTYPES = {"float32": 4, "float16": 2}  # bytes of an element
 LOG_FORMATS = ("text", "json")
 REASONING_PLACES = ("separate", "content")
+ROUTING_POLICIES = ("prefix", "least-pending", "round-robin")
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # an operator's, too
+POOLINGS = ("auto", "last", "mean")
+SCORINGS = ("auto", "yes-no", "classifier", "cosine")
+SCORE_PROMPTS = ("auto", "qwen3", "pair", "template")
 
 
 def setting(default: Any, help: str, **extra: Any) -> Any:
@@ -31,30 +37,47 @@ class EngineConfig:
     random_weights: bool = setting(False, "make up seeded weights instead of reading them")
     weights_seed: int = setting(0, "seed of --random-weights")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
-    dtype: str = setting("auto", "of weights, activations and KV", choices=DTYPES)
+    dtype: str = setting("auto", "type of weights, activations and KV", choices=DTYPES)
     state_dtype: str = setting(
         "float32",
-        "of the recurrent states of hybrid models; float16 halves them",
+        "type of the recurrent states of hybrid models; float16 halves their size",
         choices=tuple(STATE_DTYPES),
+        aliases=("--mamba-ssm-cache-dtype",),
     )
     max_model_len: int | None = setting(
         None, "longest context in tokens (default: what the model and memory allow)"
     )
     max_rows: int | None = setting(
-        None, "sequences that may run at the same time (default: 64 on a CPU, 256 on a GPU)"
+        None,
+        "sequences that may run at the same time (default: 64 on a CPU, 256 on a GPU)",
+        aliases=("--max-num-seqs",),
     )
     max_step_tokens: int | None = setting(
-        None, "tokens in one step (default: 512 on a CPU, 4096 or 16384 on a GPU, 32768 of a lone prompt)"
+        None,
+        "tokens in one step (default: 512 on a CPU, 4096 or 16384 on a GPU, 32768 of a lone prompt)",
+        aliases=("--max-num-batched-tokens",),
     )
     mixed_step_tokens: int | None = setting(
-        None, "of those, tokens of prompts while others decode and few wait (default: 1024 on a GPU)"
+        None, "prefill tokens in one step while other requests decode (default: 1024 on a GPU)"
     )
-    page_size: int = setting(64, "tokens in one page of KV")
+    bulk_share: float = setting(
+        0.1,
+        "least share of the time for long prompts while short requests, which go first, are running; "
+        "1: all requests take part in every step",
+    )
+    page_size: int = setting(64, "tokens in one page of KV", aliases=("--block-size",))
     memory_gb: float | None = setting(
         None,
         "GB for the cache (default: what weights, graphs and the largest step leave on a GPU, 1 GB on a CPU)",
     )
-    prefix_cache: bool = setting(True, "reuse the work of prompts that start alike")
+    memory_share: float | None = setting(
+        None,
+        "share of the GPU's memory for weights, steps and cache together (default: all that is free)",
+        aliases=("--gpu-memory-utilization",),
+    )
+    prefix_cache: bool = setting(
+        True, "reuse KV and states of prompts that begin alike", aliases=("--enable-prefix-caching",)
+    )
     checkpoint_gb: float | None = setting(
         None,
         "GB of state checkpoints for the prefix cache of hybrid models (default: half of the state slots)",
@@ -62,11 +85,35 @@ class EngineConfig:
     session_gb: float | None = setting(
         None, "GB of the cache that sessions may keep between their requests (default: half of it; 0: none)"
     )
-    session_minutes: float = setting(30.0, "minutes that a session is kept which nobody uses")
-    deterministic: bool = setting(False, "results that never depend on what else is being served; slower")
-    graphs: bool | None = setting(None, "capture decode steps as CUDA graphs at start (default: on a GPU)")
+    session_minutes: float = setting(30.0, "minutes after which an unused session ends")
+    deterministic: bool = setting(False, "results that never depend on other requests; slower")
+    graphs: bool | None = setting(
+        None,
+        "capture decode steps as CUDA graphs at start (default: on a GPU)",
+        inverse=("--enforce-eager",),
+    )
     overlap: bool | None = setting(
-        None, "plan a step while the device runs the one before (default: on a GPU)"
+        None,
+        "plan a step while the device runs the previous one (default: on a GPU)",
+        aliases=("--async-scheduling",),
+    )
+    pooling: str = setting(
+        "auto",
+        "embeddings from the last token's hidden state or the mean of all (default: as the checkpoint says, "
+        "else last)",
+        choices=POOLINGS,
+    )
+    scoring: str = setting(
+        "auto",
+        "scores of a query with a document: by the model's answer yes or no, by its classifier, or the "
+        "cosine of two embeddings (default: as the checkpoint says)",
+        choices=SCORINGS,
+    )
+    score_prompt: str = setting(
+        "auto",
+        "prompt of yes-no and classifier scores: Qwen3-Reranker's, the tokenizer's for pairs, or the chat "
+        "template's with roles query and document (default: as the checkpoint says)",
+        choices=SCORE_PROMPTS,
     )
 
     def __post_init__(self) -> None:
@@ -82,6 +129,16 @@ class EngineConfig:
         for name, value in positive.items():
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}", "It must be more than 0.")
+        if not 0 < self.bulk_share <= 1:
+            raise ConfigError(f"bulk_share is {self.bulk_share}", "It must be more than 0 and at most 1.")
+        if self.memory_share is not None and not 0 < self.memory_share <= 1:
+            raise ConfigError(f"memory_share is {self.memory_share}", "It must be more than 0 and at most 1.")
+        if self.memory_share is not None and self.memory_gb is not None:
+            raise ConfigError(
+                f"memory_share is {self.memory_share} and memory_gb is {self.memory_gb}",
+                "Both say how large the cache becomes.",
+                "Leave one of them out.",
+            )
         if self.session_gb is not None and not self.session_gb >= 0:
             raise ConfigError(f"session_gb is {self.session_gb}", "It must be 0, for no sessions, or more.")
         if self.deterministic and self.page_size % 64:
@@ -98,6 +155,9 @@ class EngineConfig:
             )
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("state_dtype", self.state_dtype, tuple(STATE_DTYPES))
+        _require_choice("pooling", self.pooling, POOLINGS)
+        _require_choice("scoring", self.scoring, SCORINGS)
+        _require_choice("score_prompt", self.score_prompt, SCORE_PROMPTS)
 
     @property
     def state_bytes(self) -> int:
@@ -123,16 +183,24 @@ class ServeConfig:
     served_model_name: str | None = setting(None, "name in /v1/models and in answers (default: the folder's)")
     tokenizer: str | None = setting(None, "folder or tokenizer.json to use (default: the model's own)")
     replicas: int = setting(
-        1, "engine processes to serve with, each on a GPU of its own where there are GPUs"
+        1,
+        "engine processes to serve with, each on a GPU of its own where there are GPUs",
+        aliases=("--data-parallel-size",),
     )
     gpus: tuple[int, ...] = setting((), "GPUs to use, one engine process on each")
+    routing: str = setting(
+        "prefix",
+        "which of several engines gets a request: the least busy one or one that has its beginning cached, "
+        "the one with the fewest requests, or each in turn",
+        choices=ROUTING_POLICIES,
+    )
     hang_timeout: float = setting(1.5, "seconds of silence after which an engine process is replaced")
     step_timeout: float = setting(60.0, "seconds in one step after which an engine process is replaced")
     resume_timeout: float = setting(
         30.0, "seconds that requests of a lost engine wait for another one before they fail"
     )
     drain_timeout: float = setting(
-        30.0, "seconds that running replies have when the server or an engine ends"
+        30.0, "seconds for running replies to finish when the server or an engine stops"
     )
     system_prompt_file: str | None = setting(
         None, "text file with the system prompt of chats that have none, computed before the first request"
@@ -141,29 +209,54 @@ class ServeConfig:
         None, "file with a chat template, or no-think: Qwen's without thoughts (default: the model's own)"
     )
     session_mb: float = setting(
-        256.0, "MB of messages that sessions hold, so that chats go on from them (0: none do)"
+        256.0, "MB of messages kept for sessions, so that a request may send new messages only (0: none)"
     )
-    enable_thinking: bool | None = setting(None, "what the chat template is told when a request does not say")
+    enable_thinking: bool | None = setting(
+        None, "whether the model thinks when a request does not say (default: as the chat template has it)"
+    )
     thinking_share: float = setting(
         0.5,
-        "share of max_tokens after which a thought is closed if a request has no budget, at least 16 tokens; "
+        "share of max_tokens after which thinking is closed if a request sets no budget, at least 16 tokens; "
         "1: never",
     )
     reasoning: str = setting(
         "separate",
-        "where chat completions have thoughts: in reasoning_content, or in content between <think> tags",
+        "where chat completions put thoughts: reasoning_content, or content between <think> tags",
         choices=REASONING_PLACES,
     )
     loop_guard: bool = setting(
         False,
-        "close thoughts and then end replies that only repeat themselves, if a request does not say",
+        "end thoughts and replies that only repeat themselves, unless a request says otherwise",
     )
-    temperature: float | None = setting(None, "of requests that do not say (default: 0, the likeliest token)")
-    top_p: float | None = setting(None, "of requests that do not say (default: 1, every token)")
-    repetition_penalty: float | None = setting(None, "of requests that do not say (default: 1, none)")
+    generation_config: str = setting(
+        "auto",
+        "default sampling parameters: auto reads the checkpoint's generation_config.json, off (or vllm) "
+        "reads no file; or a file or folder",
+    )
+    temperature: float | None = setting(
+        None, "of requests that set none (default: as --generation-config says, or 0, the likeliest token)"
+    )
+    top_p: float | None = setting(None, "of requests that set none (default: as the file says, or 1)")
+    top_k: int | None = setting(None, "of requests that set none (default: as the file says, or 0, all)")
+    min_p: float | None = setting(None, "of requests that set none (default: as the file says, or 0)")
+    repetition_penalty: float | None = setting(
+        None, "of requests that set none (default: as the file says, or 1, none)"
+    )
     greedy: bool = setting(False, "the same as --temperature 0")
+    sampling_seed: int | None = setting(
+        None,
+        "seed from which requests without a seed get theirs, in order of arrival (default: random)",
+        aliases=("--seed",),
+    )
+    open_schemas: bool = setting(
+        False,
+        "allow object keys that a JSON schema does not list, if the schema says nothing about them",
+    )
+    ignore_field: tuple[str, ...] = setting(
+        (), "unknown request field to ignore instead of refusing the request; may be repeated"
+    )
     allow_special_tokens_in_content: bool = setting(
-        False, "let control tokens that messages and tools contain act as control tokens, not as text"
+        False, "treat control tokens inside messages and tools as control tokens, not as text"
     )
     api_key: tuple[str, ...] = dataclasses.field(
         default=(),
@@ -178,25 +271,28 @@ class ServeConfig:
         (), "name by which clients may call a server without keys, or *; may be repeated"
     )
     max_connections: int | None = setting(
-        None, "connections; more are answered 503 (default: what open files allow, less a reserve)"
+        None, "most open connections; more are answered 503 (default: what the limit on open files allows)"
     )
     max_queue: int = setting(
-        1024, "requests that may be read, wait or run; more are answered 429 with Retry-After"
+        1024, "most requests at a time, queued ones included; more are answered 429 with Retry-After"
     )
-    min_priority: int = setting(
-        0, "the most urgent that clients may ask for with `priority`, where lower runs earlier"
-    )
+    min_priority: int = setting(0, "lowest `priority` that clients may ask for; lower runs earlier")
     max_body_mb: float = setting(32.0, "MB of a request's body; more is answered 413")
     max_bodies_mb: float = setting(
         512.0, "MB of all bodies that are being read and prepared; more are answered 429 with Retry-After"
     )
     read_timeout: float = setting(
-        30.0, "seconds a client may take to send its body, and for its headers at most 10; then it is cut off"
+        30.0, "seconds for a client to send its body (headers: at most 10); then the connection is closed"
     )
     request_timeout: float | None = setting(
         None, "seconds a request may wait and run; a request's own `timeout` may only be shorter"
     )
-    log_format: str = setting("text", "of the log on stderr: a line for every request", choices=LOG_FORMATS)
+    batch_folder: str | None = setting(
+        None, "folder for /v1/files and /v1/batches, one for each server (default: no files and batches)"
+    )
+    batch_file_mb: float = setting(1024.0, "MB of a file that is uploaded there; more is answered 413")
+    batch_gb: float = setting(16.0, "GB of all files there, results included; more is answered 507")
+    log_format: str = setting("text", "of the log on stderr, one line per request", choices=LOG_FORMATS)
 
     def __post_init__(self) -> None:
         positive: dict[str, float | None] = {
@@ -211,6 +307,8 @@ class ServeConfig:
             "max_bodies_mb": self.max_bodies_mb,
             "read_timeout": self.read_timeout,
             "request_timeout": self.request_timeout,
+            "batch_file_mb": self.batch_file_mb,
+            "batch_gb": self.batch_gb,
         }
         for name, value in positive.items():
             if value is not None and not value > 0:
@@ -230,6 +328,7 @@ class ServeConfig:
                 "It must be 0 or less: requests that do not say have the priority 0.",
             )
         _require_choice("log_format", self.log_format, LOG_FORMATS)
+        _require_choice("routing", self.routing, ROUTING_POLICIES)
         _require_choice("reasoning", self.reasoning, REASONING_PLACES)
         if not 0 < self.thinking_share <= 1:
             raise ConfigError(
@@ -247,9 +346,20 @@ class ServeConfig:
     @property
     def sampling_defaults(self) -> dict[str, Any]:
         """What requests that do not say are drawn with; what is not in it is as `SamplingParams` has it."""
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "repetition_penalty")}
-        given = {name: value for name, value in given.items() if value is not None}
+        given = {name: value for name in SAMPLING_NAMES if (value := getattr(self, name)) is not None}
         return {**given, "temperature": 0.0} if self.greedy else given
+
+    @property
+    def silent_sampling(self) -> dict[str, float]:
+        """The same, with those that are neither a flag's nor the checkpoint's."""
+        plain = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        return {**plain, **self.sampling_defaults}
+
+    def with_sampling_of(self, checkpoint: dict[str, Any]) -> ServeConfig:
+        """The same, with a checkpoint's sampling parameters where the operator has not said."""
+        return dataclasses.replace(
+            self, **{name: value for name, value in checkpoint.items() if name not in self.sampling_defaults}
+        )
 
     @property
     def max_body_bytes(self) -> int:
@@ -258,6 +368,14 @@ class ServeConfig:
     @property
     def max_bodies_bytes(self) -> int:
         return int(self.max_bodies_mb * 1024**2)
+
+    @property
+    def batch_file_bytes(self) -> int:
+        return int(self.batch_file_mb * 1024**2)
+
+    @property
+    def batch_bytes(self) -> int:
+        return int(self.batch_gb * 1024**3)
 
     @property
     def session_bytes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any, ClassVar
 
 
 class PenstockError(Exception):
@@ -46,6 +47,7 @@ class RequestError(PenstockError):
 
     status = 400
     code = "invalid_value"
+    details: ClassVar[dict[str, Any] | None] = None  # for programs, where the API has a place for them
 
     def __init__(self, what: str, why: str = "", todo: str = "", *, param: str | None = None) -> None:
         super().__init__(what, why, todo)
@@ -107,7 +109,7 @@ class EngineLossError(EngineDeadError):
     code = "engines_lost"
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """A did-you-mean sentence for a misspelt name; empty when nothing is close."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"Did you mean {matches[0]!r}?" if matches else ""

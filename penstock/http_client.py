@@ -61,8 +61,10 @@ class HttpClient:
         self._prefix = url.path.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
 
-    def read(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
-        """The status, whatever it is, and the whole answer."""
+    def read(
+        self, method: str, path: str, body: Mapping[str, Any] | bytes | None = None
+    ) -> tuple[int, bytes]:
+        """The status, whatever it is, and the whole answer. A body of bytes is JSON already."""
         with self._lost_connection_is_said(), self._open(method, path, body) as answer:
             return answer.status, answer.read()
 
@@ -110,12 +112,15 @@ class HttpClient:
                 "Name the model with --model.",
             ) from error
 
-    def _open(self, method: str, path: str, body: Mapping[str, Any] | None) -> http.client.HTTPResponse:
+    def _open(
+        self, method: str, path: str, body: Mapping[str, Any] | bytes | None
+    ) -> http.client.HTTPResponse:
         connection = self._kind(self._host, self._port, timeout=self._timeout_s)
         # With this header the connection belongs to the answer, and closes with it.
         headers = {"Content-Type": "application/json", "Connection": "close", **key_header()}
         try:
-            connection.request(method, self._prefix + path, json.dumps(body) if body else None, headers)
+            data = body if isinstance(body, bytes) else json.dumps(body) if body else None
+            connection.request(method, self._prefix + path, data, headers)
             return connection.getresponse()
         except BaseException:
             connection.close()
@@ -140,6 +145,8 @@ class HttpClient:
         message = str(error.get("message", error) if isinstance(error, dict) else error)
         what, _, rest = message.partition("\n")
         said_by = f"So said {self.base_url}" + (f" (HTTP {status})." if status else ".")
+        if status == 401:
+            said_by += " Set PENSTOCK_API_KEY to a key of that server."
         return PenstockError(what, rest.replace("\n", " "), said_by)
 
 

@@ -8,6 +8,7 @@ for completion in llm.generate(["One", "Two"], SamplingParams(max_tokens=16)):
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +19,17 @@ from penstock.errors import PenstockError
 from penstock.models.source import find_model
 from penstock.progress import OnPhase
 from penstock.text.chat_prompt import ChatEncoder
-from penstock.text.prompt import build_requests
+from penstock.text.generation_config import checkpoint_sampling
+from penstock.text.pooling import VectorRules, VectorText
+from penstock.text.prompt import build_pooling_request, build_requests, truncated
 from penstock.text.stream import StreamDecoder
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import FinishReason, Request, SamplingParams, TokenDelta, TokenLogprob
+from penstock.types import FinishReason, Pooling, Request, SamplingParams, TokenDelta, TokenLogprob
 
 Prompt = str | Sequence[int]
+
+OFFLINE = {"bulk_share": 1.0}  # nobody reads along: no request goes before another
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,10 @@ class _Reply:
 
     def take(self, delta: TokenDelta) -> None:
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
-        text = self.decoder.push(delta.token_ids)
+        shown = delta.token_ids
+        if delta.finish == "stop" and shown and shown[-1] in self.request.end_token_ids:
+            shown = shown if self.decoder.shows_end(shown[-1]) else shown[:-1]
+        text = self.decoder.push(shown)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.finish, self.error = delta.finish, delta.error
@@ -88,21 +96,28 @@ class LLM:
         tokenizer: str | None = None,
         chat_template: str | None = None,
         allow_special_tokens_in_content: bool = False,
+        generation_config: str = "auto",
         on_phase: OnPhase = lambda _: None,
         **settings: Any,
     ) -> None:
         """`model` is a folder, a preset (with random_weights=True) or, if empty, the embedded model.
 
-        `chat_template` is a file to use instead of the model's own; `settings` are the fields of
-        `EngineConfig`.
+        `chat_template` is a file to use instead of the model's own; `generation_config` (auto, off, a file or
+        a folder) says how calls without `SamplingParams` draw; `settings` are the fields of `EngineConfig`.
         """
-        config: EngineConfig = from_mapping(EngineConfig, {"model": model, **settings})
+        config: EngineConfig = from_mapping(EngineConfig, {**OFFLINE, "model": model, **settings})
         source = find_model(model)
+        self.sampling_defaults = checkpoint_sampling(generation_config, source.path)
         self.tokenizer = Tokenizer.load(tokenizer or source.path)
         self.template = ChatTemplate.load(tokenizer or source.path, chat_template)
         self.chat_encoder = ChatEncoder(self.template, self.tokenizer, allow_special_tokens_in_content)
+        rules = VectorRules.load(source.path, config.pooling)
+        self.vector_text = VectorText(
+            self.tokenizer, self.template, rules, config.scoring, config.score_prompt
+        )
         self.engine = Engine.from_source(source, config, on_phase, tokenizer)
         self._replies: dict[str, _Reply] = {}
+        self._vectors: dict[str, bytes] = {}  # by the ids of requests that are being waited for
         self._ids = itertools.count()
 
     def generate(
@@ -129,6 +144,50 @@ class LLM:
     ) -> Completion:
         prompt = self.encode_chat(messages, **template_kwargs)
         return self._generate([prompt], sampling, continues_text=False)[0]
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        normalize: bool | None = None,  # None: as the checkpoint says
+        dimensions: int | None = None,
+    ) -> list[list[float]]:
+        """One vector per text, in their order."""
+        alone = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
+        many: Sequence[Any] = [texts] if alone else texts
+        encode, rules = self.vector_text.encode, self.vector_text.rules.pooling
+        prompts = [encode(text, prompt_name) if isinstance(text, str) else list(text) for text in many]
+        normalize = rules.normalize if normalize is None else normalize
+        pooling = Pooling(kind=rules.kind, normalize=normalize, dimensions=dimensions)
+        return [array("f", vector).tolist() for vector in self._pool(prompts, pooling)]
+
+    def score(self, query: str, documents: Sequence[str], *, instruction: str | None = None) -> list[float]:
+        """How relevant each document is to the query, as /v1/rerank has it."""
+        text, info = self.vector_text, self.engine.info
+        pairs = [(query, document) for document in documents]
+        prompts, scores = text.encode_pairs(pairs, info, instruction)
+        vectors = enumerate(self._pool(prompts, text.score_pooling(info)))
+        found = dict(pair for place, vector in vectors for pair in scores.take(place, vector))
+        return [found[number] for number in range(len(pairs))]
+
+    def _pool(self, prompts: list[list[int]], pooling: Pooling) -> list[bytes]:
+        max_model_len = self.engine.info.max_model_len
+        requests = [
+            build_pooling_request(f"llm-{next(self._ids)}", prompt, pooling, self.tokenizer, max_model_len)
+            for prompt in prompts
+        ]
+        ids = [request.id for request in requests]
+        try:
+            for request in requests:
+                self.engine.submit(request)
+            while not self._vectors.keys() >= set(ids):
+                self._step()
+            return [self._vectors[id] for id in ids]
+        finally:
+            for id in ids:
+                if self._vectors.pop(id, None) is None:
+                    self.engine.abort(id)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[str, None, None]:
         """Pieces of text as they come. Leaving the loop early stops the request."""
@@ -175,21 +234,22 @@ class LLM:
     def _submit(
         self, token_ids: list[int], sampling: SamplingParams | None, continues_text: bool
     ) -> list[str]:
-        sampling = sampling or SamplingParams()
+        sampling = sampling or SamplingParams(**self.sampling_defaults)
+        token_ids = truncated(token_ids, sampling, self.engine.info.max_model_len)
         continues_text = continues_text and self.tokenizer.has_text(token_ids)
         requests = build_requests(
             f"llm-{next(self._ids)}", token_ids, sampling, self.tokenizer, self.engine.info.max_model_len
         )
         for request in requests:
             self.engine.submit(request)
-            decoder = StreamDecoder(
-                self.tokenizer, sampling.stop, sampling.min_tokens, continues_text=continues_text
-            )
+            decoder = StreamDecoder.of(self.tokenizer, sampling, continues_text)
             self._replies[request.id] = _Reply(request, decoder)
         return [request.id for request in requests]
 
     def _step(self) -> None:
         for delta in self.engine.step():
+            if delta.vector is not None:
+                self._vectors[delta.request_id] = delta.vector
             reply = self._replies.get(delta.request_id)
             if reply is None or reply.finish is not None:
                 continue

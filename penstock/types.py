@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.digests import PageDigests
+from penstock.digests import PageDigests, scope_of
 from penstock.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+PoolingKind = Literal["last", "mean"]
 
 MAX_LOGPROBS = 20
 
@@ -50,7 +51,11 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()  # that a reply does not contain; text/prompt.py makes tokens of them
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False  # the stop that ended a reply, at its end
+    skip_special_tokens: bool = True  # in a reply's text
+    truncate_prompt_tokens: int | None = None  # as many of the prompt's last tokens; -1: as fit
     logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely ones'
     prompt_logprobs: int | None = None  # the same for the prompt, all of which is computed anew for that
     n: int = 1
@@ -73,6 +78,14 @@ class SamplingParams:
                     "Keys are token ids (0 or more) and values lie between -100 and 100.",
                     param="logit_bias",
                 )
+        if "" in self.bad_words:
+            raise RequestError("bad_words holds an empty text", "It has no tokens.", param="bad_words")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens is 0",
+                "It must be 1 or more, or -1 for as many as fit.",
+                param="truncate_prompt_tokens",
+            )
         if self.grammar is not None and self.min_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens} and the reply has a grammar",
@@ -99,8 +112,21 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("seed", -(2**63), 2**63 - 1),
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
+    ("truncate_prompt_tokens", -1, 2**31),
     ("n", 1, 128),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """The vector that is wanted of a prompt, in place of a reply."""
+
+    kind: PoolingKind = "last"  # of the hidden states behind the final norm: the last token's, or their mean
+    normalize: bool = True  # to the length 1
+    dimensions: int | None = None  # the first of them; None: all
+    # In place of the hidden state, what a head makes of it: the classifier's logits, or these tokens'.
+    is_classified: bool = False
+    logit_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +136,14 @@ class Request:
     id: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
+    pooling: Pooling | None = None  # then it is not continued: its last delta has a vector
     end_token_ids: tuple[int, ...] = ()  # any of these ends the reply with "stop"
+    banned: tuple[tuple[int, ...], ...] = ()  # tokens that never follow each other in the reply
     boundaries: tuple[int, ...] = ()  # prompt positions where messages start: good places for checkpoints
     priority: int = 0  # lower runs earlier
     session_id: str | None = None  # the conversation that the cache keeps for its next turn
     tenant: str = ""  # whose it is: it finds nothing in the cache that another's prompt has left there
+    cache_salt: str | None = None  # nor what requests with another salt have left
     num_resumed_tokens: int = 0  # the last of token_ids are its reply so far, generated before this request
     num_scored_tokens: int = 0  # of its prompt, those behind the first whose scores another engine has sent
     page_digests: PageDigests | None = None  # of its first pages; None: the engine computes them
@@ -123,6 +152,10 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.token_ids) - self.num_resumed_tokens
+
+    @property
+    def cache_scope(self) -> str:
+        return scope_of(self.tenant, self.cache_salt)
 
 
 @dataclass(slots=True, eq=False)
@@ -189,6 +222,12 @@ class Sequence:
         is_asked = self.request.sampling.prompt_logprobs is not None
         return is_asked and self.num_scored < self.num_prompt_tokens - 1
 
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether hidden states of its prompt are wanted that no cache has: the prefix is computed again."""
+        pooling = self.request.pooling
+        return self.is_scored or (pooling is not None and pooling.kind == "mean")
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
@@ -221,6 +260,14 @@ class Followers:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledChunk:
+    """A chunk whose hidden states are pooled: the last of its prompt, and of a mean all others, too."""
+
+    pooling: Pooling
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RowPlan:
     """One row of one step: a prefill chunk, a decode, or several tokens to verify, by its numbers."""
 
@@ -232,6 +279,7 @@ class RowPlan:
     initial_slot: int = 0  # where the state comes from, unless start is 0 (then it is zero)
     checkpoints: tuple[tuple[int, int], ...] = ()  # (tokens of this row, slot): save the state after them
     followers: Followers | None = None
+    pooled: PooledChunk | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -320,6 +368,7 @@ class StepOutput:
     token_ids: Mapping[int, int]
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
     prompt_scores: Mapping[int, PromptScores] = field(default_factory=dict)
+    vectors: Mapping[int, bytes] = field(default_factory=dict)  # float32, of prompts that were pooled
 
 
 # Made and sent for every token: as a dataclass it would take eight times as long to make.
@@ -334,6 +383,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_cached_tokens: int = 0
     error: str | None = None
     prompt_scores: PromptScores | None = None  # the next of the prompt behind its first token
+    vector: bytes | None = None  # float32, of a prompt that was pooled
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,6 +439,9 @@ class EngineInfo:
     num_slots: int
     cache_bytes: int
     weight_bytes: int
+    hidden_size: int = 0
+    has_head: bool = True  # False: it gives vectors, and no text
+    num_labels: int = 0  # of its classifier; 0: it has none
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from penstock.cache import Cache, SessionLimits
+from penstock.engine.fairness import BACKGROUND_S
 from penstock.engine.scheduler import Scheduler
 from penstock.types import (
     Admission,
@@ -61,6 +62,7 @@ class _Row:
     page_table: dict[int, int] = field(default_factory=dict)
     tokens: list[int] | None = None
     last_sample: int | None = None
+    summed: list[int] = field(default_factory=list)  # tokens in a mean so far
 
 
 class FakeRunner:
@@ -90,7 +92,22 @@ class FakeRunner:
         states = {row.row: self._initial_state(row) for row in plan.rows} if self.has_slots else {}
         for row in plan.rows:
             self._write(row, tokens[row.row], states.get(row.row, ()))
-        return StepOutput(plan.step, *self._sample(plan), self._score(plan))
+        return StepOutput(plan.step, *self._sample(plan), self._score(plan), self._pool(plan))
+
+    def _pool(self, plan: StepPlan) -> dict[int, bytes]:
+        """A vector is the tokens it was made of."""
+        vectors = {}
+        for row in plan.rows:
+            if row.pooled is None:
+                continue
+            tokens = self._rows[row.row].summed
+            if row.pooled.pooling.kind == "mean":
+                tokens[:] = [*([] if row.start == 0 else tokens), *row.token_ids]
+            else:
+                tokens[:] = self._read_context(row)
+            if row.pooled.is_last:
+                vectors[row.row] = bytes(tokens)
+        return vectors
 
     def _score(self, plan: StepPlan) -> dict[int, PromptScores]:
         """A token's score is its place."""
@@ -128,8 +145,9 @@ class FakeRunner:
             new = plan.token_ids
             end = plan.start + len(new)
             assert list(new) == self._known_tokens(plan.row)[plan.start : end]
-            assert plan.samples == (end == len(self._known_tokens(plan.row)))
-            assert plan.samples or end % self.page_size == 0, "a chunk ends inside a page"
+            is_end = end == len(self._known_tokens(plan.row))
+            assert (plan.samples or (plan.pooled is not None and plan.pooled.is_last)) == is_end
+            assert is_end or end % self.page_size == 0, "a chunk ends inside a page"
         else:
             assert row.last_sample is not None
             assert plan.samples
@@ -220,6 +238,7 @@ class Setup:
     max_step_tokens: int = 16
     shared_step_tokens: int | None = None
     mixed_step_tokens: int | None = None
+    bulk_share: float = 1.0
     max_model_len: int = 64
     max_checkpoints: int | None = None
     prefix_cache: bool = True
@@ -255,6 +274,7 @@ class World:
             max_step_tokens=setup.max_step_tokens,
             shared_step_tokens=setup.shared_step_tokens,
             mixed_step_tokens=setup.mixed_step_tokens,
+            bulk_share=setup.bulk_share,
             max_model_len=setup.max_model_len,
             clock=lambda: self.now_s,
         )
@@ -268,6 +288,7 @@ class World:
         self.replies: dict[str, list[int]] = {}
         self.finishes: dict[str, str] = {}
         self.scores: dict[str, list[int]] = {}  # places of prompts
+        self.vectors: dict[str, bytes] = {}
         self.deltas: list[TokenDelta] = []
         self.plans: list[StepPlan] = []
         self.num_sessions = 0  # when everybody had been served
@@ -287,7 +308,7 @@ class World:
 
     def step(self) -> StepPlan | None:
         """Plans, launches, and commits the output that is due."""
-        self.now_s += 1.0
+        self.now_s += 0.5
         decoding = [sequence for sequence in self._sampled if self._must_run(sequence)]
         plan = self.scheduler.plan()
         if plan is not None:
@@ -296,6 +317,7 @@ class World:
             self._pending.append(self.runner.launch(plan))
             self._sampled += [self._in_row(row.row) for row in plan.rows if row.samples and row.token_ids]
         self.cache.check()
+        self.now_s += 0.5
         if self._pending and (plan is None or len(self._pending) > self.setup.depth):
             for delta in self.scheduler.commit(self._pending.popleft()):
                 self._take(delta)
@@ -334,6 +356,8 @@ class World:
         self.replies[delta.request_id] += delta.token_ids
         if sequence.request.sampling.logprobs is not None:
             assert [logprob.token_id for logprob in delta.logprobs] == list(delta.token_ids)
+        if delta.vector is not None:
+            self.vectors[delta.request_id] = delta.vector
         if delta.finish is not None:
             self.finishes[delta.request_id] = delta.finish
 
@@ -356,7 +380,18 @@ class World:
         return sequence
 
     def _must_run(self, sequence: Sequence) -> bool:
+        """Background work need not, beside others."""
+        latest_s = self.now_s + BACKGROUND_S
+        if sequence.due_s > latest_s and any(
+            one.row is not None and one.due_s <= latest_s for one in self.sequences.values()
+        ):
+            return False
         return sequence.row is not None and sequence.num_tokens < self._longest(sequence)
+
+    def _may_pause(self, sequence: Sequence) -> bool:
+        """For short requests, which go first."""
+        mixed = self.setup.mixed_step_tokens or self.setup.max_step_tokens
+        return self.setup.bulk_share < 1 and sequence.num_prompt_tokens > 2 * mixed
 
     def _longest(self, sequence: Sequence) -> int:
         max_tokens = sequence.request.sampling.max_tokens or self.setup.max_model_len
@@ -368,9 +403,11 @@ class World:
         rows = {row.row for row in plan.rows}
         assert len(rows) <= setup.max_rows
         assert rows <= set(range(setup.max_rows))
-        assert {sequence.row for sequence in self._sampled} <= rows, "a decoding row was left out of a step"
+        due = {sequence.row for sequence in self._sampled if not self._may_pause(sequence)}
+        assert due <= rows, "a decoding row was left out of a step"
         num_decodes = sum(not row.token_ids for row in plan.rows)
         assert plan.num_tokens <= max(setup.max_step_tokens, num_decodes + setup.page_size)
         for row in plan.rows:
-            longest = self._longest(self._in_row(row.row))
+            sequence = self._in_row(row.row)
+            longest = self._longest(sequence) + (sequence.request.pooling is not None)
             assert row.start + row.num_tokens < longest, "planned past the end"

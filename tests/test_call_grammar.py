@@ -9,8 +9,9 @@ import pytest
 
 from grammar_walks import PERSON, is_allowed, is_valid, random_text
 from penstock.errors import RequestError
-from penstock.text.call_grammar import tool_calls_grammar, without_annotations
+from penstock.text.call_grammar import TextGrammar, tool_calls_grammar, without_annotations
 from penstock.text.dialects import DIALECTS, ParsedReply, StreamParser
+from penstock.text.grammar import with_blank_start
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -92,6 +93,58 @@ def test_where_calls_are_not_demanded_text_is_free() -> None:
     grammar = grammar_of("hermes", is_required=False)
     for text in ("", "Hello\nworld", EXAMPLES["hermes"], "Let me look.\n" + EXAMPLES["hermes"]):
         assert is_allowed(grammar, text)
+
+
+SHELL = {
+    "function": {
+        "name": "sh",
+        "parameters": {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]},
+    }
+}
+SHELL_CALLS = {
+    "qwen_xml": (
+        "<tool_call>\n<function=sh>\n<parameter=input>\nTEXT\n</parameter>\n</function>\n</tool_call>"
+    ),
+    "hermes": '<tool_call>\n{"name": "sh", "arguments": {"input": "TEXT"}}\n</tool_call>',
+    "llama3": '{"name": "sh", "parameters": {"input": "TEXT"}}',
+}
+PATCH = """start: "*** Begin" LF line+ "*** End" LF?
+line: ("+" | "-") /(.*)/ LF
+%import common.LF
+"""
+
+
+@pytest.mark.parametrize("dialect", SHELL_CALLS)
+def test_a_text_that_is_the_only_argument_is_held_to_its_regular_expression(dialect: str) -> None:
+    texts = {"sh": TextGrammar("regex", "(ls|cat)( [a-z/]+)?")}
+    grammar = grammar_of(dialect, [SHELL, *TOOLS], text_grammars=texts)
+    for text, is_right in (("ls", True), ("cat /etc", True), ("rm", False), ("ls ", False)):
+        assert is_allowed(grammar, SHELL_CALLS[dialect].replace("TEXT", text)) == is_right
+    assert is_allowed(grammar, EXAMPLES[dialect])
+
+
+def test_a_text_between_tags_is_held_to_its_lark_grammar() -> None:
+    texts = {"sh": TextGrammar("lark", PATCH)}
+    grammar = grammar_of("qwen_xml", [SHELL, *TOOLS], text_grammars=texts)
+    right = ("*** Begin\n+a\n-b\n*** End", "*** Begin\n+\n*** End\n")
+    for text in right:
+        assert is_allowed(grammar, SHELL_CALLS["qwen_xml"].replace("TEXT", text))
+    for text in ("*** Begin\n*** End", "*** Begin\na\n*** End", "ls"):
+        assert not is_allowed(grammar, SHELL_CALLS["qwen_xml"].replace("TEXT", text))
+    after_thought = with_blank_start(grammar)
+    assert is_allowed(after_thought, "\n\n" + SHELL_CALLS["qwen_xml"].replace("TEXT", right[0]))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "syntax", "definition"),
+    [("hermes", "lark", PATCH), ("qwen_xml", "lark", "start: x"), ("qwen_xml", "regex", "[")],
+)
+def test_a_grammar_that_cannot_hold_a_text_is_refused_with_its_tool(
+    dialect: str, syntax: Any, definition: str
+) -> None:
+    with pytest.raises(RequestError, match="'sh'") as caught:
+        grammar_of(dialect, [SHELL], text_grammars={"sh": TextGrammar(syntax, definition)})
+    assert caught.value.param == "tools"
 
 
 @pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"properties": {"a\nb": {}}}])

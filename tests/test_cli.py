@@ -25,6 +25,12 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.progress import Phase, timed
 
 
+def test_the_help_of_chat_says_where_a_servers_key_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["chat", "--help"])
+    assert "PENSTOCK_API_KEY" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("words", [[], ["--help"], *([name, "--help"] for name in COMMANDS)])
 def test_help_imports_no_torch(words: list[str]) -> None:
     code = (
@@ -72,14 +78,14 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             "error: penstock has no command 'srve'\n"
             "  Did you mean 'serve'?\n"
-            "  The commands are serve, chat, generate, inspect, bench, tune, eval, forge.\n",
+            "  The commands are serve, chat, generate, batch, inspect, bench, tune, eval, forge.\n",
         ),
         (
             ["--versoin"],
             2,
             "error: penstock has no flag '--versoin'\n"
             "  Did you mean '--version'?\n"
-            "  The commands are serve, chat, generate, inspect, bench, tune, eval, forge.\n",
+            "  The commands are serve, chat, generate, batch, inspect, bench, tune, eval, forge.\n",
         ),
         (
             ["serve", "--max-row", "4"],

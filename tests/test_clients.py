@@ -14,9 +14,10 @@ import pytest
 from command_line import ROOT
 from penstock import errors
 from penstock.config import EngineConfig, ServeConfig
+from penstock.serve.batches.folder import StorageFullError
 from penstock.serve.browsers import ForbiddenError, MediaTypeError
 from penstock.serve.openapi import OPERATIONS
-from penstock.serve.responses.store import UnknownResponseError
+from penstock.serve.responses.store import UnknownConversationError, UnknownItemError, UnknownResponseError
 from penstock.serve.sessions import SessionNotFoundError
 from serving import Server, start_server
 
@@ -107,7 +108,8 @@ def test_the_table_of_metrics_has_every_metric_and_its_type(server: Server) -> N
 
 
 def test_the_table_of_errors_agrees_with_the_errors() -> None:
-    ours = (SessionNotFoundError, UnknownResponseError, ForbiddenError, MediaTypeError)
+    kept = (SessionNotFoundError, UnknownResponseError, UnknownConversationError, UnknownItemError)
+    ours = (*kept, ForbiddenError, MediaTypeError, StorageFullError)
     known = (*vars(errors).values(), *ours)
     statuses = {kind.code: kind.status for kind in known if hasattr(kind, "code")}
     listed = {code: int(row[0]) for row in table("Errors") for code in in_code(row[1])}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -64,7 +63,7 @@ def test_generate_prints_every_answer_after_its_number(capsys: pytest.CaptureFix
 def test_an_answer_that_ends_with_an_error_is_one(
     form: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read_sampling(arguments: argparse.Namespace) -> SamplingParams:
+    def read_sampling(*_: object) -> SamplingParams:
         return SamplingParams(grammar="not a grammar", n=2 if "--n" in form else 1)
 
     monkeypatch.setattr("penstock.commands.generate.read_sampling", read_sampling)

@@ -39,6 +39,9 @@ class EventsOnly:
         assert isinstance(news, ContentDelta)
         return news.text.encode()
 
+    def encode_heartbeat(self) -> bytes:
+        return b""
+
     def encode_end(self, usage: Usage) -> bytes:
         return b"the end"
 

@@ -366,11 +366,14 @@ def test_a_call_inside_an_argument_is_not_made() -> None:
     unknown = write_call("qwen_xml", "write_file", {"content": inner})
     assert reply_of("qwen_xml", unknown) == ParsedReply(content=unknown, reason="stop")
     cut = write_call("qwen_xml", "make", {"text": inner}).removesuffix("</function>\n</tool_call>")
-    assert reply_of("qwen_xml", cut, finish="length") == ParsedReply(content=cut, reason="length")
+    (call,) = reply_of("qwen_xml", cut, finish="length").calls
+    assert call.name == "make"
+    assert call.arguments.startswith('{"text": "<tool_call>')
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_of_a_reply_that_is_cut_off_whole_calls_stay_and_the_last_is_text(name: str) -> None:
+def test_of_a_reply_that_is_cut_off_the_last_call_stays_as_far_as_it_came(name: str) -> None:
+    """Text is all before it is known which tool is called."""
     form = DIALECTS[name].call
     assert form is not None
     first, second = (write_call(name, "make", {"text": word, "count": 7}) for word in ("one", "two"))
@@ -379,9 +382,14 @@ def test_of_a_reply_that_is_cut_off_whole_calls_stay_and_the_last_is_text(name: 
         reply = reply_of(name, f"Hi.\n{first}{form.separator}{second[:end]}", finish="length")
         whole = [("make", {"text": "one", "count": 7}), ("make", {"text": "two", "count": 7})]
         assert reply.reason == "length"
-        if end < is_whole_at:
+        if len(reply.calls) == 1:
             assert calls_in(reply) == whole[:1]
+            assert "two" not in second[:end]
             assert reply.content == f"Hi.\n{form.separator}{second[:end]}"
+        elif end < is_whole_at:
+            assert reply.calls[1].name == "make"
+            assert '{"text": "two", "count": 7}'.startswith(reply.calls[1].arguments.partition("\\n<")[0])
+            assert reply.content == "Hi."
         else:
             assert calls_in(reply) == whole
             assert reply.content == "Hi."
@@ -416,8 +424,21 @@ def test_json_arguments_stream_as_they_are_written() -> None:
 
 def test_a_call_that_breaks_after_it_was_told_is_ended_and_comes_again_as_text() -> None:
     text = write_call("qwen_xml", "make", {"text": "a"})[:60]
-    *_, broken, again, end = parse("qwen_xml", [text], finish="length")
-    assert (broken, again, end) == (ToolCallEnd(0, is_broken=True), ContentDelta(text), ReplyEnd("length"))
+    *_, broken, again, end = parse("qwen_xml", [text], finish="stop")
+    assert (broken, again, end) == (ToolCallEnd(0, is_broken=True), ContentDelta(text), ReplyEnd("stop"))
+
+
+@pytest.mark.parametrize("name", CALLING)
+@pytest.mark.parametrize("in_thinking", [False, True])
+def test_a_call_that_the_limit_cuts_is_told_once(name: str, in_thinking: bool) -> None:
+    text = write_call(name, "make", {"text": "a long story", "count": 7})
+    if in_thinking and name == "llama3":
+        pytest.skip("it does not think")
+    cut_text = text[: text.index("story")]
+    start, arguments, cut, end = parse(name, [cut_text], in_thinking=in_thinking, finish="length")
+    assert isinstance(start, ToolCallStart)
+    assert arguments == ToolArguments(0, '{"text": "a long ')
+    assert (cut, end) == (ToolCallEnd(0, is_cut=True), ReplyEnd("length"))
 
 
 def test_thoughts_are_told_apart_whoever_opened_them() -> None:

@@ -148,12 +148,14 @@ def test_a_plan_looks_up_few_of_many_long_prompts(monkeypatch: pytest.MonkeyPatc
 def test_crowds_of_all_lengths_and_urgencies_are_served_as_if_alone(seed: int) -> None:
     """While steps are of changing sizes, so that what was short becomes long, and the other way round."""
     rng = random.Random(seed)
-    sizes = {"max_step_tokens": 64, "mixed_step_tokens": rng.choice([8, 16, 24])}
+    sizes: dict[str, Any] = {"max_step_tokens": 64, "mixed_step_tokens": rng.choice([8, 16, 24])}
+    sizes["bulk_share"] = rng.choice([1.0, 0.25])
     world = World(Setup(**{**ROOMY, **sizes, "num_pages": 300, "depth": rng.choice([0, 1])}))
     requests = []
     for i in range(30):
         length = rng.choice([2, 7, 15, 30, 60, 200])
-        fields: dict[str, Any] = {"max_tokens": rng.choice([1, 3, 9]), "priority": rng.choice([0, 0, -9, 9])}
+        priority = rng.choice([0, 0, -9, 9, 1000])
+        fields: dict[str, Any] = {"max_tokens": rng.choice([1, 3, 9]), "priority": priority}
         requests.append(ask(str(i), prompt(length, seed=i), tenant=rng.choice("aab"), **fields))
         world.submit(requests[-1])
         for _ in range(rng.choice([0, 0, 1, 3])):

@@ -332,6 +332,58 @@ def test_a_conversation_returns_to_the_engine_that_knows_it_unless_others_have_m
     assert router.pick(elsewhere, others)[1] == len(history) + 1
 
 
+def picks_of(policy: str) -> list[int]:
+    """Three engines, the first with two requests, the second with one and a long prompt, the third with two
+    and the beginning of what is asked."""
+    router = Router(3, policy)
+    history = tuple(range(8 * ROW_TOKENS))
+    assert router.pick(ask("known", history), (2,)) == (2, len(history))
+    for load, (num_requests, num_tokens) in zip(router.loads, [(2, 0), (1, 6 * ROW_TOKENS), (3, 0)]):
+        load.num_requests, load.num_prompt_tokens = num_requests, num_tokens
+    return [router.pick(ask("r", (*history, 7)), (0, 1, 2))[0] for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "picks"),
+    [("prefix", [2, 2, 2, 2]), ("least-pending", [1, 1, 1, 1]), ("round-robin", [0, 1, 2, 0])],
+)
+def test_the_routing_policy_decides_what_counts(policy: str, picks: list[int]) -> None:
+    assert picks_of(policy) == picks
+
+
+def test_the_fleet_routes_as_it_is_told() -> None:
+    async def scenario(policy: str) -> list[int]:
+        async with world_of(2, routing=policy) as world:
+            world.submit(ask("long", range(10 * ROW_TOKENS)))
+            for number in range(3):
+                world.submit(ask(f"short {number}"))
+            num_asked = [len(engine.asked) for engine in world.current]
+            world.finish()
+            return sorted(num_asked)
+
+    assert asyncio.run(scenario("prefix")) == [1, 3]
+    for policy in ("least-pending", "round-robin"):
+        assert asyncio.run(scenario(policy)) == [2, 2]
+
+
+def test_a_session_returns_to_its_engine_unless_others_have_less_to_do() -> None:
+    router = Router(2)
+
+    def pick(first_token: int) -> int:
+        """Prompts that share no page: only the session says where the last one was."""
+        return router.pick(replace(ask("r", (first_token,)), session_id="one"), (0, 1))[0]
+
+    home = pick(0)
+    assert [pick(n) for n in range(1, 4)] == [home] * 3
+    router.loads[home].num_requests = 1
+    assert pick(4) != home
+    router.loads[home].num_requests = 0
+    assert pick(5) != home, "it has moved"
+    router.forget(1 - home)
+    router.pick(ask("other", (9,)), (1 - home,))
+    assert pick(6) == home, "of equals, the one that waited longest"
+
+
 def test_an_engine_that_comes_back_is_not_believed_to_know_anything() -> None:
     async def scenario() -> None:
         async with world_of(2) as world:
@@ -704,6 +756,20 @@ def test_engines_never_draw_alike_and_a_given_seed_is_kept() -> None:
             assert (asked["given"], asked["greedy"]) == (7, None)
 
     asyncio.run(scenario())
+
+
+def test_a_server_with_a_sampling_seed_gives_the_same_seeds_again() -> None:
+    async def seeds(**settings: Any) -> list[int | None]:
+        async with world_of(1, **settings) as world:
+            for number in range(3):
+                world.submit(ask(f"free{number}", temperature=1.0))
+            return [r.sampling.seed for engine in world.current for r in engine.asked]
+
+    first, again = (asyncio.run(seeds(sampling_seed=5)) for _ in range(2))
+    assert first == again
+    assert len(set(first)) == 3
+    assert asyncio.run(seeds(sampling_seed=6)) != first
+    assert asyncio.run(seeds()) != asyncio.run(seeds())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.engine.engine import Engine
-from penstock.types import PageUpdate, RowPlan, StepPlan
+from penstock.types import PageUpdate, Pooling, Request, RowPlan, StepPlan
 from small_models import FAMILIES, HYBRID_MOE, logprobs_of, make_engine, prompt, request, run, tokens_of
 
 pytestmark = [
@@ -51,6 +51,28 @@ def test_gpu_says_what_the_cpu_says(config: dict[str, Any], overlap: bool) -> No
         assert tokens_of(seen[id]) == tokens_of(expected[id])
         for mine, theirs in zip(logprobs_of(seen[id]), logprobs_of(expected[id])):
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gpu_gives_the_vectors_of_the_cpu(config: dict[str, Any], overlap: bool) -> None:
+    """Beside replies, in chunks: the last token's, means, and logits of chosen tokens."""
+    settings: dict[str, Any] = {"dtype": "float32", "memory_gb": 0.2, "deterministic": False}
+    on_cpu = make_engine(config, device="cpu", **settings)
+    on_gpu = make_engine(config, device="cuda", overlap=overlap, max_step_tokens=128, **settings)
+    on_gpu.runner.model.load_state_dict(on_cpu.runner.model.state_dict())  # type: ignore[attr-defined]
+    wanted = (Pooling(), Pooling(kind="mean"), Pooling(normalize=False, logit_ids=(11, 12)))
+    pools = [
+        Request(id=f"{number}-{n}", token_ids=prompt(n, seed=n), pooling=pooling)
+        for number, pooling in enumerate(wanted)
+        for n in (1, 64, 200)
+    ]
+    expected, seen = (run(engine, *requests(), *pools) for engine in (on_cpu, on_gpu))
+    for one in pools:
+        theirs, mine = (
+            torch.frombuffer(bytearray(found[one.id][-1].vector or b""), dtype=torch.float32)
+            for found in (expected, seen)
+        )
+        torch.testing.assert_close(mine, theirs, atol=2e-3, rtol=2e-3)
 
 
 def test_restored_prefix_equals_fresh_prefill_on_a_gpu(config: dict[str, Any]) -> None:

@@ -13,6 +13,8 @@ import pytest
 from grammar_walks import PERSON, is_allowed, is_valid, random_text
 from penstock.errors import RequestError
 from penstock.text.grammar import (
+    choice_grammar,
+    client_grammar,
     gbnf_grammar,
     json_object_grammar,
     json_schema_grammar,
@@ -250,6 +252,53 @@ def test_a_grammar_of_llama_cpp_that_is_none_is_refused_in_a_second(gbnf: str) -
         gbnf_grammar(gbnf)
     assert refused.value.param == "grammar"
     assert time.monotonic() - started < 2.0
+
+
+@pytest.mark.parametrize("choices", [["yes", "no"], ["a", "ab", ""], ['q"uo\\te\n', "ü", "a|b"]])
+def test_a_choice_is_one_of_its_texts(choices: list[str]) -> None:
+    grammar = choice_grammar(choices)
+    assert all(is_allowed(grammar, choice) for choice in choices)
+    assert not is_allowed(grammar, "no such text")
+
+
+@pytest.mark.parametrize("choices", [[], [str(i) for i in range(5_001)], ["x" * 200_000]])
+def test_a_choice_of_nothing_or_of_too_much_is_refused(choices: list[str]) -> None:
+    with pytest.raises(RequestError) as refusal:
+        choice_grammar(choices, param="guided_choice")
+    assert refusal.value.param == "guided_choice"
+
+
+SUMS = {
+    "gbnf": 'root ::= term ("+" term)*  # a sum\nterm ::= [0-9]+ | "(" root ")"\n',
+    "lark": 'start: term ("+" term)*\nterm: /[0-9]+/ | "(" start ")"\n',
+}
+
+
+@pytest.mark.parametrize("language", SUMS)
+def test_a_clients_grammar_is_lark_or_gbnf(language: str) -> None:
+    grammar = client_grammar(SUMS[language])
+    assert is_allowed(grammar, "1+(22+3)")
+    assert not is_allowed(grammar, "1+a")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hello world",
+        "root ::= (",
+        "root ::= nowhere",
+        'root ::= "\\ud800"',
+        "root ::= " + "(" * 5_000 + '"a"' + ")" * 5_000,
+        'root ::= "a"' + ' | "a"' * 30_000,
+        'start: "a',
+    ],
+)
+def test_a_clients_grammar_that_is_none_is_refused_at_once(text: str) -> None:
+    begun = time.perf_counter()
+    with pytest.raises(RequestError) as refusal:
+        client_grammar(text, param="ebnf")
+    assert refusal.value.param == "ebnf"
+    assert time.perf_counter() - begun < 5
 
 
 def test_importing_the_module_does_not_import_llguidance() -> None:

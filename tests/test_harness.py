@@ -523,3 +523,37 @@ def test_the_baseline_script_says_what_it_misses(
 
 def test_tables_are_aligned() -> None:
     assert format_table(["a", "long"], [["xyz", "1"]]) == "a    long\n---  ----\nxyz     1"
+
+
+def test_correctness_takes_a_baseline_and_a_folder_as_the_contest_has_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, published = tmp_path / "new", ROOT / "baseline" / "results" / "vllm-0.19-correctness.json"
+    with judged_server() as server:
+        words = ["--base-url", server.url, "--problems", "embedded", "--limit", "4"]
+        words += ["--baseline", str(published), "--output-dir", str(folder)]
+        _, report, said = measure(capsys, "correctness", *words)
+    assert report["baseline_exact_match"] == 0.915
+    assert "91.5%" in said
+    assert json.loads((folder / "correctness.json").read_text()) == report
+
+
+def test_throughput_takes_the_contests_names_of_its_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with judged_server() as server:
+        words = ["--base-url", server.url, "--num-prompts", "3", "--concurrency", "2", "--max-tokens", "8"]
+        words += ["--input-tokens", "64", "--output-dir", str(tmp_path)]
+        _, report, _ = measure(capsys, "throughput", *words)
+    (level,) = report["levels"]
+    assert level["requests"] == 3
+    assert json.loads((tmp_path / "throughput.json").read_text()) == report
+
+
+@pytest.mark.parametrize("what", ["correctness", "throughput"])
+def test_a_file_and_a_folder_for_one_result_contradict_each_other(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exit_code, said = fails(capsys, "eval", what, "--output", "a.json", "--output-dir", "b")
+    assert exit_code == 1
+    assert "--output-dir" in said

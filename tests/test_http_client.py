@@ -85,6 +85,14 @@ def test_an_objection_is_told_in_the_servers_words(body: str, what: str, why: st
         assert objection.value.todo == f"So said {url} (HTTP 418)."
 
 
+def test_who_has_no_key_is_told_where_one_goes() -> None:
+    with (
+        answering("HTTP/1.1 401 Unauthorized", "", "{}") as (url, _),
+        pytest.raises(PenstockError, match="Set PENSTOCK_API_KEY"),
+    ):
+        client(url).json("GET", "/")
+
+
 def test_an_error_in_a_stream_ends_it() -> None:
     lines = ('data: {"a": 1}', 'data: {"error": {"message": "broken"}}', "")
     with answering("HTTP/1.1 200 OK", "", *lines) as (url, _):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "penstock"
 
-EVERYONE = {"types", "config", "errors", "progress", "digests", "child_python", "file_kinds"}
+EVERYONE = {"types", "config", "errors", "progress", "digests", "child_python", "file_kinds", "batch_lines"}
 ALLOWED = {
     "types": {"errors", "digests"},
     "digests": set(),
@@ -18,6 +18,7 @@ ALLOWED = {
     "progress": set(),
     "child_python": set(),
     "file_kinds": {"errors"},
+    "batch_lines": {"errors"},
     "ops": {"ops"},
     "layers": {"layers", "ops"},
     "models": {"models", "layers", "ops", "assets"},

@@ -29,6 +29,7 @@ from penstock.serve.metrics import Metrics
 from penstock.serve.preparation import Preparation
 from penstock.serve.responses.items import Item
 from penstock.serve.responses.routes import ResponsesRoutes
+from penstock.serve.responses.store import ResponseStore
 from penstock.serve.serving import Serving
 from penstock.serve.text_stream import Deliver, TextStream
 from penstock.text.turns import CHEAP
@@ -246,13 +247,22 @@ def test_what_was_asked_does_not_stay_in_memory_while_the_reply_is_generated() -
     asyncio.run(scenario())
 
 
-def test_the_conversation_that_a_response_goes_on_from_counts_as_if_it_had_been_sent() -> None:
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"input": "x", "previous_response_id": "resp_long"}',
+        b'{"input": "x", "conversation": "conv_long"}',
+        b'{"input": [{"type": "item_reference", "id": "msg_long"}]}',
+    ],
+)
+def test_the_conversation_that_a_response_goes_on_from_counts_as_if_it_had_been_sent(body: bytes) -> None:
     config = ServeConfig(max_bodies_mb=0.001, max_body_mb=0.001)
     client: Any = SimpleNamespace(intake=Intake(config))
     serving = Serving(client, SimpleNamespace(), Metrics(), "tiny", config, 0)  # type: ignore[arg-type]
-    api = ResponsesRoutes(serving)
-    api._store.keep("resp_long", b"{}", [Item(role="user", content="x" * 1000)])
-    body = b'{"input": "x", "previous_response_id": "resp_long"}'
+    store = ResponseStore()
+    api = ResponsesRoutes(serving, store)
+    for id in ("resp_long", "conv_long"):
+        store.keep(id, b"{}", [Item(role="user", content="x" * 1000, id="msg_long")], num_inputs=0)
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
@@ -334,7 +344,7 @@ def test_what_cannot_fit_the_context_is_refused_in_every_api(
 ) -> None:
     text = "word " * 10**6
     value: Any = text if message is None else [{"role": "user", "content": text}]
-    body = {field: value, "max_tokens": 1}
+    body = {field: value, "max_output_tokens" if path == "/v1/responses" else "max_tokens": 1}
     answer = server.post(body, path)
     if path == "/v1/messages":
         assert answer.status_code == 400

@@ -7,6 +7,7 @@ import lzma
 import sys
 import unicodedata
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -247,6 +248,24 @@ def test_long_words_that_a_template_leaves_out_are_no_reason_to_refuse() -> None
         chat_of(message("user", "x"), thought, message("user", "x")),
         SimpleNamespace(max_model_len=32, page_size=64),
     )  # type: ignore[arg-type]
+
+
+def test_a_chat_without_a_limit_is_cut_so_that_the_reply_has_an_eighth_of_the_context() -> None:
+    engine = text_engine(ChatTemplate("{% for one in messages %}{{ one.content }}\n{% endfor %}"))
+    info: Any = SimpleNamespace(max_model_len=80, page_size=64)
+    turns = [message("system", "S"), *(message("user", f"{number} is a word") for number in range(40))]
+    chat = replace(chat_of(*turns), sampling=SamplingParams(max_tokens=None))
+    with pytest.raises(ContextLengthError):
+        engine._prepare_chat("id", chat, info)
+    (request,) = engine._prepare_chat("id", replace(chat, drops_oldest=True), info).requests
+    one_turn = len(engine._tokenizer.encode("39 is a word\n"))
+    assert 70 - one_turn < len(request.token_ids) <= 70
+    text = engine._tokenizer.decode(request.token_ids)
+    assert text.startswith("S\n")
+    assert text.endswith("38 is a word\n39 is a word\n")
+    whole = replace(chat_of(*turns[:8]), sampling=SamplingParams(max_tokens=None), drops_oldest=True)
+    (request,) = engine._prepare_chat("id", whole, info).requests
+    assert "0 is a word" in engine._tokenizer.decode(request.token_ids)
 
 
 def test_a_completion_that_cannot_fit_is_refused_before_any_prompt_of_the_call_is_encoded() -> None:

@@ -70,6 +70,17 @@ def test_a_plan_keeps_to_what_is_free(
     assert plan.shared_step_tokens <= plan.max_step_tokens
 
 
+@pytest.mark.parametrize(("free_gb", "share", "usable_gb"), [(80, 0.5, 32.5), (20, 0.9, 20)])
+def test_a_share_of_the_memory_counts_the_weights_and_not_other_processes(
+    free_gb: float, share: float, usable_gb: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """85 GB in all, 10 of them reserved by this process: for the weights."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * GB)
+    plan = plan_for(free_gb, monkeypatch, memory_share=share)
+    uses = plan.pools.num_bytes + plan.step_bytes + plan.graph_bytes + plan.reserve_bytes
+    assert 0.9 * usable_gb * GB <= uses <= usable_gb * GB
+
+
 @pytest.mark.parametrize("free_gb", [0.01, 0.5, 1, 1.5])
 def test_too_little_memory_to_run_is_said_in_a_sentence(
     free_gb: float, monkeypatch: pytest.MonkeyPatch

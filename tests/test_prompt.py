@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -74,6 +76,31 @@ def test_what_does_not_fit_is_refused_with_numbers(
         build(tokenizer, [1] * num_tokens, **sampling)
     assert all(number in str(refusal.value) for number in (*numbers, "--max-model-len"))
     assert refusal.value.code == "context_length_exceeded"
+
+
+# What clients look for: litellm, pi and opencode, LangChain for Claude, tools that read the numbers.
+OVERFLOW_WORDS = (
+    r"This model's maximum context length is 100 tokens\.",
+    r"reduce the length of the messages",
+)
+TOO_LONG_WORDS = (
+    r"^prompt is too long: 250 tokens > 99 maximum",
+    r"However, your messages resulted in 250 tokens",
+)
+TOO_MUCH_WORDS = (r"However, you requested 101 tokens \(40 in the messages, 61 in the completion\)",)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens", "words"),
+    [(250, 1, OVERFLOW_WORDS + TOO_LONG_WORDS), (40, 61, OVERFLOW_WORDS + TOO_MUCH_WORDS)],
+)
+def test_what_does_not_fit_is_refused_in_the_words_that_clients_look_for(
+    tokenizer: Tokenizer, num_tokens, max_tokens, words
+) -> None:
+    with pytest.raises(ContextLengthError) as refusal:
+        build(tokenizer, [1] * num_tokens, max_tokens=max_tokens)
+    for pattern in words:
+        assert re.search(pattern, str(refusal.value)), pattern
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,13 +10,22 @@ import openai
 import pytest
 from openai.lib.streaming.responses._responses import ResponseStreamState
 
-from penstock.errors import DeadlineError, OverloadedError, PenstockError, RequestError
-from penstock.serve.answer import Choice
-from penstock.serve.responses.items import Item, plain_messages
-from penstock.serve.responses.replies import ResponseReplyFormat
-from penstock.serve.responses.requests import parse_response, response_request
-from penstock.serve.responses.store import ResponseStore, UnknownResponseError
-from penstock.serve.text_stream import ReplyDelta, Usage
+from penstock.errors import ContextLengthError, DeadlineError, OverloadedError, PenstockError, RequestError
+from penstock.serve.responses import runs as runs_module
+from penstock.serve.responses.custom_tools import InputText
+from penstock.serve.responses.items import COMPACTED, Item, Part, plain_messages, seal
+from penstock.serve.responses.logprobs import ScoreQueue
+from penstock.serve.responses.replies import ResponseChoice, ResponseReplyFormat
+from penstock.serve.responses.requests import PLAIN_FORM, ReplyForm, parse_response, response_request
+from penstock.serve.responses.runs import KEEP_ALIVE, Events, Run, Runs
+from penstock.serve.responses.store import (
+    ResponseStore,
+    UnknownConversationError,
+    UnknownItemError,
+    UnknownResponseError,
+)
+from penstock.serve.text_stream import ReplyDelta, ScoredToken, Usage
+from penstock.serve.truncation import without_oldest
 from penstock.text.dialects import (
     ContentDelta,
     Delta,
@@ -52,7 +62,7 @@ def test_a_top_k_of_minus_one_is_off_as_in_chats(sent: int, used: int) -> None:
     assert response_request(parse_response(body), []).chat.sampling.top_k == used
 
 
-def test_the_model_is_told_of_functions_only() -> None:
+def test_the_model_is_told_of_the_tools_that_clients_run() -> None:
     """As agents offer them, among tools that a vendor's server would run."""
     tools = [
         {"type": "web_search"},
@@ -62,17 +72,17 @@ def test_the_model_is_told_of_functions_only() -> None:
     ]
     chat = response_request(parse_response(json.dumps({"input": "x", "tools": tools}).encode()), []).chat
     assert chat.tools is not None
-    assert [tool["function"]["name"] for tool in chat.tools] == ["read_file"]
+    assert [tool["function"]["name"] for tool in chat.tools] == ["read_file", "apply_patch"]
 
 
 def test_the_store_keeps_its_limits_of_number_bytes_and_age() -> None:
     now = 0.0
     items = [Item(role="user", content="x" * 50)]
-    store = ResponseStore(max_responses=3, max_bytes=1000, max_age_s=60.0, clock=lambda: now)
+    store = ResponseStore(max_records=3, max_bytes=1000, max_age_s=60.0, clock=lambda: now)
     for number in range(5):
         store.keep(f"resp_{number}", b"{}", items)
     assert len(store) == 3
-    assert store.items_of("resp_4", "x") == items
+    assert [item.content for item in store.items_of("resp_4", "x")] == [items[0].content]
     with pytest.raises(UnknownResponseError):
         store.body_of("resp_1")
     now = 59.0
@@ -89,9 +99,63 @@ def test_the_store_keeps_its_limits_of_number_bytes_and_age() -> None:
     assert (len(store), store.num_bytes) == (0, 0)
 
 
+def test_an_item_is_kept_once_and_goes_with_the_last_that_lists_it() -> None:
+    store = ResponseStore()
+    said = [Item(role="user", content="x" * 1000)]
+    store.keep("resp_0", b"{}", said, num_inputs=1)
+    (item_id,) = store.item_ids_of("resp_0")
+    alone = store.num_bytes
+    reply = Item(type="message", role="assistant", content="y", id="msg_1")
+    store.keep("resp_1", b"{}", [*store.items_of("resp_0", "x"), reply], num_inputs=1)
+    assert store.item_ids_of("resp_1") == [item_id, "msg_1"]
+    assert store.item_ids_of("resp_1", is_input=True) == [item_id]
+    assert store.num_bytes < alone + 300
+    store.delete("resp_0")
+    assert store.items_by_id([item_id])[0].content == "x" * 1000
+    store.delete("resp_1")
+    assert (len(store), store.num_bytes) == (0, 0)
+    with pytest.raises(UnknownItemError, match="not found"):
+        store.num_bytes_of_items([item_id])
+
+
+def test_an_item_that_a_client_named_or_changed_is_another_one() -> None:
+    """An id that a client chose could be guessed by others of its tenant."""
+    store = ResponseStore()
+    store.keep("resp_0", b"{}", [Item(role="user", content="secret", id="msg_1")], num_inputs=1)
+    with pytest.raises(UnknownItemError):
+        store.num_bytes_of_items(["msg_1"])
+    (id,) = store.item_ids_of("resp_0")
+    store.keep("resp_1", b"{}", [Item(role="user", content="other", id=id)], num_inputs=1)
+    assert store.item_ids_of("resp_1") != [id]
+    assert store.items_by_id([id])[0].content == "secret"
+
+
+def test_a_conversation_grows_and_shrinks_within_the_limits() -> None:
+    now = 0.0
+    store = ResponseStore(max_age_s=60.0, clock=lambda: now)
+    store.keep("conv_0", b"{}", [])
+    store.keep("resp_0", b"{}", [])
+    now = 50.0
+    first, second = store.extend("conv_0", [Item(role="user", content=text) for text in "ab"])
+    now = 100.0
+    assert store.item_ids_of("conv_0") == [first, second]
+    with pytest.raises(UnknownResponseError):
+        store.body_of("resp_0")
+    with pytest.raises(UnknownResponseError):
+        store.require("conv_0", "response")
+    with pytest.raises(UnknownConversationError):
+        store.require("conv_0", "conversation", "somebody else")
+    store.remove_item("conv_0", first)
+    with pytest.raises(UnknownItemError):
+        store.remove_item("conv_0", first)
+    store.replace_body("conv_0", b"{...}")
+    store.delete("conv_0")
+    assert (len(store), store.num_bytes) == (0, 0)
+
+
 def test_who_keeps_most_makes_nobody_elses_responses_go() -> None:
     small = [Item(role="user", content="x")]
-    store = ResponseStore(max_responses=8, max_bytes=10_000)
+    store = ResponseStore(max_records=8, max_bytes=10_000)
     for name in ("few_0", "few_1"):
         store.keep(name, b"{}", small, tenant="few")
     for number in range(20):
@@ -109,6 +173,80 @@ def test_who_keeps_most_makes_nobody_elses_responses_go() -> None:
     for number in range(8):  # those with as much as others have lose their own
         store.keep(f"third_{number}", b"{}", small, tenant="third")
     assert store.body_of("few_1", "few")
+
+
+def test_items_that_would_hold_everybody_up_are_not_decoded() -> None:
+    store = ResponseStore()
+    many = [Part("input_text", "x")] * 20_000
+    store.keep("conv_0", b"{}", [Item(role="user", content=many) for _ in range(2)])
+    assert len(store.items_of("conv_0", None)) == 2
+    store.extend("conv_0", [Item(role="user", content=many) for _ in range(4)])
+    with pytest.raises(RequestError, match="too many values"):
+        store.items_of("conv_0", None)
+
+
+def test_events_of_runs_take_a_limited_number_of_bytes() -> None:
+    async def fill() -> None:
+        runs = Runs(max_event_bytes=8_000)
+        for number in range(8):
+            runs.add(f"resp_{number}", "", Run(reply_format(), lambda body: None, logs=True))
+        readable = [number for number in range(8) if has_events(runs, f"resp_{number}")]
+        assert readable == list(range(readable[0], 8))
+        assert 0 < len(readable) < 8
+        run = runs.find("resp_7", "")
+        assert run is not None
+        assert runs.find("resp_7", "somebody else") is None
+        for _ in range(200):
+            run.deliver(ReplyDelta(0, [ContentDelta("x" * 200)]))
+        assert not has_events(runs, "resp_7")
+        assert b"xxx" in run.body()
+
+    def has_events(runs: Runs, id: str) -> bool:
+        try:
+            return runs.events_of(id).data is not None
+        except RequestError:
+            return False
+
+    asyncio.run(fill())
+
+
+def test_events_are_read_from_any_number_on_and_a_comment_comes_where_none_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runs_module, "KEEP_ALIVE_S", 0.01)
+
+    async def read() -> None:
+        events = Events()
+        events.write(b"0\n\n1\n\n")
+        first, late = events.read(0), events.read(3)
+        assert await anext(first) == b"0\n\n1\n\n"
+        assert await anext(first) == await anext(late) == KEEP_ALIVE
+        events.write(b"2\n\n3\n\n")
+        assert await anext(first) == b"2\n\n3\n\n"
+        assert await anext(late) == b"3\n\n"
+        events.has_ended = True
+        assert [piece async for piece in late] == []
+        events.drop()
+        assert [piece async for piece in events.read(0)] == []
+
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize("num_fitting", [0, 1, 2, 5, 6])
+def test_truncation_keeps_the_system_prompt_and_as_many_turns_as_fit(num_fitting: int) -> None:
+    system = [{"role": "system", "content": "S"}]
+    turn = [{"role": "user"}, {"role": "assistant"}, {"role": "tool"}, {"role": "assistant"}]
+
+    def require_fit(messages: list[dict[str, Any]]) -> None:
+        assert messages[:2] == [*system, {"role": "user"}]
+        if len(messages) > 1 + num_fitting * len(turn):
+            raise ContextLengthError("too long")
+
+    if num_fitting == 0:
+        with pytest.raises(ContextLengthError):
+            without_oldest([*system, *turn * 7], require_fit)
+    else:
+        assert without_oldest([*system, *turn * 7], require_fit) == [*system, *turn * num_fitting]
 
 
 def text_part(text: str) -> dict[str, str]:
@@ -164,6 +302,34 @@ ITEM_CASES: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
     ),
 ]
 
+ITEM_CASES.append(
+    (
+        [
+            {"type": "compaction", "encrypted_content": seal("S")},
+            {"type": "reasoning", "summary": [], "encrypted_content": seal("T")},
+            {"type": "custom_tool_call", "call_id": "1", "name": "sh", "input": 'echo "x"'},
+            {"type": "custom_tool_call_output", "call_id": "1", "output": "x"},
+        ],
+        [
+            {"role": "system", "content": "I"},
+            {"role": "user", "content": COMPACTED + "S"},
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning_content": "T",
+                "tool_calls": [
+                    {
+                        "id": "1",
+                        "type": "function",
+                        "function": {"name": "sh", "arguments": {"input": 'echo "x"'}},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "1", "name": "sh", "content": "x"},
+        ],
+    )
+)
+
 
 @pytest.mark.parametrize(("items", "messages"), ITEM_CASES)
 @pytest.mark.parametrize("num_kept", [0, 1, 3])
@@ -201,11 +367,18 @@ NEWS: dict[str, list[Delta]] = {
         ToolCallEnd(1),
         ReplyEnd("tool_calls"),
     ],
-    "a call cut off in a thought": [
+    "a call broken off in a thought": [
         ReasoningDelta("  T"),
         ToolCallStart(0, "call_0", "f"),
         ToolCallEnd(0, is_broken=True),
         ReasoningDelta("<tool_call>"),
+        ReplyEnd("length"),
+    ],
+    "a call cut off": [
+        ContentDelta("A"),
+        ToolCallStart(0, "call_0", "f"),
+        ToolArguments(0, '{"x": "y'),
+        ToolCallEnd(0, is_cut=True),
         ReplyEnd("length"),
     ],
 }
@@ -222,25 +395,28 @@ OUTPUTS = {
         ("message", "<tool_call>", "completed"),
         ("function_call", "{}", "completed"),
     ],
-    "a call cut off in a thought": [
+    "a call broken off in a thought": [
         ("reasoning", "  T", "completed"),
         ("reasoning", "<tool_call>", "incomplete"),
     ],
+    "a call cut off": [("message", "A", "completed"), ("function_call", '{"x": "y', "incomplete")],
 }
 
 
-def reply_format() -> ResponseReplyFormat:
+def reply_format(form: ReplyForm = PLAIN_FORM) -> ResponseReplyFormat:
     echo = response_request(parse_response(b'{"input": "x"}'), []).echo
-    return ResponseReplyFormat("resp_" + "0" * 32, "tiny", echo, None)
+    return ResponseReplyFormat("resp_" + "0" * 32, "tiny", echo, None, form)
 
 
 @pytest.mark.parametrize("name", NEWS)
 @pytest.mark.parametrize("num_at_once", [1, 3, 100])
 def test_whatever_comes_is_the_same_whole_and_streamed(name: str, num_at_once: int) -> None:
     news = NEWS[name]
-    whole = json.loads(reply_format().encode_body({0: Choice(news)}, USAGE))
-    style = reply_format()
     pieces = [ReplyDelta(0, news[at : at + num_at_once]) for at in range(0, len(news), num_at_once)]
+    choice, style = ResponseChoice(), reply_format()
+    for piece in pieces:
+        choice.take(piece)
+    whole = json.loads(reply_format().encode_body({0: choice}, USAGE))
     stream = b"".join(style.encode_chunk(piece) for piece in pieces) + style.encode_end(USAGE)
     events = parse_events(stream)
     assert without_chance(events[-1]["response"]) == without_chance(whole)
@@ -275,3 +451,93 @@ def test_a_stream_that_fails_says_so_and_keeps_what_was_said(
     assert failed["response"]["error"] == {"code": code, "message": str(error)}
     assert [item["status"] for item in failed["response"]["output"]] == ["completed", "incomplete"]
     assert failed["response"]["output"][1]["content"][0]["text"] == "A"
+
+
+def streamed(news: list[Delta], form: ReplyForm) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The events of a reply that comes piece by piece, and the items of its response."""
+    style = reply_format(form)
+    stream = b"".join(style.encode_chunk(ReplyDelta(0, [piece])) for piece in news) + style.encode_end(USAGE)
+    events = parse_events(stream)
+    output = events[-1]["response"]["output"]
+    assert_well_formed(events, output)
+    return events, output
+
+
+def test_a_summary_that_is_asked_for_is_the_thought_and_can_be_sent_back() -> None:
+    news: list[Delta] = [ReasoningDelta("T"), ReasoningDelta("U"), ContentDelta("A"), ReplyEnd("stop")]
+    events, (thought, _) = streamed(news, ReplyForm(has_summary=True))
+    assert thought["summary"] == [{"type": "summary_text", "text": "TU"}]
+    assert (thought["content"], thought["encrypted_content"]) == ([], seal("TU"))
+    assert [event["type"].removeprefix("response.reasoning_summary_") for event in events[3:8]] == [
+        "part.added",
+        "text.delta",
+        "text.delta",
+        "text.done",
+        "part.done",
+    ]
+    (sealed, _) = streamed(news, ReplyForm(is_sealed=True))[1]
+    assert (sealed["content"][0]["text"], sealed["encrypted_content"]) == ("TU", seal("TU"))
+    messages = plain_messages([], [Item(type="reasoning", encrypted_content=seal("TU"))], None)
+    assert messages[0]["reasoning_content"] == "TU"
+    assert plain_messages([], [Item(type="reasoning", encrypted_content="gAAAA")], None) == []
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text"),
+    [
+        (['{"input": "', "a", "b", '"}'], "ab"),
+        (['{ "inp', 'ut" : "', "\\", "n\\u00", "e9", '\\"x"', "}"], '\né"x'),
+        (['{"input":"\\ud83d', '\\ude00"}'], "\U0001f600"),
+        (['{"input":"\\ud83dx"}'], "?x"),
+        (['{"input": ""}'], ""),
+        (['{"other": 1, ', '"input": "late"}'], "late"),
+        (['{"other": 1}'], '{"other": 1}'),
+        (["{}"], "{}"),
+    ],
+)
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_custom_tool_is_called_with_text(pieces: list[str], text: str, is_slow: bool) -> None:
+    if is_slow:
+        pieces = list("".join(pieces))
+    whole = InputText()
+    found = "".join([whole.feed(piece) for piece in pieces] + [whole.end()])
+    assert found == whole.text == text
+    news = [ToolCallStart(0, "call_0", "sh"), *(ToolArguments(0, piece) for piece in pieces), ToolCallEnd(0)]
+    events, (call,) = streamed([*news, ReplyEnd("tool_calls")], ReplyForm(custom_tools=frozenset({"sh"})))
+    assert (call["type"], call["input"]) == ("custom_tool_call", text)
+    deltas = [event["delta"] for event in events if event["type"].endswith("input.delta")]
+    assert "".join(deltas) == text
+
+
+def scored(*texts: str | bytes) -> list[ScoredToken]:
+    datas = [text.encode() if isinstance(text, str) else text for text in texts]
+    return [ScoredToken(data, -float(number), ()) for number, data in enumerate(datas)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([("a", ["a"]), (" b", [" b"])], [["a"], [" b"]]),
+        ([("in", ["</think>", "\n\n", "in"])], [["in"]]),
+        ([("", ["<"]), ("<a", ["a"])], [["<", "a"]]),
+        ([("ab", ["abc"]), ("c", [])], [["abc"], []]),
+        ([("é", [b"\xc3", b"\xa9"])], [["\ufffd", "\ufffd"]]),
+        ([("\ufffd", [b"\xff"]), ("x", ["x"])], [["\ufffd"], ["x"]]),
+    ],
+)
+def test_log_probabilities_go_with_the_text_of_their_tokens(
+    steps: list[tuple[str, list[str | bytes]]], expected: list[list[str]]
+) -> None:
+    queue = ScoreQueue()
+    taken = []
+    for text, tokens in steps:
+        queue.add(scored(*tokens))
+        if text:
+            taken.append([token.token for token in queue.take(text)])
+    assert taken == expected
+
+
+def test_a_stream_that_does_not_fit_the_context_fails_with_the_code_that_codex_looks_for() -> None:
+    error = ContextLengthError("Too long", param="messages")
+    failed = json.loads(reply_format().encode_failure(error).rpartition(b"data: ")[2])
+    assert failed["response"]["error"]["code"] == "context_length_exceeded"

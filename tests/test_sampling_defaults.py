@@ -61,6 +61,7 @@ def test_greedy_is_a_temperature_of_0() -> None:
         {"thinking_share": 0.0},
         {"thinking_share": 1.5},
         {"reasoning": "contents"},
+        {"routing": "random"},
     ],
 )
 def test_a_wrong_default_is_refused_at_start_and_named(wrong: dict[str, Any]) -> None:

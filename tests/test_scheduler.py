@@ -303,6 +303,57 @@ def test_waiting_requests_are_admitted_by_priority_then_arrival() -> None:
 
 
 @OVERLAP
+@pytest.mark.parametrize(
+    ("setup", "max_tokens"), [(Setup(max_rows=2), 19), (Setup(num_pages=9, max_model_len=28), 8)], ids=str
+)
+def test_background_work_gives_its_place_to_others(setup: Setup, max_tokens: int, depth: int) -> None:
+    """A batch's requests fill what clients leave, and leave when one comes: for want of rows or of pages."""
+    world = World(replace(setup, depth=depth))
+    batch = [ask(f"batch {i}", prompt(8, seed=i), max_tokens, priority=1000) for i in range(2)]
+    for request in batch:
+        world.submit(request)
+    for _ in range(4):
+        world.step()
+    client = ask("client", prompt(8, seed=9), max_tokens=6)
+    world.submit(client)
+    while world.sequences["client"].row is None:
+        world.step()
+    assert not world.finishes
+    assert world.scheduler.num_preemptions > 0
+    world.run()
+    for request in [*batch, client]:
+        world.require_reply_alone(request)
+    world.require_nothing_owned()
+
+
+@OVERLAP
+@pytest.mark.parametrize("num_slots", [0, 65])
+def test_background_work_has_few_rows_beside_others_and_all_without_them(num_slots: int, depth: int) -> None:
+    setup = Setup(num_pages=257, num_slots=num_slots, max_rows=16, max_step_tokens=64, depth=depth)
+    world = World(setup)
+    batch = [ask(f"batch {i}", prompt(5, seed=i), max_tokens=30, priority=1000) for i in range(20)]
+    for request in batch:
+        world.submit(request)
+    for _ in range(6):
+        world.step()
+    assert len(world.plans[-1].rows) == 16
+    client = ask("client", prompt(5, seed=99), max_tokens=12)
+    world.submit(client)
+    while "client" not in world.finishes:
+        world.step()
+    row = world.plans[-1].rows[0].row
+    beside = [plan for plan in world.plans[8 : -depth - 1] if row in [one.row for one in plan.rows]]
+    assert len(beside) >= 8
+    assert {len(plan.rows) for plan in beside} == {1 + 16 // 8}
+    num_beside = len(world.plans)
+    world.run()
+    assert max(len(plan.rows) for plan in world.plans[num_beside:]) == 16
+    for request in [*batch, client]:
+        world.require_reply_alone(request)
+    world.require_nothing_owned()
+
+
+@OVERLAP
 def test_rows_never_exceed_max_rows_and_all_are_used(depth: int) -> None:
     world = World(Setup(num_pages=65, max_rows=3, max_step_tokens=64, depth=depth))
     requests = [ask(str(i), prompt(4, seed=i)) for i in range(7)]
@@ -632,7 +683,7 @@ def random_request(rng: random.Random, name: str, setup: Setup, stems: list[tupl
         sampling=sampling,
         end_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 0, 1, 2]))),
         boundaries=tuple(sorted(rng.sample(range(num_tokens), min(num_tokens, rng.randrange(4))))),
-        priority=rng.choice([0, 0, 0, -1, 1]),
+        priority=rng.choice([0, 0, 0, -1, 1, 1000]),
         session_id=rng.choice([None, "s", "t", "u"]),
         num_scored_tokens=rng.randrange(num_tokens) if is_taken_over else 0,
         tenant=rng.choice(["", "", "", "ann", "ben"]),

@@ -188,6 +188,7 @@ class Answering:
                 TokenTimer(Metrics(), 1, 0.0),
                 PlainText(),
                 echo="x" if is_echo else "",
+                echoes_scores=is_echo,
             )
             for index in range(num_replies)
         }

@@ -30,7 +30,8 @@ from penstock.serve.text_stream import Deliver, TextStream
 
 KEYS = ("sk-first-key", "sk-second")
 GOOD = {"authorization": f"Bearer {KEYS[0]}"}
-OPEN = ("/health", "/ready", "/ping")
+BATCH_ROUTES = ("/v1/files", "/v1/batches", "/v1/batches/{id}/cancel")  # these run behind all others
+OPEN = ("/", "/health", "/ready", "/ping", "/docs")
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def test_no_spelling_of_a_path_goes_round_the_key() -> None:
         path = pick((path, path.upper(), path.title()))
         host, method = pick(["x", "/health", "x/health", ""]), pick(["GET", "POST", "HEAD"])
         answered = call(app, path, {"host": host}, method)
-        assert answered.status == 401 or unquote(path) in OPEN, (path, answered)
+        assert answered.status == 401 or (unquote(path).rstrip("/") or "/") in OPEN, (path, answered)
 
 
 def test_each_api_spells_a_refusal_its_own_way() -> None:
@@ -246,10 +247,37 @@ def test_a_wrong_method_is_told_all_the_right_ones() -> None:
     assert (refused.status, refused.headers["allow"]) == (405, "DELETE, GET, HEAD")
 
 
-def test_a_path_with_a_slash_too_many_is_not_redirected_anywhere() -> None:
-    answered = call(app_of(), "/version/", {"host": "localhost"})
-    assert answered.status == 404
+HERE = {"host": "localhost"}
+
+
+@pytest.mark.parametrize("path", ["/version/", "/v1/models/", "/v1/models//", "/health/"])
+def test_a_slash_at_the_end_of_a_path_changes_nothing(path: str) -> None:
+    answered, plain = call(app_of(), path, HERE), call(app_of(), path.rstrip("/"), HERE)
+    assert plain.status != 404
+    assert (answered.status, answered.body) == (plain.status, plain.body)
     assert "location" not in answered.headers
+
+
+def test_a_slash_at_the_end_opens_no_path_and_closes_none() -> None:
+    keyed = app_of(api_key=KEYS)
+    assert call(keyed, "/ready/").status == 200
+    assert call(keyed, "/version/").status == 401
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_the_root_says_that_a_server_is_there(method: str) -> None:
+    for app in (app_of(), app_of(api_key=KEYS)):
+        assert call(app, "/", HERE, method=method).status == 200
+
+
+def test_a_model_card_is_openais_and_anthropics() -> None:
+    listed = call(app_of(), "/v1/models", HERE).json
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("tiny", "tiny", False)
+    (card,) = listed["data"]
+    assert (card["object"], card["root"], card["owned_by"]) == ("model", "tiny", "penstock")
+    assert (card["type"], card["display_name"]) == ("model", "tiny")
+    assert card["created_at"] == "1970-01-01T00:00:00Z"
+    assert call(app_of(), "/v1/models/tiny", HERE).json == card
 
 
 # Time
@@ -331,12 +359,22 @@ def test_bodies_are_refused_while_too_much_is_being_sent(is_declared: bool) -> N
 
 BODY_ROUTES = [
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/invocations"),
-    *("/api/chat", "/api/generate", "/completion", "/completions"),
+    *("/v1/responses/compact", "/api/chat", "/api/generate", "/completion", "/completions"),
+    *("/api/embed", "/api/embeddings"),
+    *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
 ]
 TOKEN_ROUTES = [
-    *("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/apply-template"),
-    *(f"/api/{verb}" for verb in ("show", "pull", "create", "copy", "push", "embed", "embeddings")),
+    *(
+        "/tokenize",
+        "/detokenize",
+        "/v1/messages/count_tokens",
+        "/apply-template",
+        "/v1/responses/input_tokens",
+    ),
+    *("/v1/conversations", "/v1/conversations/{id}", "/v1/conversations/{id}/items"),
+    *(f"/api/{verb}" for verb in ("show", "pull", "create", "copy", "push")),
 ]
+NO_BODY = "/v1/responses/{id}/cancel"
 
 
 @pytest.mark.parametrize("path", [*BODY_ROUTES, *TOKEN_ROUTES])
@@ -361,7 +399,7 @@ def test_whoever_finds_no_place_is_refused_before_any_of_its_body_is_read(path: 
 
 def test_every_route_that_takes_a_body_takes_a_place() -> None:
     posts = {path for method, path in routes_of(app_of()) if method == "POST"}
-    assert posts == {*BODY_ROUTES, *TOKEN_ROUTES}
+    assert posts - {*BATCH_ROUTES} == {*BODY_ROUTES, *TOKEN_ROUTES, NO_BODY}
 
 
 def test_tokens_can_be_counted_while_the_engines_queue_is_full() -> None:

@@ -14,6 +14,9 @@ import httpx
 import pytest
 
 from anthropic_cases import CALL_BLOCK, IDENTITY, NOTE, QUESTION, billed, events_in, in_order, result, text
+from penstock.errors import RequestError
+from penstock.serve.anthropic.threads import Threads
+from penstock.serve.conversations import Conversations, Thread
 from serving import Server, eventually, start_server
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -196,12 +199,13 @@ def test_the_choice_of_tools_is_kept(api: anthropic.Anthropic) -> None:
     assert calls_of(none) == []
 
 
-def test_a_call_cut_off_is_no_tool_use(api: anthropic.Anthropic) -> None:
-    whole = ask_whole(api, messages=ONE_CALL, tools=TOOLS, max_tokens=12)
-    assert [block.type for block in whole.content] == ["text"]
-    assert whole.stop_reason == "max_tokens"
-    streamed = ask_streamed(api, messages=ONE_CALL, tools=TOOLS, max_tokens=12)
-    assert (texts_of(streamed), streamed.stop_reason) == (texts_of(whole), "max_tokens")
+def test_a_call_cut_off_is_a_tool_use_with_the_input_that_was_whole(api: anthropic.Anthropic) -> None:
+    fields: dict[str, Any] = {"messages": ONE_CALL, "tools": TOOLS}
+    num_tokens = ask_whole(api, **fields).usage.output_tokens
+    cut = ask(api, **fields, max_tokens=num_tokens - 8)
+    ((name, given),) = calls_of(cut)
+    assert (name, cut.stop_reason, texts_of(cut)) == ("feed_pet", "max_tokens", [])
+    assert given.items() < FEED_LENA[1].items()
 
 
 def test_a_schema_is_kept(api: anthropic.Anthropic) -> None:
@@ -328,7 +332,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (user(), "messages[0] has no content"),
     (user("Hi"), "messages[0].content[0]"),
     (user(text("a"), IMAGE), "messages[0].content[1] is of type 'image'"),
-    (user(result([text("a"), IMAGE])), "messages[0].content[0].content[1] is of type 'image'"),
     (user({"type": "hologram", "content": {}}), "messages[0].content[0] is of type 'hologram'"),
     (user({"text": "untyped"}), "messages[0].content[0] has no type"),
     (user({"type": ["text"]}), "messages[0].content[0] has no type"),
@@ -429,3 +432,110 @@ def test_a_stream_is_what_it_was(server: Server, name: str, fields: dict[str, An
         file.write_text(stream)
         pytest.fail(f"{file} was written; look at it and run again")
     assert stream == file.read_text()
+
+
+# Threads
+
+
+@anthropic.beta_tool
+def feed_pet(pet: str, grams: int) -> str:
+    """Release food for a pet.
+
+    Args:
+        pet: whose food it is
+        grams: how much
+    """
+    return f"{pet} got {grams} grams."
+
+
+THREADED: Any = {"model": ANY_MODEL, "max_tokens": 40}
+IS_ALICE: Any = {"role": "user", "content": "My name is Alice."}
+WHOSE_NAME: Any = {"role": "user", "content": "What is my name?"}
+
+
+def num_prompt_tokens(reply: Any) -> int:
+    return int(reply.usage.input_tokens + (reply.usage.cache_read_input_tokens or 0))
+
+
+@pytest.mark.parametrize("is_threaded", [True, False])
+def test_the_sdks_tool_runner_runs_its_tool_in_a_thread_and_without(
+    api: anthropic.Anthropic, is_threaded: bool
+) -> None:
+    unthreaded: Any = {} if is_threaded else {"thread": False}
+    runner = api.beta.messages.tool_runner(
+        model=ANY_MODEL,
+        max_tokens=200,
+        system="You feed pets.",
+        tools=[feed_pet],
+        messages=ONE_CALL,
+        max_iterations=3,
+        **unthreaded,
+    )
+    first, *_, last = runner
+    assert (first.stop_reason, last.stop_reason) == ("tool_use", "end_turn")
+    call = first.content[0]
+    turns: list[Any] = [
+        *ONE_CALL,
+        {"role": "assistant", "content": [call.to_dict()]},
+        {"role": "user", "content": [{**result("Lena got 225 grams."), "tool_use_id": call.id}]},
+    ]
+    whole = ask_whole(api, system="You feed pets.", tools=[feed_pet.to_dict()], messages=turns)
+    assert num_prompt_tokens(last) == num_prompt_tokens(whole), "the prompt is that of the whole conversation"
+
+
+def test_a_thread_goes_on_streamed_or_whole(api: anthropic.Anthropic) -> None:
+    thread = api.beta.messages.thread(**THREADED)
+    thread.send(IS_ALICE)
+    with thread.stream(WHOSE_NAME) as stream:
+        assert "Alice" in stream.get_final_text()
+    assert "Alice" in thread.send(WHOSE_NAME).content[0].text
+
+
+def test_a_reply_is_continued_once_and_a_thread_that_is_gone_is_said_to_be(
+    server: Server, api: anthropic.Anthropic
+) -> None:
+    def send(thread: Any, message: Any = WHOSE_NAME, **fields: Any) -> httpx.Response:
+        return server.post({**THREADED, "messages": [message], "thread": thread, **fields}, "/v1/messages")
+
+    def code(answer: httpx.Response) -> tuple[int, str]:
+        return answer.status_code, answer.json()["error"]["details"]["error_code"]
+
+    first = send({"type": "create"}, IS_ALICE).json()["id"]
+    next_turn = {"type": "continue", "previous_message_id": first}
+    refused = send(next_turn, system="Be brief.")
+    assert (refused.status_code, "system cannot be sent" in refused.text) == (400, True)
+    assert send(next_turn, max_tokens=-1).status_code == 400
+    assert "Alice" in send(next_turn).json()["content"][0]["text"], "what failed has continued nothing"
+    assert code(send(next_turn)) == (400, "thread_already_continued")
+    assert code(send({"type": "continue", "previous_message_id": "msg_x"})) == (404, "thread_not_found")
+    assert send({"type": "fork"}).status_code == 400
+    thread = api.beta.messages.thread(**THREADED)
+    reply = thread.send(IS_ALICE)
+    assert server.http.delete(f"{server.url}/v1/sessions/{reply.id}").status_code == 200
+    assert "Alice" in thread.send(WHOSE_NAME).content[0].text, "the SDK sends the whole history again"
+
+
+def test_of_two_requests_at_once_one_continues_a_reply() -> None:
+    threads = Threads(Conversations())
+    thread = Thread(("", "msg_1"))
+    with threads.continuing(thread), pytest.raises(RequestError) as refusal, threads.continuing(thread):
+        pass
+    assert refusal.value.details == {"error_code": "thread_continue_in_flight"}
+    with threads.continuing(thread):
+        pass
+
+
+def test_where_nothing_is_kept_a_thread_is_refused_so_that_sdks_go_on_without() -> None:
+    with pytest.raises(RequestError) as refusal:
+        Threads(Conversations(max_bytes=0)).find({"type": "create"}, "")
+    assert refusal.value.details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+def test_an_image_in_a_result_is_left_out_and_the_answer_says_so(server: Server) -> None:
+    seen = result([text("Seen:"), {"type": "image", "source": {"type": "base64", "data": "AAAA"}}])
+    turns = [{"role": "assistant", "content": [CALL_BLOCK]}, {"role": "user", "content": [seen]}]
+    for stream in (False, True):
+        body = {"max_tokens": 8, "messages": [*QUESTION, *turns], "stream": stream}
+        answer = server.post(body, "/v1/messages")
+        assert answer.status_code == 200, answer.text
+        assert "image at messages[2].content[0].content[1]" in answer.headers["x-penstock-warning"]

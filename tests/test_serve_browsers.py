@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import re
 import socket
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 from penstock.config import ServeConfig
 from penstock.errors import ConfigError
 from penstock.serve.browsers import HostNames, is_same_origin
-from test_serve_access import GOOD, KEYS, Answered, app_of, call, routes_of
+from test_serve_access import BATCH_ROUTES, GOOD, KEYS, Answered, app_of, call, routes_of
 
 HOME = "127.0.0.1:8000"
 JSON = {"content-type": "application/json"}
@@ -31,7 +34,11 @@ POSTS = [
     *(f"/api/{verb}" for verb in ("chat", "generate", "show", "pull", "create", "copy", "push")),
     "/api/embed",
     "/api/embeddings",
+    *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
+    *("/v1/responses/input_tokens", "/v1/responses/compact"),
+    *("/v1/conversations", "/v1/conversations/{id}", "/v1/conversations/{id}/items"),
 ]
+NO_BODY = "/v1/responses/{id}/cancel"
 
 
 def post(path: str, headers: dict[str, str], **settings: Any) -> Answered:
@@ -46,7 +53,36 @@ def message_of(answered: Answered) -> str:
 
 
 def test_these_are_all_the_routes_that_take_a_body() -> None:
-    assert {path for method, path in routes_of(app_of()) if method == "POST"} == set(POSTS)
+    posts = {path for method, path in routes_of(app_of()) if method == "POST"}
+    assert posts == {*POSTS, *BATCH_ROUTES, NO_BODY}
+
+
+def test_a_form_is_taken_where_files_are_uploaded_and_from_no_other_site() -> None:
+    form = {"content-type": "multipart/form-data; boundary=X"}
+    assert post("/v1/files", form).json["error"]["code"] == "batches_off"
+    for kind in ("application/json", "text/plain", "application/x-www-form-urlencoded"):
+        refused = post("/v1/files", {"content-type": kind})
+        assert (refused.status, "multipart/form-data" in message_of(refused)) == (415, True)
+    assert post("/v1/batches", form).status == 415
+    assert post("/v1/files", {**form, "origin": "http://evil.example"}).status == 403
+    assert post("/v1/files", form, api_key=("a",)).status == 401
+
+
+def test_the_page_of_the_api_is_whole_and_asks_nobody_else() -> None:
+    app = app_of(api_key=("a",))
+    page = call(app, "/docs")
+    assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    text = page.body.decode()
+    assert not re.search(r"https?://|//[a-z]|@import|<script src|<link rel=.stylesheet", text)
+    policy = page.headers["content-security-policy"]
+    for kind in ("script", "style"):
+        (inline,) = re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert "unsafe" not in policy
+    assert "frame-ancestors 'none'" in policy
+    assert call(app, "/openapi.json").status == 401
+    assert call(app_of(), "/docs", {"host": "evil.example"}).status == 403
 
 
 # The type of a body
@@ -260,4 +296,4 @@ def test_without_a_key_health_says_whether_it_serves_and_nothing_else(headers: d
     assert call(app, "/health", headers).json == {"status": "starting"}
     told = call(app, "/health", GOOD).json
     assert json.dumps(told) == json.dumps(call(app_of(), "/health").json)
-    assert set(told) == {"status", "phase", "replicas"}
+    assert set(told) == {"status", "phase", "replicas", "sampling"}

@@ -44,7 +44,7 @@ async def events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterat
         async for line in answer.aiter_lines():
             if line == "data: [DONE]":
                 return
-            if line:
+            if line.startswith("data: "):  # others are heartbeats
                 yield json.loads(line.removeprefix("data: "))
     raise AssertionError("the stream ended without [DONE]")
 

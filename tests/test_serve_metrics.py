@@ -9,6 +9,7 @@ import pytest
 
 from penstock.serve.metrics import Histogram, Metrics, TokenTimer, render
 from penstock.serve.replica import ReplicaReport
+from penstock.serve.vllm_metrics import render as render_vllm_names
 from penstock.types import EngineStats
 from serving import FREE, MESSAGES, Server, eventually, start_server
 
@@ -20,7 +21,7 @@ def samples(text: str) -> dict[str, float]:
     """Every line that is not a comment, by its name and its labels but for the only replica."""
     found = {}
     for line in text.splitlines():
-        if not line.startswith("# "):
+        if not line.startswith(("# ", "vllm:")):
             match = SAMPLE.match(line)
             assert match is not None, line
             labels = re.sub(r'replica="0",?', "", match[2] or "").replace("{}", "")
@@ -58,6 +59,53 @@ def test_totals_grow_by_what_the_replies_report(server: Server) -> None:
     num_accounted = [sum(n for name, n in one.items() if name.startswith(tokens)) for one in (before, after)]
     assert num_accounted[1] - num_accounted[0] == 4 * usages[0]["prompt_tokens"]
     assert after['penstock_prefix_missed_tokens_total{reason="partial_page"}'] > 0
+
+
+def vllm_samples(text: str) -> dict[str, float]:
+    """By name and labels but for the model's, each of which must be there; read as Prometheus reads it."""
+    parser = pytest.importorskip("prometheus_client.parser")
+    found = {}
+    for family in parser.text_string_to_metric_families(text):
+        assert family.type in ("counter", "gauge", "histogram"), family
+        for sample in family.samples:
+            if sample.name.startswith("vllm:"):
+                labels = dict(sample.labels)
+                assert labels.pop("model_name") == "penstock-tiny"
+                found["/".join([sample.name, *labels.values()])] = sample.value
+    return found
+
+
+def test_the_same_numbers_have_vllms_names(server: Server) -> None:
+    before = vllm_samples(server.http.get(f"{server.url}/metrics").text)
+    usage = server.post({"messages": MESSAGES, "max_tokens": 9, **FREE}).json()["usage"]
+    with server.stream({"messages": MESSAGES, "stream": True, **FREE}):
+        text = server.http.get(f"{server.url}/metrics").text
+        assert vllm_samples(text)["vllm:num_requests_running/0"] == 1
+        assert 0 < vllm_samples(text)["vllm:kv_cache_usage_perc/0"] < 1
+    assert eventually(server.is_idle)
+    text = server.http.get(f"{server.url}/metrics").text
+    after, ours = vllm_samples(text), samples(text)
+    assert after["vllm:kv_cache_usage_perc/0"] == after["vllm:num_requests_running/0"] == 0
+    assert after["vllm:prompt_tokens_total"] == ours["penstock_prompt_tokens_total"]
+    assert after["vllm:generation_tokens_total"] == ours["penstock_generated_tokens_total"]
+    assert (
+        after["vllm:time_to_first_token_seconds_count"] == ours["penstock_time_to_first_token_seconds_count"]
+    )
+    assert after["vllm:prefix_cache_hits_total/0"] == ours["penstock_prefix_tokens_reused_total"]
+    grown = {name: number - before[name] for name, number in after.items()}
+    assert grown["vllm:request_success_total/length"] == 1
+    assert grown["vllm:request_success_total/abort"] == 1
+    assert grown["vllm:request_success_total/error"] == 0
+    assert grown["vllm:e2e_request_latency_seconds_count"] == 2
+    assert grown["vllm:request_generation_tokens_sum"] == grown["vllm:generation_tokens_total"] > 9
+    assert grown["vllm:request_prompt_tokens_sum"] == 2 * usage["prompt_tokens"]
+    assert grown["vllm:prefix_cache_queries_total/0"] == 2 * usage["prompt_tokens"]
+
+
+def test_a_models_name_may_be_anything() -> None:
+    text = render_vllm_names(Metrics(), [], 'a"b\\c\nd')
+    assert all(line.startswith(("# ", "vllm:")) for line in text.splitlines())
+    assert 'model_name="a\\"b\\\\c\\nd"' in text
 
 
 def test_gauges_are_those_of_health(server: Server) -> None:
@@ -99,10 +147,24 @@ def test_tokens_that_come_together_share_the_time_since_the_ones_before(
     assert metrics.inter_token_s.cumulative_counts[-1] == 2
 
 
+def test_a_reply_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics()
+    timer = TokenTimer(metrics, num_prompt_tokens=5, asked_at=10.0)
+    for now in (11.0, 12.0, 14.0):
+        monkeypatch.setattr("penstock.serve.metrics.time.monotonic", lambda now=now: now)
+        timer.count(1)
+    timer.end("stop")
+    timer.end("abort")
+    assert metrics.num_replies == {"stop": 1}
+    assert (metrics.reply_s.sum, metrics.token_s.sum) == (4.0, 1.5)
+    assert (metrics.prompt_lengths.sum, metrics.reply_lengths.sum) == (5.0, 3.0)
+
+
 def test_every_family_is_described_once_before_its_samples() -> None:
     stats = EngineStats(1, 2, 3, 4, 5, 6, 7, {"hit": 8, "miss_empty": 1, "tokens_reused": 64})
     reports = [ReplicaReport(0, "ready", 0, 3, None, stats), ReplicaReport(1, "dead", 2, 0, "why", None)]
     lines = render(Metrics(), reports, num_moves=5).splitlines()
+    lines += render_vllm_names(Metrics(), reports, "m").splitlines()
     families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert len(families) == len(set(families))
     current = ""

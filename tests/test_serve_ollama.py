@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import ollama
 import pytest
 
 from ollama_cases import QUESTION, SUM
 from penstock.serve.ollama.replies import ChatFormat, GenerateFormat, OllamaFormat
 from penstock.serve.reply_clock import ReplyClock
 from serving import Server, eventually, start_server
-
-ollama = pytest.importorskip("ollama")
 
 MODEL = "penstock-tiny"
 ASKED = [{"role": "user", "content": QUESTION}]

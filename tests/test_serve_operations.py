@@ -72,8 +72,8 @@ def test_time_spent_waiting_counts(server: Server) -> None:
 def test_a_time_or_a_priority_that_cannot_be_is_a_400(
     server: Server, path: str, change: dict[str, Any]
 ) -> None:
-    body = {"messages": MESSAGES, "prompt": "x", **change}
-    assert_refused(server.post(body, path), 400, next(iter(change)))
+    body: dict[str, Any] = {"messages": MESSAGES} if "chat" in path else {"prompt": "x"}
+    assert_refused(server.post(body | change, path), 400, next(iter(change)))
 
 
 # Priorities

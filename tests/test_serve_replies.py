@@ -243,3 +243,60 @@ def test_a_grammar_that_fails_late_is_the_clients_error(tokenizer: Tokenizer) ->
         assert "Too many items." in str(caught.value)
 
     in_loop(fail)
+
+
+THOUGHT = "I add.\n\nStop here. "
+ANSWER = "</think>\n\nOne line.\n\nStop here."
+
+
+@pytest.mark.parametrize(
+    ("stop", "content"),
+    [
+        ("Stop", "One line.\n\n"),
+        ("\n", "One line."),
+        ("\n\n", "One line."),
+        ("add", "One line.\n\nStop here."),
+    ],
+)
+@pytest.mark.parametrize("has_end_token", [True, False])
+def test_stop_strings_end_answers_and_not_thoughts(
+    tokenizer: Tokenizer, stop: str, content: str, has_end_token: bool
+) -> None:
+    """Nor does the white space that parts the two."""
+    end_id = tokenizer.id_of("</think>") if has_end_token else None
+
+    def grow(size: int) -> tuple[str, str]:
+        sampling = SamplingParams(max_tokens=1000, stop=(stop,))
+        growing = Growing(tokenizer, sampling, {"thought": Thought(end_id)}, in_thinking=True)
+        growing.grow(THOUGHT + ANSWER, size, "stop")
+        return growing.parsed.reasoning, growing.parsed.content
+
+    for size in range(1, 10 if has_end_token else 2):
+        assert in_loop(lambda size=size: grow(size)) == (THOUGHT.strip(), content), size
+
+
+def test_a_stop_string_that_ends_thoughts_is_looked_for_in_them(tokenizer: Tokenizer) -> None:
+    def grow() -> ParsedReply:
+        thought = Thought(tokenizer.id_of("</think>"), is_stoppable=True)
+        sampling = SamplingParams(max_tokens=1000, stop=("</think>",))
+        growing = Growing(tokenizer, sampling, {"thought": thought}, in_thinking=True)
+        growing.grow(THOUGHT + ANSWER, 1, "stop")
+        return growing.parsed
+
+    parsed = in_loop(grow)
+    assert (parsed.reasoning, parsed.content, parsed.stop_reason) == (THOUGHT, "", "</think>")
+
+
+def test_a_thought_that_its_budget_closes_is_not_stopped_by_its_end(tokenizer: Tokenizer) -> None:
+    closing_ids = tuple(tokenizer.encode("\n</think>\n\n"))
+
+    def grow(size: int) -> str:
+        thought = Thought(tokenizer.id_of("</think>"), 4, closing_ids)
+        sampling = SamplingParams(max_tokens=1000, stop=("\n",))
+        growing = Growing(tokenizer, sampling, {"thought": thought}, in_thinking=True)
+        growing.grow("one two three four five six seven", size)
+        growing.client.aborted.clear()
+        growing.grow("One line.\nAnother.", size, "stop")
+        return growing.parsed.content
+
+    assert {in_loop(lambda size=size: grow(size)) for size in (1, 2, 5)} == {"One line."}

@@ -96,7 +96,7 @@ ITEMS = {
     "thought_calls": ["reasoning", "function_call", "function_call"],
     "cut": ["message"],
     "cut_thought": ["reasoning"],
-    "cut_call": ["message"],
+    "cut_call": ["function_call"],
 }
 
 
@@ -272,23 +272,27 @@ def allowed(mode: str, *tools: dict[str, str]) -> dict[str, Any]:
     return {"type": "allowed_tools", "mode": mode, "tools": tools}
 
 
+def custom(form: dict[str, str]) -> dict[str, Any]:
+    return {"type": "custom", "name": "shout", "description": "Says it aloud.", "format": form}
+
+
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"input": None}, "input"),
     ({"input": 5}, "input"),
     ({"input": []}, "input"),
-    ({"input": [{"id": "msg_1"}]}, "input[0]"),
+    ({"input": [{}]}, "input[0]"),
     ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         "input[0].content",
     ),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "wizardry"}]}, "input[0].type"),
+    ({"input": [{"type": "compaction", "encrypted_content": "gAAA"}]}, "input[0].encrypted_content"),
+    ({"input": [{"type": "custom_tool_call", "call_id": "1", "name": "f"}]}, "input[0]"),
     ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input[0].call_id"),
     ({"input": [CALL, {"type": "function_call_output", "call_id": "1"}]}, "input[1].output"),
-    ({"input": [{**CALL, "arguments": "[1]"}]}, "input[0].arguments"),
-    ({"input": [{**CALL, "arguments": "{"}]}, "input[0].arguments"),
     ({"input": [{**CALL, "name": None}]}, "input[0]"),
     ({"input": "word " * 5000}, "input"),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
@@ -313,12 +317,23 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"max_output_tokens": 10**6}, "max_output_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"metadata": {"a": "x" * 513}}, "metadata"),
-    ({"truncation": "auto"}, "truncation"),
-    ({"background": True}, "background"),
-    ({"conversation": "conv_1"}, "conversation"),
+    ({"truncation": "most"}, "truncation"),
+    ({"truncation": "auto", "input": "word " * 5000}, "input"),
+    ({"background": True, "store": False}, "background"),
+    ({"background": True, "input": "word " * 5000}, "input"),
+    ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation"),
+    ({"conversation": 5}, "conversation"),
     ({"prompt": {"id": "x"}}, "prompt"),
-    ({"top_logprobs": 2}, "top_logprobs"),
-    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"top_logprobs": 21}, "top_logprobs"),
+    ({"include": ["wizardry"]}, "include"),
+    ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+    ({"text": {"verbosity": "chatty"}}, "text.verbosity"),
+    ({"tools": [custom({"type": "poem"})]}, "tools"),
+    ({"tools": [custom({"type": "grammar", "syntax": "bnf", "definition": "x"})]}, "tools"),
+    ({"tools": [custom({"type": "grammar", "syntax": "lark"})]}, "tools"),
+    ({"tools": [custom({"type": "grammar", "syntax": "lark", "definition": "start: x"})]}, "tools"),
+    ({"tools": [custom({"type": "grammar", "syntax": "regex", "definition": "["})]}, "tools"),
+    ({"tools": [{"type": "custom"}]}, "tools"),
 ]
 
 
@@ -339,7 +354,20 @@ def test_a_response_nobody_knows_is_a_404_in_openais_shape(server: Server) -> No
     assert_refused(http.delete(f"{server.url}/v1/responses/resp_x"), 404, None)
     asked = {"input": "x", "previous_response_id": "resp_x"}
     assert_refused(server.post(asked, "/v1/responses"), 404, "previous_response_id")
-    assert_refused(http.get(f"{server.url}/v1/responses/resp_x?stream=true"), 400, "stream")
+    for reference in ({"type": "item_reference", "id": "msg_x"}, {"id": "msg_x"}):
+        answer = server.post({"input": [reference, {"role": "user", "content": "x"}]}, "/v1/responses")
+        assert_refused(answer, 404, "input")
+        assert answer.json()["error"]["message"].startswith("Item with id 'msg_x' not found.")
+    assert_refused(http.get(f"{server.url}/v1/responses/resp_x?stream=true"), 404, None)
+    assert_refused(http.get(f"{server.url}/v1/responses/resp_x/input_items"), 404, None)
+    assert_refused(server.post({}, "/v1/responses/resp_x/cancel"), 404, None)
+    assert_refused(
+        server.post({"input": "x", "conversation": "conv_x"}, "/v1/responses"), 404, "conversation"
+    )
+    kept = server.post({"input": QUESTION}, "/v1/responses").json()["id"]
+    assert_refused(http.get(f"{server.url}/v1/responses/{kept}?stream=true"), 400, "stream")
+    assert_refused(server.post({}, f"/v1/responses/{kept}/cancel"), 400, None)
+    assert_refused(http.get(f"{server.url}/v1/conversations/{kept}"), 404, None)
 
 
 def test_a_client_that_leaves_ends_its_reply_and_nothing_is_kept(server: Server) -> None:

@@ -198,10 +198,25 @@ def test_of_all_tools_only_the_allowed_are_called(api: openai.OpenAI) -> None:
     assert {name for name, _ in forced.calls} == {"check_stock"}
 
 
-def test_a_call_cut_off_comes_back_as_text(api: openai.OpenAI) -> None:
-    answer = ask_whole(api, messages=ONE_CALL, tools=TOOLS, max_tokens=12)
-    assert (answer.calls, answer.finish) == ([], "length")
-    assert answer.content.startswith("<tool_call>")
+def test_a_call_cut_off_is_told_once_and_can_be_sent_back(api: openai.OpenAI) -> None:
+    fields: Any = {"model": "any", "messages": ONE_CALL, "tools": TOOLS}
+    whole = api.chat.completions.create(**fields).usage
+    assert whole is not None
+    fields["max_tokens"] = whole.completion_tokens - 8
+    (choice,) = api.chat.completions.create(**fields).choices
+    message = choice.message
+    assert (message.content, choice.finish_reason) == (None, "length")
+    assert message.tool_calls
+    (call,) = message.tool_calls
+    assert call.function.name == "feed_pet"
+    assert json.dumps(FEED_LENA[1]).startswith(call.function.arguments)
+    deltas = [chunk.choices[0].delta for chunk in api.chat.completions.create(**fields, stream=True)]
+    assert "".join(delta.content or "" for delta in deltas) == ""
+    pieces = [piece.function.arguments for delta in deltas for piece in delta.tool_calls or ()]
+    assert "".join(pieces) == call.function.arguments
+    result = {"role": "tool", "tool_call_id": call.id, "content": "The arguments are not JSON."}
+    again = ask_whole(api, messages=[*ONE_CALL, message, result], tools=TOOLS)
+    assert again.finish in ("stop", "tool_calls")
 
 
 def test_a_call_and_its_result_can_be_sent_back(api: openai.OpenAI) -> None:

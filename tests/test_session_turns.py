@@ -141,6 +141,36 @@ def test_a_whole_history_is_the_same_prompt_in_a_session_and_without(server: Ser
     assert session(server, name).json()["messages"] == 2
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "header"),
+    [
+        ("/v1/messages", None, "x-claude-code-session-id"),
+        ("/v1/responses", None, "session-id"),
+        ("/v1/responses", "prompt_cache_key", None),
+        ("/v1/chat/completions", "prompt_cache_key", None),
+    ],
+)
+def test_an_agents_own_name_of_a_session_keeps_its_cache_and_no_messages(
+    server: Server, path: str, field: str | None, header: str | None
+) -> None:
+    name = f"{path} {field} {header}"
+    body: dict[str, Any] = {"max_tokens": 4, "messages": [user("Hi!")]}
+    if path == "/v1/responses":
+        body = {"max_output_tokens": 16, "input": "Hi!"}
+    body |= {} if field is None else {field: name}
+    num_before = server.stats()["num_sessions"]
+    headers = {} if header is None else {header: name}
+    counts = []
+    for _ in range(2):
+        answer = server.http.post(server.url + path, json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert "x-session-status" not in answer.headers
+        counts.append(num_prompt_tokens(answer))
+    assert counts[0] == counts[1], "nothing was continued"
+    assert server.stats()["num_sessions"] == num_before + 1
+    assert name not in server.http.get(f"{server.url}/v1/sessions").text
+
+
 def test_a_session_goes_on_in_another_api(server: Server) -> None:
     for api, text in ((CHAT, NAME), (MESSAGES, "Hello!"), (RESPONSES, QUESTION)):
         said = say(server, text, "wanders", api)[1]

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from penstock.text.tokenizer import Tokenizer
+from sampled_model import SAMPLED, write_sampled_model
 from serving import REPOSITORY, child_pids, command_of, engine_pids_of, eventually, is_alive
 from thinking_template import write_thinking_template
 
@@ -98,13 +99,18 @@ def scripts(tmp_path: Path) -> Iterator[Scripts]:
     found.stop()
 
 
-@pytest.mark.parametrize("flags", [(), ("--enable-thinking",)])
-def test_replies_come_without_thinking_unless_the_script_is_told_otherwise(
+@pytest.mark.parametrize("flags", [(), ("--enable-thinking", "--generation-config", "auto")])
+def test_replies_are_greedy_and_without_thinking_unless_the_script_is_told_otherwise(
     scripts: Scripts, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
-    template = write_thinking_template(tmp_path)
-    started = scripts.start("--chat-template", str(template), *flags)
+    template, model = write_thinking_template(tmp_path), tmp_path / "model"
+    model.mkdir()
+    started = scripts.start(
+        "--model", str(write_sampled_model(model)), "--chat-template", str(template), *flags
+    )
     assert started.returncode == 0, started.stderr
+    sampling = httpx.get(f"{scripts.url}/health").json()["sampling"]
+    assert sampling["temperature"] == (SAMPLED["temperature"] if flags else 0)
     body = {"messages": [{"role": "user", "content": "What is 17 + 26?"}], "max_tokens": 64}
     reply = httpx.post(f"{scripts.url}/v1/chat/completions", json=body, timeout=60.0).json()
     message, usage = reply["choices"][0]["message"], reply["usage"]
@@ -166,3 +172,16 @@ def test_what_keeps_a_server_from_starting_is_said_in_its_own_words(scripts: Scr
     wrong = scripts.start("--no-such-flag")
     assert wrong.returncode == 1
     assert "--no-such-flag" in wrong.stderr
+
+
+@pytest.mark.parametrize(("script", "exit_code"), [("./start_server.sh", 1), ("./stop_server.sh", 0)])
+def test_the_port_may_be_a_variable_and_a_flag_beats_it(
+    scripts: Scripts, script: str, exit_code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_PORT", "no-number" if exit_code else "4711")
+    run = {"cwd": REPOSITORY, "env": scripts._environment, "capture_output": True, "text": True}
+    done = subprocess.run([script], timeout=60, **run)  # type: ignore[call-overload]
+    assert done.returncode == exit_code
+    assert ("'no-number'" if exit_code else "port 4711") in done.stdout + done.stderr
+    if not exit_code:
+        assert f"port {scripts.port}" in scripts.stop().stdout

@@ -339,9 +339,7 @@ def test_counting_tokens_leaves_threads_to_replies() -> None:
 
     async def serve() -> None:
         engine = TextEngine(None, SlowTokenizer(), ChatTemplate("x"), Metrics())  # type: ignore[arg-type]
-        asked = TokenizeRequest(
-            text="x", chat=None, add_special_tokens=False, add_generation_prompt=False, shows_texts=False
-        )
+        asked = TokenizeRequest(text="x", chat=None, add_special_tokens=False, shows_texts=False)
         counts = await asyncio.gather(*(engine.tokenize(asked, "") for _ in range(10)))
         assert counts == [[1]] * 10
 

@@ -92,6 +92,32 @@ def test_kept_responses_are_their_tenants(server: Server) -> None:
     assert ask(server, ann, "/v1/responses", going_on).status_code == 200
 
 
+def test_items_conversations_and_runs_are_their_tenants(server: Server) -> None:
+    ann, ben = KEYS
+    talk = ask(server, ann, "/v1/conversations", {"items": [{"role": "user", "content": "I am Ann."}]}).json()
+    hello: dict[str, Any] = {"input": "Hello", "max_output_tokens": 4}
+    reply = ask(server, ann, "/v1/responses", {**hello, "conversation": talk["id"]}).json()
+    endless = {"input": "Hello", "ignore_eos": True, "background": True, "stream": False}
+    run = f"/v1/responses/{ask(server, ann, '/v1/responses', endless).json()['id']}"
+    item = {"type": "item_reference", "id": reply["output"][0]["id"]}
+    reference = {**hello, "input": [item, {"role": "user", "content": "And?"}]}
+    attempts: list[tuple[str, dict[str, Any] | None]] = [
+        (f"/v1/conversations/{talk['id']}", None),
+        (f"/v1/conversations/{talk['id']}/items", None),
+        (f"/v1/responses/{reply['id']}/input_items", None),
+        (run, None),
+        (f"{run}?stream=true", None),
+        (f"{run}/cancel", {}),
+        ("/v1/responses", {**hello, "conversation": talk["id"]}),
+        ("/v1/responses", reference),
+    ]
+    assert [ask(server, ben, path, body).status_code for path, body in attempts] == [404] * len(attempts)
+    found = [200] * len(attempts)
+    found[4] = 400  # it was not asked for as a stream
+    assert [ask(server, ann, path, body).status_code for path, body in attempts] == found
+    assert ask(server, ann, run).json()["status"] == "cancelled"
+
+
 def test_pages_of_two_tenants_have_nothing_in_common() -> None:
     tokens = list(range(40))
     digests: list[list[bytes]] = []

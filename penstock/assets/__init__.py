@@ -9,6 +9,7 @@ from pathlib import Path
 
 MODEL_NAME = "penstock-tiny"
 NO_THINK_TEMPLATE = Path(__file__).parent / "no_think.jinja"  # of the Qwen3.5 family
+DOCS_PAGE = Path(__file__).parent / "docs.html"  # which shows the API to people
 
 
 def default_model() -> Path:

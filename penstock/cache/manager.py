@@ -117,8 +117,8 @@ class Cache:
 
     def max_hit(self, sequence: Sequence) -> int:
         """The longest prefix that may be reused: one token at least must run to give logits, and all must
-        whose logits are still to be scored."""
-        num_tokens = sequence.num_scored if sequence.is_scored else len(sequence.tokens) - 1
+        whose logits are still to be scored, or whose hidden states are to be averaged."""
+        num_tokens = sequence.num_scored if sequence.needs_every_token else len(sequence.tokens) - 1
         return num_tokens // self.page_size * self.page_size
 
     def take_digests(self, sequence: Sequence) -> None:
@@ -352,7 +352,7 @@ class Cache:
         assert len(planned) + len(self._checkpoints) <= self.max_checkpoints
 
     def _outcome(self, sequence: Sequence, hit: PrefixHit) -> str:
-        if not self.is_enabled or sequence.is_scored:
+        if not self.is_enabled or sequence.needs_every_token:
             return "miss_disabled"
         if hit.num_tokens:
             return "hit"
@@ -366,7 +366,7 @@ class Cache:
 
     def _missed_tokens(self, sequence: Sequence, hit: PrefixHit) -> dict[str, int]:
         """Why tokens of a prompt have to be computed; with those that are reused, these are all of them."""
-        if not self.is_enabled or sequence.is_scored:
+        if not self.is_enabled or sequence.needs_every_token:
             return {"disabled": len(sequence.tokens)}
         limit = self.max_hit(sequence)
         num_past = self._index.num_past_pages(sequence.digests, limit // self.page_size) * self.page_size
@@ -379,7 +379,7 @@ class Cache:
         }
 
     def _extend_digests(self, sequence: Sequence) -> None:
-        extend_digests(sequence.digests, sequence.tokens, self.page_size, sequence.request.tenant)
+        extend_digests(sequence.digests, sequence.tokens, self.page_size, sequence.request.cache_scope)
 
     def _take_slot(self, hit: PrefixHit) -> int | None:
         """A free slot, else that of a checkpoint: running comes before remembering."""

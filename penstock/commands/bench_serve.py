@@ -12,11 +12,10 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from penstock.commands import birth
 from penstock.commands.console import PhaseList, print_note, print_table
-from penstock.commands.flags import Flag, add_flags, flags_of, foreign_flag, read_settings
+from penstock.commands.flags import add_flags, flags_of, foreign_flag, read_settings
 from penstock.commands.load_levels import (
     Level,
     LoadSettings,
@@ -28,7 +27,12 @@ from penstock.commands.load_levels import (
     refuse_contradictions,
 )
 from penstock.commands.load_plot import plot_levels, require_matplotlib
-from penstock.commands.started_server import StartedServer, started_server
+from penstock.commands.started_server import (
+    StartedServer,
+    given_server_flags,
+    server_words,
+    started_server,
+)
 from penstock.commands.variables import is_given_by_variable
 from penstock.config import EngineConfig, ServeConfig, from_mapping
 from penstock.errors import ConfigError
@@ -94,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         "gpu": None if settings.base_url else birth.gpu_name(),
         "model": requests.model,
         "base_url": settings.base_url,
-        "server_flags": None if settings.base_url else _server_words(arguments),
+        "server_flags": None if settings.base_url else server_words(arguments),
         "start_to_ready_s": None if settings.base_url else round(server.start_to_ready_s, 3),
         **load_fields(settings),
         "warmup": arguments.warmup,
@@ -120,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _server(settings: LoadSettings, arguments: argparse.Namespace) -> Iterator[StartedServer]:
     if settings.base_url:
-        for flag, _ in _given_flags(arguments):
+        for flag, _ in given_server_flags(arguments):
             if flag.field.name != "model":
                 raise ConfigError(
                     f"{flag.name} and --base-url are both given",
@@ -132,26 +136,9 @@ def _server(settings: LoadSettings, arguments: argparse.Namespace) -> Iterator[S
     is_closed = not settings.rate and not settings.trace
     if is_closed and max_rows is not None and max(settings.concurrency) > max_rows:
         print_note(f"--max-rows is {max_rows}: of more requests at a time, the rest wait in the server.")
-    with PhaseList() as phases, started_server(_server_words(arguments), phases) as server:
+    with PhaseList() as phases, started_server(server_words(arguments), phases) as server:
         phases.close()
         yield server
-
-
-def _given_flags(arguments: argparse.Namespace) -> Iterator[tuple[Flag, Any]]:
-    """Those of `penstock serve` on this command line; variables reach a server by themselves."""
-    for kind in (EngineConfig, ServeConfig):
-        given = read_settings(kind, arguments, environ={})
-        yield from ((flag, given[flag.field.name]) for flag in flags_of(kind) if flag.field.name in given)
-
-
-def _server_words(arguments: argparse.Namespace) -> list[str]:
-    words = []
-    for flag, value in _given_flags(arguments):
-        if flag.is_switch:
-            words.append(flag.name if value else flag.name.replace("--", "--no-", 1))
-        else:
-            words += [flag.name, str(value)]
-    return words
 
 
 class _ServeBench:

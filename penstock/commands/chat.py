@@ -205,7 +205,11 @@ def _file_errors(path: str, done: str, todo: str) -> Iterator[None]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base-url", metavar="URL", help="talk to this server instead of loading a model")
+    parser.add_argument(
+        "--base-url",
+        metavar="URL",
+        help="talk to this server instead of loading a model; its key is read from PENSTOCK_API_KEY",
+    )
     parser.add_argument("--system", metavar="TEXT", default="", help="tell the model who it is")
     add_sampling_flags(parser, skip=("n", "logprobs"))
     add_engine_flags(parser)
@@ -223,8 +227,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _open_model(arguments: argparse.Namespace) -> ChatModel:
     if arguments.base_url:
         return RemoteModel(arguments.base_url, getattr(arguments, "model", ""), given_sampling(arguments))
-    sampling = read_sampling(arguments)  # a wrong number should not wait for the weights
-    return LocalModel(load_llm(arguments), sampling)
+    read_sampling(arguments)  # a wrong number should not wait for the weights
+    llm = load_llm(arguments)
+    return LocalModel(llm, read_sampling(arguments, llm.sampling_defaults))
 
 
 def _converse(conversation: Conversation, prompt: str, more_prompt: str) -> int:

@@ -21,7 +21,7 @@ from penstock.errors import ConfigError, PenstockError, nearest
 ENV_PREFIX = "PENSTOCK_"
 FORGE_VARIABLES = ("PENSTOCK_LLM_BASE_URL", "PENSTOCK_LLM_MODEL")  # of `penstock forge`, for bash run.sh
 # Settings of a server that also concern a model in the command's own process.
-TEXT_SETTINGS = ("tokenizer", "chat_template", "allow_special_tokens_in_content")
+TEXT_SETTINGS = ("tokenizer", "chat_template", "allow_special_tokens_in_content", "generation_config")
 SHORT_FLAGS = {"model": "-m"}
 _COUNT = re.compile(r"(-?\d+(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
 _SCALES = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
@@ -51,7 +51,8 @@ class Parser(argparse.ArgumentParser):
         # Intermixed: `serve --port 8001 MODEL` must work as `serve MODEL --port 8001` does.
         arguments, unknown = self.parse_known_intermixed_args(list(words))
         if unknown:
-            flags = [flag for action in self._actions for flag in action.option_strings]
+            shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+            flags = [flag for action in shown for flag in action.option_strings]
             word = unknown[0].split("=")[0]
             if word.startswith("-"):
                 what, hint = f"{self.prog} has no flag {word}", nearest(word, flags)
@@ -60,6 +61,28 @@ class Parser(argparse.ArgumentParser):
                 hint = "Text with spaces in it needs quotes."
             raise UsageError(what, hint, f"Run `{self.prog} --help` for everything it takes.")
         return arguments
+
+
+class Switch(argparse.BooleanOptionalAction):
+    """`--x`, `--no-x`, and the other names by which `--no-x` is known."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, inverse: Sequence[str] = (), **rest: Any
+    ) -> None:
+        super().__init__(option_strings, dest, **rest)
+        self.inverse = inverse
+        self.option_strings = [*self.option_strings, *inverse]
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert option_string is not None
+        is_off = option_string.startswith("--no-") or option_string in self.inverse
+        setattr(namespace, self.dest, not is_off)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,11 +190,13 @@ def add_flags(
         options = [flag.name]
         if flag.field.name in SHORT_FLAGS:
             options.insert(0, SHORT_FLAGS[flag.field.name])
+        options += flag.field.metadata.get("aliases", ())
         help = flag.field.metadata.get("help") or helps.get(flag.field.name, "")
         common: dict[str, Any] = {"dest": flag.field.name, "default": argparse.SUPPRESS}
         common["help"] = help + _default_note(flag, help)
         if flag.is_switch:
-            group.add_argument(*options, action=argparse.BooleanOptionalAction, **common)
+            inverse = flag.field.metadata.get("inverse", ())
+            group.add_argument(*options, action=Switch, inverse=inverse, **common)
         elif flag.read is read_texts:
             group.add_argument(*options, action="append", metavar=flag.metavar, **common)
         else:

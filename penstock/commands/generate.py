@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     text = sys.stdin.read() if arguments.text == "-" else arguments.text
     llm = load_llm(arguments)
+    sampling = read_sampling(arguments, llm.sampling_defaults)
     prompt = llm.encode_chat([{"role": "user", "content": text}]) if arguments.chat else text
     if not arguments.json and sampling.n == 1:
         for piece in llm.stream(prompt, sampling):

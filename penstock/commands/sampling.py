@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from penstock.commands.flags import add_flags, read_settings
@@ -12,21 +13,26 @@ from penstock.types import SamplingParams
 HELPS = {
     "max_tokens": "end after this many tokens (default: when the model ends or the context is full)",
     "min_tokens": "do not end before this many tokens",
-    "temperature": "0 takes the likeliest token; higher is more varied",
-    "top_p": "keep the likeliest tokens that make up this share",
-    "top_k": "keep this many of the likeliest tokens; 0 keeps all",
-    "min_p": "keep tokens at least this likely, relative to the likeliest",
-    "repetition_penalty": "above 1 discourages every token seen so far",
+    "temperature": "0 takes the likeliest token; higher is more varied (default: the model's, or 0)",
+    "top_p": "keep the likeliest tokens that make up this share (default: the model's, or 1)",
+    "top_k": "keep this many of the likeliest tokens; 0 keeps all (default: the model's, or 0)",
+    "min_p": "keep tokens at least this likely, relative to the likeliest (default: the model's, or 0)",
+    "repetition_penalty": "above 1 discourages every token seen so far (default: the model's, or 1)",
     "presence_penalty": "taken off the logit of a token that was generated",
     "frequency_penalty": "taken off the logit for each time a token was generated",
     "logit_bias": "add X to the logit of token ID",
     "seed": "the same seed draws the same text",
     "stop": "end before this text; may be given several times",
     "stop_token_ids": "end at any of these tokens",
+    "bad_words": "texts that an answer does not contain; may be given several times",
+    "include_stop_str_in_output": "show the stop text, or token, that ended an answer",
+    "skip_special_tokens": "leave control tokens out of the text",
+    "truncate_prompt_tokens": "use only so many of the prompt's last tokens; -1: as many as fit",
     "ignore_eos": "go on when the model would end",
     "logprobs": "with --json: log-probabilities of the chosen and of the N likeliest tokens",
     "n": "how many answers to draw",
 }
+NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 # Not for people: penstock.text.grammar writes grammars, and only the API has a place for a prompt's.
 INTERNAL = ("grammar", "grammar_starts_after", "prompt_logprobs")
 
@@ -40,5 +46,6 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     return read_settings(SamplingParams, arguments)
 
 
-def read_sampling(arguments: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(**given_sampling(arguments))
+def read_sampling(arguments: argparse.Namespace, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
+    """`defaults`: of the model, for what was not asked for."""
+    return SamplingParams(**{**defaults, **given_sampling(arguments)})

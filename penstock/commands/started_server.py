@@ -1,8 +1,10 @@
-"""A `penstock serve` of our own for as long as a measurement lasts: started, awaited, ended."""
+"""A `penstock serve` of our own for as long as a command needs one: started, awaited, ended."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -11,8 +13,11 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.child_python import module_command
+from penstock.commands.flags import Flag, flags_of, read_settings
+from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import PenstockError
 from penstock.http_client import HttpClient
 from penstock.progress import OnPhase, Phase, timed
@@ -60,12 +65,33 @@ class _Said:
         )
 
 
+def given_server_flags(arguments: argparse.Namespace) -> Iterator[tuple[Flag, Any]]:
+    """Those of `penstock serve` on this command line; variables reach a server by themselves."""
+    for kind in (EngineConfig, ServeConfig):
+        given = read_settings(kind, arguments, environ={})
+        yield from ((flag, given[flag.field.name]) for flag in flags_of(kind) if flag.field.name in given)
+
+
+def server_words(arguments: argparse.Namespace) -> list[str]:
+    words = []
+    for flag, value in given_server_flags(arguments):
+        if flag.is_switch:
+            words.append(flag.name if value else flag.name.replace("--", "--no-", 1))
+        else:
+            words += [flag.name, str(value)]
+    return words
+
+
 @contextlib.contextmanager
 def started_server(words: Sequence[str], on_phase: OnPhase) -> Iterator[StartedServer]:
     """Runs `penstock serve` with these flags on a free port; yields when /health says that it is ready."""
     command = module_command("penstock", "serve", "--host", "127.0.0.1", "--port", "0", *words)
     started_s = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    # The folder of batches belongs to the server that people use.
+    environ = {name: value for name, value in os.environ.items() if name != "PENSTOCK_BATCH_FOLDER"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ
+    )
     try:
         said = _Said(process)
         with timed("server", on_phase) as report:

@@ -26,7 +26,7 @@ class GivenByVariable:
 def variable_of(command: str, action: argparse.Action) -> str | None:
     """None for what is no flag of the command's own."""
     long = [name for name in action.option_strings if name.startswith("--")]
-    if not long or long[0] in ("--help", "--debug"):
+    if not long or long[0] in ("--help", "--debug") or action.dest == argparse.SUPPRESS:
         return None
     return f"{ENV_PREFIX}{command.upper()}_{long[0][2:].replace('-', '_').upper()}"
 

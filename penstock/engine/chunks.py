@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from penstock.types import Admission, Followers, PageUpdate, Sequence
+from penstock.types import Admission, Followers, PageUpdate, PooledChunk, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,14 @@ class Chunk:
         num_top = sequence.request.sampling.prompt_logprobs
         assert num_top is not None
         return Followers(tuple(sequence.tokens[start:end]), num_top)
+
+    @property
+    def pooled(self) -> PooledChunk | None:
+        pooling = self.sequence.request.pooling
+        if pooling is None:
+            return None
+        is_last = self.start + self.num_tokens == len(self.sequence.tokens)
+        return PooledChunk(pooling, is_last) if is_last or pooling.kind == "mean" else None
 
     @property
     def admission(self) -> Admission:

@@ -1,4 +1,4 @@
-"""Replies held to a grammar: which tokens each of them may say next, as bitmaps for the device.
+"""Replies held to a grammar or kept from words: which tokens each may say next, as bitmaps for the device.
 
 Every constrained request has a matcher, which follows the tokens of its sequence as the host comes to know
 them: a request that was preempted and returns needs nothing. Grammars are compiled in a thread, so that an
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.banned_words import BannedWords
 from penstock.errors import CheckpointError, ConfigError, PenstockError, RequestError
 from penstock.types import GRAMMAR_LIMITS, Request, Sequence, StepPlan
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 NUM_KEPT_GRAMMARS = 32
+ALL_ALLOWED = 0xFFFFFFFF  # of 32 tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +53,20 @@ class Prepared:
 
 
 class Constraint:
-    """One sequence and how far its matcher has followed it."""
+    """One sequence, the words it must not say, and how far its matcher, if it has one, has followed it."""
 
-    def __init__(self, sequence: Sequence, matcher: LLMatcher) -> None:
+    def __init__(self, sequence: Sequence, matcher: LLMatcher | None) -> None:
         self.sequence = sequence
         self.matcher = matcher
+        self.banned = BannedWords(sequence.request.banned)
         self._starts_after = frozenset(sequence.request.sampling.grammar_starts_after)
         self.has_started = not self._starts_after
         self._num_followed = sequence.num_prompt_tokens
 
     def follow(self) -> None:
         """Takes in the tokens that are new; one that the grammar forbids leaves the matcher in error."""
+        if self.matcher is None:
+            return
         tokens = self.sequence.tokens
         for token_id in tokens[self._num_followed :]:
             if self.has_started:
@@ -183,7 +188,8 @@ class Constraints:
             prepared.append(Prepared(request, future.result() if error is None else None, str(error or "")))
         return prepared
 
-    def add(self, sequence: Sequence, matcher: LLMatcher) -> None:
+    def add(self, sequence: Sequence, matcher: LLMatcher | None = None) -> None:
+        """Without a matcher: it is only kept from words."""
         self._live.append(Constraint(sequence, matcher))
 
     def rows_of(self, plan: StepPlan) -> list[tuple[int, Constraint]]:
@@ -206,7 +212,9 @@ class Constraints:
         jobs = []
         for index, (_, constraint) in enumerate(rows):
             constraint.follow()
-            if constraint.has_started:
+            if constraint.matcher is None:
+                words[index].fill(ALL_ALLOWED)
+            elif constraint.has_started:
                 jobs.append((constraint.matcher, index))
             else:
                 self._allow_all_but_ends(words[index], constraint)
@@ -218,6 +226,9 @@ class Constraints:
                 failures.append((constraint.sequence.id, problem_of(matcher)))
             else:
                 self._translate_end(words[index], constraint)
+        for index, (_, constraint) in enumerate(rows):
+            if constraint.banned and not _forbid_words(words[index], constraint):
+                failures.append((constraint.sequence.id, "Of what it allows, bad_words forbid all."))
         return StepMasks([place for place, _ in rows], allowed, failures)
 
     def _run(self, jobs: list[tuple[LLMatcher, int]], allowed: Tensor) -> None:
@@ -241,7 +252,7 @@ class Constraints:
 
     def _allow_all_but_ends(self, words: np.ndarray, constraint: Constraint) -> None:
         """Before the grammar starts; a reply that ended now would never reach it."""
-        words.fill(0xFFFFFFFF)
+        words.fill(ALL_ALLOWED)
         is_control_token = self.compiler.load_vocabulary().is_special_token
         for token_id in constraint.sequence.request.end_token_ids:
             if is_control_token(
@@ -257,6 +268,14 @@ class Constraints:
             words[eos // 32] &= ~bit
             for token_id in constraint.sequence.request.end_token_ids:
                 words[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+def _forbid_words(words: np.ndarray, constraint: Constraint) -> bool:
+    """Whether anything is left to say."""
+    sequence = constraint.sequence
+    for token_id in constraint.banned.next_ids(sequence.tokens, sequence.num_prompt_tokens):
+        words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    return bool(words.any())
 
 
 def problem_of(matcher: LLMatcher) -> str:

@@ -68,6 +68,7 @@ class Engine:
             max_step_tokens=memory.max_step_tokens,
             shared_step_tokens=memory.shared_step_tokens,
             mixed_step_tokens=config.mixed_step_tokens or (1024 if device.type == "cuda" else None),
+            bulk_share=config.bulk_share,
             max_model_len=pools.max_model_len,
         )
         self.constraints = Constraints(
@@ -88,6 +89,9 @@ class Engine:
             num_slots=pools.num_slots,
             cache_bytes=pools.num_bytes,
             weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+            hidden_size=model.config.hidden_size,
+            has_head=model.has_head,
+            num_labels=model.num_labels,
         )
         self._overlap = device.type == "cuda" if config.overlap is None else config.overlap
         self._pending: PendingStep | None = None
@@ -126,15 +130,19 @@ class Engine:
         check_token_ids("prompt", request.token_ids, self.info.vocab_size)
         check_token_ids("logit_bias", request.sampling.logit_bias, self.info.vocab_size)
         check_token_ids("stop_token_ids", request.end_token_ids, self.info.vocab_size)
+        check_token_ids("bad_words", {id for word in request.banned for id in word}, self.info.vocab_size)
         check_token_ids("grammar_starts_after", request.sampling.grammar_starts_after, self.info.vocab_size)
+        _require_task(request, self.info)
         if self.constraints.is_preparing(request.id):
             raise RequestError(f"A request with id {request.id!r} is already here", "", "Use another id.")
         if request.sampling.grammar is not None:
             _require_end(request)
-        self.scheduler.submit(request)
+        sequence = self.scheduler.submit(request)
         if request.sampling.grammar is not None:
             self.scheduler.abort(request.id)  # it was found to fit, and returns when its grammar is compiled
             self.constraints.prepare(request)
+        elif request.banned:
+            self.constraints.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """Frees the request's row, pages and slot; its last delta says "abort"."""
@@ -155,6 +163,10 @@ class Engine:
         return is_busy or self.constraints.num_preparing > 0 or bool(self._news)
 
     def step(self) -> list[TokenDelta]:
+        if self._pending is not None and self.scheduler.holds_planning:
+            self._commit(self._pending)
+            self._pending = None
+            return self._take_news()
         self._submit_prepared()
         plan = self.scheduler.plan()
         if self.scheduler.admitted_ids:
@@ -163,7 +175,7 @@ class Engine:
         if self._overlap:
             launched, self._pending = self._pending, launched
         self._commit(launched)
-        news, self._news = self._news, []
+        news = self._take_news()
         if plan is None and launched is None and not news and self.constraints.num_preparing:
             self.constraints.wait(GRAMMAR_WAIT_S)
         return news
@@ -183,6 +195,10 @@ class Engine:
     def _commit(self, launched: PendingStep | None) -> None:
         if launched is not None:
             self._news += self.scheduler.commit(launched.wait())
+
+    def _take_news(self) -> list[TokenDelta]:
+        news, self._news = self._news, []
+        return news
 
     def _submit_prepared(self) -> None:
         for prepared in self.constraints.take_prepared():
@@ -207,16 +223,15 @@ class Engine:
         """Before the first constrained request, which would make everybody wait: the vocabulary of a large
         model takes seconds. An engine that cannot have one says why when such a request comes.
         """
-        try:
-            self.constraints.compiler.load_vocabulary()
-        except PenstockError as error:
-            log.info("no grammars: %s", error)
-            return
         rows = self.runner.rows
         logits = torch.zeros(1, rows.vocab_size, device=rows.device)
         words = rows.upload([[0] * -(-rows.vocab_size // 32)], torch.int32)
         with on_device(logits.device):
-            ops.mask_logits(logits, rows.upload([0]), words)  # compiles it
+            ops.mask_logits(logits, rows.upload([0]), words)  # compiles it; banned words need it, too
+        try:
+            self.constraints.compiler.load_vocabulary()
+        except PenstockError as error:
+            log.info("no grammars: %s", error)
 
     def stats(self) -> EngineStats:
         self.cache.sessions.expire()
@@ -247,6 +262,35 @@ def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> N
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise RequestError(
             f"{name} has the token id {wrong}", f"The vocabulary has {vocab_size} tokens.", param=name
+        )
+
+
+def _require_task(request: Request, info: EngineInfo) -> None:
+    """Refuses what the model has no head for."""
+    pooling = request.pooling
+    if not info.has_head and (pooling is None or pooling.logit_ids):
+        raise RequestError(
+            f"{info.model_name} cannot generate text",
+            "Its checkpoint has no language-model head (lm_head): it gives embeddings or scores.",
+            "Use /v1/embeddings, /v1/rerank or /v1/score, or serve a model that generates.",
+            param="model",
+        )
+    if pooling is None:
+        return
+    check_token_ids("logit_ids", pooling.logit_ids, info.vocab_size)
+    if pooling.dimensions is not None and not 1 <= pooling.dimensions <= info.hidden_size:
+        raise RequestError(
+            f"dimensions is {pooling.dimensions}",
+            f"The model's vectors have {info.hidden_size}.",
+            f"Ask for 1 to {info.hidden_size}.",
+            param="dimensions",
+        )
+    if pooling.is_classified and not info.num_labels:
+        raise RequestError(
+            f"{info.model_name} has no classifier",
+            "Its checkpoint has no score.weight.",
+            "Serve a model for sequence classification.",
+            param="model",
         )
 
 

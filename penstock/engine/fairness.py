@@ -8,12 +8,17 @@ one. Never touches a tensor, and never looks into the cache.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from penstock.types import Sequence
+
+# A request that is due so much later is background work, as a batch's requests are. Beside others it has one
+# row in so many: more rows make every step longer.
+BACKGROUND_S = 3600.0
+BACKGROUND_SHARE = 8
 
 # A decoded token reads all weights for one row; of a prompt, many tokens share that.
 DECODE_COST = 4
@@ -114,6 +119,24 @@ def by_rank(running: Iterable[Sequence]) -> list[Sequence]:
         ranks[sequence.request.tenant] += 1
         ranked.append((ranks[sequence.request.tenant], due_order(sequence), sequence))
     return [sequence for *_, sequence in sorted(ranked, key=lambda entry: entry[:2])]
+
+
+class Background:
+    """What runs behind all others: at most so many rows decode beside them, and all where there are none."""
+
+    def __init__(self, running: list[Sequence], now_s: float, max_rows: int) -> None:
+        """`running` is by when due."""
+        self._latest_s = now_s + BACKGROUND_S
+        self.num_running = len(running) - bisect_right(running, self._latest_s, key=lambda one: one.due_s)
+        is_alone = self.num_running == len(running)
+        self.max_rows = max_rows if is_alone else max(1, max_rows // BACKGROUND_SHARE)
+
+    def includes(self, sequence: Sequence) -> bool:
+        return sequence.due_s > self._latest_s
+
+    def holds_back(self, sequence: Sequence) -> bool:
+        """Whether one that waits has to go on waiting, though there may be a row."""
+        return self.includes(sequence) and self.num_running >= self.max_rows
 
 
 class Holdings:

@@ -45,6 +45,11 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor, *, deterministic: bool) -> Tensor: ...  # [L, H] -> [L, vocab] float32
 
+    def final_norm(self, hidden: Tensor) -> Tensor: ...  # [L, H] -> [L, H]
+
+    def label_logits(self, hidden: Tensor) -> Tensor:  # [L, H] -> [L, labels] float32
+        """Only of models with a classifier."""
+
     def cache_specs(self) -> list[CacheSpec]: ...
 
 

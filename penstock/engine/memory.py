@@ -91,7 +91,7 @@ def plan_memory(
         num_tokens = config.max_step_tokens or CPU_STEP_TOKENS
         pools = _size(model, config, int(budget))
         return MemoryPlan(pools, config.page_size, num_tokens, num_tokens), pools
-    free_at_first = free_bytes(device)
+    free_at_first = _usable_bytes(config, device)
     draft = _draft_pools(model, config, name, free_at_first)
     on_phase(Phase("cache", "compiling kernels"))
     most, shared = _step_tokens(config, device)
@@ -102,7 +102,7 @@ def plan_memory(
         raise _too_tight(name, device, free_at_first)
     graph_bytes = dry_run.graph_bytes(step.num_tokens) if config.graphs is not False else 0
     del dry_run
-    free = free_bytes(device)
+    free = _usable_bytes(config, device)
     reserve = max(int(RESERVE_SHARE * free), LEAST_RESERVE_BYTES)
     left = free - step.num_bytes - graph_bytes - reserve
     budget = left if config.memory_gb is None else _given_budget(config.memory_gb, name, device, left)
@@ -122,6 +122,16 @@ def plan_memory(
         reserve_bytes=reserve,
     )
     return plan, draft
+
+
+def _usable_bytes(config: EngineConfig, device: torch.device) -> int:
+    """What is free, within `memory_share`. The CUDA context and other processes are not part of the share."""
+    free = free_bytes(device)
+    if config.memory_share is None:
+        return free
+    total = torch.cuda.get_device_properties(device).total_memory
+    allowed = int(config.memory_share * total) - torch.cuda.memory_reserved(device)
+    return max(min(free, allowed), 0)
 
 
 def _draft_pools(model: Any, config: EngineConfig, name: str, free: int) -> PoolSizes:

@@ -90,6 +90,7 @@ class RowTable:
         self.knobs = torch.zeros(num_rows, len(_KNOBS), device=device)  # columns named by _KNOBS
         self.generated: Tensor | None = None  # [rows, vocab] int32, made when a request first has penalties
         self.in_prompt: Tensor | None = None  # [rows, vocab] bool
+        self.sums: Tensor | None = None  # [rows, H] float64, made when a request first wants a mean
         self._biases = LogitBiases(self.upload)
         self._forbidden_ends = LogitBiases(self.upload)
         self._may_end_at = [0] * num_rows  # the first position where a row may have an end token
@@ -107,6 +108,12 @@ class RowTable:
 
     def knob(self, name: str, rows: Tensor) -> Tensor:  # [L] float32
         return self.knobs[rows, _KNOBS.index(name)]
+
+    def sum_of(self, row: int, width: int, *, is_new: bool) -> Tensor:  # [H] float64
+        """Of the hidden states of a row's prompt so far, to be added to."""
+        if self.sums is None:
+            self.sums = torch.zeros(len(self._params), width, dtype=torch.float64, device=self.device)
+        return self.sums[row].zero_() if is_new else self.sums[row]
 
     def update(self, plan: StepPlan) -> None:
         """Takes in what the plan says about its rows for longer than one step."""

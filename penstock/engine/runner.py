@@ -18,6 +18,7 @@ from penstock import ops
 from penstock.engine.constraints import StepMasks
 from penstock.engine.device import on_device
 from penstock.engine.graphs import DecodeGraphs, Model, is_decode, launch_all, run_for_last_tokens
+from penstock.engine.pooling import PooledRows, needs_every_state, pool_rows
 from penstock.engine.prompt_graphs import PromptGraphs
 from penstock.engine.rows import RowTable, SampleInputs, Wishes
 from penstock.layers.inputs import LayerCache
@@ -40,17 +41,19 @@ class PendingStep:
         wishes: Wishes,
         tensors: list[Tensor],
         scores: dict[int, Scores] | None = None,  # of followers, by row
+        pooled: list[PooledRows] | None = None,
     ) -> None:
         self._plan = plan
         self._wishes = wishes
         self._event: torch.cuda.Event | None = None
-        self._tensors, self._scores = tensors, scores or {}
+        self._tensors, self._scores, self._pooled = tensors, scores or {}, pooled or []
         if tensors[0].is_cuda:
             self._tensors = [_copy_to_host(tensor) for tensor in tensors]
             self._scores = {
                 row: (_copy_to_host(logprobs), _copy_to_host(top), _copy_to_host(top_ids))
                 for row, (logprobs, top, top_ids) in self._scores.items()
             }
+            self._pooled = [PooledRows(one.rows, _copy_to_host(one.vectors)) for one in self._pooled]
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -64,6 +67,11 @@ class PendingStep:
             token_ids=dict(zip(rows, token_ids)),
             logprobs=self._logprobs(rows, token_ids, *logprobs) if logprobs else {},
             prompt_scores=self._prompt_scores(),
+            vectors={
+                row: vector.tobytes()
+                for pooled in self._pooled
+                for row, vector in zip(pooled.rows, pooled.vectors.numpy())
+            },
         )
 
     def _prompt_scores(self) -> dict[int, PromptScores]:
@@ -111,6 +119,7 @@ class LaunchedLogits:
     wishes: Wishes
     logits: Tensor  # [L, vocab] float32
     scores: dict[int, Scores] = field(default_factory=dict)  # of followers, by row
+    pooled: list[PooledRows] = field(default_factory=list)
 
 
 def _on_its_device(method: Callable[Given, Result]) -> Callable[Given, Result]:
@@ -176,7 +185,7 @@ class Runner:
         plan, wishes = launched.plan, launched.wishes
         sampling = self.rows.sample_inputs(plan)
         tensors = self._sample(launched.logits, sampling, wishes, masks)
-        return PendingStep(plan, wishes, tensors, launched.scores)
+        return PendingStep(plan, wishes, tensors, launched.scores, launched.pooled)
 
     @_on_its_device
     def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
@@ -186,17 +195,27 @@ class Runner:
         return logits if self.graphs is None else logits.clone()  # the next replay writes over them
 
     def _launch_forward(self, plan: StepPlan, wishes: Wishes) -> LaunchedLogits:
-        if all(row.followers is None for row in plan.rows):
+        if all(row.followers is None and row.pooled is None for row in plan.rows):
             return LaunchedLogits(plan, wishes, self._forward(plan))
         inputs = self.rows.step_inputs(plan.rows, self.deterministic)
-        hidden = self.model(inputs, self.caches)
-        logits = self._logits_of_sampling(hidden[inputs.last_tokens], plan)
+        hidden = None
+        if needs_every_state(plan):
+            hidden = self.model(inputs, self.caches)
+            last = hidden[inputs.last_tokens]
+        else:
+            last = run_for_last_tokens(self.model, inputs, self.caches)
+        logits = self._logits_of_sampling(last, plan)
+        scores = {} if hidden is None else self._scores_of(hidden, plan)
+        pooled = pool_rows(self.model, self.rows, plan, hidden, last, self.deterministic)
+        return LaunchedLogits(plan, wishes, logits, scores, pooled)
+
+    def _scores_of(self, hidden: Tensor, plan: StepPlan) -> dict[int, Scores]:  # hidden: [T, H]
         scores, first = {}, 0
         for row in plan.rows:
             if row.followers is not None and row.followers.token_ids:
                 scores[row.row] = self._score(hidden[first : first + row.num_tokens], row.followers)
             first += row.num_tokens
-        return LaunchedLogits(plan, wishes, logits, scores)
+        return scores
 
     def _score(self, hidden: Tensor, followers: Followers) -> Scores:  # hidden: [T, H]
         token_ids = self.rows.upload(list(followers.token_ids))

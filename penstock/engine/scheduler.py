@@ -13,11 +13,12 @@ import heapq
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 
 from penstock.cache import Cache
+from penstock.engine.bulk_turns import BulkTurns
 from penstock.engine.chunks import Chunk, num_tokens_of
-from penstock.engine.fairness import Holdings, WaitingLine, by_rank, due_order
+from penstock.engine.fairness import Background, Holdings, WaitingLine, by_rank, due_order
 from penstock.engine.leaders import Leaders
 from penstock.engine.terms import Terms
 from penstock.errors import RequestError
@@ -73,6 +74,7 @@ class Scheduler:
         max_model_len: int,
         shared_step_tokens: int | None = None,  # where a step is not one request's alone
         mixed_step_tokens: int | None = None,  # what a step takes of prompts while others decode
+        bulk_share: float = 1.0,  # of the time, that long prompts have at least beside short requests
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
@@ -97,6 +99,7 @@ class Scheduler:
         self._in_flight: dict[int, list[Chunk]] = {}  # planned, not committed
         self._replaced_pages: list[PageUpdate] = []  # for the next plan
         self._leaders = Leaders(cache)
+        self._turns = BulkTurns(bulk_share, 2 * self.mixed_step_tokens, clock)
 
     @property
     def num_waiting(self) -> int:
@@ -114,6 +117,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._sequences or self._in_flight)
+
+    @property
+    def holds_planning(self) -> bool:
+        """Whether the next plan had better wait for the step in flight to end."""
+        return self._turns.holds_planning
 
     def submit(self, request: Request) -> Sequence:
         if request.id in self._sequences:
@@ -143,31 +151,55 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step. None: nothing can run before an outstanding output is committed, or at all."""
         self._make_room()
-        chunks = self._plan_decodes()
-        budget = self._prompt_budget(len(chunks))
-        prompts = [sequence for sequence in self._in_rank() if sequence not in self._decoding]
-        overtaking, admitted = self._plan_overtakers(prompts, budget)
-        budget -= num_tokens_of(overtaking) + num_tokens_of(admitted)
-        planned = {chunk.sequence for chunk in overtaking}
-        prefills = self._plan_prefills([one for one in prompts if one not in planned], budget)
-        admitted += self._admit_waiting(budget - num_tokens_of(prefills))
-        chunks += overtaking + prefills + admitted
+        self._turns.look(chain(self._running, islice(self._waiting, self.max_rows)))
+        chunks, admitted = self._plan_short() if self._turns.must_wait else ([], [])
+        if not chunks:
+            chunks, admitted = self._plan_all()
         self.admitted_ids = [chunk.sequence.id for chunk in admitted]
         assert chunks or self._in_flight or not self._sequences, "requests wait, but nothing can run"
         plan = self._build_plan(chunks, admitted) if chunks else None
         self.cache.end_plan()
         return plan
 
+    def _plan_all(self) -> tuple[list[Chunk], list[Chunk]]:  # all, and of those the admitted ones
+        chunks = self._plan_decodes()
+        budget = self._prompt_budget(len(chunks))
+        if self._turns.is_contended:  # somebody reads along
+            budget = min(budget, max(1, self.mixed_step_tokens // 2))
+        prompts = [sequence for sequence in self._in_rank() if sequence not in self._decoding]
+        overtaking, admitted = self._plan_overtakers(prompts, budget)
+        budget -= num_tokens_of(overtaking) + num_tokens_of(admitted)
+        planned = {chunk.sequence for chunk in overtaking}
+        prefills = self._plan_prefills([one for one in prompts if one not in planned], budget)
+        admitted += self._admit_waiting(budget - num_tokens_of(prefills))
+        return chunks + overtaking + prefills + admitted, admitted
+
+    def _plan_short(self) -> tuple[list[Chunk], list[Chunk]]:
+        """A step without bulk, which has had its turn."""
+        chunks = self._plan_decodes(with_bulk=False)
+        budget = self._prompt_budget(len(chunks))
+        prompts = [sequence for sequence in self._in_rank() if sequence not in self._decoding]
+        chunks += self._plan_prefills([one for one in prompts if not self._turns.is_bulk(one)], budget)
+        share = budget - num_tokens_of(chunk for chunk in chunks if not chunk.is_decode)
+        admitted = []
+        if self._refused is None and self._free_rows and share > 0:
+            admitted = self._admit_overtakers(budget, share, is_behind=True)
+        return chunks + admitted, admitted
+
     def commit(self, output: StepOutput) -> list[TokenDelta]:
         """Takes the sampled tokens of a step; sequences that ended since it was planned ignore theirs."""
+        self._turns.note_done(output.step)
         deltas: list[TokenDelta] = []
+        scores, vectors = output.prompt_scores, output.vectors
         for chunk in self._in_flight.pop(output.step):
             sequence = chunk.sequence
             if sequence.finish is not None:
                 continue
-            if chunk.row in output.prompt_scores:
-                deltas += self._report_scores(sequence, chunk.start, output.prompt_scores[chunk.row])
-            if chunk.samples:
+            if chunk.row in scores:
+                deltas += self._report_scores(sequence, chunk.start, scores[chunk.row])
+            if chunk.row in vectors:
+                deltas.append(self._finish_pooling(sequence, vectors[chunk.row]))
+            elif chunk.samples:
                 token_id, logprob = output.token_ids[chunk.row], output.logprobs.get(chunk.row)
                 deltas.append(self._append(sequence, token_id, logprob))
                 if not chunk.is_decode:
@@ -181,10 +213,21 @@ class Scheduler:
         return by_rank(self._running) if self._waiting.num_tenants > 1 else list(self._running)
 
     def _make_room(self) -> None:
-        """Where the next tenant has less than its share of rows and pages, one that has more is preempted."""
+        """Background work gives its place to others. Where the next tenant has less than its share of rows
+        and pages, one that has more is preempted."""
         sequence = self._refused
-        if sequence is None or self._waiting.num_tenants == 1 or sequence.num_in_flight:
+        if sequence is None or sequence.num_in_flight:
             return
+        background = self._background()
+        if background.num_running and not background.includes(sequence):
+            self._preempt(self._running[-1])
+        elif self._waiting.num_tenants > 1:
+            self._make_room_for_share(sequence)
+
+    def _background(self) -> Background:
+        return Background(self._running, self._clock(), self.max_rows)
+
+    def _make_room_for_share(self, sequence: Sequence) -> None:
         if self._clock() - sequence.due_s >= PATIENCE_S:
             victim = self._holdings().victim_for(sequence, self.cache.pages_for(len(sequence.tokens)))
             if victim is not None:
@@ -193,13 +236,20 @@ class Scheduler:
     def _holdings(self) -> Holdings:
         return Holdings(self._running, self._waiting.num_tenants, self.max_rows, self.cache.num_pages)
 
-    def _plan_decodes(self) -> list[Chunk]:
+    def _plan_decodes(self, with_bulk: bool = True) -> list[Chunk]:
         chunks = []
         in_rank = self._in_rank()
+        background = self._background()
+        num_background = 0
         for sequence in [sequence for sequence in in_rank if sequence in self._decoding]:
+            if not with_bulk and self._turns.is_bulk(sequence):
+                continue
             # In this order a victim is never one that has been planned: they all come before `sequence`.
             if sequence.row is None or sequence.num_tokens >= self._terms[sequence].max_num_tokens:
                 continue
+            num_background += background.includes(sequence)
+            if num_background > background.max_rows and background.includes(sequence):
+                continue  # it keeps its row, and goes on later
             while (new_pages := self.cache.reserve(sequence, 1)) is None:
                 victim = next(one for one in reversed(in_rank) if one.row is not None)
                 self._preempt(victim)
@@ -215,7 +265,9 @@ class Scheduler:
         """
         is_alone = len(self._sequences) == 1
         budget = (self.max_step_tokens if is_alone else self.shared_step_tokens) - num_decodes
-        if num_decodes and self.mixed_step_tokens < budget:
+        if self._turns.is_interactive_near:
+            budget = min(budget, self.mixed_step_tokens)
+        elif num_decodes and self.mixed_step_tokens < budget:
             budget = min(budget, max(self.mixed_step_tokens, self._backlog() // BACKLOG_SHARE))
         return max(budget, self.page_size)
 
@@ -253,7 +305,7 @@ class Scheduler:
             num_rows_kept = 0 if first_long is None else 1
             if sequence.num_in_flight or share <= 0 or len(self._free_rows) <= num_rows_kept:
                 break
-            if self._leaders.is_awaited(sequence):
+            if self._leaders.is_awaited(sequence) or self._background().holds_back(sequence):
                 continue
             if num_pages > MAX_PAGES_LOOKED_UP:
                 break
@@ -310,6 +362,7 @@ class Scheduler:
             if sequence.num_in_flight:  # preempted: the host does not know all of its tokens yet
                 break
             is_out_of_turn = holdings is not None and not self._may_pass(sequence, holdings)
+            is_out_of_turn = is_out_of_turn or self._background().holds_back(sequence)
             if is_out_of_turn or self._leaders.is_awaited(sequence):
                 num_passed += 1
                 continue
@@ -387,7 +440,9 @@ class Scheduler:
         assert sequence.row is not None
         start = sequence.num_computed
         is_decode = sequence in self._decoding
-        samples = is_decode or start + num_tokens == len(sequence.tokens)
+        samples = is_decode or (
+            start + num_tokens == len(sequence.tokens) and sequence.request.pooling is None
+        )
         return Chunk(sequence, sequence.row, start, num_tokens, samples, is_decode, num_new_pages)
 
     def _build_plan(self, chunks: list[Chunk], admitted: list[Chunk]) -> StepPlan:
@@ -407,6 +462,7 @@ class Scheduler:
                 chunk.sequence.num_in_flight += 1
                 self._decoding.add(chunk.sequence)
         self._in_flight[plan.step] = chunks
+        self._turns.note_planned(plan.step, [chunk.sequence for chunk in chunks])
         self._num_steps += 1
         return plan
 
@@ -425,7 +481,8 @@ class Scheduler:
             slot=slot,
             initial_slot=slot if sequence.initial_slot is None else sequence.initial_slot,
             checkpoints=tuple(checkpoints),
-            followers=chunk.followers,
+            followers=None if chunk.is_decode else chunk.followers,
+            pooled=None if chunk.is_decode else chunk.pooled,
         )
 
     def _plan_checkpoints(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
@@ -455,6 +512,11 @@ class Scheduler:
             finish=reason,
             num_cached_tokens=sequence.num_cached_tokens,
         )
+
+    def _finish_pooling(self, sequence: Sequence, vector: bytes) -> TokenDelta:
+        self._end(sequence, "stop")
+        num_cached = sequence.num_cached_tokens
+        return TokenDelta(sequence.id, finish="stop", num_cached_tokens=num_cached, vector=vector)
 
     def _report_scores(self, sequence: Sequence, start: int, scores: PromptScores) -> Iterator[TokenDelta]:
         """Those of a chunk that were not sent before the sequence was preempted, in parts that a server

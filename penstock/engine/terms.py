@@ -53,6 +53,9 @@ def _require_room(request: Request, cache: Cache, max_model_len: int) -> None:
     num_prompt = len(request.token_ids)
     if num_prompt == 0:
         raise RequestError("The prompt has no tokens", "There is nothing to continue from.", param="prompt")
+    if request.pooling is not None:
+        _require_room_to_pool(num_prompt, cache, max_model_len)
+        return
     if num_prompt >= max_model_len:
         raise ContextLengthError(
             f"The prompt has {num_prompt} tokens",
@@ -70,4 +73,18 @@ def _require_room(request: Request, cache: Cache, max_model_len: int) -> None:
             f"The cache holds {capacity} in {cache.num_pages - 1} pages of {cache.page_size}.",
             "Lower max_tokens, shorten the prompt, or give the cache more memory with --memory-gb.",
             param="max_tokens",
+        )
+
+
+def _require_room_to_pool(num_tokens: int, cache: Cache, max_model_len: int) -> None:
+    """Such a prompt has no reply, so it may fill the context."""
+    capacity = max_model_len
+    if cache.max_sequence_tokens is not None:
+        capacity = min(capacity, cache.max_sequence_tokens - 1)
+    if num_tokens > capacity:
+        raise ContextLengthError(
+            f"The input has {num_tokens} tokens",
+            f"The context holds {max_model_len} and the cache {capacity} of them.",
+            "Shorten the input, raise --max-model-len, or give the cache more memory with --memory-gb.",
+            param="input",
         )

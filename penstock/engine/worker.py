@@ -27,7 +27,7 @@ import msgspec
 from penstock.config import WorkerConfig
 from penstock.errors import EngineDeadError, PenstockError
 from penstock.progress import Phase, timed
-from penstock.types import Request, SamplingParams, TokenDelta
+from penstock.types import Pooling, Request, SamplingParams, TokenDelta
 from penstock.wire import (
     Abort,
     Deltas,
@@ -197,7 +197,8 @@ def warm_up(engine: Engine, prompt: tuple[int, ...] = (0,), tenant: str = "") ->
     """One request, before the first client's: kernels, allocations and graphs exist afterwards, and the
     prompt is in the prefix cache."""
     sampling = SamplingParams(max_tokens=WARM_UP_TOKENS)
-    engine.submit(Request(id="warm-up", token_ids=prompt, sampling=sampling, tenant=tenant))
+    pooling = None if engine.info.has_head else Pooling()
+    engine.submit(Request(id="warm-up", token_ids=prompt, sampling=sampling, pooling=pooling, tenant=tenant))
     while engine.has_work:
         engine.step()
 

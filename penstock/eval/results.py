@@ -61,6 +61,17 @@ def prepare_output(output: str | None, flag: str = "--output") -> None:
         raise _unwritable(flag, output, error) from error
 
 
+def output_file(output: str | None, folder: str | None, name: str) -> str | None:
+    """Where the result goes: --output names the file, --output-dir its folder, as the contest has it."""
+    if output and folder:
+        raise ConfigError(
+            "--output and --output-dir are both given",
+            f"One names a file, the other the folder of {name}.",
+            "Leave one of them out.",
+        )
+    return str(Path(folder) / name) if folder else output
+
+
 def write_output(line: str, output: str | None, flag: str = "--output") -> None:
     if not output:
         return

@@ -77,6 +77,8 @@ _CLASS_NAMES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3ForSequenceClassification": "qwen3",
+    "Qwen3Model": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",

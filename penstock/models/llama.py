@@ -19,11 +19,12 @@ from penstock.layers.attention import Attention
 from penstock.layers.inputs import KVCache, LayerCache, StepInputs
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import DenseMLP, SparseMLP
-from penstock.layers.parameter import weight
+from penstock.layers.parameter import parameter, weight
 from penstock.layers.rope import Rope, inverse_frequencies
 from penstock.models import model_type_of
 from penstock.models.placement import Placement
 from penstock.models.reading import MAX_LAYERS, MAX_NUMBER, read, read_size, unusable
+from penstock.ops import rms_norm
 from penstock.types import CacheSpec
 
 
@@ -124,6 +125,7 @@ class LlamaConfig:
     experts_per_token: int
     expert_size: int
     normalize_experts: bool
+    num_labels: int = 0  # of a classifier, which such checkpoints have in place of a head; 0: none
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> LlamaConfig:
@@ -133,6 +135,10 @@ class LlamaConfig:
             raise _unsupported("hidden_act", config["hidden_act"])
         if read(config, "mlp_bias", bool, False):
             raise _unsupported("mlp_bias", True)
+        if not read(config, "is_causal", bool, True):  # embedding models that look at later tokens, too
+            raise _unsupported("is_causal", False)
+        if read(config, "use_bidirectional_attention", bool, False):
+            raise _unsupported("use_bidirectional_attention", True)
         num_layers = read_size(config, "num_hidden_layers", largest=MAX_LAYERS)
         num_heads = read_size(config, "num_attention_heads")
         hidden_size = read_size(config, "hidden_size")
@@ -172,6 +178,7 @@ class LlamaConfig:
             experts_per_token=read_size(config, "num_experts_per_tok", largest=num_experts) if sparse else 0,
             expert_size=read_size(config, "moe_intermediate_size") if sparse else 0,
             normalize_experts=read(config, "norm_topk_prob", bool, False),
+            num_labels=_num_labels(config),
         )
 
 
@@ -214,6 +221,15 @@ def _sparse_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int]
 def _num_experts(config: Mapping[str, Any]) -> int:
     """Published as num_experts; transformers 5 writes num_local_experts."""
     return read(config, "num_local_experts" if "num_local_experts" in config else "num_experts", int)
+
+
+def _num_labels(config: Mapping[str, Any]) -> int:
+    """transformers writes no num_labels but the names of labels, and none where there are two."""
+    names = read(config, "architectures", list, None) or []
+    if not any(isinstance(name, str) and name.endswith("ForSequenceClassification") for name in names):
+        return 0
+    labels = read(config, "id2label", dict, None) or {}
+    return read_size(config, "num_labels", len(labels) or 2)
 
 
 def _unsupported(key: str, value: object) -> CheckpointError:
@@ -289,8 +305,13 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList(layers)
         self._cache_specs: list[CacheSpec] = [layer.attention.cache_spec for layer in layers]
         self.head = Linear(config.hidden_size, config.vocab_size, eps=config.eps, dtype=dtype, device=device)
-        if config.is_tied:
+        self.has_head = not config.num_labels
+        self.num_labels = config.num_labels
+        if config.is_tied or not self.has_head:
             self.head.weight = self.embedding
+        self.classifier: nn.Parameter | None = None
+        if config.num_labels:
+            self.classifier = parameter(config.num_labels, config.hidden_size, dtype=dtype, device=device)
         self.rope = Rope(config.rope.inverse_frequencies(config.head_dim), config.max_position, device)
 
     def forward(
@@ -304,7 +325,16 @@ class Llama(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32
+        """A model without a head computes them all the same, with its embedding: no step is another then."""
         return self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
+
+    def label_logits(self, hidden: Tensor) -> Tensor:  # [L, labels] float32
+        assert self.classifier is not None
+        return F.linear(self.final_norm(hidden).float(), self.classifier.float())
+
+    def final_norm(self, hidden: Tensor) -> Tensor:  # [L, H] -> [L, H]
+        assert self.head.norm is not None
+        return rms_norm(hidden, self.head.norm, self.config.eps)
 
     def cache_specs(self) -> list[CacheSpec]:
         return list(self._cache_specs)
@@ -314,12 +344,16 @@ class Llama(nn.Module):
         config = self.config
         present = frozenset(names)
         prefix = "" if config.is_plain else "model."
+        if prefix and "embed_tokens.weight" in present:  # of embedding models: a model without its head
+            prefix, self.has_head, self.head.weight = "", False, self.embedding
         vocabulary = (config.vocab_size, config.hidden_size)
         table = {
             f"{prefix}embed_tokens.weight": Placement("embedding", vocabulary),
             f"{prefix}norm.weight": Placement("head.norm", (config.hidden_size,)),
         }
-        if not config.is_tied:
+        if self.classifier is not None:
+            table["score.weight"] = Placement("classifier", (config.num_labels, config.hidden_size))
+        if self.head.weight is not self.embedding:
             table["lm_head.weight"] = Placement("head.weight", vocabulary)
         elif "lm_head.weight" in present:
             table["lm_head.weight"] = Placement("embedding", vocabulary)

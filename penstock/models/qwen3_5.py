@@ -66,6 +66,8 @@ class Layer(nn.Module):
 
 class Qwen3_5(nn.Module):
     ignored = IGNORED
+    has_head = True
+    num_labels = 0
 
     def __init__(self, config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()

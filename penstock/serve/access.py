@@ -22,8 +22,9 @@ from penstock.serve.browsers import JsonBodies, KnownSites
 from penstock.serve.error_answers import answer_error
 from penstock.serve.tenants import tenant_of_key
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})  # what asks these has no key: load balancers, probes
-EXPOSED_HEADERS = ("x-request-id", "x-session-status", "retry-after")
+# What asks these has no key: load balancers, probes, and a browser that opens the page to enter one.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/docs"})
+EXPOSED_HEADERS = ("x-request-id", "x-session-status", "x-penstock-warning", "retry-after")
 
 
 def access_middleware(config: ServeConfig) -> list[Middleware]:

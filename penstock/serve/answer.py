@@ -1,7 +1,7 @@
 """One reply on its way to the client: streamed or whole, and ended when the client leaves.
 
-An error before the first token has a status of its own; after it, the stream ends with the error as its API
-spells it. Knows how answers travel; what they look like is the `ReplyFormat` of their endpoint.
+An error before the headers are out has a status of its own; after that, the stream ends with the error as its
+API spells it. Knows how answers travel; what they look like is the `ReplyFormat` of their endpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.config import ServeConfig
 from penstock.errors import DeadlineError, EngineDeadError, OverloadedError, PenstockError
-from penstock.serve.connection import EventWriter
+from penstock.serve.event_stream import EventStream
 from penstock.serve.intake import Place
 from penstock.serve.serving import Serving
 from penstock.serve.tenants import tenant_of
@@ -58,13 +58,19 @@ class Choice:
 
     news: list[Delta] = field(default_factory=list)
     scores: Scores | None = None  # None: they were not asked for
-    token_ids: list[int] = field(default_factory=list)  # where they were asked for
+    prompt_scores: Scores | None = None
+    token_ids: list[int] = field(default_factory=list)
+    prompt_token_ids: tuple[int, ...] = ()
 
     def take(self, delta: ReplyDelta) -> None:
         self.news += delta.news
-        self.token_ids += delta.token_ids
         if self.scores is not None:
             self.scores.add(delta.logprobs)
+        if delta.extra is not None:
+            self.token_ids += delta.extra.token_ids
+            self.prompt_token_ids = self.prompt_token_ids or delta.extra.prompt_token_ids
+            if self.prompt_scores is not None:
+                self.prompt_scores.add(delta.extra.prompt_scores)
 
 
 class ReplyFormat(Protocol):
@@ -72,6 +78,9 @@ class ReplyFormat(Protocol):
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         """The events of one delta of a stream; may be empty."""
+
+    def encode_heartbeat(self) -> bytes:
+        """Tells the client of a stream without news that the reply is on its way."""
 
     def encode_end(self, usage: Usage) -> bytes:
         """The tail of a stream that ended well."""
@@ -108,7 +117,8 @@ class Answer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if _serving(scope).draining.is_set():
             raise EngineDeadError("The server is shutting down", "It finishes what runs.", "Ask another one.")
-        self._allow(_serving(scope).config.request_timeout)
+        # The server's own limit is for clients that wait; a line of a batch has its batch's window.
+        self._allow(None if "least_priority" in scope else _serving(scope).config.request_timeout)
         answer = self._send_events if self._is_stream else self._send_json
         await run_while_connected(receive, answer(scope, receive, send))
 
@@ -127,30 +137,30 @@ class Answer:
         await Response(body, headers=self._headers, media_type=JSON_TYPE)(scope, receive, send)
 
     async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events = EventWriter(scope["transport"], scope["http_version"])
+        own = {"content-type": self._stream_type, **self._headers}
+        headers = [*((k.encode(), v.encode()) for k, v in own.items()), *STREAM_HEADERS]
+        with EventStream(scope, send, headers, self._style.encode_heartbeat) as events:
 
-        def deliver(delta: ReplyDelta) -> None:
-            if chunk := self._style.encode_chunk(delta):  # an empty one would end the answer
-                events.write(chunk, delta.is_prompt)
+            def deliver(delta: ReplyDelta) -> None:
+                if chunk := self._style.encode_chunk(delta):  # an empty one would end the answer
+                    events.write(chunk, delta.is_prompt)
 
-        with await self._begin(deliver) as stream, self._accounted(scope, stream):
-            # Headers wait for the first token, so that whatever fails before it has a status code.
-            await stream.wait_started()
-            own = {"content-type": self._stream_type, **self._headers}
-            headers = [*((k.encode(), v.encode()) for k, v in own.items()), *STREAM_HEADERS]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
-                events.open()
-                await stream.wait_ended()
-                tail = self._style.encode_end(stream.usage)
-            except PenstockError as error:
+                with await self._begin(deliver) as stream, self._accounted(scope, stream):
+                    await stream.wait_started()
+                    await events.open()
+                    await stream.wait_ended()
+                    tail = self._style.encode_end(stream.usage)
+            except Exception as error:
+                if not events.has_begun:
+                    raise
                 tail = self._fail(scope, error)
-            except Exception:
-                log.exception("a reply failed while it was streamed")
-                tail = self._fail(scope, unexpected_error())
-            await send({"type": "http.response.body", "body": tail})
+            await events.close(tail)
 
-    def _fail(self, scope: Scope, error: PenstockError) -> bytes:
+    def _fail(self, scope: Scope, error: Exception) -> bytes:
+        if not isinstance(error, PenstockError):
+            log.exception("a reply failed while it was streamed")
+            error = unexpected_error()
         scope["record"].error = error.code
         return self._style.encode_failure(error)
 
@@ -189,7 +199,9 @@ class Answer:
         finally:
             if ending is not None:
                 ending.cancel()
-            scope["record"].usage = stream.usage
+            record = scope["record"]
+            record.usage, record.first_token_at = stream.usage, stream.started_at
+            record.finish_reasons = tuple(stream.finish_reasons)
 
 
 def _serving(scope: Scope) -> Serving:

@@ -26,6 +26,8 @@ from penstock.serve.error_answers import answer_error
 ANY = "*"
 # SageMaker passes on whatever type its callers name. A page can send these three without being asked first.
 ANY_TYPE_PATH = "/invocations"
+# A file comes in a form, which a page can send unasked: what keeps others' pages out here is their origin.
+UPLOAD_PATH, UPLOAD_TYPE = "/v1/files", "multipart/form-data"
 FORM_TYPES = frozenset({"application/x-www-form-urlencoded", "multipart/form-data", "text/plain"})
 WILDCARD_ADDRESSES = ("0.0.0.0", "::")  # a client that connects to one of them reaches its own machine
 # By which containers call the machine they run on, its loopback too.
@@ -61,7 +63,7 @@ class JsonBodies:
             for value in Headers(scope=scope).getlist("content-type"):
                 kind = value.partition(";")[0].strip().lower()
                 if not _is_readable(kind, scope["path"]):
-                    await answer_error(scope, _wrong_type(kind))(scope, receive, send)
+                    await answer_error(scope, _wrong_type(kind, scope["path"]))(scope, receive, send)
                     return
         await self._app(scope, receive, send)
 
@@ -69,10 +71,18 @@ class JsonBodies:
 def _is_readable(content_type: str, path: str) -> bool:
     if path == ANY_TYPE_PATH:
         return content_type not in FORM_TYPES
+    if path == UPLOAD_PATH:
+        return content_type == UPLOAD_TYPE
     return _JSON_TYPE.fullmatch(content_type) is not None
 
 
-def _wrong_type(content_type: str) -> MediaTypeError:
+def _wrong_type(content_type: str, path: str) -> MediaTypeError:
+    if path == UPLOAD_PATH:
+        return MediaTypeError(
+            f"The body is declared as {content_type[:64] or 'nothing'!r}",
+            f"A file is uploaded as {UPLOAD_TYPE}.",
+            "Use a form with the fields `file` and `purpose` (curl: -F purpose=batch -F file=@FILE).",
+        )
     return MediaTypeError(
         f"The body is declared as {content_type[:64] or 'nothing'!r}",
         "Only JSON is read; `curl -d` declares a form unless it is told otherwise.",

@@ -26,14 +26,17 @@ from penstock.serve.openai.requests import (
     TokenizeRequest,
 )
 from penstock.serve.preparation import Preparation
-from penstock.serve.reply_form import form_param, grammar_of
+from penstock.serve.reply_form import chat_grammar, form_grammar, form_param
 from penstock.serve.system_prompt import with_system_prompt
 from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
+from penstock.serve.truncation import without_oldest
+from penstock.serve.vectors import VectorEngine
 from penstock.text.chat_prompt import ChatEncoder, RenderedChat
 from penstock.text.dialects import StreamParser, ThoughtsInContent, dialect_of
 from penstock.text.length import roles_written, words_written
 from penstock.text.loop_guard import LoopGuard
-from penstock.text.prompt import SHORTEN, build_requests, check_ids, limit_scores
+from penstock.text.pooling import VectorText
+from penstock.text.prompt import SHORTEN, build_requests, check_ids, limit_scores, prompt_too_long, truncated
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import EngineInfo, Request, SamplingParams
@@ -41,15 +44,17 @@ from penstock.types import EngineInfo, Request, SamplingParams
 LONG_TOKEN = 16  # characters; few tokens of a text have as many
 MAX_ECHO_CHARS = 2**24  # of all replies to one call
 MIN_THOUGHT_TOKENS = 16  # of a budget that the server chooses
+TRUNCATED_REPLY_SHARE = 8  # one part in so many of the context is left to the reply to a cut conversation
 MAX_COUNTS = 2  # at a time: threads, and the processes of the chat template, are there for replies first
 
 
 @dataclass(frozen=True, slots=True)
 class _ChatPrompt:
-    """A chat as the engine gets it, and whether its replies begin inside a thought."""
+    """A chat as the engine gets it, and whether its replies begin inside a thought, or inside a text."""
 
     requests: list[Request]
     is_thinking: bool
+    continues: bool
 
 
 class TextEngine:
@@ -67,7 +72,9 @@ class TextEngine:
         loop_guard: bool = False,
         system_prompt: str | None = None,  # of chats that have none
         allow_special_tokens_in_content: bool = False,
+        open_schemas: bool = False,  # objects of JSON schemas may have keys that the schemas do not list
         min_priority: int = 0,  # the most urgent that a request may be
+        vector_text: VectorText | None = None,  # how texts become vectors; None: as models that say nothing
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
@@ -78,9 +85,19 @@ class TextEngine:
         self._thinking_share = thinking_share
         self._loop_guard = loop_guard
         self._system_prompt = system_prompt
+        self._open_schemas = open_schemas
         self._min_priority = min_priority
         self._preparation = Preparation()
         self._counting = Preparation(MAX_COUNTS)
+        self.vectors = VectorEngine(
+            client,
+            tokenizer,
+            vector_text or VectorText(tokenizer, template),
+            metrics,
+            self._preparation,
+            self._refuse_far_too_long,
+            min_priority,
+        )
         self._dialect = dialect_of(template.source)
         self._thought = Thought(None)
         if self._dialect.thinking is not None:
@@ -96,15 +113,26 @@ class TextEngine:
         num_bytes = _resize(place, chat.sampling.n)
         prompt = await self._preparation.run(num_bytes, self._prepare_chat, request_id, chat, info)
         stream = TextStream(self._client, deliver)
+        dialect = self._dialect
+        if not chat.sampling.skip_special_tokens:  # then they are text
+            dialect = replace(dialect, control_tokens=())
 
         def reply_to(request: Request, index: int) -> Reply:
             split = StreamParser(
-                self._dialect, chat.tools, in_thinking=prompt.is_thinking, parses_tools=bool(chat.tools)
+                dialect,
+                chat.tools,
+                in_thinking=prompt.is_thinking,
+                parses_tools=bool(chat.tools),
+                continues_thought=prompt.continues,
             )
             parser: Parser = split
             if chat.keeps_thoughts_in_content and self._dialect.thinking is not None:
                 parser = ThoughtsInContent(split, self._dialect.thinking)
-            thought = replace(self._thought, budget=self._thinking_budget(chat, request, prompt.is_thinking))
+            thought = replace(
+                self._thought,
+                budget=self._thinking_budget(chat, request, prompt.is_thinking),
+                is_stoppable=self._stops_thoughts(chat.sampling.stop),
+            )
             return self._reply(
                 stream,
                 request,
@@ -115,8 +143,8 @@ class TextEngine:
                 ends_after_call=not chat.is_parallel,
                 form_param=form_param(chat),
                 loop_guard=self._guard(chat),
-                continues_text=bool(chat.reply_start),
-                tells_ids=chat.returns_token_ids,
+                continues_text=prompt.continues,
+                output=chat.output,
             )
 
         return _submit(stream, [prompt.requests], reply_to, place)
@@ -142,9 +170,11 @@ class TextEngine:
                 PlainText(),
                 asked_at,
                 echo=echo,
+                form_param=form_param(completion),
+                echoes_scores=completion.echo and completion.sampling.logprobs is not None,
+                output=completion.output,
                 loop_guard=guard,
                 continues_text=self._tokenizer.has_text(request.token_ids),
-                tells_ids=completion.returns_token_ids,
             )
 
         return _submit(stream, requests, reply_to, place)
@@ -210,10 +240,10 @@ class TextEngine:
             if not asked.knows_control_tokens:
                 return self._tokenizer.encode_plain(asked.text)
             return self._tokenizer.encode(asked.text, asked.add_special_tokens, tenant)
-        rendered = self._render_checked(chat, asked.add_generation_prompt)
+        rendered = self._render_checked(chat)
         return self._chat_encoder.encode(rendered, tenant)
 
-    def _render_checked(self, chat: ChatRequest, add_generation_prompt: bool = True) -> RenderedChat:
+    def _render_checked(self, chat: ChatRequest) -> RenderedChat:
         num_chars = _num_chars([chat.messages, chat.tools])
         if num_chars > MAX_CHARS_ASKED:
             raise RequestError(
@@ -222,32 +252,57 @@ class TextEngine:
                 "Send them in parts.",
                 param="messages",
             )
-        return self._render(chat, add_generation_prompt)
+        return self._render(chat)
 
     def _prepare_chat(self, request_id: str, chat: ChatRequest, info: EngineInfo) -> _ChatPrompt:
+        try:
+            return self._prepare_whole_chat(request_id, chat, info)
+        except ContextLengthError:
+            if not chat.drops_oldest:
+                raise
+        # Without a limit of its own, the reply needs room as well.
+        max_tokens = chat.sampling.max_tokens or max(1, info.max_model_len // TRUNCATED_REPLY_SHARE)
+        tried = replace(chat, sampling=replace(chat.sampling, max_tokens=max_tokens))
+
+        def require_fit(messages: list[dict[str, Any]]) -> None:
+            self._prepare_whole_chat(request_id, replace(tried, messages=messages), info)
+
+        messages = without_oldest(chat.messages, require_fit)
+        return self._prepare_whole_chat(request_id, replace(chat, messages=messages), info)
+
+    def _prepare_whole_chat(self, request_id: str, chat: ChatRequest, info: EngineInfo) -> _ChatPrompt:
         try:
             self._refuse_long_chat(chat, info.max_model_len)
             rendered = self._render(chat)
             is_thinking = rendered.opens(self._dialect.thinking)
             sampling = self._constrained(chat, is_thinking)
-            self._refuse_far_too_long(rendered.text, False, chat.tenant, info.max_model_len)
-            token_ids = self._chat_encoder.encode(rendered, chat.tenant)
+            if not self._is_truncated(chat, len(rendered.text)):
+                self._refuse_far_too_long(rendered.text, False, chat.cache_scope, info.max_model_len)
+            token_ids = self._chat_encoder.encode(rendered, chat.cache_scope)
+            token_ids = truncated(token_ids, sampling, info.max_model_len)
             (requests,) = self._build_requests(request_id, [token_ids], sampling, info, chat)
         except RequestError as error:
             if error.param == "prompt":  # a chat has messages
                 error.param = "messages"
             raise
-        return _ChatPrompt(requests, is_thinking)
+        return _ChatPrompt(requests, is_thinking, rendered.num_reply_chars > 0)
 
     def _constrained(self, chat: ChatRequest, is_thinking: bool) -> SamplingParams:
-        if is_thinking and chat.reply_start:
+        if chat.reply_thought and not (is_thinking or chat.reply_start):
+            raise RequestError(
+                "The last message is a thought without an answer, and cannot be continued",
+                "This reply does not begin with a thought.",
+                "Turn thinking on, or say in content what the reply goes on from.",
+                param="messages",
+            )
+        if is_thinking and chat.reply_start and chat.reply_thought is None:
             raise RequestError(
                 "The last message is the assistant's, and cannot be continued",
                 "The reply begins with a thought, which comes before those words.",
                 "Turn thinking off, or end the messages with a user's.",
                 param="messages",
             )
-        grammar = grammar_of(chat, self._dialect, self._tokenizer, is_thinking)
+        grammar = chat_grammar(chat, self._dialect, self._tokenizer, is_thinking, self._open_schemas)
         if grammar is None:
             return chat.sampling
         starts_after = (self._require_thought_end(chat),) if is_thinking else ()
@@ -263,38 +318,62 @@ class TextEngine:
             )
         return self._thought.end_id
 
-    def _render(self, chat: ChatRequest, add_generation_prompt: bool = True) -> RenderedChat:
+    def _render(self, chat: ChatRequest) -> RenderedChat:
         arguments: dict[str, Any] = {**self._template_defaults, **chat.template_arguments}
         messages = with_system_prompt(chat.messages, self._system_prompt)
         return self._chat_encoder.render(
-            messages, chat.tools, add_generation_prompt, variables=arguments, reply_start=chat.reply_start
+            messages,
+            chat.tools,
+            chat.add_generation_prompt,
+            variables=arguments,
+            reply_start=chat.reply_start,
+            reply_thought=chat.reply_thought,
         )
 
     def _prepare_completion(
         self, request_id: str, asked: CompletionRequest, info: EngineInfo
     ) -> tuple[list[list[Request]], list[str]]:
         """The requests of each prompt, and what comes before its replies."""
-        for prompt in asked.prompts:
-            if isinstance(prompt, str):
-                self._refuse_long([prompt], info.max_model_len)
+        max_model_len = info.max_model_len
+        texts = [prompt for prompt in asked.prompts if isinstance(prompt, str)]
+        for text in texts:
+            if not self._is_truncated(asked, len(text)):
+                self._refuse_long([text], max_model_len)
         prompts = [
-            self._encode(prompt, asked.tenant, info.max_model_len) if isinstance(prompt, str) else prompt
+            self._encode(prompt, asked, max_model_len) if isinstance(prompt, str) else prompt
             for prompt in asked.prompts
         ]
-        sampling = asked.sampling
-        if asked.make_grammar is not None:
-            sampling = replace(sampling, grammar=asked.make_grammar())
+        if asked.sampling.truncate_prompt_tokens is not None:
+            prompts = [truncated(prompt, asked.sampling, max_model_len) for prompt in prompts]
+            asked = replace(asked, prompts=list(prompts))
+        grammar = None if asked.form is None else form_grammar(asked.form, self._open_schemas)
+        sampling = replace(asked.sampling, grammar=grammar)
         requests = self._build_requests(request_id, prompts, sampling, info, asked)
         return requests, self._echoes_of(asked) if asked.echo else [""] * len(prompts)
 
-    def _encode(self, prompt: str, tenant: str, max_model_len: int) -> list[int]:
+    def _encode(self, prompt: str, asked: TextRequest, max_model_len: int) -> list[int]:
         """A prompt that a client wrote as a whole: its control tokens are meant as such."""
-        self._refuse_far_too_long(prompt, True, tenant, max_model_len)
-        return self._tokenizer.encode(prompt, True, tenant)
+        if not self._is_truncated(asked, len(prompt)):
+            self._refuse_far_too_long(prompt, True, asked.cache_scope, max_model_len)
+        return self._tokenizer.encode(prompt, True, asked.cache_scope)
+
+    def _is_truncated(self, asked: TextRequest, num_chars: int) -> bool:
+        """Whether a prompt of any length fits. All of it is encoded, so there is a limit all the same."""
+        if asked.sampling.truncate_prompt_tokens is None:
+            return False
+        if num_chars > MAX_CHARS_ASKED:
+            raise ContextLengthError(
+                "the prompt is too long to be truncated",
+                f"It has {num_chars} characters; at most {MAX_CHARS_ASKED} are taken.",
+                SHORTEN,
+                param="prompt",
+            )
+        return True
 
     def _refuse_long_chat(self, chat: ChatRequest, max_model_len: int) -> None:
         """By the words that the template writes for certain, before it does."""
-        if _num_chars([message.get("content") for message in chat.messages]) <= LONG_TOKEN * max_model_len:
+        num_chars = _num_chars([message.get("content") for message in chat.messages])
+        if self._is_truncated(chat, num_chars) or num_chars <= LONG_TOKEN * max_model_len:
             return
         thinking = self._dialect.thinking
         thought_end = None if thinking is None else thinking.end
@@ -308,12 +387,10 @@ class TextEngine:
         bound = self._tokenizer.length_bound
         num_tokens = bound.fewest_tokens(texts)
         if num_tokens >= max_model_len:
-            raise ContextLengthError(
-                f"the prompt is too long: at least {num_tokens} tokens > {max_model_len - 1} maximum",
-                f"The context holds {max_model_len} tokens; the text has {num_chars} characters, "
-                f"and no token has more than {bound.longest_token}.",
-                SHORTEN,
-                param="prompt",
+            raise prompt_too_long(
+                f"at least {num_tokens}",
+                max_model_len,
+                f" The text has {num_chars} characters, and no token has more than {bound.longest_token}.",
             )
 
     @functools.cached_property
@@ -321,20 +398,17 @@ class TextEngine:
         return roles_written(self._template)
 
     def _refuse_far_too_long(
-        self, text: str, add_special_tokens: bool, tenant: str, max_model_len: int
+        self, text: str, add_special_tokens: bool, scope: str, max_model_len: int
     ) -> None:
         """Judges a text by its beginning: to count all of it could take a minute."""
         self._refuse_long([text], max_model_len)
         beginning = text[: LONG_TOKEN * max_model_len]
         if len(beginning) == len(text):
             return
-        num_tokens = len(self._tokenizer.encode(beginning, add_special_tokens, tenant))
+        num_tokens = len(self._tokenizer.encode(beginning, add_special_tokens, scope))
         if num_tokens > max_model_len:
-            raise ContextLengthError(
-                f"the prompt is too long: more than {num_tokens} tokens > {max_model_len - 1} maximum",
-                f"The context holds {max_model_len} tokens; the text has {len(text)} characters.",
-                SHORTEN,
-                param="prompt",
+            raise prompt_too_long(
+                f"more than {num_tokens}", max_model_len, f" The text has {len(text)} characters."
             )
 
     def _echoes_of(self, asked: CompletionRequest) -> list[str]:
@@ -375,6 +449,7 @@ class TextEngine:
                 priority=asked.priority,
                 session_id=asked.session_id,
                 tenant=asked.tenant,
+                cache_salt=asked.cache_salt,
                 page_size=info.page_size,
             )
             for id, token_ids in zip(ids, prompts)
@@ -390,6 +465,11 @@ class TextEngine:
             share = int(self._thinking_share * request.sampling.max_tokens)
             budgets.append(max(MIN_THOUGHT_TOKENS, share))
         return min(budgets, default=None)
+
+    def _stops_thoughts(self, stop: tuple[str, ...]) -> bool:
+        """Stop strings are the answer's, unless one of them is the end of the thought itself."""
+        thinking = self._dialect.thinking
+        return thinking is not None and any(thinking.end in text for text in stop)
 
     def _guard(self, asked: TextRequest) -> LoopGuard | None:
         is_wanted = self._loop_guard if asked.loop_guard is None else asked.loop_guard

@@ -152,6 +152,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["transport"] = self.transport  # type: ignore[typeddict-unknown-key]
+        self.scope["give_time"] = self._give_more_time  # type: ignore[typeddict-unknown-key]
         self._num_messages += 1
         self._is_in_message = True
         self._num_framing_bytes = self._num_body_bytes = 0
@@ -221,6 +222,11 @@ class HttpConnection(HttpToolsProtocol):
     def _give_time(self, seconds: float) -> None:
         self._stop_clock()
         self._reading = self.loop.call_later(seconds, self._cut_off)
+
+    def _give_more_time(self, seconds: float) -> None:
+        """To a route whose body may take as long as it keeps coming, and which watches that itself."""
+        if self._is_in_message:
+            self._give_time(seconds + ANSWER_GRACE_S)
 
     def _stop_clock(self) -> None:
         if self._reading is not None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -83,6 +83,17 @@ class Turn:
     first: Message | None  # of what was said
     has_assistant: bool
     number: int  # of all turns and endings, in their order
+    tools: Packed = Packed()  # of a thread, which are held too
+    replaces: Key | None = None  # the session that ends when this turn is added
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """A session that the next turn takes the place of, under another name: what comes before that turn."""
+
+    previous: Key | None = None  # None: nothing, the thread begins
+    messages: tuple[Message, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(slots=True)
@@ -91,6 +102,7 @@ class _Conversation:
     used_at: float
     system: Packed = Packed()
     said: Packed = Packed()
+    tools: Packed = Packed()
     first: Message | None = None
     last: Message | None = None  # a reply
     num_tokens: int = 0
@@ -101,7 +113,7 @@ class _Conversation:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.system.json) + len(self.said.json)
+        return len(self.system.json) + len(self.said.json) + len(self.tools.json)
 
     def is_history(self, first: Message | None, has_assistant: bool) -> bool:
         """Whether messages are a whole conversation, which takes the place of this one."""
@@ -113,6 +125,7 @@ class _Conversation:
         self.system = turn.system if turn.system.num_messages else self.system
         self.first = self.first if self.said.num_messages else turn.first
         self.said = self.said + turn.said + Packed.of([reply])
+        self.tools = turn.tools
         self.last = reply
 
 
@@ -163,7 +176,19 @@ class Conversations:
     def names_of_calls(self, key: Key) -> dict[str, str]:
         """The tools that were called, by the ids of their calls."""
         conversation = self._find(key)
-        return {} if conversation is None else _names_of_calls(_unpack(conversation))
+        return {} if conversation is None else names_of_calls(_unpack(conversation))
+
+    @property
+    def is_keeping(self) -> bool:
+        return self._max_bytes > 0
+
+    def thread(self, key: Key) -> Thread | None:
+        """None: there is no such session."""
+        conversation = self._find(key)
+        if conversation is None:
+            return None
+        messages = (*conversation.system.unpack(), *_unpack(conversation))
+        return Thread(key, messages, tuple(conversation.tools.unpack()))
 
     def begin(self, key: Key, sent: list[Message]) -> tuple[Turn, list[Message], list[Message]]:
         """A request with these messages comes. Gives its turn, what is held and comes before the messages,
@@ -184,7 +209,7 @@ class Conversations:
             status = "continued"
             _require_room(conversation, len(sent))
             held_said = _unpack(conversation)
-            names = _names_of_calls(held_said)
+            names = names_of_calls(held_said)
             said = [_named(message, names) for message in said]
             held = [*([] if system else conversation.system.unpack()), *held_said]
         self._touch(key)
@@ -199,6 +224,8 @@ class Conversations:
         if is_deleted or not self._max_bytes:
             return
         self._expire()
+        if turn.replaces is not None:
+            self.delete(turn.replaces)
         tenant, id = turn.key
         shelf = self._shelves.setdefault(tenant, _Shelf())
         now = self._clock()
@@ -320,7 +347,7 @@ def _full(why: str, conversation: _Conversation) -> RequestError:
     )
 
 
-def _names_of_calls(messages: list[Message]) -> dict[str, str]:
+def names_of_calls(messages: Sequence[Message]) -> dict[str, str]:
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     return {call["id"]: call["function"]["name"] for call in calls if call["id"] is not None}
 

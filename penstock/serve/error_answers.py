@@ -22,6 +22,7 @@ from penstock.errors import (
 )
 from penstock.serve.answer import JSON_TYPE, UNREAD_HEADERS, unexpected_error
 from penstock.serve.anthropic import replies as anthropic_replies
+from penstock.serve.batches.folder import StorageFullError
 from penstock.serve.ollama import replies as ollama_replies
 from penstock.serve.openai import replies as openai_replies
 from penstock.serve.request_log import CLIENT_CLOSED
@@ -65,7 +66,8 @@ def _headers(error: PenstockError) -> dict[str, str]:
     """What clients' own retries go by."""
     if isinstance(error, OverloadedError) or error.status == 503:
         return {"retry-after": str(RETRY_AFTER_S)}
-    if isinstance(error, DeadlineError | EngineLossError):  # again would take as long, or as many engines
+    # Again would take as long, or as many engines, or find as little room.
+    if isinstance(error, DeadlineError | EngineLossError | StorageFullError):
         return {"x-should-retry": "false"}
     if isinstance(error, AuthenticationError):
         return {"www-authenticate": "Bearer"}

@@ -137,10 +137,11 @@ class Fleet:
         self.intake = Intake(config)
         self._is_draining = False
         self.num_moves = 0
+        self._seeds = random.Random(config.sampling_seed)  # None: from the system
         self._config = config
         self._on_phase = on_phase
         self._replicas = [Replica(index, launch, config) for index, launch in enumerate(launches)]
-        self._router = Router(len(launches))
+        self._router = Router(len(launches), config.routing)
         self._journeys: dict[str, Journey] = {}
         self._waiting: dict[Journey, asyncio.TimerHandle] = {}
         self._on_trial: Journey | None = None  # the only suspect that has, or waits for, an engine
@@ -157,6 +158,11 @@ class Fleet:
     @property
     def num_outstanding(self) -> int:
         return len(self._journeys)
+
+    @property
+    def num_rows(self) -> int:
+        """Of all engines that have come up."""
+        return sum(info.max_rows for info in self._infos.values())
 
     @property
     def is_ready(self) -> bool:
@@ -209,13 +215,13 @@ class Fleet:
             raise
         for request, receiver in receivers:
             assert request.tenant == place.tenant, "a reply gives its tenant's place back"
-            self._start(Journey(self, _with_seed(request), receiver), self._available())
+            self._start(Journey(self, _with_seed(request, self._seeds), receiver), self._available())
 
     def go_on(self, request_id: str, request: Request, receiver: Receiver) -> None:
         """Goes on with another request in the place of one: in the queue, and with the same engine."""
         if self.failure is not None:
             raise self.failure
-        following = Journey(self, _with_seed(request), receiver)
+        following = Journey(self, _with_seed(request, self._seeds), receiver)
         same: list[int] = []
         journey = self._journeys.get(request_id)
         if journey is not None:
@@ -472,11 +478,11 @@ def _reason_of(error: Exception) -> PenstockError:
     return EngineDeadError("The engine process could not be started", f"{type(error).__name__}: {error}.")
 
 
-def _with_seed(request: Request) -> Request:
+def _with_seed(request: Request, seeds: random.Random) -> Request:
     """A seed for who has none: two engines must not draw alike, and a third may have to go on."""
     if request.sampling.temperature == 0 or request.sampling.seed is not None:
         return request
-    return replace(request, sampling=replace(request.sampling, seed=random.getrandbits(63)))
+    return replace(request, sampling=replace(request.sampling, seed=seeds.getrandbits(63)))
 
 
 def _unsurvived() -> EngineLossError:

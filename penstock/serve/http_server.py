@@ -16,15 +16,18 @@ from typing import Any
 
 import uvicorn
 
-from penstock.config import ServeConfig
+from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import PenstockError
 from penstock.serve.app import create_app
+from penstock.serve.batches.folder import BatchFolder
+from penstock.serve.batches.runner import BatchRunner
 from penstock.serve.chat import TextEngine
 from penstock.serve.connection import HttpConnection
 from penstock.serve.conversations import Conversations
 from penstock.serve.fleet import Fleet
 from penstock.serve.metrics import Metrics
 from penstock.serve.serving import Serving
+from penstock.text.pooling import VectorRules, VectorText
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 
@@ -36,6 +39,12 @@ def load_text(path: Path, chat_template: str | None = None) -> Text:
     return Tokenizer.load(path, is_quick=False), ChatTemplate.load(path, chat_template)
 
 
+def load_vector_text(text: Text, path: Path | None, config: EngineConfig) -> VectorText:
+    """`path`: of the checkpoint, whose files say how its vectors are made."""
+    rules = VectorRules.load(path, config.pooling)
+    return VectorText(*text, rules, config.scoring, config.score_prompt)
+
+
 async def serve_http(
     listener: socket.socket,
     fleet: Fleet,
@@ -43,8 +52,10 @@ async def serve_http(
     *,
     name: str,
     text: Text,
+    vector_text: VectorText,
     system_prompt: str | None,
     session_minutes: float,
+    batches: BatchFolder | None,
     on_ready: Callable[[], None],
 ) -> bool:
     """Serves until a signal, or until there never will be an engine, which is raised. True when all replies
@@ -62,13 +73,16 @@ async def serve_http(
         loop_guard=config.loop_guard,
         system_prompt=system_prompt,
         allow_special_tokens_in_content=config.allow_special_tokens_in_content,
+        open_schemas=config.open_schemas,
         min_priority=config.min_priority,
+        vector_text=vector_text,
     )
     conversations = Conversations(config.session_bytes, 60 * session_minutes)
-    serving = Serving(fleet, text_engine, metrics, name, config, int(time.time()), conversations)
+    serving = Serving(fleet, text_engine, metrics, name, config, int(time.time()), conversations, batches)
+    app = create_app(serving)
     server = _HttpServer(
         uvicorn.Config(
-            create_app(serving),
+            app,
             http=HttpConnection.limited_by(config),
             ws="none",
             lifespan="off",
@@ -90,10 +104,15 @@ async def serve_http(
             signals.stop()
 
     announcing = asyncio.create_task(announce())
+    runner: BatchRunner | None = app.state.batch_runner
+    batching = None if runner is None else asyncio.create_task(runner.run())
     try:
         await server.serve(sockets=[listener])
     finally:
         announcing.cancel()
+        if batching is not None:
+            batching.cancel()
+            await asyncio.wait({batching})
         quickening.cancel()
     if fleet.failure is not None:
         raise fleet.failure

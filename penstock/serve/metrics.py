@@ -22,6 +22,9 @@ MISSED = "missed_tokens_"  # names of such counters of an engine's prefix cache 
 FIRST_TOKEN_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 INTER_TOKEN_BOUNDS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
 
+REPLY_BOUNDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+LENGTH_BOUNDS = tuple(float(2**power) for power in range(0, 21, 2))
+
 
 class Histogram:
     """How many values fell below each bound, and their sum."""
@@ -50,6 +53,11 @@ class Metrics:
         self.num_loops = 0
         self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS)
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS)
+        self.num_replies: Counter[str] = Counter()  # that have ended, by why
+        self.reply_s = Histogram(REPLY_BOUNDS)
+        self.token_s = Histogram(INTER_TOKEN_BOUNDS)  # a reply's mean from token to token
+        self.prompt_lengths = Histogram(LENGTH_BOUNDS)
+        self.reply_lengths = Histogram(LENGTH_BOUNDS)
 
 
 class TokenTimer:
@@ -58,8 +66,10 @@ class TokenTimer:
     def __init__(self, metrics: Metrics, num_prompt_tokens: int, asked_at: float) -> None:
         self._metrics = metrics
         self._num_prompt_tokens = num_prompt_tokens
-        self._last_at = asked_at
-        self._has_tokens = False
+        self._asked_at = self._last_at = asked_at
+        self._first_at = 0.0
+        self._num_tokens = 0
+        self._has_ended = False
 
     def count(self, num_tokens: int) -> None:
         """Tokens that have just come, several at once or none."""
@@ -69,12 +79,26 @@ class TokenTimer:
         now = time.monotonic()
         seconds, self._last_at = now - self._last_at, now
         metrics.num_generated_tokens += num_tokens
-        if self._has_tokens:
+        if self._num_tokens:
             metrics.inter_token_s.observe(seconds / num_tokens, num_tokens)
         else:
-            self._has_tokens = True
+            self._first_at = now
             metrics.num_prompt_tokens += self._num_prompt_tokens
             metrics.first_token_s.observe(seconds)
+        self._num_tokens += num_tokens
+
+    def end(self, why: str) -> None:
+        """The reply has ended; only the first reason counts."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        metrics = self._metrics
+        metrics.num_replies[why] += 1
+        metrics.reply_s.observe(time.monotonic() - self._asked_at)
+        metrics.prompt_lengths.observe(self._num_prompt_tokens)
+        metrics.reply_lengths.observe(self._num_tokens)
+        if self._num_tokens > 1:
+            metrics.token_s.observe((self._last_at - self._first_at) / (self._num_tokens - 1))
 
     def count_loop(self) -> None:
         self._metrics.num_loops += 1

@@ -17,11 +17,13 @@ from penstock.serve.metrics import CONTENT_TYPE as METRICS_TYPE
 from penstock.serve.metrics import render as render_metrics
 from penstock.serve.replica import sum_stats
 from penstock.serve.serving import Serving
+from penstock.serve.vllm_metrics import render as render_vllm_names
 
 
 def routes(serving: Serving) -> list[Route]:
     operations = Operations(serving)
     return [
+        Route("/", operations.root),
         Route("/health", operations.health),
         Route("/ready", operations.ready),
         Route("/version", operations.version),
@@ -33,6 +35,10 @@ class Operations:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._client = serving.client
+
+    async def root(self, request: Request) -> Response:
+        """Clients look here whether a server is there at all, mostly with HEAD."""
+        return Response("Penstock is running", media_type="text/plain")
 
     async def health(self, request: Request) -> Response:
         """Of all engines together and of each; `stats` is null where one is in a long step. Without the key
@@ -49,6 +55,7 @@ class Operations:
             answer |= {"phase": dataclasses.asdict(client.phase)}
         else:
             answer |= {"model": self._serving.model_name, "stats": sum_stats(replicas)}
+        answer["sampling"] = self._serving.config.silent_sampling  # of requests that do not say
         answer["replicas"] = replicas
         return json_response(answer, 200 if answer["status"] == "ok" else 503)
 
@@ -65,7 +72,9 @@ class Operations:
     async def metrics(self, request: Request) -> Response:
         """Answers always: what the server counted is of interest when the engine is dead, too."""
         client = self._client
-        text = render_metrics(self._serving.metrics, await client.report(), client.num_moves)
+        replicas = await client.report()
+        text = render_metrics(self._serving.metrics, replicas, client.num_moves)
+        text += render_vllm_names(self._serving.metrics, replicas, self._serving.model_name)
         return Response(text, media_type=METRICS_TYPE)
 
 

@@ -1,6 +1,6 @@
-"""The form a chat reply is held to: tool calls, JSON, or either of them, as one grammar for the engine.
+"""The form a reply is held to: tool calls, JSON, other text, or calls or text, as one grammar for the engine.
 
-Knows what a chat asks for and how its model spells calls; what a grammar looks like is penstock.text's.
+Knows what a request asks for and how its model spells calls; what a grammar looks like is penstock.text's.
 """
 
 from __future__ import annotations
@@ -8,16 +8,27 @@ from __future__ import annotations
 import json
 
 from penstock.errors import RequestError
-from penstock.serve.openai.requests import ChatRequest, JsonForm
+from penstock.serve.openai.chat_options import JsonForm
+from penstock.serve.openai.forms import TextForm
+from penstock.serve.openai.requests import ChatRequest, TextRequest
 from penstock.text.call_grammar import tool_calls_grammar
 from penstock.text.dialects import Dialect
-from penstock.text.grammar import json_object_grammar, json_schema_grammar, with_blank_start
+from penstock.text.grammar import (
+    choice_grammar,
+    client_grammar,
+    json_object_grammar,
+    json_schema_grammar,
+    regex_grammar,
+    with_blank_start,
+)
 from penstock.text.tokenizer import Tokenizer
 
 
-def grammar_of(chat: ChatRequest, dialect: Dialect, tokenizer: Tokenizer, is_thinking: bool) -> str | None:
+def chat_grammar(
+    chat: ChatRequest, dialect: Dialect, tokenizer: Tokenizer, is_thinking: bool, open_schemas: bool
+) -> str | None:
     """None: the reply is free. `is_thinking`: it begins with a thought, which the grammar comes after."""
-    calls = _calls_grammar(chat, dialect, tokenizer)
+    calls = _calls_grammar(chat, dialect, tokenizer, open_schemas)
     if chat.must_call:
         if calls is None:
             raise RequestError(
@@ -27,43 +38,57 @@ def grammar_of(chat: ChatRequest, dialect: Dialect, tokenizer: Tokenizer, is_thi
                 param="tool_choice",
             )
         grammar = calls
-    elif chat.json_form is None:
-        return None
+    elif chat.form is None:
+        return calls  # of tools whose text has a grammar, after any other text
     else:
-        grammar = _json_grammar(chat.json_form)
+        grammar = form_grammar(chat.form, open_schemas)
         if calls is not None:
             return _either(calls, grammar, is_thinking)
     return with_blank_start(grammar) if is_thinking else grammar
 
 
-def form_param(chat: ChatRequest) -> str:
+def form_grammar(form: JsonForm | TextForm, open_schemas: bool) -> str:
+    """`open_schemas`: objects may have keys that their schema does not list."""
+    if isinstance(form, TextForm):
+        if isinstance(form.value, tuple):
+            return choice_grammar(form.value, param=form.param)
+        return (regex_grammar if form.kind == "regex" else client_grammar)(form.value, param=form.param)
+    if form.schema is None:
+        return json_object_grammar()
+    is_open = open_schemas and not form.is_closed
+    return json_schema_grammar(form.schema, is_lenient=not form.is_strict, is_open=is_open, param=form.param)
+
+
+def form_param(asked: TextRequest) -> str:
     """The field to name when a form turns out to be too costly."""
-    return "tools" if chat.must_call else "response_format"
+    if isinstance(asked, ChatRequest) and (asked.must_call or asked.text_grammars):
+        return "tools"
+    return "response_format" if asked.form is None else asked.form.param
 
 
-def _calls_grammar(chat: ChatRequest, dialect: Dialect, tokenizer: Tokenizer) -> str | None:
-    """Of the calls that the reply must, or instead of JSON may, consist of."""
-    tools = chat.must_call or (chat.tools if chat.json_form is not None else None)
+def _calls_grammar(
+    chat: ChatRequest, dialect: Dialect, tokenizer: Tokenizer, open_schemas: bool
+) -> str | None:
+    """Of the calls that the reply must, or instead of a text of a form may, consist of; and of those that it
+    may end with where a tool's text has a grammar."""
+    may_be_other = chat.must_call is None and chat.form is None
+    tools = chat.must_call or (None if may_be_other and not chat.text_grammars else chat.tools)
     if not tools or dialect.call is None:
         return None
     return tool_calls_grammar(
         tools,
         dialect.call,
         lambda text: tokenizer.id_of(text) is not None,
-        is_required=True,
+        is_required=not may_be_other,
         is_parallel=chat.is_parallel,
+        is_open=open_schemas,
+        text_grammars=chat.text_grammars,
     )
-
-
-def _json_grammar(form: JsonForm) -> str:
-    if form.schema is None:
-        return json_object_grammar()
-    return json_schema_grammar(form.schema, is_lenient=not form.is_strict, param="response_format")
 
 
 def _either(calls: str, body: str, is_thinking: bool) -> str:
     """One of two grammars; after a thought, behind up to two line ends."""
     start = "start: @calls | @body" if not is_thinking else "start: /\\n{0,2}/ (@calls | @body)"
-    (call_rules,), (body_rules,) = (json.loads(grammar)["grammars"] for grammar in (calls, body))
-    named = [{"name": "calls", **call_rules}, {"name": "body", **body_rules}]
+    (call_rules, *nested), (body_rules,) = (json.loads(grammar)["grammars"] for grammar in (calls, body))
+    named = [{"name": "calls", **call_rules}, {"name": "body", **body_rules}, *nested]
     return json.dumps({"grammars": [{"lark_grammar": start}, *named]}, ensure_ascii=False)

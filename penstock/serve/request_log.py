@@ -40,6 +40,8 @@ class RequestRecord:
     status: int = CLIENT_CLOSED
     usage: Usage | None = None
     error: str | None = None  # the code of what ended a stream after its status was out
+    first_token_at: float | None = None  # on the monotonic clock
+    finish_reasons: tuple[str, ...] = ()
 
     def fields(self, seconds: float) -> dict[str, Any]:
         fields: dict[str, Any] = {

@@ -1,8 +1,10 @@
-"""Which engine of several gets a request: the least busy one, or one that knows the prompt's beginning.
+"""Which engine of several gets a request, by one of three policies; of equals, the one that waited longest.
 
-Everything is counted in prompt tokens. A reply that runs weighs as much as a prompt of `ROW_TOKENS`, because
-it slows its neighbours down for as long as it lasts; a beginning that is cached somewhere is worth `AFFINITY`
-times its length there. So a long conversation returns to where it was unless the others have much less to do.
+`prefix`: the least busy engine, or one that knows the prompt's beginning. Everything is counted in prompt
+tokens. A reply that runs weighs as much as a prompt of `ROW_TOKENS`, because it slows its neighbours down for
+as long as it lasts; a beginning that is cached somewhere is worth `AFFINITY` times its length there. A long
+conversation returns to where it was unless the others have much less to do, a session if they have as much.
+`least-pending`: the engine with the fewest requests. `round-robin`: each in turn, however busy it is.
 Knows nothing of processes: engines are numbers here, and what is said of their caches is a guess.
 """
 
@@ -12,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from penstock.config import ROUTING_POLICIES
 from penstock.digests import PageDigests
 from penstock.types import Request
 
@@ -19,6 +22,10 @@ ROW_TOKENS = 2048
 AFFINITY = 2  # a token found in a cache is not computed, and does not need memory twice
 PAGE_TOKENS = 64  # of requests that bring no digests
 MAX_PAGES = 2**17
+HOME_TOKENS = (
+    1024  # what it is worth that an engine had a session's last request; less than a reply that runs
+)
+MAX_HOMES = 4096
 
 
 @dataclass(slots=True)
@@ -73,30 +80,49 @@ class PrefixMap:
 class Router:
     """Picks, and remembers what it picked."""
 
-    def __init__(self, num_engines: int, max_pages: int = MAX_PAGES) -> None:
+    def __init__(self, num_engines: int, policy: str = "prefix", max_pages: int = MAX_PAGES) -> None:
+        assert policy in ROUTING_POLICIES
+        self._policy = policy
         self.loads = [Load() for _ in range(num_engines)]
         self._prefixes = PrefixMap(max_pages)
+        self._homes: OrderedDict[str, int] = OrderedDict()  # session -> engine, the latest last
         self._num_picks = 0
 
     def pick(self, request: Request, among: Sequence[int]) -> tuple[int, int]:
         """One of these engines, and how many of the prompt's tokens it should have to compute."""
         pages = request.page_digests
         digests: list[bytes] = []
-        if len(self.loads) > 1:
-            pages = pages or PageDigests.of(request.token_ids, PAGE_TOKENS, request.tenant)
+        if len(self.loads) > 1 and self._policy == "prefix":
+            pages = pages or PageDigests.of(request.token_ids, PAGE_TOKENS, request.cache_scope)
             digests = pages.split()
         page_size = pages.page_size if pages else PAGE_TOKENS
+        home = None if request.session_id is None else self._homes.get(request.session_id)
         known = {one: page_size * self._prefixes.num_known_pages(digests, one) for one in among}
 
         def cost(engine: int) -> tuple[int, int]:
             load = self.loads[engine]
-            return load.cost - AFFINITY * known[engine], load.last_pick  # of equals, who waited longest
+            costs = {
+                "prefix": load.cost - AFFINITY * known[engine] - (HOME_TOKENS if engine == home else 0),
+                "least-pending": load.num_requests,
+                "round-robin": 0,
+            }
+            return costs[self._policy], load.last_pick
 
         engine = min(among, key=cost)
         self._num_picks += 1
         self.loads[engine].last_pick = self._num_picks
         self._prefixes.add(digests, engine)
+        if request.session_id is not None:
+            self._settle(request.session_id, engine)
         return engine, len(request.token_ids) - known[engine]
+
+    def _settle(self, session_id: str, engine: int) -> None:
+        self._homes[session_id] = engine
+        self._homes.move_to_end(session_id)
+        if len(self._homes) > MAX_HOMES:
+            self._homes.popitem(last=False)
 
     def forget(self, engine: int) -> None:
         self._prefixes.forget(engine)
+        for session_id in [id for id, home in self._homes.items() if home == engine]:
+            del self._homes[session_id]

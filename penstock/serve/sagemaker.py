@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from penstock.errors import RequestError
 from penstock.serve.answer import Answer, read_body
+from penstock.serve.fields import INVOCATION_CHAT, INVOCATION_PROMPT
 from penstock.serve.openai.body import decode_body
 from penstock.serve.openai.chat_options import Thinking, thinking_switch
 from penstock.serve.openai.messages import Message
@@ -85,6 +86,8 @@ class Invocations:
         self._serving = serving
         self._openai = OpenAIRoutes(serving)
         self._defaults = serving.config.sampling_defaults
+        self._chat_table = INVOCATION_CHAT.ignoring(serving.config.ignore_field)
+        self._prompt_table = INVOCATION_PROMPT.ignoring(serving.config.ignore_field)
 
     async def ping(self, request: Request) -> Response:
         return Response(status_code=200 if self._serving.is_ready else 503)
@@ -95,13 +98,14 @@ class Invocations:
         if shape.has("messages") == shape.has("prompt"):
             raise RequestError("A prompt or messages are needed, and not both", param="prompt")
         if shape.has("messages"):
-            fields = decode_body(body, ChatBody)
+            fields = decode_body(body, ChatBody, table=self._chat_table)
             is_open = fields.enable_thinking is None and not fields.reasoning_effort
-            if is_open and not shape.speaks_of_thinking:
+            if is_open and not fields.reasoning and not shape.speaks_of_thinking:
                 fields.enable_thinking = False
             return self._openai.answer_chat(request, chat_request(fields, self._defaults))
         if shape.speaks_of_thinking:
-            chat = chat_request(decode_body(body, PromptToThinkAbout).as_chat(), self._defaults)
+            asked = decode_body(body, PromptToThinkAbout, table=self._chat_table)
+            chat = chat_request(asked.as_chat(), self._defaults)
             return self._openai.answer_chat(request, chat, CompletionReplyFormat)
-        completion = completion_request(decode_body(body, CompletionBody, MAX_ID_VALUES), self._defaults)
-        return self._openai.answer_completion(request, completion)
+        plain = decode_body(body, CompletionBody, MAX_ID_VALUES, self._prompt_table)
+        return self._openai.answer_completion(request, completion_request(plain, self._defaults))

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import uvloop
@@ -25,12 +26,14 @@ from penstock.config import EngineConfig, ServeConfig, WorkerConfig
 from penstock.errors import ConfigError, RequestError
 from penstock.models.source import find_model
 from penstock.progress import OnPhase, Phase
+from penstock.serve.batches.folder import BatchFolder
 from penstock.serve.client import EXIT_GRACE_S, EngineClient
 from penstock.serve.devices import count_gpus, place_engines
 from penstock.serve.fleet import Fleet
 from penstock.serve.open_files import allow_many_files, connection_limit
 from penstock.serve.system_prompt import read_system_prompt, shared_prompt
 from penstock.serve.tenants import tenant_of_key
+from penstock.text.generation_config import checkpoint_sampling
 from penstock.types import SamplingParams
 
 BACKLOG = 2048
@@ -41,9 +44,24 @@ def run(engine_config: EngineConfig, serve_config: ServeConfig, on_phase: OnPhas
     allow_many_files()
     connection_limit(serve_config)  # raises before anything has begun, as the next does
     check_sampling_defaults(serve_config)
+    serve_config = _with_checkpoint_sampling(engine_config, serve_config)
     listener = open_port(serve_config.host, serve_config.port)
-    with listener, contextlib.suppress(asyncio.CancelledError):  # a signal came before there was HTTP
-        uvloop.run(_serve(listener, engine_config, serve_config, on_phase))
+    with (
+        listener,
+        _batch_folder(serve_config) as batches,
+        contextlib.suppress(asyncio.CancelledError),  # a signal came before there was HTTP
+    ):
+        uvloop.run(_serve(listener, engine_config, serve_config, batches, on_phase))
+
+
+@contextlib.contextmanager
+def _batch_folder(config: ServeConfig) -> Iterator[BatchFolder | None]:
+    """Raises if there should be one and it cannot be used."""
+    if config.batch_folder is None:
+        yield None
+        return
+    with contextlib.closing(BatchFolder(config)) as folder:
+        yield folder
 
 
 def check_sampling_defaults(config: ServeConfig) -> None:
@@ -52,6 +70,12 @@ def check_sampling_defaults(config: ServeConfig) -> None:
         SamplingParams(**config.sampling_defaults)
     except RequestError as error:
         raise ConfigError(error.what, error.why, error.todo) from error
+
+
+def _with_checkpoint_sampling(engine_config: EngineConfig, serve_config: ServeConfig) -> ServeConfig:
+    """What requests that do not say are drawn with from now on: the flags, then the checkpoint's file."""
+    path = find_model(engine_config.model).path
+    return serve_config.with_sampling_of(checkpoint_sampling(serve_config.generation_config, path))
 
 
 def open_port(host: str, port: int) -> socket.socket:
@@ -75,13 +99,19 @@ def open_port(host: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    listener: socket.socket, engine_config: EngineConfig, serve_config: ServeConfig, on_phase: OnPhase
+    listener: socket.socket,
+    engine_config: EngineConfig,
+    serve_config: ServeConfig,
+    batches: BatchFolder | None,
+    on_phase: OnPhase,
 ) -> None:
     """Everything here that takes long, libraries included, comes after the engines have begun to load."""
     _end_on_signals()
     started = time.perf_counter()
     url = _url_of(listener, serve_config.host)
     on_phase(Phase("listening", url, 1.0, 0.0))
+    sampling = ", ".join(f"{name} {value:g}" for name, value in serve_config.silent_sampling.items())
+    on_phase(Phase("sampling", f"of requests that do not say: {sampling}", 1.0, 0.0))
     source = find_model(engine_config.model)
     text_path = source.path or default_model()  # a preset has no tokenizer of its own
     if serve_config.tokenizer is not None:
@@ -104,16 +134,19 @@ async def _serve(
     has_ended_well = False
     try:
         await fleet.wait_launched()
-        from penstock.serve.http_server import load_text, serve_http
+        from penstock.serve.http_server import load_text, load_vector_text, serve_http
 
+        text = text or load_text(text_path)
         has_ended_well = await serve_http(
             listener,
             fleet,
             serve_config,
             name=serve_config.served_model_name or source.name,
-            text=text or load_text(text_path),
+            text=text,
+            vector_text=load_vector_text(text, source.path, engine_config),
             system_prompt=system_prompt,
             session_minutes=engine_config.session_minutes,
+            batches=batches,
             on_ready=lambda: on_phase(Phase("ready", url, 1.0, time.perf_counter() - started)),
         )
     finally:

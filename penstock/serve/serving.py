@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from penstock.config import ServeConfig
+from penstock.serve.batches.folder import BatchFolder
 from penstock.serve.chat import TextEngine
 from penstock.serve.conversations import Conversations
 from penstock.serve.fleet import Fleet
@@ -22,6 +23,7 @@ class Serving:
     config: ServeConfig
     started_at: int  # seconds since 1970
     conversations: Conversations = field(default_factory=Conversations)
+    batches: BatchFolder | None = None  # None: there are none
     draining: asyncio.Event = field(default_factory=asyncio.Event)  # set: what runs may end, no more begins
 
     @property

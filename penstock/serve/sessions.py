@@ -17,18 +17,31 @@ from starlette.routing import Route
 
 from penstock.errors import ContextLengthError, PenstockError, RequestError
 from penstock.serve.answer import json_response
+from penstock.serve.attachments import warning_headers
 from penstock.serve.chat import TextEngine
-from penstock.serve.conversations import SHORTEN, ConversationInfo, Conversations, Key, Message, Turn
+from penstock.serve.conversations import (
+    SHORTEN,
+    ConversationInfo,
+    Conversations,
+    Key,
+    Message,
+    Packed,
+    Thread,
+    Turn,
+)
 from penstock.serve.fleet import Fleet
 from penstock.serve.intake import place_of
 from penstock.serve.openai.requests import MAX_SESSION_ID_CHARS, ChatRequest, TextRequest
 from penstock.serve.serving import Serving
 from penstock.serve.tenants import tenant_of
-from penstock.serve.text_stream import Deliver, ReplyDelta, TextStream
+from penstock.serve.text_stream import Deliver, ReplyDelta, TextStream, without_thoughts
 from penstock.text.dialects import Delta, ParsedReply, ReplyEnd
 from penstock.types import SessionInfo
 
 HEADER = "x-session-id"
+# How agents name their sessions. They send whole histories, and requests beside the conversation under the
+# same name: so it says where the cache is, and no messages are held under it.
+CACHE_HEADERS = ("x-claude-code-session-id", "session-id", "session_id")
 STATUS_HEADER = "x-session-status"  # of an answer; its values are `conversations.Status`
 WHY_ENDED = {
     "deleted": "It was deleted.",
@@ -50,9 +63,14 @@ def in_session(asked: Asked, request: Request) -> Asked:
     """What was asked, by its tenant, in the session that the header names if the body names none."""
     tenant = tenant_of(request.scope)
     session_id = named_session(asked.session_id, request)
-    return replace(
-        asked, tenant=tenant, session_id=None if session_id is None else _scoped(tenant, session_id)
-    )
+    if session_id is not None:
+        session_id = _scoped(tenant, session_id)
+    else:
+        names = [asked.cache_key, *(request.headers.get(name) for name in CACHE_HEADERS)]
+        cache_key = next((name for name in names if name), None)
+        session_id = None if cache_key is None else _cached(tenant, cache_key)
+    priority = max(asked.priority, request.scope.get("least_priority", asked.priority))
+    return replace(asked, tenant=tenant, session_id=session_id, priority=priority)
 
 
 def named_session(field: str | None, request: Request) -> str | None:
@@ -69,25 +87,38 @@ class SessionChat:
     """A chat that may be one of a session: then it goes on from what the session holds, and its first reply
     is added there when it has ended."""
 
-    def __init__(self, asked: ChatRequest, request: Request, serving: Serving) -> None:
+    def __init__(
+        self,
+        asked: ChatRequest,
+        request: Request,
+        serving: Serving,
+        thread: Thread | None = None,  # its session is new, and takes the place of the one before
+    ) -> None:
         self._text: TextEngine = serving.text
         self._request_id: str = request.scope["request_id"]
         self._place = place_of(request.scope)
         self._conversations = serving.conversations
         self._turn: Turn | None = None
         self.held: list[Message] = []  # comes before what was sent
+        self._omitted = asked.omitted
         if (key := session_key(asked.session_id, request)) is not None:
             self._place.add_bytes(serving.conversations.num_bytes_of(key))
             self._turn, self.held, messages = serving.conversations.begin(key, asked.messages)
             asked = replace(asked, messages=messages)
+            if thread is not None:
+                tools = Packed.of(asked.tools or [])
+                self._turn = replace(self._turn, tools=tools, replaces=thread.previous)
         self._chat = in_session(asked, request)
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self._turn is None else {STATUS_HEADER: self._turn.status}
+        status = {} if self._turn is None else {STATUS_HEADER: self._turn.status}
+        return {**status, **warning_headers(self._omitted)}
 
     async def stream(self, deliver: Deliver) -> TextStream:
         note = None
+        if self._chat.hides_thoughts:
+            deliver = without_thoughts(deliver)
         if self._turn is not None:
             note = ReplyNote(self._conversations, self._turn, self._chat)
             deliver = note.before(deliver)
@@ -111,6 +142,7 @@ class ReplyNote:
         self._conversations = conversations
         self._turn = turn
         self._reply_start = chat.reply_start
+        self._reply_thought = chat.reply_thought or ""
         self._num_open = chat.sampling.n
         self._news: list[Delta] = []
 
@@ -130,13 +162,16 @@ class ReplyNote:
             return
         self._num_open -= 1
         if self._num_open == 0:
-            message = _message_of(ParsedReply.of(self._news), self._reply_start)
+            reply = ParsedReply.of(self._news)
+            reply.content = self._reply_start + reply.content
+            reply.reasoning = self._reply_thought + reply.reasoning
+            message = _message_of(reply)
             self._conversations.end(self._turn, message, self.stream.num_context_tokens)
 
 
-def _message_of(reply: ParsedReply, reply_start: str) -> Message:
+def _message_of(reply: ParsedReply) -> Message:
     """As chat templates expect it. They decide which thoughts a prompt repeats."""
-    message: Message = {"role": "assistant", "content": reply_start + reply.content}
+    message: Message = {"role": "assistant", "content": reply.content}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
     if reply.calls:
@@ -161,6 +196,11 @@ def _session_of_header(request: Request) -> str | None:
 def _scoped(tenant: str, session_id: str) -> str:
     """As the engines know it."""
     return f"{tenant}/{session_id}"
+
+
+def _cached(tenant: str, cache_key: str) -> str:
+    """The same for what is only cached: nobody lists it, and no session has such a name."""
+    return f"{tenant}#{cache_key[:MAX_SESSION_ID_CHARS]}"
 
 
 def routes(serving: Serving) -> list[Route]:

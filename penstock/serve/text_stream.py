@@ -22,10 +22,12 @@ from typing import Protocol
 import msgspec
 
 from penstock.errors import EngineDeadError, PenstockError, RequestError
+from penstock.serve.client import Receiver
 from penstock.serve.fleet import Fleet
 from penstock.serve.intake import Place
 from penstock.serve.metrics import TokenTimer
-from penstock.text.dialects import ContentDelta, Delta, ReplyEnd, ToolCallEnd
+from penstock.serve.openai.output_options import PLAIN_OUTPUT, OutputOptions
+from penstock.text.dialects import ContentDelta, Delta, ReasoningDelta, ReplyEnd, ToolCallEnd
 from penstock.text.loop_guard import LoopGuard
 from penstock.text.stream import StreamDecoder
 from penstock.text.tokenizer import Tokenizer
@@ -43,6 +45,23 @@ class ScoredToken:
     top_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+    num_reasoning_tokens: int
+
+
+class ReplyExtra(msgspec.Struct, frozen=True, gc=False):
+    """What few requests ask for beside the text (`OutputOptions`)."""
+
+    token_ids: tuple[int, ...] = ()  # with the one that ended the reply
+    prompt_token_ids: tuple[int, ...] = ()  # with the first delta
+    prompt_scores: tuple[ScoredToken, ...] = ()
+    usage: Usage | None = None  # of this reply, so far
+
+
 # Made for every token; a dataclass would take six times as long.
 class ReplyDelta(msgspec.Struct, frozen=True, gc=False):
     """News of one reply; the last piece of its last delta is a `ReplyEnd`."""
@@ -51,18 +70,21 @@ class ReplyDelta(msgspec.Struct, frozen=True, gc=False):
     news: list[Delta]
     logprobs: tuple[ScoredToken, ...] = ()
     is_prompt: bool = False  # it has the echo, or scores of it: there is as much as the client has sent
-    token_ids: tuple[int, ...] = ()  # since the last delta, where they were asked for
+    extra: ReplyExtra | None = None
 
 
 Deliver = Callable[[ReplyDelta], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    num_cached_tokens: int
-    num_reasoning_tokens: int
+def without_thoughts(deliver: Deliver) -> Deliver:
+    """For clients that want a thought to be thought, and not told."""
+
+    def deliver_rest(delta: ReplyDelta) -> None:
+        news = [piece for piece in delta.news if not isinstance(piece, ReasoningDelta)]
+        if news or delta.logprobs or delta.extra is not None:
+            deliver(msgspec.structs.replace(delta, news=news))
+
+    return deliver_rest
 
 
 class Parser(Protocol):
@@ -95,6 +117,24 @@ class Thought:
     end_id: int | None
     budget: int | None = None
     closing_ids: tuple[int, ...] = ()
+    is_stoppable: bool = False  # by stop strings, too
+
+
+class OneReply(Receiver, Protocol):
+    """Receives what comes of one request, and counts its tokens."""
+
+    request: Request
+    num_cached_tokens: int
+    num_reasoning_tokens: int
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def abandon(self) -> None:
+        """Nobody waits for the rest of it."""
 
 
 class TextStream:
@@ -107,15 +147,23 @@ class TextStream:
     def __init__(self, client: Fleet, deliver: Deliver) -> None:
         self._client = client
         self._deliver = deliver
-        self._prompts: list[list[Reply]] = []
+        self._prompts: Sequence[Sequence[OneReply]] = []
         self._open: set[str] = set()
         self._failure: Exception | None = None
+        self.started_at: float | None = None  # on the monotonic clock
+        self.finish_reasons: list[str] = []  # of the replies that have ended
         self._started = asyncio.Event()
         self._ended = asyncio.Event()
 
-    def submit(self, prompts: list[list[Reply]], place: Place | None = None) -> None:
-        """`place`: that the call has in the queue."""
-        receivers = [(reply.request, reply) for replies in prompts for reply in replies]
+    def submit(
+        self,
+        prompts: Sequence[Sequence[OneReply]],
+        place: Place | None = None,
+        max_running: int | None = None,
+    ) -> None:
+        """`place`: that the call has in the queue. The first `max_running` begin; each that ends may `go_on`
+        with one of the others."""
+        receivers = [(reply.request, reply) for replies in prompts for reply in replies][:max_running]
         self._client.submit(receivers, place)
         self._prompts = prompts
         self._open = {request.id for request, _ in receivers}
@@ -141,18 +189,24 @@ class TextStream:
             raise self._failure
 
     def take(self, request_id: str, delta: ReplyDelta, has_ended: bool) -> None:
-        if not (delta.news or delta.logprobs):
+        if not (delta.news or delta.logprobs or delta.extra):
             return
         self._deliver(delta)
-        self._started.set()
+        if self.started_at is None:
+            self.started_at = time.monotonic()
+            self._started.set()
         if has_ended:
-            self._client.abort(request_id)  # a stop string is seen here before the engine knows
-            self._open.discard(request_id)
-            if not self._open:
-                self._ended.set()
+            self.finish_reasons += [end.reason for end in delta.news[-1:] if isinstance(end, ReplyEnd)]
+            self.end(request_id)
 
-    def go_on(self, request_id: str, request: Request, reply: Reply) -> None:
-        """Continues a reply with another request."""
+    def end(self, request_id: str) -> None:
+        self._client.abort(request_id)  # a stop string is seen here before the engine knows
+        self._open.discard(request_id)
+        if not self._open:
+            self._ended.set()
+
+    def go_on(self, request_id: str, request: Request, reply: OneReply) -> None:
+        """Continues a reply, or the call, with another request in the place of one."""
         self._client.go_on(request_id, request, reply)
         self._open.discard(request_id)
         self._open.add(request.id)
@@ -167,6 +221,9 @@ class TextStream:
     def _abort(self) -> None:
         for request_id in self._open:
             self._client.abort(request_id)
+        for replies in self._prompts:
+            for reply in replies:
+                reply.abandon()
 
     @property
     def usage(self) -> Usage:
@@ -206,12 +263,13 @@ class Reply:
         parser: Parser,
         *,
         echo: str = "",  # what comes before its text
+        echoes_scores: bool = False,  # and before its log-probabilities those of the echo
+        output: OutputOptions = PLAIN_OUTPUT,
         thought: Thought | None = None,
         ends_after_call: bool = False,
         form_param: str = "",  # the field that asked for the request's grammar
         loop_guard: LoopGuard | None = None,
         continues_text: bool = False,  # of its prompt, which is no other's turn
-        tells_ids: bool = False,
     ) -> None:
         self.request = request  # the one that runs
         self._asked = request
@@ -224,24 +282,26 @@ class Reply:
         self._timer = timer
         self._parser = parser
         self._echo = echo
+        self._echoes_scores = echoes_scores
+        self._output = output
+        self._tells_extra = not output.is_plain
+        self._tells_prompt = output.prompt_logprobs is not None
+        self._stop_token_id: int | None = None  # of the request's own
+        self._untold_ids: tuple[int, ...] = ()  # their text is held back
+        self._has_told_prompt = False
         self._first_scored: tuple[ScoredToken, ...] = ()
         if request.sampling.prompt_logprobs is not None:
-            self._first_scored = (ScoredToken(tokenizer.token_bytes(request.token_ids[0]), None, ()),)
+            first_id = request.token_ids[0]
+            self._first_scored = (ScoredToken(tokenizer.token_bytes(first_id), None, (), first_id),)
         self._thought = thought or Thought(None)
+        self._spares_thoughts = bool(request.sampling.stop) and not self._thought.is_stoppable
         self._said_ids: list[int] = []  # since the request began; kept only where a thought may be closed
         self._ends_after_call = ends_after_call
         self._form_param = form_param
         self._loop_guard = loop_guard
         self._has_closed_loop = False  # a thought that repeated itself; the next loop ends the reply
         self._is_loop = False
-        self._tells_ids = tells_ids
-        self._untold_ids: list[int] = []  # tokens whose text may become that of a stop string
-        self._decoder = StreamDecoder(
-            tokenizer,
-            request.sampling.stop,
-            request.sampling.min_tokens,
-            continues_text=continues_text,
-        )
+        self._decoder = StreamDecoder.of(tokenizer, request.sampling, continues_text)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -256,10 +316,13 @@ class Reply:
             self._take_scores(delta.prompt_scores)
             return
         token_ids, finish = delta.token_ids, delta.finish
+        end_ids: tuple[int, ...] = ()  # what ended it, unless that is a part of its text
         if finish is not None:
             self._raise_failure(delta)
             if finish == "stop" and token_ids and token_ids[-1] in self.request.end_token_ids:
-                token_ids = token_ids[:-1]
+                self._note_end(token_ids[-1])
+                if not self._decoder.shows_end(token_ids[-1]):
+                    token_ids, end_ids = token_ids[:-1], token_ids[-1:]
         self._timer.count(len(delta.token_ids))
         if self.request is self._asked:
             self.num_cached_tokens = delta.num_cached_tokens
@@ -271,17 +334,19 @@ class Reply:
             finish = None if is_closed else finish
         if self._thought.closing_ids and (self._thought.budget is not None or self._loop_guard is not None):
             self._said_ids += token_ids
-        text = self._decoder.push(token_ids)
-        # Behind a scored prompt the first token has a score even if it only ends the reply: lm-eval leaves
+        text = self._decode(token_ids) if self._spares_thoughts else self._decoder.push(token_ids)
+        said_ids = token_ids[: self.num_tokens - num_before]
+        # Behind an echoed prompt the first token has a score even if it only ends the reply: lm-eval leaves
         # out the last one.
-        keeps_end = num_before == 0 and self.request.sampling.prompt_logprobs is not None
-        scored = self._score(delta.logprobs if keeps_end else delta.logprobs[: self.num_tokens - num_before])
-        echo, first = self._take_prompt_start()
+        keeps_end = num_before == 0 and self._echoes_scores
+        scored = self._score(delta.logprobs if keeps_end else delta.logprobs[: len(said_ids)])
+        echo, first, prompt_scores = self._take_prompt_start()
         text, scored = echo + text, first + scored
         if self._decoder.stopped:
-            finish = "stop"
+            finish, end_ids = "stop", ()
         elif is_closed:
-            text += self._decoder.push(self._thought.closing_ids)
+            end_ids = self._thought.closing_ids
+            text += self._decode(end_ids)
             if self._decoder.stopped:
                 finish = "stop"
             else:
@@ -292,33 +357,75 @@ class Reply:
         if finish is not None:
             text += self._decoder.finish()
         news, has_ended = self._parse(text, finish)
-        ids = self._ids_to_tell((*token_ids, *self._thought.closing_ids) if is_closed else token_ids, news)
-        self._stream.take(self.request.id, ReplyDelta(self._index, news, scored, bool(echo), ids), has_ended)
+        if has_ended:
+            self._timer.end("length" if finish == "length" else "stop")
+        extra = None
+        if self._tells_extra:
+            extra = self._extra(said_ids + end_ids, prompt_scores, is_told=bool(news or scored))
+        self._stream.take(
+            self.request.id, ReplyDelta(self._index, news, scored, bool(echo), extra), has_ended
+        )
 
-    def _ids_to_tell(self, token_ids: tuple[int, ...], news: list[Delta]) -> tuple[int, ...]:
-        if not self._tells_ids:
-            return ()
-        self._untold_ids += token_ids
-        if not news:
-            return ()
-        ids, self._untold_ids = tuple(self._untold_ids), []
-        return ids
+    def _note_end(self, token_id: int) -> None:
+        """An end of the model's own is no reason to tell, even where a client names it too."""
+        sampling = self._asked.sampling
+        is_own = sampling.ignore_eos or token_id not in self._tokenizer.eos_token_ids
+        self._stop_token_id = token_id if is_own and token_id in sampling.stop_token_ids else None
+
+    def _decode(self, token_ids: tuple[int, ...]) -> str:
+        """Stop strings end an answer and no thought: the client, who has it apart, means the answer."""
+        decoder, end_id = self._decoder, self._thought.end_id
+        if not (self._spares_thoughts and self._parser.is_thinking):
+            return decoder.push(token_ids)
+        num_thought = token_ids.index(end_id) + 1 if end_id in token_ids else len(token_ids)
+        return decoder.push_thought(token_ids[:num_thought]) + decoder.push(token_ids[num_thought:])
+
+    def _extra(
+        self, token_ids: tuple[int, ...], prompt_scores: tuple[ScoredToken, ...], *, is_told: bool
+    ) -> ReplyExtra | None:
+        """`is_told`: the client hears of this delta anyway. If not, its ids wait for one that is."""
+        output = self._output
+        self._untold_ids += token_ids if output.returns_token_ids else ()
+        if not (is_told or prompt_scores):
+            return None
+        prompt_ids = () if self._has_told_prompt or not output.returns_token_ids else self._asked.token_ids
+        self._has_told_prompt = True
+        told_ids, self._untold_ids = self._untold_ids, ()
+        usage = None
+        if output.counts_usage:
+            usage = Usage(
+                self.num_prompt_tokens, self.num_tokens, self.num_cached_tokens, self.num_reasoning_tokens
+            )
+        return ReplyExtra(told_ids, prompt_ids, prompt_scores, usage)
 
     def _take_scores(self, scores: PromptScores) -> None:
         """Scores of the prompt go on to the client as they come, before there is any token."""
-        echo, first = self._take_prompt_start()
-        scored = first + self._score(scores.unpack())
+        echo, first, prompt_first = self._take_prompt_start()
+        scored = self._score(scores.unpack())
         news = self._parser.feed(echo) if echo else []
-        self._stream.take(self.request.id, ReplyDelta(self._index, news, scored, is_prompt=True), False)
+        extra = None
+        if self._tells_prompt:
+            told = prompt_first + _with_top(scored, self._output.prompt_logprobs)
+            extra = self._extra((), told, is_told=True)
+        scored = first + _with_top(scored, self._asked.sampling.logprobs) if self._echoes_scores else ()
+        self._stream.take(
+            self.request.id, ReplyDelta(self._index, news, scored, is_prompt=True, extra=extra), False
+        )
 
-    def _take_prompt_start(self) -> tuple[str, tuple[ScoredToken, ...]]:
-        """What comes before all else, once: the echo, and its first token, before which nothing stands."""
+    def _take_prompt_start(self) -> tuple[str, tuple[ScoredToken, ...], tuple[ScoredToken, ...]]:
+        """What comes before all else, once: the echo, and its first token, before which nothing stands, among
+        the scores of the reply and among those of the prompt, where these are wanted."""
         echo, first = self._echo, self._first_scored
         self._echo, self._first_scored = "", ()
-        return echo, first
+        return echo, first if self._echoes_scores else (), first if self._tells_prompt else ()
 
     def fail(self, error: Exception) -> None:
+        self._timer.end("error")
         self._stream.fail(error)
+
+    def abandon(self) -> None:
+        """Nobody waits for the rest of it."""
+        self._timer.end("abort")
 
     def _raise_failure(self, delta: TokenDelta) -> None:
         if delta.finish == "error":
@@ -338,7 +445,8 @@ class Reply:
         if finish is not None:
             *rest, end = self._parser.close(finish)
             assert isinstance(end, ReplyEnd)
-            news += [*rest, ReplyEnd(end.reason, self._decoder.stop_string, self._is_loop)]
+            ended = ReplyEnd(end.reason, self._decoder.stop_string, self._is_loop, self._stop_token_id)
+            news += [*rest, ended]
         return news, finish is not None
 
     def _think(
@@ -370,6 +478,7 @@ class Reply:
     def _go_on(self) -> None:
         """Asks for what comes after the closed thought."""
         self.num_reasoning_tokens += len(self._thought.closing_ids)
+        self._stop_token_id = None
         closed = self.request
         thought_ids = (*self._said_ids, *self._thought.closing_ids)
         self.request = replace(
@@ -377,6 +486,7 @@ class Reply:
             id=f"{closed.id}-answer",
             token_ids=(*closed.token_ids, *thought_ids),
             num_resumed_tokens=closed.num_resumed_tokens + len(thought_ids),
+            num_scored_tokens=0 if closed.sampling.prompt_logprobs is None else closed.num_prompt_tokens - 1,
             age_s=time.monotonic() - self._began_s,
         )
         self._said_ids.clear()
@@ -396,3 +506,10 @@ class Reply:
             )
             for token in logprobs
         )
+
+
+def _with_top(tokens: tuple[ScoredToken, ...], num_top: int | None) -> tuple[ScoredToken, ...]:
+    """With as many alternatives; of a prompt, another field may want more of them."""
+    if all(len(token.top) == num_top for token in tokens[:1]):
+        return tokens
+    return tuple(replace(token, top=token.top[:num_top], top_ids=token.top_ids[:num_top]) for token in tokens)

@@ -3,6 +3,9 @@
 How calls are spelled is the dialect's (`CallForm`). A tag of its is a control token where the model's
 vocabulary has it, and text where not. Arguments in JSON are enforced as JSON schemas are; those in XML come
 in the order of the schema, each of its type, but of a text only the choice between listed values is enforced.
+
+A tool whose only argument is a text may have a grammar for it (`TextGrammar`). Between XML tags the text
+stands as it is; inside JSON it is escaped, which a regular expression can be held to and a lark grammar not.
 """
 
 from __future__ import annotations
@@ -10,12 +13,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
 
 from penstock.errors import RequestError
+from penstock.text.closed_schemas import close_objects
 from penstock.text.dialects.dialect import CallForm
 from penstock.text.dialects.values import Parameters
-from penstock.text.grammar import check_schema, json_options, lark_grammar
+from penstock.text.grammar import check_schema, json_options, lark_grammar, regex_grammar, regex_in_lark
 
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _PARAMETER_NAME = re.compile(r"[^\n<>]{1,256}")
@@ -28,6 +34,17 @@ _NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definit
 Schema = Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class TextGrammar:
+    """What the text that is a tool's only argument must match."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+NO_TEXT_GRAMMARS: Mapping[str, TextGrammar] = MappingProxyType({})
+
+
 def tool_calls_grammar(
     tools: Sequence[Mapping[str, Any]],  # as OpenAI has them: {"function": {"name": ..., "parameters": ...}}
     form: CallForm,
@@ -35,13 +52,17 @@ def tool_calls_grammar(
     *,
     is_required: bool = True,
     is_parallel: bool = True,
+    is_open: bool = False,
+    text_grammars: Mapping[str, TextGrammar] = NO_TEXT_GRAMMARS,  # by the names of their tools
     param: str = "tools",
 ) -> str:
-    """Calls of these tools and nothing else; not required: any text, and then perhaps calls."""
+    """Calls of these tools and nothing else; not required: any text, and then perhaps calls; open: objects
+    may have keys that their schema does not list."""
     if not tools:
         raise RequestError("A tool call is demanded, but there are no tools", param=param)
     names: list[str] = []
     rules: list[str] = []
+    nested: dict[str, str] = {}
     for index, function in enumerate(tool["function"] for tool in tools):
         name = function["name"]
         if not _TOOL_NAME.fullmatch(name):
@@ -51,12 +72,40 @@ def tool_calls_grammar(
                 param=param,
             )
         schema = without_annotations(check_schema(function.get("parameters") or {}, param))
-        writer = _Writer(form, is_token, f"call_{index}")
+        if not is_open:
+            schema = close_objects(schema)
+        if text_grammars and name not in text_grammars and not is_required:
+            schema = {}  # free, as it is where no tool of the request has a grammar
+        writer = _Writer(
+            form, is_token, f"call_{index}", _checked(text_grammars.get(name), name, form, param)
+        )
         rules += writer.xml_call(name, schema) if form.arguments == "xml" else writer.json_call(name, schema)
         names.append(writer.rule)
+        nested |= writer.nested
     calls = f"call ({_literal(form.separator)} call)*" if is_parallel else "call"
     start = calls if is_required else f"TEXT ({calls})?\nTEXT: /(.|\\n)*/"
-    return lark_grammar("\n".join([f"start: {start}", f"call: {' | '.join(names)}", *rules]), param=param)
+    lines = [f"start: {start}", f"call: {' | '.join(names)}", *rules]
+    return lark_grammar("\n".join(lines), nested, param=param)
+
+
+def _checked(grammar: TextGrammar | None, tool: str, form: CallForm, param: str) -> TextGrammar | None:
+    """Alone it fails with an error about itself, not about the rules around it."""
+    if grammar is None:
+        return None
+    if grammar.syntax == "lark" and form.arguments == "json":
+        raise RequestError(
+            f"The lark grammar of the tool {tool!r} cannot be enforced",
+            "This model spells the arguments of calls as JSON, where text is escaped.",
+            'Use a grammar with the syntax "regex", or the format {"type": "text"}.',
+            param=param,
+        )
+    compile = lark_grammar if grammar.syntax == "lark" else regex_grammar
+    try:
+        compile(grammar.definition, param=param)
+    except RequestError as error:
+        error.what = f"The tool {tool!r}: {error.what}"
+        raise
+    return grammar
 
 
 def without_annotations(schema: Any) -> Any:
@@ -79,13 +128,25 @@ def without_annotations(schema: Any) -> Any:
 class _Writer:
     """The lark rules of one tool; their names start with that of the first."""
 
-    def __init__(self, form: CallForm, is_token: Callable[[str], bool], rule: str) -> None:
+    def __init__(
+        self,
+        form: CallForm,
+        is_token: Callable[[str], bool],
+        rule: str,
+        text_grammar: TextGrammar | None = None,
+    ) -> None:
         self.form = form
         self.rule = rule
+        self.nested: dict[str, str] = {}  # lark grammars that the rules refer to, by name
         self._is_token = is_token
+        self._text_grammar = text_grammar
 
     def json_call(self, name: str, schema: Schema) -> Iterator[str]:
         arguments = f"{self.rule}_arguments"
+        if self._text_grammar is not None:
+            (name_of_text,) = schema["properties"]
+            text = {"type": "string", "pattern": f"^({self._text_grammar.definition})$"}
+            schema = {**schema, "properties": {name_of_text: text}}
         start, end = self._spelled(self.form.start_of(name)), self._spelled(self.form.end)
         yield f"{self.rule}: {start} {arguments} {end}"
         yield f"{arguments}: {_json({'type': 'object', **schema})}"
@@ -123,7 +184,12 @@ class _Writer:
         return f"{rule}: {_json({**schema, **definitions})} {end}"
 
     def _text(self, rule: str) -> str:
-        return f"{rule}[lazy]: /(.|\\n)*/ {_literal(self.form.parameter_end)}"
+        grammar, end = self._text_grammar, _literal(self.form.parameter_end)
+        if grammar is not None and grammar.syntax == "lark":
+            self.nested[f"{self.rule}_text"] = grammar.definition
+            return f"{rule}: @{self.rule}_text {end}"
+        regex = "(.|\\n)*" if grammar is None else regex_in_lark(grammar.definition)
+        return f"{rule}[lazy]: /{regex}/ {end}"
 
     def _spelled(self, text: str) -> str:
         parts = [part for part in _TAG.split(text) if part]

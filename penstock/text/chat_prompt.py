@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.errors import RequestError
-from penstock.text.content_marks import ContentMarker
+from penstock.text.content_marks import ContentMarker, Marks
 from penstock.text.control_tokens import ControlTokens
 from penstock.text.dialects import Thinking, dialect_of
 from penstock.text.template import ChatTemplate
@@ -46,10 +46,10 @@ class ChatEncoder:
         self._template = template
         self._tokenizer = tokenizer
         self._control: ControlTokens | None = None
+        self._thinking = dialect_of(template.source).thinking
         if template.source is not None and not allow_special_tokens_in_content:
             self._control = ControlTokens(tokenizer, template.source)
-            thinking = dialect_of(template.source).thinking
-            self._marker = ContentMarker(self._control.texts, template.source, thinking)
+            self._marker = ContentMarker(self._control.texts, template.source, self._thinking)
             if self._marker.unprotected:
                 logger.warning(
                     "Control tokens that look like words stay control tokens in messages: %s",
@@ -64,19 +64,35 @@ class ChatEncoder:
         *,
         variables: Mapping[str, Any] = MappingProxyType({}),  # of the template
         reply_start: str = "",  # what the reply goes on from
+        reply_thought: str | None = None,  # before that; None: a thought that the template begins stays open
     ) -> RenderedChat:
         if self._control is None:
-            text = self._template.render(messages, tools, add_generation_prompt, **variables) + reply_start
-            return RenderedChat(text, text, len(reply_start))
+            text = self._template.render(messages, tools, add_generation_prompt, **variables)
+            text, reply_start = self._after_thought(text, reply_thought, reply_start, Marks())
+            return RenderedChat(text + reply_start, text + reply_start, len(reply_start))
         context = self._template.context(messages, tools, add_generation_prompt, variables)
-        payload, marks = self._marker.mark(context, reply_start)
+        payload, marks = self._marker.mark(context, f"{reply_thought or ''}{reply_start}")
         try:
             rendered = self._template.render_json(payload, len(messages) + len(tools or ()))
         except RequestError as error:  # which may quote the messages
             error.what, error.why = marks.remove(error.what), marks.remove(error.why)
             raise
-        marked = marks.unescape(rendered) + marks.put(reply_start)
+        prompt, reply_start = self._after_thought(marks.unescape(rendered), reply_thought, reply_start, marks)
+        marked = prompt + marks.put(reply_start)
         return RenderedChat(marks.remove(marked), marked, len(reply_start))
+
+    def _after_thought(
+        self, prompt: str, thought: str | None, reply_start: str, marks: Marks
+    ) -> tuple[str, str]:
+        """The prompt and what the reply goes on from, where the template has begun a thought: an answer comes
+        behind the end of what was thought, and without an answer the thought goes on."""
+        if thought is None or self._thinking is None or not self._thinking.is_open_after(prompt):
+            return prompt, reply_start
+        if not thought:  # clients send whole replies back, thoughts included
+            thought, reply_start = self._thinking.split(reply_start)
+        if not reply_start:
+            return prompt, thought
+        return prompt + marks.put(thought) + self._thinking.forced_end, reply_start
 
     def encode(self, chat: RenderedChat, tenant: str = "") -> list[int]:
         if self._control is None:

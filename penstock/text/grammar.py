@@ -1,9 +1,10 @@
 """The form a client asks of a reply, as a grammar that an engine can hold it to.
 
-A JSON schema, "any JSON object", a regular expression or a lark grammar becomes one string in llguidance's
-own form. Its size is looked at before anything is built from it, and then it is compiled once on a vocabulary
-of bytes, within the engine's limits: what cannot work is refused here, in milliseconds, with a sentence for
-the client. What compiles may still turn out too costly while a reply grows; then the engine ends that reply.
+A JSON schema, "any JSON object", a regular expression, a list of texts or a grammar (Lark, or llama.cpp's
+GBNF) becomes one string in llguidance's own form. Its size is looked at before anything is built from it, and
+then it is compiled once on a vocabulary of bytes, within the engine's limits: what cannot work is refused
+here, in milliseconds, with a sentence for the client. What compiles may still turn out too costly while a
+reply grows; then the engine ends that reply.
 
 llguidance is imported when the first grammar is made. Knows nothing of models, requests and HTTP.
 """
@@ -13,10 +14,12 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from penstock.errors import RequestError
+from penstock.text.closed_schemas import close_objects
 from penstock.types import GRAMMAR_LIMITS
 
 MAX_SCHEMA_BYTES = 64 * 1024
@@ -37,6 +40,7 @@ _JSON_BLANK = r" |\n[ \t]{0,40}"
 _GBNF_PART = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|\.', re.DOTALL)
 # A backslash that stands for itself, or a code point, of which llguidance drops the leading zeros.
 _GBNF_ESCAPE = re.compile(r"\\\\|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})")
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 # What models put between their thinking and their answer.
 _BLANK_START = r"\n{0,2}"
@@ -47,12 +51,18 @@ def json_object_grammar() -> str:
     return json_schema_grammar({"type": "object"})
 
 
-def json_schema_grammar(schema: Any, *, is_lenient: bool = False, param: str = "response_format") -> str:
+def json_schema_grammar(
+    schema: Any, *, is_lenient: bool = False, is_open: bool = False, param: str = "response_format"
+) -> str:
     """JSON that is valid against a schema (as parsed from JSON).
 
-    Lenient: keywords that cannot be enforced are ignored. `oneOf` is always read as `anyOf`.
+    Lenient: keywords that cannot be enforced are ignored. `oneOf` is always read as `anyOf`. Open: an object
+    may have keys that its schema does not list, where it says nothing about them (closed_schemas.py).
     """
-    grammar = {"json_schema": {**check_schema(schema, param), "x-guidance": json_options(is_lenient)}}
+    schema = check_schema(schema, param)
+    if not is_open:
+        schema = close_objects(schema)
+    grammar = {"json_schema": {**schema, "x-guidance": json_options(is_lenient)}}
     return _compiled(grammar, "The JSON schema", param)
 
 
@@ -63,23 +73,56 @@ def json_options(is_lenient: bool) -> dict[str, Any]:
 
 def regex_grammar(pattern: str, *, param: str = "regex") -> str:
     """Text that a regular expression matches from its start to its end."""
-    import llguidance
-
     _check_regex(pattern, param)
     try:
-        literal = llguidance.regex_to_lark(pattern, "")  # with slashes and line ends escaped
+        literal = regex_in_lark(pattern)
     except ValueError as error:
         raise RequestError("The regular expression is not Unicode", f"{error}.", param=param) from error
     return _compiled({"lark_grammar": f"start: /{literal}/"}, "The regular expression", param)
 
 
-def lark_grammar(lark: str, *, param: str = "grammar") -> str:
-    """A grammar in llguidance's dialect of lark; `<name>` in it is a control token of the model."""
-    if len(lark) > MAX_LARK_CHARACTERS:
+def choice_grammar(choices: Sequence[str], *, param: str = "choice") -> str:
+    """One of these texts."""
+    if not choices or len(choices) > MAX_ENUM_VALUES:
         raise RequestError(
-            f"The grammar has {len(lark)} characters", f"It may have {MAX_LARK_CHARACTERS}.", param=param
+            f"{param} has {len(choices)} texts", f"It may have 1 to {MAX_ENUM_VALUES}.", param=param
         )
-    return _compiled({"lark_grammar": lark}, "The grammar", param, has_control_tokens=True)
+    literals = [_to_json(choice, param) for choice in dict.fromkeys(choices)]
+    _check_lark_size(sum(map(len, literals)), param)
+    return _compiled({"lark_grammar": f"start: {' | '.join(literals)}"}, "The choice", param)
+
+
+def client_grammar(text: str, *, param: str = "grammar") -> str:
+    """A grammar as clients send it: Lark, or GBNF, whose rules are `name ::= ...`."""
+    _check_lark_size(len(text), param)
+    if not _GBNF_RULE.search(text):
+        return lark_grammar(text, param=param)
+    return gbnf_grammar(text, param=param)
+
+
+def _check_lark_size(num_chars: int, param: str) -> None:
+    if num_chars > MAX_LARK_CHARACTERS:
+        raise RequestError(
+            f"The grammar has {num_chars} characters", f"It may have {MAX_LARK_CHARACTERS}.", param=param
+        )
+
+
+def regex_in_lark(pattern: str) -> str:
+    """With slashes and line ends escaped, to stand between slashes."""
+    import llguidance
+
+    literal: str = llguidance.regex_to_lark(pattern, "")
+    return literal
+
+
+def lark_grammar(
+    lark: str, nested: Mapping[str, str] = MappingProxyType({}), *, param: str = "grammar"
+) -> str:
+    """A grammar in llguidance's dialect of lark; `<name>` in it is a control token of the model, `@name` one
+    of the nested grammars."""
+    _check_lark_size(len(lark) + sum(map(len, nested.values())), param)
+    others = [{"name": name, "lark_grammar": text} for name, text in nested.items()]
+    return _compiled({"lark_grammar": lark}, "The grammar", param, others, has_control_tokens=True)
 
 
 def gbnf_grammar(gbnf: str, *, param: str = "grammar") -> str:
@@ -117,9 +160,9 @@ def _plain_character(escape: re.Match[str]) -> str:
 
 def with_blank_start(grammar: str) -> str:
     """The same after up to two line ends: for replies that follow a model's thinking."""
-    (body,) = json.loads(grammar)["grammars"]
+    body, *nested = json.loads(grammar)["grammars"]
     start = {"lark_grammar": f"start: /{_BLANK_START}/ @body"}
-    return json.dumps({"grammars": [start, {"name": "body", **body}]}, ensure_ascii=False)
+    return json.dumps({"grammars": [start, {"name": "body", **body}, *nested]}, ensure_ascii=False)
 
 
 def check_schema(schema: Any, param: str) -> dict[str, Any]:
@@ -210,8 +253,14 @@ def _to_json(value: Any, param: str) -> str:
     return text
 
 
-def _compiled(grammar: dict[str, Any], what: str, param: str, has_control_tokens: bool = False) -> str:
-    text = _to_json({"grammars": [grammar]}, param)
+def _compiled(
+    grammar: dict[str, Any],
+    what: str,
+    param: str,
+    nested: Sequence[dict[str, Any]] = (),
+    has_control_tokens: bool = False,
+) -> str:
+    text = _to_json({"grammars": [grammar, *nested]}, param)
     problem = _problem_of(text, has_control_tokens)
     if problem:
         raise RequestError(f"{what} cannot be enforced", problem, "Simplify it.", param=param)

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from penstock.digests import PageDigests
+from penstock.digests import PageDigests, scope_of
 from penstock.errors import ContextLengthError, RequestError
 from penstock.text.tokenizer import Tokenizer
-from penstock.types import Request, SamplingParams
+from penstock.types import Pooling, Request, SamplingParams
 
 # In the answer to one call, alternatives included: some 30 MB of a completion, twice as much of a chat. Room
 # for a prompt of 262,144 tokens with three alternatives, or eight replies of 4,096 tokens with twenty.
 MAX_SCORES = 2**20
-SHORTEN = "Shorten the prompt, or serve with a larger --max-model-len if the model knows more positions."
+SHORTEN = (
+    "Please reduce the length of the messages, or serve with a larger --max-model-len "
+    "if the model knows more positions."
+)
 
 
 def build_requests(
@@ -29,6 +32,7 @@ def build_requests(
     priority: int = 0,
     session_id: str | None = None,
     tenant: str = "",
+    cache_salt: str | None = None,
     page_size: int | None = None,  # of an engine elsewhere: its thread, which steps, shall not hash prompts
 ) -> list[Request]:
     """`sampling.n` requests for one prompt, each with its own id and, when a seed is given, its own seed."""
@@ -42,25 +46,72 @@ def build_requests(
         )
     check_ids("prompt", prompt, tokenizer.vocab_size)
     check_ids("logit_bias", sampling.logit_bias, tokenizer.vocab_size)
+    check_ids("stop_token_ids", sampling.stop_token_ids, tokenizer.vocab_size)
     max_tokens = _resolve_max_tokens(len(prompt), sampling, max_model_len)
     eos = () if sampling.ignore_eos else tokenizer.eos_token_ids
     end_token_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos)))
+    banned = _banned_ids(sampling.bad_words, tokenizer)
     boundaries = _places_of(tokenizer.turn_start_ids, prompt)
-    digests = None if page_size is None else PageDigests.of(prompt, page_size, tenant)
+    digests = None if page_size is None else PageDigests.of(prompt, page_size, scope_of(tenant, cache_salt))
     return [
         Request(
             id=id if sampling.n == 1 else f"{id}-{i}",
             token_ids=prompt,
             sampling=replace(sampling, n=1, max_tokens=max_tokens, seed=_offset_seed(sampling.seed, i)),
             end_token_ids=end_token_ids,
+            banned=banned,
             boundaries=boundaries,
             priority=priority,
             session_id=session_id,
             tenant=tenant,
+            cache_salt=cache_salt,
             page_digests=digests,
         )
         for i in range(sampling.n)
     ]
+
+
+def truncated(token_ids: list[int], sampling: SamplingParams, max_model_len: int) -> list[int]:
+    """The last of a prompt's tokens, as many as the request allows; all, if it does not say."""
+    num_kept = sampling.truncate_prompt_tokens
+    if num_kept == -1:
+        num_kept = max(1, max_model_len - (sampling.max_tokens or 1))
+    return token_ids if num_kept is None else token_ids[-num_kept:]
+
+
+def build_pooling_request(
+    id: str,
+    token_ids: Sequence[int],
+    pooling: Pooling,
+    tokenizer: Tokenizer,
+    max_model_len: int,
+    priority: int = 0,
+    tenant: str = "",
+    page_size: int | None = None,
+) -> Request:
+    """For the vector of one prompt, which may fill the context: it has no reply."""
+    prompt = tuple(token_ids)
+    if not prompt:
+        raise RequestError(
+            "the input is empty",
+            "It has 0 tokens; a model needs at least 1.",
+            "Send some text.",
+            param="input",
+        )
+    check_ids("input", prompt, tokenizer.vocab_size)
+    if len(prompt) > max_model_len:
+        raise ContextLengthError(
+            f"the input is too long: {len(prompt)} tokens > {max_model_len} maximum",
+            f"This model's maximum context length is {max_model_len} tokens.",
+            "Shorten it, cut it with truncate_prompt_tokens, or serve with a larger --max-model-len.",
+            param="input",
+        )
+    digests = None
+    if page_size is not None and pooling.kind == "last":
+        digests = PageDigests.of(prompt, page_size, tenant)
+    return Request(
+        id=id, token_ids=prompt, pooling=pooling, priority=priority, tenant=tenant, page_digests=digests
+    )
 
 
 def limit_scores(
@@ -70,25 +121,28 @@ def limit_scores(
 
     A reply without a limit of its own gets one where the context would allow too many.
     """
-    if sampling.logprobs is None:
+    if sampling.logprobs is None and sampling.prompt_logprobs is None:
         return sampling
-    num_prompt_scores = 0
+    num_prompt_scores = num_reply_scores = 0
     if sampling.prompt_logprobs is not None:
         num_prompt_scores = sampling.n * sum(map(len, prompts)) * (sampling.prompt_logprobs + 1)
-    scores_a_token = sampling.n * len(prompts) * (sampling.logprobs + 1)
-    max_tokens = (MAX_SCORES - num_prompt_scores) // scores_a_token
-    if sampling.max_tokens is None and max_tokens > 0:
-        room = max_model_len - min(map(len, prompts))
-        return sampling if room <= max_tokens else replace(sampling, max_tokens=max_tokens)
-    num_reply_scores = scores_a_token * (sampling.max_tokens or 1)
+    if sampling.logprobs is not None:
+        scores_a_token = sampling.n * len(prompts) * (sampling.logprobs + 1)
+        max_tokens = (MAX_SCORES - num_prompt_scores) // scores_a_token
+        if sampling.max_tokens is None and max_tokens > 0:
+            room = max_model_len - min(map(len, prompts))
+            return sampling if room <= max_tokens else replace(sampling, max_tokens=max_tokens)
+        num_reply_scores = scores_a_token * (sampling.max_tokens or 1)
     if num_prompt_scores + num_reply_scores > MAX_SCORES:
         of_prompt = f", {num_prompt_scores:,} of them of the prompt" if num_prompt_scores else ""
         raise RequestError(
             f"the answer could have {num_prompt_scores + num_reply_scores:,} log-probabilities{of_prompt}",
             f"At most {MAX_SCORES:,} are given in one call. Prompts are {len(prompts)}, n is {sampling.n}, "
-            f"max_tokens {sampling.max_tokens or 1}, and each token has {sampling.logprobs} alternatives.",
-            "Lower the alternatives (logprobs, top_logprobs in a chat), n or max_tokens, or split the call.",
-            param="logprobs",
+            f"max_tokens {sampling.max_tokens or 1}; a token has {sampling.logprobs or 0} alternatives, "
+            f"one of the prompt {sampling.prompt_logprobs or 0}.",
+            "Lower the alternatives (logprobs, top_logprobs in a chat, prompt_logprobs), n or max_tokens, "
+            "or split the call.",
+            param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
         )
     return sampling
 
@@ -105,6 +159,13 @@ def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
             )
 
 
+def _banned_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """At the start of a text and behind a space, where a word has other tokens."""
+    spellings = dict.fromkeys(spelling for word in words for spelling in (word, f" {word.lstrip(' ')}"))
+    ids = dict.fromkeys(tuple(tokenizer.encode(spelling)) for spelling in spellings)
+    return tuple(word for word in ids if word)
+
+
 def _places_of(token_ids: Collection[int], prompt: tuple[int, ...]) -> tuple[int, ...]:
     """Where these stand, but not at the start. Searched for, not looked at one by one: prompts are long."""
     places = []
@@ -116,20 +177,32 @@ def _places_of(token_ids: Collection[int], prompt: tuple[int, ...]) -> tuple[int
     return tuple(sorted(places))
 
 
+def prompt_too_long(num_tokens: str, max_model_len: int, details: str = "") -> ContextLengthError:
+    """In the words that clients look for to shorten a conversation: the first line as Anthropic's API has it,
+    the second as OpenAI's. `num_tokens`: a number, perhaps with "at least" before it."""
+    return ContextLengthError(
+        f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum",
+        f"{_holds(max_model_len)} However, your messages resulted in {num_tokens} tokens, and the reply "
+        f"needs at least 1.{details}",
+        SHORTEN,
+        param="prompt",
+    )
+
+
+def _holds(max_model_len: int) -> str:
+    return f"This model's maximum context length is {max_model_len} tokens."
+
+
 def _resolve_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, max_model_len: int) -> int:
     room = max_model_len - num_prompt_tokens
     if room < 1:
-        raise ContextLengthError(
-            f"the prompt is too long: {num_prompt_tokens} tokens > {max_model_len - 1} maximum",
-            f"The context holds {max_model_len} tokens, and the reply needs at least 1 of them.",
-            SHORTEN,
-            param="prompt",
-        )
+        raise prompt_too_long(f"{num_prompt_tokens}", max_model_len)
     max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
     if max_tokens > room:
         raise ContextLengthError(
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}",
-            f"Together {num_prompt_tokens + max_tokens}; the context holds {max_model_len}.",
+            f"{_holds(max_model_len)} However, you requested {num_prompt_tokens + max_tokens} tokens "
+            f"({num_prompt_tokens} in the messages, {max_tokens} in the completion).",
             f"Ask for at most {room} tokens, or: {SHORTEN[0].lower()}{SHORTEN[1:]}",
             param="max_tokens",
         )

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from penstock.errors import RequestError
 from penstock.text.tokenizer import Tokenizer
+from penstock.types import SamplingParams
 
 
 class StreamDecoder:
@@ -23,6 +24,7 @@ class StreamDecoder:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
         continues_text: bool = False,  # then its first space stands between that text and this
+        keeps_stop: bool = False,  # the stop that ended the reply is a part of its text
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
@@ -32,9 +34,34 @@ class StreamDecoder:
         self._matcher = StopMatcher(stop) if stop else None
         self._held = ""  # decoded, but possibly the start of a stop string
         self._min_tokens = min_tokens
+        self._keeps_stop = keeps_stop
+        self._is_quiet = False  # in a thought, which no stop string ends
+        self._is_before_answer = False  # behind a thought, with nothing but white space since
         self.num_tokens = 0
         self.stopped = False
         self.stop_string: str | None = None  # that ended the reply
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, sampling: SamplingParams, continues_text: bool) -> StreamDecoder:
+        return cls(
+            tokenizer,
+            sampling.stop,
+            sampling.min_tokens,
+            sampling.skip_special_tokens,
+            continues_text,
+            sampling.include_stop_str_in_output,
+        )
+
+    def shows_end(self, token_id: int) -> bool:
+        """Whether the token that ended the reply is a part of its text."""
+        return self._keeps_stop and token_id not in self._skipped
+
+    def push_thought(self, token_ids: Iterable[int]) -> str:
+        """Takes tokens of a thought: stop strings are looked for behind it, and behind the space there."""
+        self._is_quiet = True
+        text = self.push(token_ids)
+        self._is_quiet, self._is_before_answer = False, True
+        return text
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Takes tokens; gives the text that is now certain. Tokens after a stop are not looked at."""
@@ -72,7 +99,22 @@ class StreamDecoder:
         return text
 
     def _release(self, text: str) -> str:
-        if self._matcher is None or self._matcher.can_skip(text):
+        if self._matcher is None:
+            return text
+        if self._is_quiet:
+            held, self._held = self._held, ""
+            self._matcher.restart()
+            return held + text
+        if self._is_before_answer:
+            answer = text.lstrip()
+            self._is_before_answer = not answer
+            return text[: len(text) - len(answer)] + self._match(answer)
+        return self._match(text)
+
+    def _match(self, text: str) -> str:
+        """The text up to a stop string, or to what may become one."""
+        assert self._matcher is not None
+        if self._matcher.can_skip(text):
             return text
         window = self._held + text
         for end, character in enumerate(text, start=len(self._held) + 1):
@@ -81,7 +123,7 @@ class StreamDecoder:
                 self.stopped = True
                 self.stop_string = window[end - num_matched : end]
                 self._held = ""
-                return window[: end - num_matched]
+                return window[: end if self._keeps_stop else end - num_matched]
         num_safe = len(window) - self._matcher.depth
         self._held = window[num_safe:]
         return window[:num_safe]
@@ -109,6 +151,9 @@ class StopMatcher:
     def depth(self) -> int:
         """How many of the last characters may be the start of a stop string."""
         return self._depths[self._node]
+
+    def restart(self) -> None:
+        self._node = 0
 
     def can_skip(self, text: str) -> bool:
         """Whether no stop string has begun, nor begins in this text: stepping through it would do nothing."""

@@ -21,6 +21,7 @@ import msgspec
 from penstock.assets import NO_THINK_TEMPLATE, default_model
 from penstock.errors import CheckpointError, ConfigError, RequestError, TemplateProcessError
 from penstock.file_kinds import impostor
+from penstock.text.call_arguments import read_arguments
 from penstock.text.json_values import refuse_many_arguments
 from penstock.text.template_process import MEMORY_LIMIT_BYTES, Answer, Failure, shared_processes
 
@@ -315,34 +316,19 @@ def parse_arguments(messages: list[dict[str, Any]]) -> None:
     Clients send back what the API gave them, a string; templates loop over the names and values.
     """
     called = list(_functions_with_text_arguments(messages))
-    texts = [function["arguments"].encode(errors="replace") for _, function in called]
+    texts = [function["arguments"].encode(errors="replace") for function in called]
     refuse_many_arguments(texts, "messages")
-    for index, function in called:
-        text = function["arguments"]
-        try:
-            arguments = json.loads(text or "{}")
-        except ValueError as error:
-            arguments, why = None, f"They are not JSON: {error}."
-        else:
-            why = f"They are a JSON {type(arguments).__name__}."
-        if not isinstance(arguments, dict):
-            raise RequestError(
-                f"messages[{index}] has a tool call whose arguments are {text[:80]!r}",
-                why,
-                "Send the arguments as a JSON object, or as a string that holds one.",
-                param="messages",
-            )
-        function["arguments"] = arguments
+    for function in called:
+        function["arguments"] = read_arguments(function["arguments"])
 
 
-def _functions_with_text_arguments(messages: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """With the index of their message."""
-    for index, message in enumerate(messages):
+def _functions_with_text_arguments(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for message in messages:
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         for call in calls if isinstance(calls, list) else ():
             function = call.get("function", call) if isinstance(call, dict) else None
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-                yield index, function
+                yield function
 
 
 def _choose(found: Any, config: Path) -> str | None:

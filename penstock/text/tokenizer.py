@@ -152,6 +152,11 @@ class Tokenizer:
         """Token ids of a text of which nothing is a control token, nor any other that was added."""
         return _encode(self._plain_model, text, False)
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts, put together as the tokenizer's post-processor does."""
+        with _panics_are_errors():
+            return self._model.encode_batch_fast([(first, second)], add_special_tokens=True)[0].ids
+
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids as `encode` gives them, each with its place in the text; slower."""
         encoding = self._model.encode_batch([text], add_special_tokens=False)[0]

@@ -15,7 +15,7 @@ from typing import Any
 from penstock.config import setting
 from penstock.errors import ConfigError
 from penstock.eval.chat_requests import listed_model
-from penstock.eval.contest_files import contest_correctness
+from penstock.eval.contest_files import Correctness, contest_correctness, read_correctness
 from penstock.eval.correctness.embedded import ask_embedded
 from penstock.eval.correctness.grading import GATE, Grades
 from penstock.eval.correctness.gsm8k import ask_gsm8k
@@ -24,6 +24,8 @@ from penstock.eval.lm_harness import Asking, require_data, require_lm_eval
 from penstock.eval.results import (
     Reporter,
     draw_seed,
+    output_file,
+    percent,
     prepare_output,
     read_fields,
     require_at_least,
@@ -51,6 +53,8 @@ class CorrectnessSettings:
         None, "of problems and prompts (default: drawn anew, and reported; embedded: 1234; gates: 0)"
     )
     output: str | None = setting(None, "also write the last line to this file")
+    output_dir: str | None = setting(None, "folder for it instead: correctness.json or throughput.json")
+    baseline: str | None = setting(None, "results of another server, to be compared with")
     problems: str = setting(
         "gsm8k", "which ones; embedded are made up here, for the tiny model", choices=PROBLEMS
     )
@@ -76,7 +80,9 @@ class CorrectnessSettings:
 
 
 def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
-    prepare_output(settings.output)
+    output = output_file(settings.output, settings.output_dir, "correctness.json")
+    prepare_output(output)
+    baseline = read_correctness("--baseline", settings.baseline) if settings.baseline else None
     if settings.seed is None:  # made-up problems are the tiny model's smoke test, the same every day
         seed = EMBEDDED_SEED if settings.problems == "embedded" else draw_seed(None)
         settings = replace(settings, seed=seed)
@@ -101,8 +107,8 @@ def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
             body,
         )
         grades = ask_gsm8k(data, asking)
-    print(describe(grades))
-    reporter.deliver(_summary(settings, model, grades, time.monotonic() - start_s), settings.output)
+    print(describe(grades, baseline))
+    reporter.deliver(_summary(settings, model, grades, baseline, time.monotonic() - start_s), output)
     return int(not grades.has_passed)
 
 
@@ -120,7 +126,7 @@ def _ask_embedded(settings: CorrectnessSettings, model: str, reporter: Reporter)
         )
 
 
-def describe(grades: Grades) -> str:
+def describe(grades: Grades, baseline: Correctness | None = None) -> str:
     shots = f", {grades.num_fewshot}-shot" if grades.num_fewshot else ""
     lines = [
         f"{grades.problems}{shots}: {grades.num_asked} asked",
@@ -129,16 +135,28 @@ def describe(grades: Grades) -> str:
     ]
     for message, count in grades.errors.most_common(5):
         lines.append(f"  {count} without a reply: {message}")
+    if baseline is not None:
+        share = percent(grades.flexible, baseline.flexible)
+        lines.append(
+            f"  baseline              {baseline.flexible:7.1%}  ({share} of it; {baseline.problems})"
+        )
     verdict = "PASSED" if grades.has_passed else "MISSED"
     lines.append(f"  gate                  {GATE:7.1%}  {verdict}")
     return "\n".join(lines)
 
 
-def _summary(settings: CorrectnessSettings, model: str, grades: Grades, elapsed_s: float) -> dict[str, Any]:
+def _summary(
+    settings: CorrectnessSettings,
+    model: str,
+    grades: Grades,
+    baseline: Correctness | None,
+    elapsed_s: float,
+) -> dict[str, Any]:
     return {
         "benchmark": "correctness",
         **grades.as_json(),
         **(contest_correctness(grades.flexible, grades.strict) if grades.problems == "gsm8k" else {}),
+        **({"baseline_exact_match": baseline.flexible} if baseline is not None else {}),
         "model": model,
         "base_url": settings.base_url,
         "limit": settings.limit,

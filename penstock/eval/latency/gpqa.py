@@ -23,7 +23,6 @@ from penstock.eval.load import Job, LoadClients, OnProgress
 from penstock.eval.stream_client import StreamedReply, Target
 
 NAME, GATE, MAX_TOKENS = "gpqa_diamond", 0.630, 12_288
-THINKING: Mapping[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
 LETTERS = "ABCD"
 INCORRECT = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
 _SAID = re.compile(r"(?i:answer(?:\s+is)?)[\s:*$]*(?:\\boxed\{|\\text\{)*[\s*$({]*([ABCD])\b")
@@ -101,6 +100,15 @@ def ask_gpqa(file: Path, asking: Asking, clients: LoadClients, on_progress: OnPr
         metrics={"cut_off": float(num_cut)},
         note="; ".join(sorted({reply.error for reply in load.replies if reply.error})[:2]),
     )
+
+
+def thinking(max_tokens: int) -> dict[str, Any]:
+    """As templates and APIs switch it on. A server may close thoughts early, ours at half of the tokens, if
+    it is given no budget; the whole of them is no limit, so what is measured is the model."""
+    return {
+        "chat_template_kwargs": {"enable_thinking": True},
+        "thinking": {"type": "enabled", "budget_tokens": max_tokens},
+    }
 
 
 def _body(question: Question, asking: Asking) -> dict[str, Any]:

@@ -173,8 +173,9 @@ def _ask(name: str, file: Path | None, asking: Asking, settings: QualitySettings
         max_tokens = settings.max_tokens or KINDS[name].max_tokens
         return ask_task(name, file, replace(asking, body=body, max_tokens=max_tokens))
     assert file is not None
-    body = asking.body if settings.body is not None else gpqa.THINKING
-    asking = replace(asking, body=body, max_tokens=settings.max_tokens or gpqa.MAX_TOKENS)
+    max_tokens = settings.max_tokens or gpqa.MAX_TOKENS
+    body = asking.body if settings.body is not None else gpqa.thinking(max_tokens)
+    asking = replace(asking, body=body, max_tokens=max_tokens)
     with LoadClients() as clients, reporter.bars() as phases, timed(name, phases) as report:
 
         def show(progress: LoadProgress) -> None:

@@ -28,6 +28,7 @@ from penstock.eval.results import (
     Reporter,
     draw_seed,
     format_table,
+    output_file,
     percent,
     prepare_output,
     read_fields,
@@ -50,11 +51,12 @@ class ThroughputSettings:
 
     base_url: str = setting("http://127.0.0.1:8000", "a running server")
     model: str = setting("", "name to send (default: the server's first model)")
-    num_requests: int = setting(64, "requests of a level")
+    num_requests: int = setting(64, "requests of a level", aliases=("--num-prompts",))
     input_tokens: int = setting(1024, "tokens of a prompt, chat template included")
     max_tokens: int = setting(1024, "of a reply, which may end earlier")
     concurrency: tuple[int, ...] = setting(LEVELS, "requests at a time, one level each")
     output: str | None = setting(None, "also write the last line to this file")
+    output_dir: str | None = setting(None, "folder for it instead: correctness.json or throughput.json")
     baseline: str | None = setting(None, "results of another server, to be compared with")
     tokenizer: str | None = setting(None, "the model's folder, to make prompts and count again with")
     seed: int | None = setting(None, "of prompts and spot checks (default: drawn anew)")
@@ -83,7 +85,8 @@ class Prompts(Protocol):
 
 
 def run(settings: ThroughputSettings, reporter: Reporter) -> int:
-    prepare_output(settings.output)
+    output = output_file(settings.output, settings.output_dir, "throughput.json")
+    prepare_output(output)
     body = read_fields("--body", settings.body)
     baseline = read_throughput("--baseline", settings.baseline).levels if settings.baseline else {}
     if settings.tokenizer:
@@ -101,7 +104,7 @@ def run(settings: ThroughputSettings, reporter: Reporter) -> int:
             levels.append(measuring.measure(concurrency))
             print(describe(levels[-1], baseline.get(concurrency)), flush=True)
     print(f"\n{format_levels(levels, baseline)}")
-    reporter.deliver(_report(settings, requests, prompts, levels, baseline, found), settings.output)
+    reporter.deliver(_report(settings, requests, prompts, levels, baseline, found), output)
     return int(not all(level.is_clean for level in levels))
 
 

@@ -57,7 +57,11 @@ def sparse_mlp(
     assert residual.is_contiguous()
     weights, ids = weights.contiguous(), ids.contiguous()
     out = torch.empty_like(residual)
-    shared = (shared_weight, *(None if w is None else w.values for w in (shared_gate_up, shared_down)))
+    shared = (
+        shared_weight,
+        None if shared_gate_up is None else shared_gate_up.values,
+        None if shared_down is None else shared_down.values,
+    )
     arguments = (out, x, weights, ids, gate_up.values, down.values, residual, *shared)
     form = TENSOR if deterministic else _choose_form(x, ids, down)
     if form == VECTOR:

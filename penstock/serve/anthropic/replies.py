@@ -15,9 +15,10 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, RequestError
 from penstock.serve.answer import Choice
 from penstock.serve.text_stream import ReplyDelta, Usage
+from penstock.text.call_arguments import whole_part
 from penstock.text.dialects import (
     ContentDelta,
     Delta,
@@ -44,13 +45,14 @@ Frame = tuple[bytes, bytes]
 
 
 class MessageFormat:
-    """One message, streamed or whole. `usage_so_far` is set before its first news come."""
+    """One message, streamed or whole."""
 
-    usage_so_far: Callable[[], Usage]
+    usage_so_far: Callable[[], Usage] | None = None  # None: the prompt is being prepared
 
     def __init__(self, request_id: str, model: str, max_tokens: int | None) -> None:
         self._request_id = request_id
-        self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
+        self.id = f"msg_{request_id}"
+        self._head = {"id": self.id, "type": "message", "role": "assistant", "model": model}
         self._max_tokens = max_tokens
         self._has_begun = False
         self._num_blocks = 0  # that have begun
@@ -63,15 +65,19 @@ class MessageFormat:
         only = news[0] if len(news) == 1 else None
         if isinstance(only, (ContentDelta, ReasoningDelta)) and type(only) is self._open:
             return msgspec.json.encode(only.text).join(self._frame)  # nearly all chunks: head + text + tail
-        events = []
-        if not self._has_begun:
-            self._has_begun = True
-            events.append(self._message_start())
+        events = [self._message_start()]
         for piece in news:
             events += self._events_of(piece)
         return b"".join(events)
 
+    def encode_heartbeat(self) -> bytes:
+        return self._message_start() + _event("ping", {})
+
     def _message_start(self) -> bytes:
+        """Once, as soon as the prompt's tokens are counted. How many were cached, message_delta says."""
+        if self._has_begun or self.usage_so_far is None:
+            return b""
+        self._has_begun = True
         fields: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         message = {**self._head, **fields, "usage": _usage(self.usage_so_far())}
         return _event("message_start", {"message": message})
@@ -189,6 +195,8 @@ def _blocks_of(news: list[Delta]) -> list[_Block]:
                 blocks[-1].pieces.append(json)
             case ToolCallEnd(_, is_broken=True):
                 blocks.pop()
+            case ToolCallEnd(_, is_cut=True):  # a body has an object there, a stream its beginning
+                blocks[-1].pieces = [whole_part("".join(blocks[-1].pieces)) or "{}"]
     return blocks
 
 
@@ -210,11 +218,14 @@ def error_status(status: int) -> int:
 
 
 def encode_error(error: PenstockError, request_id: str | None = None) -> bytes:
-    return encode_error_fields(str(error), error.status, request_id)
+    details = error.details if isinstance(error, RequestError) else None
+    return encode_error_fields(str(error), error.status, request_id, details)
 
 
-def encode_error_fields(message: str, status: int, request_id: str | None = None) -> bytes:
+def encode_error_fields(
+    message: str, status: int, request_id: str | None = None, details: dict[str, Any] | None = None
+) -> bytes:
     other = "api_error" if status >= 500 else "invalid_request_error"
     kind = ERROR_TYPES.get(error_status(status), other)
-    body = {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
-    return msgspec.json.encode(body)
+    error = {"type": kind, "message": message, **({} if details is None else {"details": details})}
+    return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})

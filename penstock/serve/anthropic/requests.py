@@ -1,10 +1,9 @@
 """Anthropic's request bodies: from the bytes of a POST to the `ChatRequest` that every API asks.
 
 Messages made of blocks become messages as chat templates know them: results of tools before the text that
-came with them, calls and thoughts beside an assistant's text, and neighbours of one role as one turn. Fields
-that mean nothing here (metadata, cache_control, betas) are tolerated, since clients send many; a block that
-cannot be read is a `RequestError` that names it. Nothing here renders or generates; replies are written in
-replies.py.
+came with them, calls and thoughts beside an assistant's text, and neighbours of one role as one turn. A block
+or a field that cannot be honoured is a `RequestError` that names it; fields that are ignored on purpose are
+in fields.py. Nothing here renders or generates; replies are written in replies.py.
 """
 
 from __future__ import annotations
@@ -16,6 +15,10 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.attachments import replace_attachment
+from penstock.serve.conversations import Thread, names_of_calls
+from penstock.serve.fields import COUNT_TOKENS, MESSAGES, FieldTable
+from penstock.serve.instructions import PARAGRAPH, PlainMessage, place_instructions, reminder
 from penstock.serve.openai.body import decode_body, wrong_field
 from penstock.serve.openai.chat_options import (
     JsonForm,
@@ -25,18 +28,24 @@ from penstock.serve.openai.chat_options import (
     Thinking,
     check_tool_name,
     demanded_tools,
+    effort_of,
     thinking_budget,
     thinking_switch,
 )
-from penstock.serve.openai.requests import NO_DEFAULTS, ChatRequest, Defaults, SessionId, StopString
+from penstock.serve.openai.requests import (
+    NO_DEFAULTS,
+    CacheSalt,
+    ChatRequest,
+    Defaults,
+    SessionId,
+    StopString,
+)
 from penstock.types import SamplingParams
 
 # Claude Code's first system block. It differs in every request, and nothing behind it could be found cached.
 BILLING_LINE = "x-anthropic-billing-header:"
-PARAGRAPH = "\n\n"
 MAX_BLOCKS = 16_384  # of one request, those inside results too: while they are read, nobody else is served
 
-PlainMessage = dict[str, Any]  # as chat templates expect it
 Content = str | list[dict[str, Any]]  # blocks are checked one by one, by their type
 
 
@@ -94,19 +103,24 @@ class OfferedTool(msgspec.Struct):
     type: str | None = None
 
 
-class ToolChoice(msgspec.Struct):
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputFormat(msgspec.Struct):
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     schema: dict[str, Any]
+    name: str | None = None
 
 
-class OutputConfig(msgspec.Struct):
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: OutputFormat | None = None
+    effort: str | None = None
+    task_budget: Any = (
+        None  # tells a model how much it may spend in all: advice, and no template has words for it
+    )
 
 
 class PromptBody(msgspec.Struct, kw_only=True):
@@ -119,6 +133,7 @@ class PromptBody(msgspec.Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older place of output_config.format
 
 
 class MessagesBody(PromptBody, kw_only=True):
@@ -129,6 +144,8 @@ class MessagesBody(PromptBody, kw_only=True):
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
     stream: bool | None = None
     session_id: SessionId | None = None  # not Anthropic's: a session that is kept here
+    cache_salt: CacheSalt | None = None  # nor is this
+    thread: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +156,20 @@ class _Turn:
     blocks: list[Block]
 
 
-def parse_messages(body: bytes, thinks: bool | None, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
-    """`thinks`, `defaults`: what the operator wants where a request leaves it open."""
-    fields = decode_body(body, MessagesBody)
+def parse_messages(
+    body: bytes, thinks: bool | None, defaults: Defaults = NO_DEFAULTS, table: FieldTable = MESSAGES
+) -> ChatRequest:
+    """`table`: of ignored fields."""
+    return message_request(decode_body(body, MessagesBody, table=table), thinks, defaults)
+
+
+def message_request(
+    fields: MessagesBody,
+    thinks: bool | None,
+    defaults: Defaults = NO_DEFAULTS,
+    thread: Thread | None = None,  # what comes before the messages
+) -> ChatRequest:
+    """`thinks`, `defaults`: what the operator wants where a request leaves it open, here and below."""
     given = {
         name: value
         for name in ("temperature", "top_p", "top_k")
@@ -150,26 +178,38 @@ def parse_messages(body: bytes, thinks: bool | None, defaults: Defaults = NO_DEF
     sampling = SamplingParams(
         max_tokens=fields.max_tokens, stop=tuple(fields.stop_sequences or ()), **{**defaults, **given}
     )
-    chat = _chat_request(fields, thinks, sampling, is_stream=bool(fields.stream))
-    return replace(chat, session_id=fields.session_id)
+    chat = _chat_request(fields, thinks, sampling, bool(fields.stream), thread)
+    return replace(chat, session_id=fields.session_id, cache_salt=fields.cache_salt)
 
 
-def parse_count(body: bytes, thinks: bool | None) -> ChatRequest:
-    return _chat_request(decode_body(body, PromptBody), thinks, SamplingParams())
+def parse_count(body: bytes, thinks: bool | None, table: FieldTable = COUNT_TOKENS) -> ChatRequest:
+    return _chat_request(decode_body(body, PromptBody, table=table), thinks, SamplingParams())
 
 
 def _chat_request(
-    fields: PromptBody, thinks: bool | None, sampling: SamplingParams, is_stream: bool = False
+    fields: PromptBody,
+    thinks: bool | None,
+    sampling: SamplingParams,
+    is_stream: bool = False,
+    thread: Thread | None = None,
 ) -> ChatRequest:
     _check_num_blocks(fields)
-    instructions, turns = _split_turns(fields)
+    omitted: list[str] = []
+    instructions, turns = _split_turns(fields, omitted)
     reply_start = ""
     if turns and turns[-1].role == "assistant":
         reply_start = _reply_start(turns.pop(), f"messages[{len(fields.messages) - 1}]")
+    held: tuple[PlainMessage, ...] = ()
     tools = _plain_tools(fields.tools or []) or None
+    if thread is not None and thread.previous is not None:
+        _refuse_held_fields(fields)
+        held, tools = thread.messages, list(thread.tools) or None
     choice = _openai_choice(fields.tool_choice)
+    output = fields.output_config or OutputConfig()
     return ChatRequest(
-        messages=[*_system_message(instructions), *_plain_messages(turns)],
+        messages=place_instructions(
+            [*held, *_system_message(instructions), *_plain_messages(turns, names_of_calls(held))]
+        ),
         tools=None if choice == "none" else tools,
         template_arguments={"enable_thinking": _is_thinking(fields.thinking, thinks)},
         sampling=sampling,
@@ -177,11 +217,25 @@ def _chat_request(
         include_usage=True,
         must_call=demanded_tools(choice, tools),
         is_parallel=not (fields.tool_choice is not None and fields.tool_choice.disable_parallel_tool_use),
-        json_form=_json_form(fields.output_config),
+        json_form=_json_form(fields),
+        effort_budget=None if output.effort is None else effort_of(output.effort, "output_config.effort")[1],
         thinking_budget=thinking_budget(fields.thinking),
+        hides_thoughts=fields.thinking is not None and fields.thinking.display == "omitted",
         reply_start=reply_start,
+        omitted=omitted,
         is_cut_to_context=True,
     )
+
+
+def _refuse_held_fields(fields: PromptBody) -> None:
+    for name in ("system", "tools"):
+        if getattr(fields, name) is not None:
+            raise RequestError(
+                f"{name} cannot be sent with a thread that goes on",
+                "The thread keeps what it was created with.",
+                f"Leave {name} out, or create another thread.",
+                param=name,
+            )
 
 
 def _is_thinking(thinking: Thinking | None, thinks: bool | None) -> bool:
@@ -192,16 +246,17 @@ def _is_thinking(thinking: Thinking | None, thinks: bool | None) -> bool:
     return thinking is not None if switch is None else switch
 
 
-def _json_form(config: OutputConfig | None) -> JsonForm | None:
-    if config is None or config.format is None:
+def _json_form(fields: PromptBody) -> JsonForm | None:
+    where, form = "output_format", fields.output_format
+    if fields.output_config is not None and fields.output_config.format is not None:
+        where, form = "output_config.format", fields.output_config.format
+    if form is None:
         return None
-    if config.format.type != "json_schema":
+    if form.type != "json_schema":
         raise RequestError(
-            f"output_config.format.type is {config.format.type[:32]!r}",
-            "It must be json_schema.",
-            param="output_config.format.type",
+            f"{where}.type is {form.type[:32]!r}", "It must be json_schema.", param=f"{where}.type"
         )
-    return JsonForm(config.format.schema, is_strict=True)
+    return JsonForm(form.schema, is_strict=True)
 
 
 def _plain_tools(tools: list[OfferedTool]) -> list[PlainTool]:
@@ -265,9 +320,9 @@ def _check_num_blocks(fields: PromptBody) -> None:
         )
 
 
-def _split_turns(fields: PromptBody) -> tuple[list[str], list[_Turn]]:
+def _split_turns(fields: PromptBody, omitted: list[str]) -> tuple[list[str], list[_Turn]]:
     """The instructions, and all that was said after them. Templates want instructions at the start only."""
-    instructions = _texts(_checked_blocks(fields.system or [], "system", TEXT_ONLY))
+    instructions = _texts(_checked_blocks(fields.system or [], "system", TEXT_ONLY, omitted))
     turns: list[_Turn] = []
     for index, message in enumerate(fields.messages):
         where = f"messages[{index}]"
@@ -278,12 +333,12 @@ def _split_turns(fields: PromptBody) -> tuple[list[str], list[_Turn]]:
                 f"It must be one of {', '.join(BLOCKS_OF_ROLE)}.",
                 param=f"{where}.role",
             )
-        blocks = _checked_blocks(message.content, f"{where}.content", BLOCKS_OF_ROLE[role])
+        blocks = _checked_blocks(message.content, f"{where}.content", BLOCKS_OF_ROLE[role], omitted)
         if role == "system":
             if not turns:
                 instructions += _texts(blocks)
                 continue
-            role, blocks = "user", [_reminder(text) for text in _texts(blocks)]
+            role, blocks = "user", [TextBlock(reminder(text)) for text in _texts(blocks)]
         elif role == "user" and not blocks:
             raise RequestError(f"{where} has no content", param=f"{where}.content")
         if turns and turns[-1].role == role:
@@ -293,18 +348,13 @@ def _split_turns(fields: PromptBody) -> tuple[list[str], list[_Turn]]:
     return instructions, turns
 
 
-def _reminder(text: str) -> TextBlock:
-    """An instruction amid a conversation, marked as Claude Code marks those it puts into user messages."""
-    return TextBlock(f"<system-reminder>\n{text}\n</system-reminder>")
-
-
-def _checked_blocks(content: Content, where: str, types: BlockTypes) -> list[Block]:
+def _checked_blocks(content: Content, where: str, types: BlockTypes, omitted: list[str]) -> list[Block]:
     if isinstance(content, str):
         return [TextBlock(content)]
-    return [_checked_block(block, f"{where}[{index}]", types) for index, block in enumerate(content)]
+    return [_checked_block(block, f"{where}[{i}]", types, omitted) for i, block in enumerate(content)]
 
 
-def _checked_block(block: dict[str, Any], where: str, types: BlockTypes) -> Block:
+def _checked_block(block: dict[str, Any], where: str, types: BlockTypes, omitted: list[str]) -> Block:
     kind = block.get("type")
     if not isinstance(kind, str):
         raise RequestError(f"{where} has no type", "A block says what it is.", param=where)
@@ -322,9 +372,22 @@ def _checked_block(block: dict[str, Any], where: str, types: BlockTypes) -> Bloc
     except msgspec.ValidationError as error:
         raise wrong_field(error, where) from error
     if isinstance(checked, ToolResultBlock) and isinstance(checked.content, list):
-        texts = _texts(_checked_blocks(checked.content, f"{where}.content", TEXT_ONLY))
+        texts = [
+            _result_text(part, f"{where}.content[{index}]", omitted)
+            for index, part in enumerate(checked.content)
+        ]
         checked.content = PARAGRAPH.join(texts)
     return checked
+
+
+def _result_text(block: dict[str, Any], where: str, omitted: list[str]) -> str:
+    """A block of a tool's result. Documents may be text; what is none is left out, and said to be."""
+    kind, source = block.get("type"), block.get("source")
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        return str(source.get("data", ""))
+    if isinstance(kind, str) and kind != "text":
+        return replace_attachment(kind, where, omitted)
+    return "".join(_texts([_checked_block(block, where, TEXT_ONLY, omitted)]))
 
 
 def _system_message(instructions: list[str]) -> list[PlainMessage]:
@@ -337,9 +400,9 @@ def _without_billing(text: str) -> str:
     return text.partition("\n")[2].lstrip("\n") if text.startswith(BILLING_LINE) else text
 
 
-def _plain_messages(turns: list[_Turn]) -> list[PlainMessage]:
+def _plain_messages(turns: list[_Turn], tool_names: dict[str, str]) -> list[PlainMessage]:
+    """`tool_names`: by the ids of calls that came before."""
     messages: list[PlainMessage] = []
-    tool_names: dict[str, str] = {}
     for turn in turns:
         if turn.role == "assistant":
             tool_names |= {block.id: block.name for block in turn.blocks if isinstance(block, ToolUseBlock)}

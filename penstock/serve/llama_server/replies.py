@@ -71,13 +71,14 @@ class LlamaFormat:
         choice = self._choices[delta.index]
         choice.take(delta)
         text = "".join(piece.text for piece in delta.news if isinstance(piece, ContentDelta))
-        if not (text or delta.token_ids or delta.logprobs):
+        token_ids = delta.extra.token_ids if delta.extra else ()
+        if not (text or token_ids or delta.logprobs):
             return b""
         usage = self.usage_of(delta.index)
         fields: Fields = {
             "index": delta.index,
             "content": text,
-            "tokens": delta.token_ids,
+            "tokens": token_ids,
             "stop": False,
             "id_slot": ANY_SLOT,
             "tokens_predicted": usage.num_completion_tokens,

@@ -6,8 +6,6 @@ by name. A prompt may mix texts and token ids, which whoever has a tokenizer put
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -17,6 +15,8 @@ from msgspec import Meta
 from penstock.errors import RequestError
 from penstock.serve.llama_options import LlamaOptions, renaming, require_off, sampling_fields
 from penstock.serve.openai.body import decode_body
+from penstock.serve.openai.chat_options import JsonForm
+from penstock.serve.openai.forms import TextForm
 from penstock.serve.openai.requests import (
     MAX_CHARS_ASKED,
     MAX_ID_VALUES,
@@ -26,7 +26,6 @@ from penstock.serve.openai.requests import (
     SessionId,
     completion_request,
 )
-from penstock.text.grammar import gbnf_grammar, json_schema_grammar
 
 NAMES = {
     "max_tokens": "n_predict",
@@ -113,8 +112,8 @@ def parse_completion(body: bytes, defaults: Defaults) -> LlamaRequest:
         asked,
         sampling=sampling,
         is_cut_to_context=True,
-        returns_token_ids=True,
-        make_grammar=_grammar_maker(fields),
+        output=replace(asked.output, returns_token_ids=True),
+        **_form_of(fields),
     )
     return LlamaRequest(asked, prompts, bool(fields.return_tokens or fields.stream), fields.response_fields)
 
@@ -188,13 +187,11 @@ def _without_samplers(samplers: list[str] | None) -> dict[str, float]:
     return {field: off for field, off in WITHOUT_SAMPLER.items() if field not in samplers}
 
 
-def _grammar_maker(fields: LlamaBody) -> Callable[[], str] | None:
+def _form_of(fields: LlamaBody) -> dict[str, Any]:
     if fields.grammar and fields.json_schema is not None:
         raise RequestError("There are a grammar and a json_schema", "A reply has one form.", param="grammar")
     if fields.grammar:
-        return functools.partial(gbnf_grammar, fields.grammar)
+        return {"text_form": TextForm("grammar", fields.grammar, "grammar")}
     if fields.json_schema is not None:
-        return functools.partial(
-            json_schema_grammar, fields.json_schema, is_lenient=True, param="json_schema"
-        )
-    return None
+        return {"json_form": JsonForm(fields.json_schema, param="json_schema")}
+    return {}

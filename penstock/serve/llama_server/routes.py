@@ -79,7 +79,7 @@ class LlamaServerRoutes:
         return token_ids
 
     async def _encode(self, text: str, is_first: bool, tenant: str) -> list[int]:
-        asked = TokenizeRequest(text, None, is_first, False, False)
+        asked = TokenizeRequest(text, None, is_first, False)
         return await self._text.tokenize(asked, tenant, len(text))
 
     async def apply_template(self, request: Request) -> Response:

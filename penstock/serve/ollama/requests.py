@@ -7,8 +7,6 @@ Replies are written in replies.py.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -33,7 +31,6 @@ from penstock.serve.openai.requests import (
     chat_request,
     completion_request,
 )
-from penstock.text.grammar import json_object_grammar, json_schema_grammar
 
 # Of how Ollama loads a model, or of samplers that are off: they change nothing here.
 HARMLESS = {
@@ -169,23 +166,15 @@ def _raw_generation(fields: GenerateBody, defaults: Defaults) -> Generation:
     _set(body, sampling)
     with renaming(NAMES):
         asked = completion_request(body, defaults)
+        form = json_form(_response_format(fields.format))
     return Generation(
         replace(
             asked,
             sampling=replace(asked.sampling, max_tokens=sampling.get("max_tokens")),  # OpenAI has a default
             is_cut_to_context=True,
-            make_grammar=_grammar_maker(fields.format),
+            json_form=None if form is None else replace(form, param="format"),
         )
     )
-
-
-def _grammar_maker(form: str | dict[str, Any] | None) -> Callable[[], str] | None:
-    checked = json_form(_response_format(form))
-    if checked is None:
-        return None
-    if checked.schema is None:
-        return json_object_grammar
-    return functools.partial(json_schema_grammar, checked.schema, is_lenient=True, param="format")
 
 
 def _chat_request(

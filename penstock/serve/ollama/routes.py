@@ -11,8 +11,9 @@ from starlette.routing import Route
 
 import penstock
 from penstock.errors import PenstockError, RequestError
-from penstock.serve.answer import Answer, Start, json_response, read_body
+from penstock.serve.answer import JSON_TYPE, Answer, Start, json_response, read_body
 from penstock.serve.intake import place_of
+from penstock.serve.ollama import embeddings
 from penstock.serve.ollama.models import ModelCard
 from penstock.serve.ollama.replies import NDJSON_TYPE, ChatFormat, GenerateFormat, OllamaFormat, head
 from penstock.serve.ollama.requests import ModelBody, parse_chat, parse_generate
@@ -40,7 +41,7 @@ def routes(serving: Serving) -> list[Route]:
         Route("/api/chat", api.chat, methods=["POST"]),
         Route("/api/generate", api.generate, methods=["POST"]),
         Route("/api/embed", api.embed, methods=["POST"]),
-        Route("/api/embeddings", api.embed, methods=["POST"]),
+        Route("/api/embeddings", api.embed_one, methods=["POST"]),
         Route("/api/tags", api.list_models),
         Route("/api/ps", api.list_running),
         Route("/api/show", api.show, methods=["POST"]),
@@ -103,10 +104,11 @@ class OllamaRoutes:
         self._serving.client.require_ready()
         return json_response({**head(self._serving.model_name), **text, "done": True, "done_reason": "load"})
 
-    async def embed(self, request: Request) -> Response:
-        """The one place to connect once the server can embed."""
-        decode_body(await read_body(request, for_reply=False), ModelBody)
-        raise NotHereError("Embeddings are not supported here", "This server only generates text.")
+    async def embed(self, request: Request) -> Answer | Response:
+        return _as_response(await embeddings.embed(request, self._serving))
+
+    async def embed_one(self, request: Request) -> Answer | Response:
+        return _as_response(await embeddings.embed_one(request, self._serving))
 
     async def list_models(self, request: Request) -> Response:
         return json_response({"models": [self._model.listed()]})
@@ -140,3 +142,7 @@ class OllamaRoutes:
             f"This server has one model, {self._model.name}, chosen when it was started.",
             "Start `penstock serve MODEL` for another.",
         )
+
+
+def _as_response(answer: Answer | bytes) -> Answer | Response:
+    return Response(answer, media_type=JSON_TYPE) if isinstance(answer, bytes) else answer

@@ -1,7 +1,9 @@
 """From the bytes of a POST to a struct, for every API: what a body may cost, and what is said of a wrong one.
 
 While a body is decoded, nobody else is served. So its values are counted first: more than a request can use
-are refused, with the name of the field that has them. Knows no API's fields; each brings its own structs.
+are refused, with the name of the field that has them. Where a body does not fit its struct because of a
+number such as 16.0 or a field that asks for nothing, it is repaired and decoded again. Knows no API's fields;
+each brings its own structs, and its table of the fields that they do not have (fields.py).
 """
 
 from __future__ import annotations
@@ -11,19 +13,28 @@ import functools
 import gc
 import re
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.errors import RequestError
+from penstock.serve.fields import FieldTable, asks_for_nothing, strict_struct
 from penstock.text.json_values import MAX_VALUES, has_more_values, most_values
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 _FIELD_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*?)`)?$", re.DOTALL)
+_FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float` - at `\$\.(\w+)")
+_STEP = re.compile(r"(\w+)|\[(\d+)\]")
+MAX_REPAIRS = 8
+MAX_EXACT = 2**53  # above it, a float does not say which integer is meant
 
 
-def decode_body(body: bytes, kind: type[Body], max_values: int = MAX_VALUES) -> Body:
+def decode_body(
+    body: bytes, kind: type[Body], max_values: int = MAX_VALUES, table: FieldTable | None = None
+) -> Body:
+    """`table`: says which fields that the struct does not have are ignored; without one, all are."""
     if has_more_values([body], max_values):
         name = _large_field(body, kind, max_values)
         raise RequestError(
@@ -33,16 +44,72 @@ def decode_body(body: bytes, kind: type[Body], max_values: int = MAX_VALUES) -> 
             param=name,
         )
     with _gc_paused():
-        return _decode(body, kind)
+        return _decode(body, kind, table)
 
 
-def _decode(body: bytes, kind: type[Body]) -> Body:
+def _decode(body: bytes, kind: type[Body], table: FieldTable | None = None) -> Body:
+    strict = kind if table is None else strict_struct(kind, table)
+    problem = ""
     try:
-        return msgspec.json.decode(body, type=kind)
+        for _ in range(MAX_REPAIRS):
+            try:
+                return msgspec.json.decode(body, type=strict)
+            except msgspec.ValidationError as error:
+                if str(error) == problem:
+                    raise
+                problem, body = str(error), _repaired(body, error, strict, table)
+        return msgspec.json.decode(body, type=strict)
     except msgspec.ValidationError as error:
         raise wrong_field(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError("The body is not JSON", f"{error}.", "Send a JSON object in UTF-8.") from error
+
+
+def _repaired(
+    body: bytes, error: msgspec.ValidationError, kind: type[msgspec.Struct], table: FieldTable | None
+) -> bytes:
+    """The body without what can be overlooked; raises what cannot."""
+    number, unknown = _FLOAT_FOR_INT.search(str(error)), _UNKNOWN_FIELD.search(str(error))
+    if number is None and unknown is None:
+        raise error
+    fields = msgspec.json.decode(body)
+    if number is not None:
+        fields = {name: _with_integers(fields[name], name == number.group(1)) for name in fields}
+    elif unknown is not None and unknown.group(2):
+        _remove_unknown(fields, unknown.group(2), unknown.group(1), error)
+    elif table is not None:
+        known = kind.__struct_encode_fields__
+        for name in [name for name in fields if name not in known]:
+            if not table.is_harmless(name, fields.pop(name)):
+                raise table.refusal(name, known)
+    try:
+        return msgspec.json.encode(fields)
+    except OverflowError:  # an integer of more than 64 bits
+        raise error from None
+
+
+def _with_integers(value: Any, is_deep: bool) -> Any:
+    """With 16 instead of 16.0; deep: also inside lists and objects."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < MAX_EXACT:
+        return int(value)
+    if is_deep and isinstance(value, list):
+        return [_with_integers(item, True) for item in value]
+    if is_deep and isinstance(value, dict):
+        return {name: _with_integers(item, True) for name, item in value.items()}
+    return value
+
+
+def _remove_unknown(fields: Any, path: str, name: str, error: msgspec.ValidationError) -> None:
+    """From an object inside the body, if it asks for nothing."""
+    for key, index in _STEP.findall(path):
+        fields = fields[key] if key else fields[int(index)]
+    if not (isinstance(fields, dict) and name in fields and asks_for_nothing(fields.pop(name))):
+        raise RequestError(
+            f"{path}.{name[:64]} is not supported",
+            "It could change what an answer means, so it is not ignored.",
+            "Leave it out.",
+            param=f"{path}.{name[:64]}",
+        ) from error
 
 
 def wrong_field(error: msgspec.ValidationError, where: str = "") -> RequestError:

@@ -18,7 +18,17 @@ from penstock.errors import RequestError
 
 PlainTool = dict[str, Any]  # as OpenAI has it, and as chat templates expect it
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
-_EFFORTS = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True}
+
+# Whether to think, and up to how many tokens; None: as long as the server lets it (`--thinking-share`).
+EFFORTS: dict[str, tuple[bool, int | None]] = {
+    "none": (False, None),
+    "minimal": (False, None),
+    "low": (True, 2048),
+    "medium": (True, 8192),
+    "high": (True, None),
+    "xhigh": (True, None),
+    "max": (True, None),
+}
 
 
 class ToolFunction(msgspec.Struct):
@@ -43,12 +53,12 @@ class NamedTool(msgspec.Struct):
     type: str = "function"
 
 
-class AllowedTools(msgspec.Struct):
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
     tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=1024)]
     mode: str = "auto"
 
 
-class ToolChoice(msgspec.Struct):
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     """A `tool_choice` that is no word: one tool, or some of them and whether one must be called."""
 
     type: str = "function"
@@ -56,22 +66,36 @@ class ToolChoice(msgspec.Struct):
     allowed_tools: AllowedTools | None = None
 
 
-class JsonSchema(msgspec.Struct):
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
     schema: Any = None
     name: str | None = None
+    description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct):
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     json_schema: JsonSchema | None = None
+    schema: Any = None  # llama.cpp's, beside json_object
 
 
-class Thinking(msgspec.Struct):
+class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     """Anthropic's way to ask for thinking, which others took over."""
 
     type: str = "enabled"
     budget_tokens: int | None = None
+    display: str | None = None  # "omitted": the thought is not told
+    clear_thinking: bool | None = None  # of earlier turns: the chat template decides
+
+
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenRouter's way. A thought that is excluded is thought, and not told."""
+
+    effort: str | None = None
+    max_tokens: int | None = None
+    exclude: bool | None = None
+    enabled: bool | None = None
+    summary: str | None = None  # of Responses; a thought is told as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +104,8 @@ class JsonForm:
 
     schema: Any = None
     is_strict: bool = False
+    is_closed: bool = False  # also where the server leaves objects open
+    param: str = "response_format"
 
 
 def plain_tools(tools: Sequence[Tool]) -> list[PlainTool]:
@@ -171,16 +197,18 @@ def json_form(form: ResponseFormat | None) -> JsonForm | None:
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
-        return JsonForm()
+        return JsonForm(form.schema)
     if form.type != "json_schema":
         raise RequestError(
             f"response_format.type is {form.type[:32]!r}",
             "It must be text, json_object or json_schema.",
+            "For regular expressions, lists and grammars use structured_outputs.",
             param="response_format",
         )
-    if form.json_schema is None or form.json_schema.schema is None:
+    inner = form.json_schema or JsonSchema(form.schema)
+    if inner.schema is None:
         raise RequestError("response_format has no json_schema.schema", param="response_format")
-    return JsonForm(form.json_schema.schema, bool(form.json_schema.strict))
+    return JsonForm(inner.schema, bool(inner.strict))
 
 
 def thinking_switch(thinking: bool | Thinking | None) -> bool | None:
@@ -197,26 +225,28 @@ def thinking_switch(thinking: bool | Thinking | None) -> bool | None:
     return switches[thinking.type]
 
 
-def effort_switch(effort: str | None) -> bool | None:
-    """OpenAI's way to ask for thinking: how much of it is the model's own affair here."""
+def effort_of(effort: str | None, param: str) -> tuple[bool | None, int | None]:
+    """Whether to think, and up to how many tokens; None: as the server and the chat template have it."""
     if effort is None:
-        return None
-    if effort not in _EFFORTS:
+        return None, None
+    if effort not in EFFORTS:
         raise RequestError(
-            f"reasoning_effort is {effort[:32]!r}",
-            f"It must be one of {', '.join(_EFFORTS)}.",
-            param="reasoning_effort",
+            f"{param} is {effort[:32]!r}", f"It must be one of {', '.join(EFFORTS)}.", param=param
         )
-    return _EFFORTS[effort]
+    return EFFORTS[effort]
 
 
 def thinking_budget(thinking: bool | Thinking | None) -> int | None:
     budget = thinking.budget_tokens if isinstance(thinking, Thinking) else None
+    return checked_budget(budget, "thinking.budget_tokens")
+
+
+def checked_budget(budget: int | None, param: str) -> int | None:
     if budget is not None and not 1 <= budget <= 2**31:
         raise RequestError(
-            f"thinking.budget_tokens is {budget}",
+            f"{param} is {budget}",
             "It must be 1 or more.",
-            'To turn thinking off, send {"type": "disabled"}.',
-            param="thinking.budget_tokens",
+            'To turn thinking off, send thinking: {"type": "disabled"}.',
+            param=param,
         )
     return budget

@@ -8,6 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.attachments import replace_attachment
+from penstock.serve.instructions import PlainMessage, place_instructions
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -33,13 +35,21 @@ class Message(msgspec.Struct):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: Any = None  # the same, as OpenRouter and vLLM call it
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
-def plain_message(message: Message, index: int) -> dict[str, Any]:
-    """The message as chat templates expect it: plain values, and content that is text."""
-    where = f"messages[{index}]"
+def plain_messages(messages: list[Message], omitted: list[str]) -> list[PlainMessage]:
+    """The messages as chat templates expect them: plain values, and content that is text.
+
+    `omitted` is told what the results of tools had besides.
+    """
+    plain = [_plain_message(m, f"messages[{i}]", omitted) for i, m in enumerate(messages)]
+    return place_instructions(plain)
+
+
+def _plain_message(message: Message, where: str, omitted: list[str]) -> PlainMessage:
     if message.role not in ROLES:
         raise RequestError(
             f"{where}.role is {message.role[:32]!r}",
@@ -48,10 +58,12 @@ def plain_message(message: Message, index: int) -> dict[str, Any]:
         )
     if message.content is None and message.role != "assistant":
         raise RequestError(f"{where} has no content", param=f"{where}.content")
-    plain: dict[str, Any] = {"role": ROLES[message.role], "content": _plain_content(message, where)}
+    plain: PlainMessage = {"role": ROLES[message.role], "content": _plain_content(message, where, omitted)}
     for name in ("name", "reasoning_content", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
+    if message.reasoning_content is None and isinstance(message.reasoning, str):
+        plain["reasoning_content"] = message.reasoning
     if message.tool_calls:
         plain["tool_calls"] = [
             {
@@ -64,14 +76,19 @@ def plain_message(message: Message, index: int) -> dict[str, Any]:
     return plain
 
 
-def _plain_content(message: Message, where: str) -> str:
+def _plain_content(message: Message, where: str, omitted: list[str]) -> str:
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
+    texts = []
     for index, part in enumerate(message.content):
-        if part.type != "text" or part.text is None:
+        if part.type == "text" and part.text is not None:
+            texts.append(part.text)
+        elif message.role == "tool" and part.type != "text":
+            texts.append(replace_attachment(part.type, f"{where}.content[{index}]", omitted))
+        else:
             raise RequestError(
                 f"{where}.content[{index}] is of type {part.type[:32]!r}",
                 "Only text parts are supported.",
                 param=f"{where}.content",
             )
-    return "".join(part.text or "" for part in message.content)
+    return "".join(texts)

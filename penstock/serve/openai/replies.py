@@ -14,8 +14,10 @@ import msgspec
 
 from penstock.errors import PenstockError, RequestError
 from penstock.serve.answer import Choice, Pieces, Scores
-from penstock.serve.openai.scores import ChatScores, CompletionScores
-from penstock.serve.text_stream import ReplyDelta, Usage
+from penstock.serve.event_stream import HEARTBEAT_COMMENT
+from penstock.serve.openai.output_options import PLAIN_OUTPUT, OutputOptions
+from penstock.serve.openai.scores import ChatScores, CompletionScores, PromptLogprobs
+from penstock.serve.text_stream import ReplyDelta, ReplyExtra, Usage
 from penstock.text.dialects import (
     ContentDelta,
     Delta,
@@ -27,8 +29,8 @@ from penstock.text.dialects import (
 )
 
 DONE = b"data: [DONE]\n\n"
+CHUNK_END = b"}]}\n\n"  # of its choice, its choices, and itself
 Frame = tuple[bytes, bytes]
-LOOP_REASON = {"stop_reason": "loop_guard"}  # beside finish_reason, as vLLM tells what stopped a reply
 
 
 class OpenAIReplyFormat(ABC):
@@ -37,22 +39,36 @@ class OpenAIReplyFormat(ABC):
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
+    tells_prompt_once: ClassVar[bool]  # beside the choices, not in each of them
 
     def __init__(
-        self, request_id: str, model: str, *, has_logprobs: bool = False, include_usage: bool = False
+        self,
+        request_id: str,
+        model: str,
+        *,
+        has_logprobs: bool = False,
+        include_usage: bool = False,
+        output: OutputOptions = PLAIN_OUTPUT,
     ) -> None:
         self._head = {"id": f"{self.id_prefix}-{request_id}", "created": int(time.time()), "model": model}
         self._has_logprobs = has_logprobs
         self._include_usage = include_usage
+        self._output = output
         self._chunk_head = _chunk_head(self.chunk_kind, self._head)
         self._scores: dict[int, Scores] = {}  # of a stream's choices
 
     def new_choice(self) -> Choice:
-        return Choice(scores=self._new_scores() if self._has_logprobs else None)
+        return Choice(
+            scores=self._new_scores() if self._has_logprobs else None,
+            prompt_scores=PromptLogprobs() if self._output.prompt_logprobs is not None else None,
+        )
 
     @abstractmethod
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         """The events of one delta of a stream."""
+
+    def encode_heartbeat(self) -> bytes:
+        return HEARTBEAT_COMMENT
 
     def encode_end(self, usage: Usage) -> bytes:
         return (_usage_chunk(self._chunk_head, usage) if self._include_usage else b"") + DONE
@@ -64,16 +80,30 @@ class OpenAIReplyFormat(ABC):
         pieces: Pieces = [msgspec.json.encode({**self._head, "object": self.kind})[:-1], b',"choices":[']
         for place, (index, choice) in enumerate(sorted(choices.items())):
             pieces += [b"," if place else b"", *self._encode_choice(index, choice)]
-        return b"".join((*pieces, b'],"usage":', msgspec.json.encode(_usage(usage)), b"}"))
+        extra = self._of_prompt(choices[0]) if self.tells_prompt_once else []
+        return b"".join((*pieces, b'],"usage":', msgspec.json.encode(_usage(usage)), *extra, b"}"))
+
+    def _of_prompt(self, choice: Choice) -> Pieces:
+        """What is told of a prompt, as more fields of an object."""
+        pieces: Pieces = []
+        if self._output.returns_token_ids:
+            pieces += [b',"prompt_token_ids":', msgspec.json.encode(choice.prompt_token_ids)]
+        if choice.prompt_scores is not None:
+            pieces += [b',"prompt_logprobs":', *choice.prompt_scores.take()]
+        return pieces
 
     def _encode_choice(self, index: int, choice: Choice) -> Pieces:
         reply = ParsedReply.of(choice.news)
         assert reply.reason is not None
+        returns_ids = self._output.returns_token_ids
         return [
             msgspec.json.encode({"index": index, **self._reply_fields(reply)})[:-1],
             b',"logprobs":',
             *([b"null"] if choice.scores is None else choice.scores.take()),
-            b',"finish_reason":%b}' % _finish(reply.reason, reply.is_loop),
+            b',"finish_reason":%b' % _finish(reply.reason, reply.stop_reason),
+            *([b',"token_ids":', msgspec.json.encode(choice.token_ids)] if returns_ids else []),
+            *([] if self.tells_prompt_once else self._of_prompt(choice)),
+            b"}",
         ]
 
     def _chunk_scores(self, delta: ReplyDelta) -> bytes:
@@ -83,6 +113,23 @@ class OpenAIReplyFormat(ABC):
             self._scores[delta.index] = self._new_scores()
         self._scores[delta.index].add(delta.logprobs)
         return b"".join(self._scores[delta.index].take())
+
+    def _with_extra(self, chunk: bytes, extra: ReplyExtra | None) -> bytes:
+        """A chunk of one choice with what few requests ask for."""
+        if extra is None:
+            return chunk
+        of_choice: dict[str, Any] = {}
+        of_chunk: dict[str, Any] = {}
+        if self._output.returns_token_ids:
+            of_choice["token_ids"] = extra.token_ids
+        if extra.prompt_token_ids:
+            of = of_chunk if self.tells_prompt_once else of_choice
+            of["prompt_token_ids"] = extra.prompt_token_ids
+        if extra.usage is not None:
+            of_chunk["usage"] = _usage(extra.usage)
+        head = chunk.removesuffix(CHUNK_END)
+        fields = [b"," + msgspec.json.encode(of)[1:-1] if of else b"" for of in (of_choice, of_chunk)]
+        return b"%b%b}]%b}\n\n" % (head, *fields)
 
     @abstractmethod
     def _reply_fields(self, reply: ParsedReply) -> dict[str, Any]:
@@ -96,14 +143,15 @@ class ChatReplyFormat(OpenAIReplyFormat):
     """chat.completion, and chat.completion.chunk: a role first, then what comes, then why it ended."""
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    tells_prompt_once = True
 
-    def __init__(self, request_id: str, model: str, **options: bool) -> None:
+    def __init__(self, request_id: str, model: str, **options: Any) -> None:
         super().__init__(request_id, model, **options)
         self._frames: dict[int, dict[type[Delta], Frame]] = {}  # of each choice that has begun
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         frames = self._frames.get(delta.index)
-        if frames is not None and len(delta.news) == 1 and not self._has_logprobs:
+        if frames is not None and len(delta.news) == 1 and not self._has_logprobs and delta.extra is None:
             piece = delta.news[0]
             if isinstance(piece, (ContentDelta, ReasoningDelta)):  # nearly all chunks: head + text + tail
                 return msgspec.json.encode(piece.text).join(frames[type(piece)])
@@ -115,14 +163,25 @@ class ChatReplyFormat(OpenAIReplyFormat):
                 ReasoningDelta: self._frame(delta.index, b"reasoning_content"),
             }
         pieces = [fields for piece in delta.news if (fields := _delta_fields(piece)) is not None]
-        if delta.logprobs and not pieces:
+        has_ended = bool(delta.news) and isinstance(delta.news[-1], ReplyEnd)
+        if (delta.logprobs or (delta.extra is not None and not has_ended)) and not pieces:
             pieces.append({"content": ""})
         for place, fields in enumerate(pieces):  # the log-probabilities go with the first
             logprobs = self._chunk_scores(delta) if place == 0 else b"null"
             chunks.append(self._chunk(delta.index, msgspec.json.encode(fields), logprobs))
         if delta.news and isinstance(end := delta.news[-1], ReplyEnd):
-            chunks.append(self._chunk(delta.index, b"{}", finish=_finish(end.reason, end.is_loop)))
+            chunks.append(self._chunk(delta.index, b"{}", finish=_finish(end.reason, end.stop_reason)))
+        if delta.extra is not None:
+            self._add_extra(chunks, delta.extra)
         return b"".join(chunks)
+
+    def _add_extra(self, chunks: list[bytes], extra: ReplyExtra) -> None:
+        """The prompt's to the first chunk, the reply's to the first behind its role, and counts to all."""
+        first = ReplyExtra(prompt_token_ids=extra.prompt_token_ids, usage=extra.usage)
+        second = ReplyExtra(token_ids=extra.token_ids, usage=extra.usage)
+        extras = [extra] if len(chunks) == 1 or not extra.prompt_token_ids else [first, second]
+        extras += [ReplyExtra(usage=extra.usage)] * (len(chunks) - len(extras))
+        chunks[:] = map(self._with_extra, chunks, extras)
 
     def _frame(self, index: int, field: bytes) -> Frame:
         """What stands before and after the text of a plain chunk; a NUL marks its place, JSON has none."""
@@ -152,6 +211,7 @@ class CompletionReplyFormat(OpenAIReplyFormat):
     """
 
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    tells_prompt_once = False
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         text, thought, finish = "", "", b"null"
@@ -161,14 +221,15 @@ class CompletionReplyFormat(OpenAIReplyFormat):
             elif isinstance(piece, ReasoningDelta):
                 thought += piece.text
             elif isinstance(piece, ReplyEnd):
-                finish = _finish(piece.reason, piece.is_loop)
-        return b'%s"choices":[{"index":%d,%s,"logprobs":%s,"finish_reason":%s}]}\n\n' % (
+                finish = _finish(piece.reason, piece.stop_reason)
+        chunk = b'%s"choices":[{"index":%d,%s,"logprobs":%s,"finish_reason":%s}]}\n\n' % (
             self._chunk_head,
             delta.index,
             msgspec.json.encode(_text_fields(text, thought))[1:-1],
             self._chunk_scores(delta),
             finish,
         )
+        return self._with_extra(chunk, delta.extra)
 
     def _reply_fields(self, reply: ParsedReply) -> dict[str, Any]:
         return _text_fields(reply.content, reply.reasoning)
@@ -181,10 +242,9 @@ def _text_fields(text: str, thought: str) -> dict[str, str]:
     return {"text": text, "reasoning_content": thought} if thought else {"text": text}
 
 
-def _finish(reason: str, is_loop: bool) -> bytes:
-    """The value of a chunk's finish_reason, and what stands after it."""
-    value = msgspec.json.encode(reason)
-    return value + b"," + msgspec.json.encode(LOOP_REASON)[1:-1] if is_loop else value
+def _finish(reason: str, stop_reason: str | int | None) -> bytes:
+    """The value of a chunk's finish_reason, and what stands after it, as vLLM has it."""
+    return b'%b,"stop_reason":%b' % (msgspec.json.encode(reason), msgspec.json.encode(stop_reason))
 
 
 def _delta_fields(piece: Delta) -> dict[str, Any] | None:

@@ -1,37 +1,49 @@
 """OpenAI's request bodies: from the bytes of a POST to a request whose every field has been checked.
 
-The schema ends here: what comes out is messages or prompts, `SamplingParams`, and how to answer. Unknown
-fields are tolerated, since clients send many; a field with a wrong type or value is a `RequestError` that
-names it. Nothing here renders, tokenises or generates; replies are written in replies.py.
+The schema ends here: what comes out is messages or prompts, `SamplingParams`, and how to answer. A field with
+a wrong type or value is a `RequestError` that names it; which fields are ignored on purpose is in fields.py.
+Nothing here renders, tokenises or generates; replies are written in replies.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from penstock.digests import scope_of
 from penstock.errors import RequestError
+from penstock.serve.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, FieldTable
 from penstock.serve.openai.body import decode_body
 from penstock.serve.openai.chat_options import (
     JsonForm,
     PlainTool,
+    Reasoning,
     ResponseFormat,
     Thinking,
     Tool,
     ToolChoice,
+    checked_budget,
     chosen_tools,
-    effort_switch,
-    json_form,
+    effort_of,
     plain_tools,
     thinking_budget,
     thinking_switch,
 )
-from penstock.serve.openai.messages import Message, plain_message
+from penstock.serve.openai.forms import Schema, StructuredOutputs, TextForm, form_of
+from penstock.serve.openai.messages import Message, plain_messages
+from penstock.serve.openai.output_options import (
+    PLAIN_OUTPUT,
+    OutputOptions,
+    output_options,
+    scored_alternatives,
+    take_prefill,
+)
+from penstock.text.call_grammar import TextGrammar
 from penstock.text.template import RESERVED_NAMES
 from penstock.types import SamplingParams
 
@@ -52,11 +64,14 @@ Scalar = bool | int | float | str | None
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 SessionId = Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_ID_CHARS)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 TemplateArguments = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_ARGUMENTS)]
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against observers: there is none, and none is needed
+    continuous_usage_stats: bool | None = None
 
 
 class DrawFields(msgspec.Struct, kw_only=True):
@@ -76,6 +91,7 @@ class DrawFields(msgspec.Struct, kw_only=True):
     timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower runs earlier
     session_id: SessionId | None = None
+    cache_salt: CacheSalt | None = None
 
 
 DRAW_NAMES = (  # of those fields, the ones that `SamplingParams` calls the same
@@ -108,7 +124,29 @@ class SamplingFields(DrawFields, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
     n: int | None = None
     stream_options: StreamOptions | None = None
+    usage: Any = None  # OpenRouter's {"include": true}
+    prompt_cache_key: str | None = None
     loop_guard: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None  # vLLM's, and so are those with guided
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: Schema | None = None  # these are SGLang's and llama.cpp's
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=1024)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # there are none here, either way
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+
+
+OUTPUT_NAMES = ("include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens")
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -119,11 +157,16 @@ class ChatBody(SamplingFields, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     chat_template_kwargs: TemplateArguments | None = None
     thinking: bool | Thinking | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: Reasoning | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None  # vLLM's name, and Qwen's
+    thinking_budget: int | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     functions: Any = None
     function_call: Any = None
 
@@ -145,6 +188,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     chat_template_kwargs: TemplateArguments | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     # llama-server's names: a text, and what is told of it.
     content: Annotated[str, Meta(max_length=MAX_CHARS_ASKED)] | None = None
@@ -167,10 +211,23 @@ class TextRequest:
     timeout_s: float | None = None
     priority: int = 0  # lower runs earlier
     session_id: str | None = None
+    cache_key: str | None = None  # requests that share it go to the same engine, and stay cached
     tenant: str = ""  # who may share caches with it
+    cache_salt: str | None = None  # and of its requests, those with the same salt
+    json_form: JsonForm | None = None
+    text_form: TextForm | None = None  # instead
     loop_guard: bool | None = None  # None: as the server was told
     is_cut_to_context: bool = False  # where max_tokens is more than fits behind the prompt
-    returns_token_ids: bool = False  # its deltas have those of the reply
+    output: OutputOptions = PLAIN_OUTPUT
+
+    @property
+    def form(self) -> JsonForm | TextForm | None:
+        return self.json_form or self.text_form
+
+    @property
+    def cache_scope(self) -> str:
+        """What is cached is shared by requests of one scope."""
+        return scope_of(self.tenant, self.cache_salt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,18 +237,22 @@ class ChatRequest(TextRequest):
     template_arguments: dict[str, Scalar]
     must_call: list[PlainTool] | None = None  # one of these
     is_parallel: bool = True  # more than one call
-    json_form: JsonForm | None = None
+    text_grammars: Mapping[str, TextGrammar] = field(default_factory=dict)  # of tools that take only a text
     thinking_budget: int | None = None  # tokens, as the request says
     effort_budget: int | None = None  # tokens, of an effort: the server's own budget may be less
     keeps_thoughts_in_content: bool = False  # for clients that know no field for them
+    hides_thoughts: bool = False
     reply_start: str = ""  # what the reply goes on from
+    reply_thought: str | None = None  # what was thought before that; None: then no thought may be begun
+    add_generation_prompt: bool = True
+    drops_oldest: bool = False  # messages, where they do not all fit the context
+    omitted: Sequence[str] = ()  # of the results of tools, since no text: what, and where it stood
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest(TextRequest):
     prompts: list[str | list[int]]
     echo: bool
-    make_grammar: Callable[[], str] | None = None  # that its replies are held to; takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,15 +260,14 @@ class TokenizeRequest:
     text: str
     chat: ChatRequest | None  # instead of the text
     add_special_tokens: bool
-    add_generation_prompt: bool
     shows_texts: bool
     knows_control_tokens: bool = True  # False: nothing of the text is one
     shows_pieces: bool = False  # as llama-server has them: each token with its text
 
 
-def parse_chat(body: bytes, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
-    """`defaults`: the server's sampling parameters, here and below."""
-    return chat_request(decode_body(body, ChatBody), defaults)
+def parse_chat(body: bytes, defaults: Defaults = NO_DEFAULTS, table: FieldTable = CHAT) -> ChatRequest:
+    """`defaults`: the server's sampling parameters; `table`: of ignored fields; here and below."""
+    return chat_request(decode_body(body, ChatBody, table=table), defaults)
 
 
 def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequest:
@@ -227,26 +287,41 @@ def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequ
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     tools = plain_tools(fields.tools or ()) or None
     tools, must_call = chosen_tools(fields.tool_choice, tools)
+    form = form_of(fields)
+    omitted: list[str] = []
+    messages = plain_messages(fields.messages, omitted)
+    prefill = take_prefill(
+        messages, fields.continue_final_message, fields.add_generation_prompt, bool(form or must_call)
+    )
     return ChatRequest(
-        messages=[plain_message(message, index) for index, message in enumerate(fields.messages)],
+        messages=messages,
+        omitted=omitted,
+        reply_start="" if prefill is None else prefill.text,
+        reply_thought=None if prefill is None else prefill.thought,
+        add_generation_prompt=prefill is not None or fields.add_generation_prompt is not False,
         tools=tools,
         template_arguments=_template_arguments(fields),
+        **_thinking_options(fields),
+        **_form(fields),
         sampling=_sampling(fields, logprobs, {"logprobs": "top_logprobs"}, defaults),
         is_stream=bool(fields.stream),
         include_usage=_includes_usage(fields),
         must_call=must_call,
         is_parallel=fields.parallel_tool_calls is not False,
-        json_form=json_form(fields.response_format),
-        thinking_budget=thinking_budget(fields.thinking),
         timeout_s=fields.timeout,
         priority=fields.priority or 0,
         session_id=fields.session_id,
+        cache_salt=fields.cache_salt,
+        cache_key=fields.prompt_cache_key,
         loop_guard=fields.loop_guard,
+        output=output_options(fields),
     )
 
 
-def parse_completion(body: bytes, defaults: Defaults = NO_DEFAULTS) -> CompletionRequest:
-    return completion_request(decode_body(body, CompletionBody, MAX_ID_VALUES), defaults)
+def parse_completion(
+    body: bytes, defaults: Defaults = NO_DEFAULTS, table: FieldTable = COMPLETIONS
+) -> CompletionRequest:
+    return completion_request(decode_body(body, CompletionBody, MAX_ID_VALUES, table), defaults)
 
 
 def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS) -> CompletionRequest:
@@ -256,7 +331,7 @@ def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS)
         raise RequestError("best_of is not supported", "Every reply is returned: use n.", param="best_of")
     if fields.max_tokens is None:
         fields.max_tokens = COMPLETION_MAX_TOKENS
-    prompts = _split_prompts(fields.prompt)
+    prompts = split_prompts(fields.prompt)
     if len(prompts) * (fields.n or 1) > MAX_REPLIES:
         raise RequestError(
             f"{len(prompts)} prompts with n = {fields.n or 1} are too many for one call",
@@ -266,22 +341,27 @@ def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS)
         )
     sampling = _sampling(fields, fields.logprobs, {}, defaults)
     if fields.echo:
-        sampling = replace(sampling, prompt_logprobs=sampling.logprobs)
+        num_scored = scored_alternatives(fields.prompt_logprobs, fields.logprobs)
+        sampling = replace(sampling, prompt_logprobs=num_scored)
     return CompletionRequest(
         prompts=prompts,
         sampling=sampling,
         echo=bool(fields.echo),
+        **_form(fields),
         is_stream=bool(fields.stream),
         include_usage=_includes_usage(fields),
         timeout_s=fields.timeout,
         priority=fields.priority or 0,
         session_id=fields.session_id,
+        cache_salt=fields.cache_salt,
+        cache_key=fields.prompt_cache_key,
         loop_guard=fields.loop_guard,
+        output=output_options(fields),
     )
 
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
-    fields = decode_body(body, TokenizeBody)
+    fields = decode_body(body, TokenizeBody, table=TOKENIZE)
     if [fields.prompt, fields.messages, fields.content].count(None) != 2:
         raise RequestError("A prompt or messages are needed, and not both", param="prompt")
     if fields.content is not None:
@@ -289,31 +369,39 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
             text=fields.content,
             chat=None,
             add_special_tokens=bool(fields.add_special),
-            add_generation_prompt=False,
             shows_texts=False,
             knows_control_tokens=fields.parse_special is not False,
             shows_pieces=bool(fields.with_pieces),
         )
     chat = None
     if fields.messages is not None:
-        kwargs = fields.chat_template_kwargs
+        continues = fields.continue_final_message
+        if continues is None and fields.add_generation_prompt is False:
+            continues = False  # a whole conversation, as it stands
         chat = chat_request(
-            ChatBody(messages=fields.messages, tools=fields.tools, chat_template_kwargs=kwargs)
+            ChatBody(
+                messages=fields.messages,
+                tools=fields.tools,
+                chat_template_kwargs=fields.chat_template_kwargs,
+                continue_final_message=continues,
+                add_generation_prompt=fields.add_generation_prompt,
+            )
         )
     return TokenizeRequest(
         text=fields.prompt or "",
         chat=chat,
         add_special_tokens=fields.add_special_tokens is not False,
-        add_generation_prompt=fields.add_generation_prompt is not False,
         shows_texts=bool(fields.return_token_strs),
     )
 
 
 def parse_detokenize(body: bytes) -> list[int]:
-    return decode_body(body, DetokenizeBody, MAX_ID_VALUES).tokens
+    return decode_body(body, DetokenizeBody, MAX_ID_VALUES, DETOKENIZE).tokens
 
 
 def _includes_usage(fields: SamplingFields) -> bool:
+    if isinstance(fields.usage, dict) and fields.usage.get("include") is True:
+        return True
     return bool(fields.stream_options is not None and fields.stream_options.include_usage)
 
 
@@ -321,10 +409,12 @@ def _sampling(
     fields: SamplingFields, logprobs: int | None, renamed: dict[str, str], defaults: Defaults
 ) -> SamplingParams:
     """`renamed`: how this endpoint calls a field that `SamplingParams` calls otherwise."""
-    given = {**defaults, **given_fields(fields, ("max_tokens", "min_tokens", *DRAW_NAMES, "n"))}
+    names = ("max_tokens", "min_tokens", *DRAW_NAMES, "n", *OUTPUT_NAMES, "prompt_logprobs")
+    given = {**defaults, **given_fields(fields, names)}
     stop = fields.stop or ()
     given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     given["stop_token_ids"] = tuple(fields.stop_token_ids or ())
+    given["bad_words"] = tuple(fields.bad_words or ())
     given["logit_bias"] = _logit_bias(fields.logit_bias or {})
     try:
         return SamplingParams(logprobs=logprobs, **given)
@@ -347,10 +437,41 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
     return {int(key): bias for key, bias in biases.items()}
 
 
+def _form(fields: SamplingFields) -> dict[str, Any]:
+    form = form_of(fields)
+    return {} if form is None else {"json_form" if isinstance(form, JsonForm) else "text_form": form}
+
+
+def _effort(fields: ChatBody) -> tuple[bool | None, int | None]:
+    if fields.reasoning_effort is None and fields.reasoning is not None:
+        return effort_of(fields.reasoning.effort, "reasoning.effort")
+    return effort_of(fields.reasoning_effort, "reasoning_effort")
+
+
+def _thinking_options(fields: ChatBody) -> dict[str, Any]:
+    """How long a thought may be, and whether it is told."""
+    reasoning, thinking = fields.reasoning or Reasoning(), fields.thinking
+    budgets = (
+        thinking_budget(thinking),
+        checked_budget(reasoning.max_tokens, "reasoning.max_tokens"),
+        checked_budget(fields.thinking_token_budget, "thinking_token_budget"),
+        checked_budget(fields.thinking_budget, "thinking_budget"),
+    )
+    is_omitted = isinstance(thinking, Thinking) and thinking.display == "omitted"
+    return {
+        "thinking_budget": next((budget for budget in budgets if budget is not None), None),
+        "effort_budget": _effort(fields)[1],
+        "hides_thoughts": bool(reasoning.exclude) or fields.include_reasoning is False or is_omitted,
+    }
+
+
 def _template_arguments(fields: ChatBody) -> dict[str, Scalar]:
     arguments: dict[str, Scalar] = {}
-    switches = (
-        effort_switch(fields.reasoning_effort),
+    reasoning = fields.reasoning or Reasoning()
+    switches = (  # the last that says something counts
+        None if reasoning.max_tokens is None else True,
+        _effort(fields)[0],
+        reasoning.enabled,
         thinking_switch(fields.thinking),
         fields.enable_thinking,
     )
@@ -375,16 +496,16 @@ def _template_arguments(fields: ChatBody) -> dict[str, Scalar]:
     return arguments
 
 
-def _split_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+def split_prompts(prompt: str | list[str | int | list[int]], name: str = "prompt") -> list[str | list[int]]:
     """OpenAI takes a text, a list of texts, token ids, or a list of token ids; never a mixture."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
     if len(kinds) != 1:
         raise RequestError(
-            "prompt mixes texts and token ids",
+            f"{name} mixes texts and token ids",
             "It must be a text, a list of texts, a list of ids or a list of lists of ids.",
-            param="prompt",
+            param=name,
         )
     if kinds == {int}:
         return [[item for item in prompt if isinstance(item, int)]]

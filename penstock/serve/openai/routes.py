@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.serve.answer import JSON_TYPE, NO_HEADERS, Answer, Start, json_response, read_body
+from penstock.serve.fields import CHAT, COMPLETIONS
 from penstock.serve.intake import place_of
 from penstock.serve.openai.replies import ChatReplyFormat, CompletionReplyFormat, OpenAIReplyFormat
 from penstock.serve.openai.requests import (
@@ -49,10 +51,15 @@ class OpenAIRoutes:
         self._serving = serving
         self._text = serving.text
         self._defaults = serving.config.sampling_defaults
+        self._chat_table = CHAT.ignoring(serving.config.ignore_field)
+        self._completion_table = COMPLETIONS.ignoring(serving.config.ignore_field)
         self._keeps_thoughts = serving.config.reasoning == "content"
 
     async def list_models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model_card()]})
+        """In OpenAI's and in Anthropic's form at once: both ask here, and neither minds more fields."""
+        name = self._serving.model_name
+        ends = {"first_id": name, "last_id": name, "has_more": False}
+        return json_response({"object": "list", "data": [self._model_card()], **ends})
 
     async def show_model(self, request: Request) -> Response:
         if request.path_params["name"] != self._serving.model_name:
@@ -60,32 +67,44 @@ class OpenAIRoutes:
         return json_response(self._model_card())
 
     def _model_card(self) -> dict[str, Any]:
+        name, started_at = self._serving.model_name, self._serving.started_at
         return {
-            "id": self._serving.model_name,
+            "id": name,
             "object": "model",
-            "created": self._serving.started_at,
+            "type": "model",
+            "display_name": name,
+            "created": started_at,
+            "created_at": datetime.fromtimestamp(started_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "owned_by": "penstock",
+            "root": name,
             "max_model_len": self._max_model_len(),
+            "tasks": self._tasks(),
         }
+
+    def _tasks(self) -> list[str] | None:
+        info = self._serving.client.info
+        return None if info is None else self._text.vectors.tasks(info)
 
     def _max_model_len(self) -> int | None:
         info = self._serving.client.info
         return None if info is None else info.max_model_len
 
     async def chat(self, request: Request) -> Answer:
-        return self.answer_chat(request, parse_chat(await read_body(request), self._defaults))
+        chat = parse_chat(await read_body(request), self._defaults, self._chat_table)
+        return self.answer_chat(request, chat)
 
     def answer_chat(
         self, request: Request, chat: ChatRequest, style: type[OpenAIReplyFormat] = ChatReplyFormat
     ) -> Answer:
-        # Content that must be JSON has no room for a thought.
-        keeps_thoughts = self._keeps_thoughts and chat.json_form is None
+        # Content of a given form has no room for a thought.
+        keeps_thoughts = self._keeps_thoughts and chat.form is None and not chat.hides_thoughts
         chat = replace(chat, keeps_thoughts_in_content=keeps_thoughts)
         talk = SessionChat(chat, request, self._serving)
         return self._answer(request.scope["request_id"], chat, style, talk.stream, talk.headers)
 
     async def complete(self, request: Request) -> Answer:
-        return self.answer_completion(request, parse_completion(await read_body(request), self._defaults))
+        asked = parse_completion(await read_body(request), self._defaults, self._completion_table)
+        return self.answer_completion(request, asked)
 
     def answer_completion(self, request: Request, asked: CompletionRequest) -> Answer:
         request_id, place = request.scope["request_id"], place_of(request.scope)
@@ -110,6 +129,7 @@ class OpenAIRoutes:
             self._serving.model_name,
             has_logprobs=asked.sampling.logprobs is not None,
             include_usage=asked.include_usage,
+            output=asked.output,
         )
         return Answer(start, spelled, asked.is_stream, asked.timeout_s, spelled.new_choice, headers)
 

@@ -30,6 +30,12 @@ class ChatToken(ScoredText, gc=False):
     top_logprobs: list[ScoredText]
 
 
+def chat_token(token: ScoredToken) -> ChatToken:
+    assert token.logprob is not None
+    top = [ScoredText(_text_of(data), _finite(logprob), _bytes_of(data)) for data, logprob in token.top]
+    return ChatToken(_text_of(token.data), _finite(token.logprob), _bytes_of(token.data), top)
+
+
 class ChatScores:
     """Of a chat: a list of tokens, each with the likeliest at its place."""
 
@@ -37,20 +43,7 @@ class ChatScores:
         self._content = bytearray()
 
     def add(self, tokens: Sequence[ScoredToken]) -> None:
-        scored = [
-            ChatToken(
-                _text_of(token.data),
-                _finite(token.logprob),
-                _bytes_of(token.data),
-                [
-                    ScoredText(_text_of(data), _finite(logprob), _bytes_of(data))
-                    for data, logprob in token.top
-                ],
-            )
-            for token in tokens
-            if token.logprob is not None
-        ]
-        _append(self._content, scored)
+        _append(self._content, [chat_token(token) for token in tokens if token.logprob is not None])
 
     def take(self) -> Pieces:
         content, self._content = self._content, bytearray()
@@ -89,6 +82,36 @@ class CompletionScores:
 
     def _clear(self) -> None:
         self._texts, self._logprobs, self._tops, self._offsets = (bytearray() for _ in range(4))
+
+
+class PromptLogprobs:
+    """Of a prompt, as vLLM has them: for each token its own and the likeliest, by their ids.
+
+    The rank of a token that is not among the likeliest is not known.
+    """
+
+    def __init__(self) -> None:
+        self._places = bytearray()
+
+    def add(self, tokens: Sequence[ScoredToken]) -> None:
+        _append(self._places, [_ranked(token) for token in tokens])
+
+    def take(self) -> Pieces:
+        places, self._places = self._places, bytearray()
+        return [b"[", places, b"]"]
+
+
+def _ranked(token: ScoredToken) -> dict[str, dict[str, Any]] | None:
+    if token.logprob is None:
+        return None
+    places = {str(token.token_id): _ranked_token(token.data, token.logprob, None)}
+    for rank, (token_id, (data, logprob)) in enumerate(zip(token.top_ids, token.top), 1):
+        places[str(token_id)] = _ranked_token(data, logprob, rank)
+    return places
+
+
+def _ranked_token(data: bytes, logprob: float, rank: int | None) -> dict[str, Any]:
+    return {"logprob": _finite(logprob), "rank": rank, "decoded_token": _text_of(data)}
 
 
 def _top_of(token: ScoredToken) -> dict[str, float]:

@@ -7,6 +7,7 @@ a reply go in again as they are, so a conversation that is kept needs no other f
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -14,14 +15,27 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.attachments import replace_attachment
+from penstock.serve.instructions import PARAGRAPH, PlainMessage, place_instructions
+from penstock.text.call_arguments import read_arguments
 from penstock.text.json_values import refuse_many_arguments
 
 MAX_ITEMS = 8192  # of a conversation
-PARAGRAPH = "\n\n"
 ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
 TEXT_PARTS = ("input_text", "output_text", "text")
-PlainMessage = dict[str, Any]
 NO_CALLS: Mapping[str, str] = {}
+ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "compaction": "cmp",
+}
+SEAL = "penstock:"  # begins what this server sealed; another's cannot be opened
+COMPACTED = "Summary of our conversation before this message:\n\n"
+CUSTOM_INPUT = "input"  # the one parameter of the function that a custom tool is to the model
 
 
 class Part(msgspec.Struct, omit_defaults=True):
@@ -33,15 +47,27 @@ class Part(msgspec.Struct, omit_defaults=True):
 
 
 class Item(msgspec.Struct, omit_defaults=True):
-    """Any item; which of the fields it has depends on its type. One without a type is a message."""
+    """Any item; which of the fields it has depends on its type. One without a type is a message, or, if it
+    has an id and no role, the reference to an item that is kept."""
 
     type: str | None = None
     role: str | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
+    arguments: str | None = None  # of a function
+    input: str | None = None  # of a custom tool
     output: str | list[Part] | None = None
+    id: str | None = None
+    status: str | None = None
+    summary: list[Part] | None = None
+    encrypted_content: str | None = None  # of a thought or a compaction: `seal`ed text
+
+    @property
+    def is_reference(self) -> bool:
+        return self.type == "item_reference" or (
+            self.type is None and self.role is None and self.id is not None
+        )
 
 
 Items = Annotated[list[Item], Meta(min_length=1, max_length=MAX_ITEMS)]
@@ -52,16 +78,19 @@ def plain_messages(
     items: list[Item],
     instructions: str | None,
     called: Mapping[str, str] = NO_CALLS,
+    field: str = "input",
+    omitted: list[str] | None = None,
 ) -> list[PlainMessage]:
     """The conversation as chat templates expect it: instructions, what was kept, what was sent.
 
-    `called`: names of tools by the ids of calls that came before all of it.
+    `called`: names of tools by the ids of calls that came before all of it; `field`: that has the items.
+    `omitted` is told what the results of tools had besides text.
     """
     whole = [*history, *items]
-    _check_size(whole)
-    conversation = _Conversation(instructions, called)
+    _check_size(whole, field)
+    conversation = _Conversation(instructions, called, [] if omitted is None else omitted)
     for index, item in enumerate(whole, -len(history)):
-        conversation.add(item, f"input[{index}]")
+        conversation.add(item, f"{field}[{index}]")
     return conversation.messages()
 
 
@@ -86,16 +115,52 @@ def items_of(messages: list[PlainMessage]) -> list[Item]:
     return items
 
 
-def _check_size(items: list[Item]) -> None:
+def seal(text: str) -> str:
+    """Text as an opaque string that clients send back as it is. It hides nothing: they may read it anyway."""
+    return SEAL + base64.b64encode(text.encode()).decode()
+
+
+def unseal(sealed: str) -> str | None:
+    """None: this server did not seal it."""
+    if not sealed.startswith(SEAL):
+        return None
+    try:
+        return base64.b64decode(sealed.removeprefix(SEAL), validate=True).decode()
+    except ValueError:
+        return None
+
+
+def shown(item: Item) -> dict[str, Any]:
+    """An item that was kept, as the API lists it."""
+    fields: dict[str, Any] = msgspec.to_builtins(item)
+    kind = item.type or "message"
+    fields = {"type": kind, "status": "completed", **fields}
+    if kind == "message":
+        voice = "output_text" if item.role == "assistant" else "input_text"
+        parts = (
+            [{"type": voice, "text": item.content}] if isinstance(item.content, str) else fields["content"]
+        )
+        fields["content"] = [
+            {**part, "annotations": [], "logprobs": []} if part["type"] == "output_text" else part
+            for part in parts
+        ]
+    elif kind == "reasoning":
+        fields = {"summary": [], **fields}
+    elif kind == "compaction":
+        del fields["status"]
+    return fields
+
+
+def _check_size(items: list[Item], field: str) -> None:
     """What is decoded, rendered and kept of it, others wait for."""
     if len(items) > MAX_ITEMS:
         raise RequestError(
             f"The conversation has {len(items)} items",
             f"It may have {MAX_ITEMS}, those that were kept included.",
-            "Send a shorter one as input.",
-            param="input",
+            "Send a shorter one.",
+            param=field,
         )
-    refuse_many_arguments([item.arguments.encode() for item in items if item.arguments is not None], "input")
+    refuse_many_arguments([item.arguments.encode() for item in items if item.arguments is not None], field)
 
 
 class _Message:
@@ -118,14 +183,15 @@ class _Message:
 class _Conversation:
     """Messages so far, of which the last may be the model's and still grow."""
 
-    def __init__(self, instructions: str | None, called: Mapping[str, str]) -> None:
+    def __init__(self, instructions: str | None, called: Mapping[str, str], omitted: list[str]) -> None:
         self._messages: list[_Message] = []
+        self._omitted = omitted
         self._called = dict(called)  # names by call id
         if instructions:
             self._messages.append(_Message("system", instructions))
 
     def messages(self) -> list[PlainMessage]:
-        return [message.plain() for message in self._messages]
+        return place_instructions([message.plain() for message in self._messages])
 
     def add(self, item: Item, where: str) -> None:
         kind = item.type or "message"
@@ -135,14 +201,18 @@ class _Conversation:
             self._add_thought(item, where)
         elif kind == "function_call":
             self._add_call(item, where)
-        elif kind == "function_call_output":
+        elif kind == "custom_tool_call":
+            self._add_custom_call(item, where)
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             self._add_result(item, where)
+        elif kind == "compaction":
+            self._add_compaction(item, where)
         elif kind == "message":
             raise RequestError(f"{where} has neither a type nor a role", param=where)
         else:
             raise RequestError(
                 f"{where}.type is {kind[:32]!r}",
-                "Items are message, reasoning, function_call and function_call_output.",
+                f"Items are {', '.join(ID_PREFIXES)} and item_reference.",
                 param=f"{where}.type",
             )
 
@@ -159,17 +229,8 @@ class _Conversation:
         role, text = ROLES[item.role], _text(item.content, f"{where}.content")
         if role == "assistant":
             self._say(text)
-        elif role == "system" and all(message.role == "system" for message in self._messages):
-            self._instruct(text)
         else:
             self._messages.append(_Message(role, text))
-
-    def _instruct(self, text: str) -> None:
-        """Instructions at the start are one message: most templates know only one."""
-        if self._messages:
-            self._messages[0].paragraphs.append(text)
-        else:
-            self._messages.append(_Message("system", text))
 
     def _say(self, text: str) -> None:
         turn = self._turn()
@@ -181,6 +242,7 @@ class _Conversation:
     def _add_thought(self, item: Item, where: str) -> None:
         """A thought that was not sent back, as when only its summary is known, is none."""
         text = _text(item.content or "", f"{where}.content", ("reasoning_text",))
+        text = text or unseal(item.encrypted_content or "") or ""
         if not text:
             return
         turn = self._turn()
@@ -193,10 +255,30 @@ class _Conversation:
             raise RequestError(
                 f"{where} is not whole", "A function_call has call_id, name and arguments.", param=where
             )
-        function = {"name": item.name, "arguments": _arguments(item.arguments or "{}", f"{where}.arguments")}
+        function = {"name": item.name, "arguments": read_arguments(item.arguments)}
         call = {"id": item.call_id, "type": "function", "function": function}
         self._turn().calls.append(call)
         self._called[item.call_id] = item.name
+
+    def _add_custom_call(self, item: Item, where: str) -> None:
+        if item.call_id is None or item.name is None or item.input is None:
+            raise RequestError(
+                f"{where} is not whole", "A custom_tool_call has call_id, name and input.", param=where
+            )
+        function = {"name": item.name, "arguments": {CUSTOM_INPUT: item.input}}
+        self._turn().calls.append({"id": item.call_id, "type": "function", "function": function})
+        self._called[item.call_id] = item.name
+
+    def _add_compaction(self, item: Item, where: str) -> None:
+        summary = unseal(item.encrypted_content or "")
+        if summary is None:
+            raise RequestError(
+                f"{where} is not a compaction of this server",
+                "Its encrypted_content can be read only by the server that made it.",
+                "Send the items that were compacted, or compact them with /v1/responses/compact here.",
+                param=f"{where}.encrypted_content",
+            )
+        self._messages.append(_Message("user", COMPACTED + summary))
 
     def _add_result(self, item: Item, where: str) -> None:
         if item.call_id is None or item.call_id not in self._called:
@@ -208,8 +290,16 @@ class _Conversation:
             )
         if item.output is None:
             raise RequestError(f"{where} has no output", param=f"{where}.output")
-        output, name = _text(item.output, f"{where}.output"), self._called[item.call_id]
+        output = item.output
+        if not isinstance(output, str):
+            output = "".join(self._result_text(p, f"{where}.output[{i}]") for i, p in enumerate(output))
+        name = self._called[item.call_id]
         self._messages.append(_Message("tool", output, tool_call_id=item.call_id, name=name))
+
+    def _result_text(self, part: Part, where: str) -> str:
+        if part.type in TEXT_PARTS:
+            return _text([part], where)
+        return replace_attachment(part.type, where, self._omitted)
 
     def _turn(self) -> _Message:
         """The model's turn that is open; a new one after another voice."""
@@ -234,12 +324,3 @@ def _text(content: str | list[Part], where: str, types: tuple[str, ...] = TEXT_P
             )
         texts.append(text)
     return "".join(texts)
-
-
-def _arguments(text: str, where: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise RequestError(
-            f"{where} is {text[:80]!r}", f"{error}.", "Send a string that holds a JSON object.", param=where
-        ) from error

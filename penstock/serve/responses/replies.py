@@ -11,15 +11,20 @@ Knows how answers are spelled, not where they come from, how they travel, or whe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from penstock.errors import OverloadedError, PenstockError, RequestError
+from penstock.errors import ContextLengthError, OverloadedError, PenstockError, RequestError
 from penstock.serve.answer import Choice
-from penstock.serve.responses.requests import use_own_name
-from penstock.serve.text_stream import ReplyDelta, Usage
+from penstock.serve.event_stream import HEARTBEAT_COMMENT
+from penstock.serve.openai.scores import ChatToken
+from penstock.serve.responses.custom_tools import InputText
+from penstock.serve.responses.items import seal
+from penstock.serve.responses.logprobs import ScoreQueue
+from penstock.serve.responses.requests import PLAIN_FORM, ReplyForm, use_own_name
+from penstock.serve.text_stream import ReplyDelta, ScoredToken, Usage
 from penstock.text.dialects import (
     ContentDelta,
     Delta,
@@ -39,57 +44,73 @@ Status = Literal["in_progress", "completed", "incomplete"]
 class TextItem:
     """A message or a thought of the model's: an item with one part of text."""
 
-    def __init__(self, token: str, index: int, is_thought: bool) -> None:
+    def __init__(self, token: str, index: int, is_thought: bool, form: ReplyForm) -> None:
         self.id = f"{'rs' if is_thought else 'msg'}_{token}_{index}"
         self.index = index
         self.is_thought = is_thought
-        self._voice = "reasoning_text" if is_thought else "output_text"
+        self._form = form
+        self._is_summary = is_thought and form.has_summary
+        self._voice = "output_text" if not is_thought else "reasoning_text"
+        self._part_name, number = "content_part", "content_index"
+        if self._is_summary:
+            self._voice, number = "reasoning_summary_text", "summary_index"
+            self._part_name = "reasoning_summary_part"
         self._texts: list[str] = []
-        self._place = {"item_id": self.id, "output_index": index, "content_index": 0}
+        self._scores: list[ChatToken] = []
+        self._place = {"item_id": self.id, "output_index": index, number: 0}
         # Text deltas are nearly all events of a stream: one frame around a number and a string.
         kind = f"response.{self._voice}.delta"
-        fields = {"type": kind, **self._place, **self._no_logprobs()}
+        fields = {"type": kind, **self._place}
         self._frame = b"event: %b\ndata: %b" % (kind.encode(), msgspec.json.encode(fields)[:-1])
 
-    def encode_delta(self, text: str, number: int) -> bytes:
+    def encode_delta(self, text: str, number: int, scores: list[ChatToken]) -> bytes:
         self._texts.append(text)
-        return b'%b,"sequence_number":%d,"delta":%b}\n\n' % (self._frame, number, msgspec.json.encode(text))
+        self._scores += scores
+        logprobs = b"" if self.is_thought else b',"logprobs":%b' % msgspec.json.encode(scores)
+        delta = msgspec.json.encode(text)
+        return b'%b%b,"sequence_number":%d,"delta":%b}\n\n' % (self._frame, logprobs, number, delta)
 
     def fields(self, status: Status) -> Fields:
-        content = [self._part()] if status != "in_progress" else []
+        parts = [self._part()] if status != "in_progress" else []
         if self.is_thought:
+            is_sealed = self._form.is_sealed or self._is_summary
             return {
                 "id": self.id,
                 "type": "reasoning",
-                "summary": [],
-                "content": content,
-                "encrypted_content": None,
+                "summary": parts if self._is_summary else [],
+                "content": [] if self._is_summary else parts,
+                "encrypted_content": seal(self._text()) if is_sealed and parts else None,
                 "status": status,
             }
-        return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
+        return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": parts}
 
     def start(self) -> list[Event]:
         item = self.fields("in_progress")
         return [
             ("response.output_item.added", {"output_index": self.index, "item": item}),
-            ("response.content_part.added", {**self._place, "part": self._part()}),
+            (f"response.{self._part_name}.added", {**self._place, "part": self._part()}),
         ]
 
     def end(self, status: Status) -> list[Event]:
         part = self._part()
+        text = {"text": part["text"], **self._logprobs()}
         return [
-            (f"response.{self._voice}.done", {**self._place, "text": part["text"], **self._no_logprobs()}),
-            ("response.content_part.done", {**self._place, "part": part}),
+            (f"response.{self._voice}.done", {**self._place, **text}),
+            (f"response.{self._part_name}.done", {**self._place, "part": part}),
             ("response.output_item.done", {"output_index": self.index, "item": self.fields(status)}),
         ]
 
-    def _part(self) -> Fields:
+    def _text(self) -> str:
         self._texts = ["".join(self._texts)]
-        part = {"type": self._voice, "text": self._texts[0]}
-        return part if self.is_thought else {**part, "annotations": [], **self._no_logprobs()}
+        return self._texts[0]
 
-    def _no_logprobs(self) -> Fields:
-        return {} if self.is_thought else {"logprobs": []}
+    def _part(self) -> Fields:
+        kind = "summary_text" if self._is_summary else self._voice
+        part = {"type": kind, "text": self._text()}
+        return part if self.is_thought else {**part, "annotations": [], **self._logprobs()}
+
+    def _logprobs(self) -> Fields:
+        return {} if self.is_thought else {"logprobs": self._scores}
 
 
 class CallItem:
@@ -130,14 +151,59 @@ class CallItem:
         return [("response.function_call_arguments.done", arguments), done]
 
 
+class CustomCallItem:
+    """A call of a custom tool."""
+
+    def __init__(self, token: str, index: int, call: ToolCallStart) -> None:
+        self.id = f"ctc_{token}_{index}"
+        self.index = index
+        self._call = call
+        self._input = InputText()
+        self._place = {"item_id": self.id, "output_index": index}
+
+    def fields(self, status: Status) -> Fields:
+        return {
+            "id": self.id,
+            "type": "custom_tool_call",
+            "status": status,
+            "call_id": self._call.id,
+            "name": self._call.name,
+            "input": self._input.text,
+        }
+
+    def start(self) -> list[Event]:
+        return [
+            ("response.output_item.added", {"output_index": self.index, "item": self.fields("in_progress")})
+        ]
+
+    def add(self, json: str) -> list[Event]:
+        return self._delta(self._input.feed(json))
+
+    def end(self, status: Status) -> list[Event]:
+        if status != "completed":
+            return [("response.output_item.done", {"output_index": self.index, "item": self.fields(status)})]
+        last = self._delta(self._input.end())
+        item = self.fields(status)
+        return [
+            *last,
+            ("response.custom_tool_call_input.done", {**self._place, "input": item["input"]}),
+            ("response.output_item.done", {"output_index": self.index, "item": item}),
+        ]
+
+    def _delta(self, text: str) -> list[Event]:
+        return [("response.custom_tool_call_input.delta", {**self._place, "delta": text})] if text else []
+
+
 class Output:
     """The items of one reply, of which the last may be open; makes events of all that happens to them."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, form: ReplyForm) -> None:
         self.items: list[Fields] = []  # that are done
         self.reason: str | None = None  # why the reply ended
         self._token = token
-        self._open: TextItem | CallItem | None = None
+        self._form = form
+        self._scores = ScoreQueue()
+        self._open: TextItem | CallItem | CustomCallItem | None = None
         self._num_items = 0  # that were ever begun
         self._num_events = 0
         self._has_answer = False  # a message or a whole call
@@ -148,6 +214,11 @@ class Output:
         data = msgspec.json.encode({"type": kind, "sequence_number": number, **fields})
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
+    def add_scores(self, tokens: Sequence[ScoredToken]) -> None:
+        """The log-probabilities of tokens whose text comes next, as far as it is text."""
+        if self._form.has_logprobs:
+            self._scores.add(tokens)
+
     def take(self, piece: Delta) -> bytes:
         """The events of one piece of news."""
         match piece:
@@ -156,18 +227,20 @@ class Output:
             case ReasoningDelta(text):
                 return self._take_text(text, is_thought=True)
             case ToolCallStart():
-                return self._begin(CallItem(self._token, self._num_items, piece))
+                kind = CustomCallItem if piece.name in self._form.custom_tools else CallItem
+                return self._begin(kind(self._token, self._num_items, piece))
             case ToolArguments(_, json):
-                assert isinstance(self._open, CallItem)
+                assert isinstance(self._open, CallItem | CustomCallItem)
                 return self._encode(self._open.add(json))
-            case ToolCallEnd(_, is_broken):
-                return self._end("incomplete" if is_broken else "completed")
+            case ToolCallEnd(_, is_broken, is_cut):
+                return self._end("incomplete" if is_broken or is_cut else "completed", is_dropped=is_broken)
             case ReplyEnd(reason):
                 return self._take_end(reason)
 
-    def unfinished(self) -> list[Fields]:
-        """All items, when the reply has failed."""
-        return [*self.items, *([self._open.fields("incomplete")] if self._open is not None else [])]
+    def unfinished(self, status: Status = "incomplete") -> list[Fields]:
+        """All items, of which the last may not be done: then it has this status."""
+        open_items = [] if self._open is None else [{**self._open.fields("incomplete"), "status": status}]
+        return [*self.items, *open_items]
 
     def _take_text(self, text: str, is_thought: bool) -> bytes:
         events = b""
@@ -175,51 +248,76 @@ class Output:
             if self._has_spoken[is_thought]:  # what parted this text from the last
                 text = text.lstrip()
             self._has_spoken[is_thought] = True
-            events = self._begin(TextItem(self._token, self._num_items, is_thought))
+            events = self._begin(TextItem(self._token, self._num_items, is_thought, self._form))
         assert isinstance(self._open, TextItem)
         number, self._num_events = self._num_events, self._num_events + 1
-        return events + self._open.encode_delta(text, number)
+        scores = self._scores.take(text) if self._form.has_logprobs else []
+        return events + self._open.encode_delta(text, number, [] if is_thought else scores)
 
     def _take_end(self, reason: str) -> bytes:
         self.reason = reason
         events = self._end("incomplete" if reason == "length" else "completed")
         if not self._has_answer and reason != "length":  # a reply without words is an empty message
-            events += self._begin(TextItem(self._token, self._num_items, is_thought=False))
+            events += self._begin(TextItem(self._token, self._num_items, False, self._form))
             events += self._end("completed")
         return events
 
-    def _begin(self, item: TextItem | CallItem) -> bytes:
+    def _begin(self, item: TextItem | CallItem | CustomCallItem) -> bytes:
         ended = self._end("completed")
         self._open = item
         self._num_items += 1
         return ended + self._encode(item.start())
 
-    def _end(self, status: Status) -> bytes:
+    def _end(self, status: Status, is_dropped: bool = False) -> bytes:
         item, self._open = self._open, None
         if item is None:
             return b""
-        if isinstance(item, TextItem) or status == "completed":
+        events = self._encode(item.end(status))
+        if not is_dropped:
             self.items.append(item.fields(status))
-            self._has_answer = self._has_answer or isinstance(item, CallItem) or not item.is_thought
-        return self._encode(item.end(status))
+            self._has_answer |= not (isinstance(item, TextItem) and item.is_thought)
+        return events
 
     def _encode(self, events: list[Event]) -> bytes:
         return b"".join(self.encode_event(kind, fields) for kind, fields in events)
 
 
+class ResponseChoice(Choice):
+    """Keeps what came as it came: which tokens a text has is seen from what came together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deltas: list[ReplyDelta] = []
+
+    def take(self, delta: ReplyDelta) -> None:
+        self.deltas.append(delta)
+
+
 class ResponseReplyFormat:
     """A response: created, its items, completed. `keep` is given one that has ended, and its items."""
 
-    def __init__(self, id: str, model: str, echo: Fields, keep: Keep | None) -> None:
+    def __init__(
+        self, id: str, model: str, echo: Fields, keep: Keep | None, form: ReplyForm = PLAIN_FORM
+    ) -> None:
         self._head = {"id": id, "object": "response", "created_at": int(time.time()), "model": model}
         self._echo = echo
         self._keep = keep
-        self._output = Output(id.removeprefix("resp_"))
+        self._output = Output(id.removeprefix("resp_"), form)
         self._has_begun = False
+
+    def encode_queued(self) -> bytes:
+        """The events of a response that is not waited for, before there is anything of it."""
+        response = {"response": self._response("queued", [])}
+        kinds = ("response.created", "response.queued")
+        return b"".join([self._output.encode_event(kind, response) for kind in kinds])
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         events = b"" if self._has_begun else self._encode_start()
+        self._output.add_scores(delta.logprobs)
         return events + b"".join([self._output.take(piece) for piece in delta.news])
+
+    def encode_heartbeat(self) -> bytes:
+        return (b"" if self._has_begun else self._encode_start()) + HEARTBEAT_COMMENT
 
     def encode_end(self, usage: Usage) -> bytes:
         response, body = self._finish(usage)
@@ -238,15 +336,30 @@ class ResponseReplyFormat:
         response = self._response("failed", self._output.unfinished(), error=failure)
         return events + self._output.encode_event("response.failed", {"response": response})
 
+    def encode_cancelled(self) -> bytes:
+        """The tail of a stream whose response was cancelled; the API has no event of that name."""
+        response = self._response("cancelled", self._output.unfinished())
+        return self._output.encode_event("response.incomplete", {"response": response})
+
     def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
-        for piece in choices[0].news:
-            self._output.take(piece)
+        choice = choices[0]
+        assert isinstance(choice, ResponseChoice)
+        for delta in choice.deltas:
+            self.encode_chunk(delta)
         return self._finish(usage)[1]
+
+    def encode_so_far(self, status: str, error: PenstockError | None = None) -> bytes:
+        """The response as it is, or stays, without its end."""
+        failure = None if error is None else {"code": _failure_code(error), "message": str(error)}
+        output = self._output.unfinished("in_progress" if status == "in_progress" else "incomplete")
+        return msgspec.json.encode(self._response(status, output, error=failure))
 
     def _encode_start(self) -> bytes:
         self._has_begun = True
         response = {"response": self._response("in_progress", [])}
-        kinds = ("response.created", "response.in_progress")
+        kinds = ["response.in_progress"]
+        if not self._echo["background"]:
+            kinds.insert(0, "response.created")
         return b"".join([self._output.encode_event(kind, response) for kind in kinds])
 
     def _finish(self, usage: Usage) -> tuple[Fields, bytes]:
@@ -254,7 +367,7 @@ class ResponseReplyFormat:
         response = self._response(
             "incomplete" if is_cut else "completed",
             self._output.items,
-            usage=_usage(usage),
+            usage=usage_fields(usage),
             completed_at=None if is_cut else int(time.time()),
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
         )
@@ -270,12 +383,12 @@ class ResponseReplyFormat:
 
 def _failure_code(error: PenstockError) -> str:
     """The nearest of the few that the API has."""
-    if isinstance(error, RequestError):
-        return "invalid_prompt"
+    if isinstance(error, RequestError):  # Codex shortens its conversation where it reads the first of these
+        return error.code if isinstance(error, ContextLengthError) else "invalid_prompt"
     return "rate_limit_exceeded" if isinstance(error, OverloadedError) else "server_error"
 
 
-def _usage(usage: Usage) -> Fields:
+def usage_fields(usage: Usage) -> Fields:
     return {
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},

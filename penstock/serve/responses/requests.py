@@ -1,24 +1,24 @@
 """Bodies of the Responses API: from the bytes of a POST to a chat request and what its response repeats.
 
-`reasoning.effort` says how much the model may think. "none" and "minimal": not at all. "low" and "medium": up
-to 2048 and 8192 tokens, after which the thought is closed and the answer begins. "high" and above: as long as
-the server lets it (`--thinking-share`). Without an effort it is as the server and the chat template have it.
+A custom tool is a function with one text to the model (custom_tools.py). Nobody summarises thoughts here:
+where `reasoning.summary` asks for one, it is the thought.
 
-Unknown fields are tolerated; a field that cannot be honoured is a `RequestError` that names it. How items
-become messages is items.py's, which conversations are kept store.py's.
+A field that cannot be honoured is a `RequestError` that names it; those that are ignored are in fields.py.
+How items become messages is items.py's, which conversations are kept store.py's.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.fields import RESPONSES, FieldTable
 from penstock.serve.openai.body import decode_body
 from penstock.serve.openai.chat_options import (
     AllowedTools,
@@ -32,6 +32,7 @@ from penstock.serve.openai.chat_options import (
     ToolChoice,
     ToolFunction,
     chosen_tools,
+    effort_of,
     json_form,
     plain_tools,
 )
@@ -41,30 +42,25 @@ from penstock.serve.openai.requests import (
     ChatRequest,
     Defaults,
     DrawFields,
+    StreamOptions,
     given_fields,
 )
+from penstock.serve.responses.custom_tools import text_grammars, text_parameters
 from penstock.serve.responses.items import NO_CALLS, Item, Items, PlainMessage, plain_messages
 from penstock.types import SamplingParams
 
-EFFORTS: dict[str | None, tuple[bool | None, int | None]] = {  # whether to think, and up to how many tokens
-    None: (None, None),
-    "none": (False, None),
-    "minimal": (False, None),
-    "low": (True, 2048),
-    "medium": (True, 8192),
-    "high": (True, None),
-    "xhigh": (True, None),
-    "max": (True, None),
-}
 HARMLESS_INCLUDES = (  # of things that no reply of ours has, or has anyway
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
     "message.input_image.image_url",
-    "reasoning.encrypted_content",
     "web_search_call.action.sources",
     "web_search_call.results",
 )
+SEALED_THOUGHTS = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
+SUMMARIES = ("auto", "concise", "detailed")
+CLIENTS_TOOLS = ("function", "custom")  # which clients run
 OWN_NAMES = {  # of the fields that chats call otherwise
     "messages": "input",
     "prompt": "input",
@@ -75,14 +71,23 @@ OWN_NAMES = {  # of the fields that chats call otherwise
 }
 
 
+class ToolFormat(msgspec.Struct, omit_defaults=True):
+    """What the text for a custom tool must be."""
+
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
+
+
 class FlatTool(msgspec.Struct):
-    """A function; other types of tools have other fields."""
+    """A function or a custom tool; other types of tools have other fields."""
 
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: ToolFormat | None = None
 
 
 class AllowedTool(msgspec.Struct, omit_defaults=True):
@@ -90,8 +95,8 @@ class AllowedTool(msgspec.Struct, omit_defaults=True):
     name: str | None = None
 
 
-class FlatChoice(msgspec.Struct, omit_defaults=True):
-    """One function, or those of which some may or must be called."""
+class FlatChoice(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """One tool, or those of which some may or must be called."""
 
     type: str
     name: str | None = None
@@ -99,7 +104,7 @@ class FlatChoice(msgspec.Struct, omit_defaults=True):
     tools: Annotated[list[AllowedTool], Meta(max_length=1024)] | None = None
 
 
-class TextFormat(msgspec.Struct, omit_defaults=True):
+class TextFormat(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     type: str
     name: str | None = None
     description: str | None = None
@@ -107,22 +112,30 @@ class TextFormat(msgspec.Struct, omit_defaults=True):
     strict: bool | None = None
 
 
-class Text(msgspec.Struct, omit_defaults=True):
+class Text(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
-class Reasoning(msgspec.Struct):
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
     summary: str | None = None
+    generate_summary: str | None = None  # the older name
+    context: str | None = None  # which thoughts a prompt repeats: the chat template decides
+    mode: str | None = None
 
 
 MetadataKey = Annotated[str, Meta(max_length=64)]
 MetadataValue = Annotated[str, Meta(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)]
+
+
+class ConversationId(msgspec.Struct):
+    id: str
 
 
 class ResponseBody(DrawFields, kw_only=True):
-    input: str | Items
+    input: str | Items | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -134,15 +147,33 @@ class ResponseBody(DrawFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
-    metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
+    metadata: Metadata | None = None
     include: Annotated[list[str], Meta(max_length=64)] | None = None
     truncation: str | None = None
     background: bool | None = None
-    conversation: Any = None
+    conversation: str | ConversationId | None = None
     prompt: Any = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationId) else self.conversation
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyForm:
+    """How a reply's items are spelled."""
+
+    custom_tools: frozenset[str] = frozenset()  # by name: what they are called with is text
+    has_summary: bool = False  # a thought is its item's summary, and sealed, instead of its content
+    is_sealed: bool = False  # a thought is given in a sealed form too, for clients that keep only that
+    has_logprobs: bool = False
+
+
+PLAIN_FORM = ReplyForm()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +182,12 @@ class ResponseRequest:
     items: list[Item]  # the conversation up to the reply
     echo: dict[str, Any]  # fields that the response repeats
     is_stored: bool
+    is_background: bool
+    form: ReplyForm
 
 
-def parse_response(body: bytes) -> ResponseBody:
-    fields = decode_body(body, ResponseBody)
+def parse_response(body: bytes, table: FieldTable = RESPONSES) -> ResponseBody:
+    fields = decode_body(body, ResponseBody, table=table)
     _refuse_unsupported(fields)
     return fields
 
@@ -167,30 +200,54 @@ def response_request(
 ) -> ResponseRequest:
     """`history`: the items before those that were sent; `called`: names of tools by ids of calls before;
     `defaults`: the server's sampling parameters."""
-    if isinstance(fields.input, str):
-        items = [Item(role="user", content=fields.input)]
-    else:
-        items = fields.input
+    items = sent_items(fields)
+    if not (history or items):
+        raise RequestError(
+            "There is no input",
+            "The model replies to input, or to a conversation that is kept.",
+            "Send input as a text or a list of items.",
+            param="input",
+        )
     with own_names():
-        messages = plain_messages(history, items, fields.instructions, called)
-        chat = _chat_request(fields, messages, defaults)
+        omitted: list[str] = []
+        messages = plain_messages(history, items, fields.instructions, called, omitted=omitted)
+        chat = replace(_chat_request(fields, messages, defaults), omitted=omitted)
     is_stored = fields.store is not False
-    return ResponseRequest(chat, [*history, *items], _echo(fields, chat.sampling, is_stored), is_stored)
+    form = ReplyForm(
+        custom_tools=frozenset(name for name, tool in _by_name(fields).items() if tool.type == "custom"),
+        has_summary=fields.reasoning is not None and fields.reasoning.summary is not None,
+        is_sealed=SEALED_THOUGHTS in (fields.include or ()),
+        has_logprobs=chat.sampling.logprobs is not None,
+    )
+    return ResponseRequest(
+        chat,
+        [*history, *items],
+        _echo(fields, chat.sampling, is_stored),
+        is_stored,
+        bool(fields.background),
+        form,
+    )
+
+
+def sent_items(fields: ResponseBody) -> list[Item]:
+    if isinstance(fields.input, str):
+        return [Item(role="user", content=fields.input)]
+    return fields.input or []
 
 
 @contextlib.contextmanager
-def own_names() -> Iterator[None]:
+def own_names(names: Mapping[str, str] = OWN_NAMES) -> Iterator[None]:
     """Makes errors that name a field of a chat name this API's field."""
     try:
         yield
     except RequestError as error:
-        use_own_name(error)
+        use_own_name(error, names)
         raise
 
 
-def use_own_name(error: RequestError) -> None:
-    if error.param in OWN_NAMES:
-        own = OWN_NAMES[error.param]
+def use_own_name(error: RequestError, names: Mapping[str, str] = OWN_NAMES) -> None:
+    if error.param is not None and error.param in names:
+        own = names[error.param]
         error.what = error.what.replace(error.param, own, 1)
         error.param = own
 
@@ -198,7 +255,8 @@ def use_own_name(error: RequestError) -> None:
 def _chat_request(fields: ResponseBody, messages: list[PlainMessage], defaults: Defaults) -> ChatRequest:
     text = fields.text or Text()
     tools, must_call = chosen_tools(_nested(fields.tool_choice), _plain_tools(fields.tools or []))
-    switch, budget = _thinking(fields.reasoning)
+    effort = None if fields.reasoning is None else fields.reasoning.effort
+    switch, budget = effort_of(effort, "reasoning.effort")
     return ChatRequest(
         messages=messages,
         tools=tools or None,
@@ -209,57 +267,84 @@ def _chat_request(fields: ResponseBody, messages: list[PlainMessage], defaults: 
         must_call=must_call,
         is_parallel=fields.parallel_tool_calls is not False,
         json_form=_json_form(text.format),
+        text_grammars=text_grammars(_by_name(fields)),
+        drops_oldest=fields.truncation == "auto",
         effort_budget=budget,
         timeout_s=fields.timeout,
         session_id=fields.session_id,
+        cache_salt=fields.cache_salt,
+        cache_key=fields.prompt_cache_key,
         priority=fields.priority or 0,
     )
 
 
 def _refuse_unsupported(fields: ResponseBody) -> None:
-    chat_has_them = "Log-probabilities are given by /v1/chat/completions."
-    for name, is_used, why, todo in (
-        ("background", fields.background, "A reply is generated while its client waits.", "Use stream."),
-        ("conversation", fields.conversation, "Only replies are kept.", "Use previous_response_id."),
-        ("prompt", fields.prompt, "No prompts are kept here.", "Send instructions and input."),
-        ("top_logprobs", fields.top_logprobs, chat_has_them, "Leave top_logprobs out."),
-    ):
-        if is_used:
-            raise RequestError(f"{name} is not supported", why, todo, param=name)
-    if fields.truncation not in (None, "disabled"):
+    if fields.prompt:
         raise RequestError(
-            f"truncation is {fields.truncation[:32]!r}",
-            "A conversation that does not fit the context is refused, not cut.",
-            'Leave truncation out, or send "disabled".',
-            param="truncation",
+            "prompt is not supported",
+            "No prompts are kept here.",
+            "Send instructions and input.",
+            param="prompt",
         )
+    if fields.conversation is not None and fields.previous_response_id is not None:
+        raise RequestError(
+            "conversation and previous_response_id are both given",
+            "Either of them says what comes before the input.",
+            "Leave one of them out.",
+            param="conversation",
+        )
+    if fields.background and fields.store is False:
+        raise RequestError(
+            "background is true and store is false",
+            "A reply that nobody waits for is kept, so that it can be fetched.",
+            "Leave store out.",
+            param="background",
+        )
+    reasoning, text = fields.reasoning or Reasoning(), fields.text or Text()
+    for name, value, known in (
+        ("truncation", fields.truncation, ("auto", "disabled")),
+        ("reasoning.summary", reasoning.summary, SUMMARIES),
+        ("reasoning.mode", reasoning.mode, ("standard",)),
+        ("text.verbosity", text.verbosity, ("low", "medium", "high")),
+    ):
+        if value is not None and value not in known:
+            raise RequestError(
+                f"{name} is {value[:32]!r}", f"It must be one of {', '.join(known)}.", param=name
+            )
     for name in fields.include or ():
-        if name not in HARMLESS_INCLUDES:
+        if name not in (*HARMLESS_INCLUDES, SEALED_THOUGHTS, LOGPROBS):
             raise RequestError(f"include has {name[:64]!r}", "That cannot be given here.", param="include")
 
 
 def _plain_tools(tools: list[FlatTool]) -> list[PlainTool]:
-    """The functions, which the client runs. Agents also offer tools that a vendor's own server would run, and
-    do without them where nobody does: the model is not told of those.
+    """The tools that the client runs. Agents also offer tools that a vendor's own server would run, and do
+    without them where nobody does: the model is not told of those.
     """
     return plain_tools(
         [
             Tool(
                 ToolFunction(
-                    _function_name(tool, f"tools[{index}]", "tools"), tool.description, tool.parameters
+                    _name_of(tool, f"tools[{index}]", "tools"),
+                    tool.description,
+                    tool.parameters if tool.type == "function" else text_parameters(tool),
                 )
             )
             for index, tool in enumerate(tools)
-            if tool.type == "function"
+            if tool.type in CLIENTS_TOOLS
         ]
     )
 
 
-def _function_name(tool: FlatTool | AllowedTool, where: str, param: str) -> str:
-    if tool.type != "function":
+def _by_name(fields: ResponseBody) -> dict[str, FlatTool]:
+    """Of tools with the same name the last counts."""
+    return {tool.name or "": tool for tool in fields.tools or () if tool.type in CLIENTS_TOOLS}
+
+
+def _name_of(tool: FlatTool | AllowedTool, where: str, param: str) -> str:
+    if tool.type not in CLIENTS_TOOLS:
         raise RequestError(
             f"{where}.type is {tool.type[:32]!r}",
-            "Only functions are supported: the client runs what the model calls.",
+            "Only functions and custom tools are supported: the client runs what the model calls.",
             "Leave the tool out, or offer it as a function of your own.",
             param=param,
         )
@@ -274,11 +359,12 @@ def _nested(choice: str | FlatChoice | None) -> str | ToolChoice | None:
         return choice
     if choice.type == "allowed_tools":
         named = [
-            NamedTool(NamedFunction(_function_name(tool, f"tool_choice.tools[{index}]", "tool_choice")))
+            NamedTool(NamedFunction(_name_of(tool, f"tool_choice.tools[{index}]", "tool_choice")))
             for index, tool in enumerate(choice.tools or ())
         ]
         return ToolChoice(choice.type, allowed_tools=AllowedTools(named, choice.mode or "auto"))
-    return ToolChoice(choice.type, None if choice.name is None else NamedFunction(choice.name))
+    kind = "function" if choice.type in CLIENTS_TOOLS else choice.type
+    return ToolChoice(kind, None if choice.name is None else NamedFunction(choice.name))
 
 
 def _json_form(form: TextFormat | None) -> JsonForm | None:
@@ -286,30 +372,23 @@ def _json_form(form: TextFormat | None) -> JsonForm | None:
         return None
     if form.type == "json_schema" and form.schema is None:
         raise RequestError("text.format has no schema", param="text.format")
-    return json_form(ResponseFormat(form.type, JsonSchema(form.schema, form.name, form.strict)))
-
-
-def _thinking(reasoning: Reasoning | None) -> tuple[bool | None, int | None]:
-    """Whether to think, and for how many tokens at most; None: not said."""
-    effort = None if reasoning is None else reasoning.effort
-    if effort not in EFFORTS:
-        raise RequestError(
-            f"reasoning.effort is {(effort or '')[:32]!r}",
-            f"It must be one of {', '.join(filter(None, EFFORTS))}.",
-            param="reasoning.effort",
-        )
-    return EFFORTS[effort]
+    return json_form(ResponseFormat(form.type, JsonSchema(form.schema, strict=form.strict), form.schema))
 
 
 def _sampling(fields: ResponseBody, defaults: Defaults) -> SamplingParams:
     given = {**defaults, **given_fields(fields, DRAW_NAMES)}
-    return SamplingParams(max_tokens=fields.max_output_tokens, **given)
+    logprobs = fields.top_logprobs or None
+    if logprobs is None and LOGPROBS in (fields.include or ()):
+        logprobs = 0
+    with own_names({"logprobs": "top_logprobs"}):
+        return SamplingParams(max_tokens=fields.max_output_tokens, logprobs=logprobs, **given)
 
 
 def _echo(fields: ResponseBody, sampling: SamplingParams, is_stored: bool) -> dict[str, Any]:
     text, reasoning = fields.text or Text(), fields.reasoning or Reasoning()
     return {
-        "background": False,
+        "background": bool(fields.background),
+        "conversation": None if (id := fields.conversation_id) is None else {"id": id},
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
         "max_tool_calls": fields.max_tool_calls,
@@ -317,16 +396,21 @@ def _echo(fields: ResponseBody, sampling: SamplingParams, is_stored: bool) -> di
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "previous_response_id": fields.previous_response_id,
         "prompt_cache_key": fields.prompt_cache_key,
-        "reasoning": reasoning,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
         "safety_identifier": fields.safety_identifier,
         "service_tier": "default",
         "store": is_stored,
         "temperature": sampling.temperature,
         "text": {"format": text.format or TextFormat("text"), "verbosity": text.verbosity or "medium"},
         "tool_choice": fields.tool_choice or "auto",
-        "tools": fields.tools or [],
-        "top_logprobs": 0,
+        "tools": [_echoed(tool) for tool in fields.tools or ()],
+        "top_logprobs": fields.top_logprobs or 0,
         "top_p": sampling.top_p,
-        "truncation": "disabled",
+        "truncation": fields.truncation or "disabled",
         "user": fields.user,
     }
+
+
+def _echoed(tool: FlatTool) -> dict[str, Any]:
+    unused = ("parameters", "strict") if tool.type == "custom" else ("format",)
+    return {name: value for name, value in msgspec.structs.asdict(tool).items() if name not in unused}

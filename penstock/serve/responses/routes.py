@@ -1,73 +1,221 @@
-"""The Responses API's endpoints: replies, and those that were kept, to read and to delete."""
+"""The Responses API's endpoints: replies, and those that were kept, to read, to stream again, to delete."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from penstock.errors import RequestError
-from penstock.serve.answer import JSON_TYPE, Answer, json_response, read_body
-from penstock.serve.intake import place_of
+from penstock.errors import EngineDeadError, RequestError
+from penstock.serve.answer import (
+    EVENT_STREAM_TYPE,
+    JSON_TYPE,
+    STREAM_HEADERS,
+    Answer,
+    json_response,
+    read_body,
+)
+from penstock.serve.fields import RESPONSES
+from penstock.serve.intake import Place, place_of
+from penstock.serve.openai.requests import TokenizeRequest
+from penstock.serve.responses.compaction import CompactionFormat, parse_compact
 from penstock.serve.responses.items import Item, items_of
-from penstock.serve.responses.replies import Fields, ResponseReplyFormat
-from penstock.serve.responses.requests import own_names, parse_response, response_request
-from penstock.serve.responses.store import ResponseStore, new_id
+from penstock.serve.responses.pages import page_of
+from penstock.serve.responses.replies import Fields, Keep, ResponseChoice, ResponseReplyFormat
+from penstock.serve.responses.requests import (
+    ResponseBody,
+    ResponseRequest,
+    own_names,
+    parse_response,
+    response_request,
+    sent_items,
+)
+from penstock.serve.responses.runs import Events, Run, Runs
+from penstock.serve.responses.store import Kind, ResponseStore, new_id
 from penstock.serve.serving import Serving
 from penstock.serve.sessions import SessionChat, session_key
 from penstock.serve.tenants import tenant_of
 
 
-def routes(serving: Serving) -> list[Route]:
-    api = ResponsesRoutes(serving)
+def routes(serving: Serving, store: ResponseStore) -> list[Route]:
+    api = ResponsesRoutes(serving, store)
     return [
         Route("/v1/responses", api.respond, methods=["POST"]),
+        Route("/v1/responses/input_tokens", api.count_tokens, methods=["POST"]),
+        Route("/v1/responses/compact", api.compact, methods=["POST"]),
         Route("/v1/responses/{id}", api.show, methods=["GET"]),
         Route("/v1/responses/{id}", api.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/cancel", api.cancel, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", api.list_input, methods=["GET"]),
     ]
 
 
 class ResponsesRoutes:
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, store: ResponseStore) -> None:
         self._serving = serving
-        self._store = ResponseStore()
+        self._store = store
+        self._runs = Runs()
+        self._table = RESPONSES.ignoring(serving.config.ignore_field)
 
-    async def respond(self, request: Request) -> OwnNames:
-        fields = parse_response(await read_body(request))
-        place = place_of(request.scope)
-        history: list[Item] = []
-        if (previous := fields.previous_response_id) is not None:
-            tenant = tenant_of(request.scope)
-            place.add_bytes(self._store.num_bytes_of(previous, "previous_response_id", tenant))
-            history = self._store.items_of(previous, "previous_response_id", tenant)
-        key = session_key(fields.session_id, request)
-        called = {} if key is None else self._serving.conversations.names_of_calls(key)
-        asked = response_request(fields, history, called, self._serving.config.sampling_defaults)
+    async def respond(self, request: Request) -> OwnNames | Response:
+        fields = parse_response(await read_body(request), self._table)
+        asked = self._asked(fields, request)
         talk = SessionChat(asked.chat, request, self._serving)
-        said, id = [*items_of(talk.held), *asked.items], new_id()
+        tenant, id = tenant_of(request.scope), new_id()
+        said = [*items_of(talk.held), *asked.items]
+        keep = self._keeper(id, said if asked.is_stored else None, fields, tenant)
+        style = ResponseReplyFormat(id, self._serving.model_name, asked.echo, keep, asked.form)
+        chat = asked.chat
+        if asked.is_background:
+            run = Run(style, lambda body: self._store.keep(id, body, said, tenant, len(said)), chat.is_stream)
+            return await self._run(id, run, talk, request, chat.timeout_s)
+        return OwnNames(
+            Answer(talk.stream, style, chat.is_stream, chat.timeout_s, ResponseChoice, headers=talk.headers)
+        )
+
+    def _keeper(self, id: str, said: list[Item] | None, fields: ResponseBody, tenant: str) -> Keep | None:
+        """Keeps a response that has ended, and adds to its conversation. None: neither was asked for, and
+        nothing of a long request need stay in memory. `said`: None if the response is not to be kept."""
+        conversation = fields.conversation_id
+        if said is None and conversation is None:
+            return None
+        sent = [] if conversation is None else sent_items(fields)
 
         def keep(body: bytes, output: list[Fields]) -> None:
-            items = [*said, *msgspec.convert(output, list[Item])]
-            self._store.keep(id, body, items, tenant_of(request.scope))
+            reply = msgspec.convert(output, list[Item])
+            if said is not None:
+                self._store.keep(id, body, [*said, *reply], tenant, num_inputs=len(said))
+            if conversation is not None:
+                add_if_there(self._store, conversation, [*sent, *reply], tenant, len(sent))
 
-        style = ResponseReplyFormat(
-            id, self._serving.model_name, asked.echo, keep if asked.is_stored else None
+        return keep
+
+    async def _run(
+        self, id: str, run: Run, talk: SessionChat, request: Request, timeout_s: float | None
+    ) -> Response:
+        """Begins a reply that goes on without its client. What is wrong with the request is said at once."""
+        if self._serving.draining.is_set():
+            raise EngineDeadError("The server is shutting down", "It finishes what runs.", "Ask another one.")
+        limits = [limit for limit in (timeout_s, self._serving.config.request_timeout) if limit is not None]
+        with own_names():
+            stream = await talk.stream(run.deliver)
+        self._runs.add(id, tenant_of(request.scope), run)
+        run.follow(stream, min(limits, default=None))
+        if run.events is not None:
+            return stream_events(run.events)
+        return Response(run.body(), headers=talk.headers, media_type=JSON_TYPE)
+
+    def _asked(self, fields: ResponseBody, request: Request) -> ResponseRequest:
+        """The request with the conversation it goes on from, and with the items it refers to."""
+        tenant, place = tenant_of(request.scope), place_of(request.scope)
+        history: list[Item] = []
+        before: tuple[tuple[str, Kind, str | None], ...] = (
+            ("previous_response_id", "response", fields.previous_response_id),
+            ("conversation", "conversation", fields.conversation_id),
         )
-        chat = asked.chat
-        return OwnNames(Answer(talk.stream, style, chat.is_stream, chat.timeout_s, headers=talk.headers))
+        for name, kind, id in before:
+            if id is not None:
+                self._require_ended(id, tenant, name)
+                self._store.require(id, kind, tenant, name)
+                place.add_bytes(self._store.num_bytes_of(id, name, tenant))
+                history = self._store.items_of(id, name, tenant)
+        if isinstance(fields.input, list):
+            fields.input = resolved(fields.input, self._store, tenant, place)
+        key = session_key(fields.session_id, request)
+        called = {} if key is None else self._serving.conversations.names_of_calls(key)
+        return response_request(fields, history, called, self._serving.config.sampling_defaults)
+
+    def _require_ended(self, id: str, tenant: str, param: str) -> None:
+        if self._runs.find(id, tenant) is not None:
+            raise RequestError(
+                f"The response {id[:64]!r} has not ended",
+                "It runs in the background.",
+                "Wait until its status is completed.",
+                param=param,
+            )
 
     async def show(self, request: Request) -> Response:
-        if request.query_params.get("stream", "false") != "false":
-            raise RequestError("A response that is kept cannot be streamed again", param="stream")
-        body = self._store.body_of(request.path_params["id"], tenant_of(request.scope))
-        return Response(body, media_type=JSON_TYPE)
+        id, tenant = request.path_params["id"], tenant_of(request.scope)
+        run = self._runs.find(id, tenant)
+        body = self._kept(id, tenant) if run is None else run.body()
+        if request.query_params.get("stream", "false") == "false":
+            return Response(body, media_type=JSON_TYPE)
+        after = request.query_params.get("starting_after", "-1")
+        if after != "-1" and not (after.isascii() and after.isdigit() and len(after) < 10):
+            raise RequestError(
+                f"starting_after is {after[:32]!r}", "It must be an event's number.", param="starting_after"
+            )
+        return stream_events(self._runs.events_of(id), int(after) + 1)
 
     async def delete(self, request: Request) -> Response:
-        id = request.path_params["id"]
-        self._store.delete(id, tenant_of(request.scope))
+        id, tenant = request.path_params["id"], tenant_of(request.scope)
+        if (run := self._runs.find(id, tenant)) is not None:
+            run.cancel()
+        self._kept(id, tenant)
+        self._store.delete(id, tenant)
+        self._runs.forget(id)
         return json_response({"id": id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        """One that was cancelled already is the answer again."""
+        id, tenant = request.path_params["id"], tenant_of(request.scope)
+        if (run := self._runs.find(id, tenant)) is not None:
+            run.cancel()
+        body = self._kept(id, tenant)
+        kept = msgspec.json.decode(body, type=_Ended)
+        if not kept.background:
+            raise RequestError(
+                f"The response {id[:64]!r} cannot be cancelled",
+                "It was not asked for with background: true.",
+                "Close the connection that waits for such a reply.",
+            )
+        if kept.status != "cancelled":
+            raise RequestError(f"Cannot cancel a {kept.status} response.", "It has ended before.")
+        return Response(body, media_type=JSON_TYPE)
+
+    async def list_input(self, request: Request) -> Response:
+        id, tenant = request.path_params["id"], tenant_of(request.scope)
+        self._require_ended(id, tenant, "response_id")
+        self._kept(id, tenant)
+        item_ids = self._store.item_ids_of(id, tenant, is_input=True)
+        return json_response(page_of(item_ids, request, self._store))
+
+    def _kept(self, id: str, tenant: str) -> bytes:
+        self._store.require(id, "response", tenant)
+        return self._store.body_of(id, tenant)
+
+    async def count_tokens(self, request: Request) -> Response:
+        fields = parse_response(await read_body(request, for_reply=False), self._table)
+        chat = self._asked(fields, request).chat
+        asked = TokenizeRequest("", chat, add_special_tokens=False, shows_texts=False)
+        with own_names():
+            tokens = await self._serving.text.tokenize(
+                asked, tenant_of(request.scope), place_of(request.scope).num_bytes
+            )
+        return json_response({"object": "response.input_tokens", "input_tokens": len(tokens)})
+
+    async def compact(self, request: Request) -> OwnNames:
+        fields = parse_compact(await read_body(request))
+        asked = self._asked(fields, request)
+        # No turn of a session: the client goes on with what comes back.
+        chat = replace(asked.chat, loop_guard=True, tenant=tenant_of(request.scope))
+        id, place = request.scope["request_id"], place_of(request.scope)
+        return OwnNames(
+            Answer(
+                lambda deliver: self._serving.text.stream_chat(id, chat, deliver, place),
+                CompactionFormat(asked.items),
+                is_stream=False,
+            )
+        )
+
+
+class _Ended(msgspec.Struct):
+    background: bool
+    status: str
 
 
 class OwnNames:
@@ -79,3 +227,29 @@ class OwnNames:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with own_names():
             await self._answer(scope, receive, send)
+
+
+def resolved(
+    items: list[Item], store: ResponseStore, tenant: str, place: Place, param: str = "input"
+) -> list[Item]:
+    """With the items that references stand for; `param`: the field that has them."""
+    ids = [item.id or "" for item in items if item.is_reference]
+    if not ids:
+        return items
+    place.add_bytes(store.num_bytes_of_items(ids, tenant, param))
+    found = iter(store.items_by_id(ids, tenant))
+    return [next(found) if item.is_reference else item for item in items]
+
+
+def add_if_there(store: ResponseStore, id: str, items: list[Item], tenant: str, num_inputs: int) -> None:
+    """To a conversation, unless it was deleted meanwhile."""
+    try:
+        store.extend(id, items, tenant, num_inputs)
+    except RequestError:
+        return
+
+
+def stream_events(events: Events, num_skipped: int = 0) -> Response:
+    headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
+    headers["content-type"] = EVENT_STREAM_TYPE
+    return StreamingResponse(events.read(num_skipped), headers=headers)

@@ -1,10 +1,12 @@
-"""Responses that are kept, so that they can be read again and conversations can go on from them.
+"""Responses and conversations that are kept, to be read again and to go on from; and the items in them.
 
-In memory only: up to a number of responses, of bytes and of hours, whichever is reached first. What is too
-old goes; for what is too much, the oldest of the tenant who has most, so that nobody's requests make others'
-responses go while they have fewer. Each is kept with its whole conversation, as JSON: none depends on
-another, and what it takes is known exactly. Ids are drawn at random: only whoever was answered knows one.
-Knows no HTTP.
+In memory only: up to a number of records, of bytes and of hours, whichever is reached first. What is too old
+goes; for what is too much, the oldest of the tenant who has most, so that nobody's requests make others'
+records go while they have fewer. A record is a response or a conversation: its JSON, and its items by id.
+
+Items are kept once, as JSON, however many records of a tenant list them: an agent's tenth response has the
+items of nine others in it. An item goes with the last record that lists it; until then it can be referred to
+by its id. Ids of records are drawn at random: only whoever was answered knows one. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -12,17 +14,24 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
 from penstock.errors import RequestError
-from penstock.serve.responses.items import Item
+from penstock.serve.responses.items import ID_PREFIXES, Item
+from penstock.text.json_values import MAX_VALUES, has_more_values
 
-MAX_RESPONSES = 4096
+MAX_RECORDS = 4096
 MAX_BYTES = 256 * 1024 * 1024
 MAX_AGE_S = 24 * 3600.0
+PREFIXES = {"response": "resp", "conversation": "conv"}  # of ids
+LISTING_BYTES = 16  # what a record takes for each item that it lists, besides the item
+
+
+Kind = Literal["response", "conversation"]
 
 
 class UnknownResponseError(RequestError):
@@ -32,109 +41,243 @@ class UnknownResponseError(RequestError):
     code = "response_not_found"
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
+class UnknownConversationError(RequestError):
+    status = 404
+    code = "conversation_not_found"
+
+
+class UnknownItemError(RequestError):
+    status = 404
+    code = "item_not_found"
+
+
+@dataclass(slots=True)
+class _Record:
     tenant: str  # others do not find it
-    body: bytes  # the response as it was sent
-    items: bytes  # its conversation, with the reply
+    body: bytes  # the response as it was sent, or what is said of the conversation
+    item_ids: list[str]  # of its conversation, with the reply
+    num_inputs: int | None  # of those, the ones before the reply
     at: float
 
     @property
     def num_bytes(self) -> int:
-        return len(self.body) + len(self.items)
+        return len(self.body) + LISTING_BYTES * len(self.item_ids)
+
+
+@dataclass(slots=True)
+class _KeptItem:
+    id: str
+    json: bytes
+    num_users: int = 0  # listings of it
 
 
 @dataclass(slots=True)
 class _Shelf:
     """What one tenant has here."""
 
-    ids: OrderedDict[str, None] = field(default_factory=OrderedDict)  # the oldest first
+    ids: OrderedDict[str, None] = field(default_factory=OrderedDict)  # of records, the oldest first
+    items: dict[str, _KeptItem] = field(default_factory=dict)
     num_bytes: int = 0
 
+    def use(self, item: Item, new_id: str) -> str:
+        """Keeps an item, if it is not kept yet; gives the id it is listed by. That of one which is not kept
+        is `new_id`: others could guess, and then refer to, an id that a client chose."""
+        kept = self.items.get(item.id or "")
+        if kept is None or kept.json != msgspec.json.encode(item):
+            json = msgspec.json.encode(msgspec.structs.replace(item, id=new_id))
+            kept = self.items[new_id] = _KeptItem(new_id, json)
+            self.num_bytes += len(json)
+        kept.num_users += 1
+        return kept.id
 
-def new_id() -> str:
-    return f"resp_{secrets.token_hex(16)}"
+    def drop(self, item_ids: Sequence[str]) -> None:
+        for id in item_ids:
+            kept = self.items[id]
+            kept.num_users -= 1
+            if kept.num_users == 0:
+                self.num_bytes -= len(kept.json)
+                del self.items[id]
+
+
+def _use_all(shelf: _Shelf, items: Sequence[Item], num_inputs: int | None) -> list[str]:
+    token = secrets.token_hex(16)
+    item_ids = []
+    for index, item in enumerate(items):
+        id = f"{ID_PREFIXES.get(item.type or 'message', 'item')}_{token}_{index}"
+        is_reply = num_inputs is not None and index >= num_inputs
+        item_ids.append(shelf.use(item, item.id if is_reply and item.id else id))
+    return item_ids
+
+
+def new_id(prefix: str = "resp") -> str:
+    return f"{prefix}_{secrets.token_hex(16)}"
 
 
 class ResponseStore:
     def __init__(
         self,
-        max_responses: int = MAX_RESPONSES,
+        max_records: int = MAX_RECORDS,
         max_bytes: int = MAX_BYTES,
         max_age_s: float = MAX_AGE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_responses = max_responses
+        self._max_records = max_records
         self._max_bytes = max_bytes
         self._max_age_s = max_age_s
         self._clock = clock
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # the oldest first
+        self._kept: OrderedDict[str, _Record] = OrderedDict()  # the oldest first
         self._shelves: dict[str, _Shelf] = {}  # by tenant; none is empty
-        self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, id: str, body: bytes, items: list[Item], tenant: str = "") -> None:
-        kept = _Kept(tenant, body, msgspec.json.encode(items), self._clock())
-        self._kept[id] = kept
-        self.num_bytes += kept.num_bytes
+    @property
+    def num_bytes(self) -> int:
+        return sum(shelf.num_bytes for shelf in self._shelves.values())
+
+    def keep(
+        self, id: str, body: bytes, items: Sequence[Item], tenant: str = "", num_inputs: int | None = None
+    ) -> None:
+        """Items behind `num_inputs` are a reply's, and have ids that we drew."""
         shelf = self._shelves.setdefault(tenant, _Shelf())
+        item_ids = _use_all(shelf, items, num_inputs)
+        record = self._kept[id] = _Record(tenant, body, item_ids, num_inputs, self._clock())
         shelf.ids[id] = None
-        shelf.num_bytes += kept.num_bytes
+        shelf.num_bytes += record.num_bytes
         self._forget_old()
         self._forget_surplus()
 
-    def body_of(self, id: str, tenant: str = "") -> bytes:
-        return self._find(id, tenant).body
+    def extend(
+        self, id: str, items: Sequence[Item], tenant: str = "", num_inputs: int | None = None
+    ) -> list[str]:
+        """Adds items to a conversation, which is then the youngest record; gives their ids."""
+        record = self._find(id, tenant)
+        shelf = self._shelves[tenant]
+        item_ids = _use_all(shelf, items, num_inputs)
+        record.item_ids += item_ids
+        shelf.num_bytes += LISTING_BYTES * len(item_ids)
+        record.at = self._clock()
+        self._kept.move_to_end(id)
+        shelf.ids.move_to_end(id)
+        self._forget_surplus()
+        return item_ids
 
-    def items_of(self, id: str, param: str, tenant: str = "") -> list[Item]:
-        """`param`: the field that named the response."""
-        return msgspec.json.decode(self._find(id, tenant, param).items, type=list[Item])
+    def remove_item(self, id: str, item_id: str, tenant: str = "") -> None:
+        """Takes an item out of a conversation."""
+        record = self._find(id, tenant)
+        if item_id not in record.item_ids:
+            raise self._unknown_item(item_id)
+        record.item_ids.remove(item_id)
+        shelf = self._shelves[tenant]
+        shelf.num_bytes -= LISTING_BYTES
+        shelf.drop([item_id])
 
-    def num_bytes_of(self, id: str, param: str, tenant: str = "") -> int:
-        """Of its conversation, before it is decoded."""
-        return len(self._find(id, tenant, param).items)
+    def replace_body(self, id: str, body: bytes, tenant: str = "") -> None:
+        record = self._find(id, tenant)
+        self._shelves[tenant].num_bytes += len(body) - len(record.body)
+        record.body = body
+
+    def require(self, id: str, kind: Kind, tenant: str = "", param: str | None = None) -> None:
+        """Raises if there is no such record of this kind; `param`: the field that named it."""
+        if not (id.startswith(f"{PREFIXES[kind]}_") and id in self._kept):
+            raise self._unknown(id, kind, param)
+        self._find(id, tenant, param)
+
+    def body_of(self, id: str, tenant: str = "", param: str | None = None) -> bytes:
+        return self._find(id, tenant, param).body
+
+    def items_of(self, id: str, param: str | None, tenant: str = "") -> list[Item]:
+        return self._decode(self._find(id, tenant, param).item_ids, tenant)
+
+    def item_ids_of(self, id: str, tenant: str = "", *, is_input: bool = False) -> list[str]:
+        """All, or those before the reply."""
+        record = self._find(id, tenant)
+        return record.item_ids[: record.num_inputs] if is_input else record.item_ids
+
+    def num_bytes_of(self, id: str, param: str | None, tenant: str = "") -> int:
+        """Of its items, before they are decoded."""
+        return self.num_bytes_of_items(self._find(id, tenant, param).item_ids, tenant)
+
+    def num_bytes_of_items(self, item_ids: Sequence[str], tenant: str = "", param: str | None = None) -> int:
+        """Before they are decoded; raises if one is not there."""
+        self._forget_old()
+        items = self._shelves[tenant].items if tenant in self._shelves else {}
+        for id in item_ids:
+            if id not in items:
+                raise self._unknown_item(id, param)
+        return sum(len(items[id].json) for id in item_ids)
+
+    def items_by_id(self, item_ids: Sequence[str], tenant: str = "") -> list[Item]:
+        """Of a tenant's items that are there."""
+        return self._decode(item_ids, tenant)
 
     def delete(self, id: str, tenant: str = "") -> None:
         self._find(id, tenant)
         self._forget(id)
 
-    def _find(self, id: str, tenant: str, param: str | None = None) -> _Kept:
-        self._forget_old()
-        kept = self._kept.get(id)
-        if kept is None or kept.tenant != tenant:
-            raise UnknownResponseError(
-                f"There is no response {id[:64]!r} here",
-                f"Up to {self._max_responses} are kept for {self._max_age_s / 3600:.0f} hours, in up to "
-                f"{self._max_bytes} bytes of memory; those asked for with store: false are not.",
-                "Send the conversation as input.",
-                param=param,
+    def _decode(self, item_ids: Sequence[str], tenant: str) -> list[Item]:
+        if not item_ids:
+            return []
+        items = self._shelves[tenant].items
+        jsons = [items[id].json for id in item_ids]
+        if has_more_values(jsons):  # while they are decoded, nobody else is served
+            raise RequestError(
+                f"The conversation has {len(item_ids)} items that consist of too many values",
+                f"They may have {MAX_VALUES:,} together.",
+                "Send a shorter conversation as input.",
+                param="input",
             )
-        return kept
+        return msgspec.json.decode(b"[%b]" % b",".join(jsons), type=list[Item])
+
+    def _find(self, id: str, tenant: str, param: str | None = None) -> _Record:
+        self._forget_old()
+        record = self._kept.get(id)
+        if record is not None and record.tenant == tenant:
+            return record
+        kind: Kind = "conversation" if id.startswith(PREFIXES["conversation"]) else "response"
+        raise self._unknown(id, kind, param)
+
+    def _unknown(self, id: str, kind: Kind, param: str | None) -> RequestError:
+        error = UnknownConversationError if kind == "conversation" else UnknownResponseError
+        return error(
+            f"There is no {kind} {id[:64]!r} here",
+            f"Up to {self._max_records} are kept for {self._max_age_s / 3600:.0f} hours, in up to "
+            f"{self._max_bytes} bytes of memory; those asked for with store: false are not.",
+            "Send the conversation as input.",
+            param=param,
+        )
+
+    def _unknown_item(self, id: str, param: str | None = None) -> UnknownItemError:
+        return UnknownItemError(
+            f"Item with id {id[:64]!r} not found.",
+            "Items are kept with the responses and conversations that have them, for "
+            f"{self._max_age_s / 3600:.0f} hours; not if store was false.",
+            "Send the item itself, or leave it out.",
+            param=param,
+        )
 
     def _forget_old(self) -> None:
         oldest_at = self._clock() - self._max_age_s
         while self._kept:
-            id, kept = next(iter(self._kept.items()))
-            if kept.at >= oldest_at:
+            id, record = next(iter(self._kept.items()))
+            if record.at >= oldest_at:
                 return
             self._forget(id)
 
     def _forget_surplus(self) -> None:
         while self.num_bytes > self._max_bytes:
             self._forget_oldest_of(max(self._shelves.values(), key=lambda shelf: shelf.num_bytes))
-        while len(self._kept) > self._max_responses:
+        while len(self._kept) > self._max_records:
             self._forget_oldest_of(max(self._shelves.values(), key=lambda shelf: len(shelf.ids)))
 
     def _forget_oldest_of(self, shelf: _Shelf) -> None:
         self._forget(next(iter(shelf.ids)))
 
     def _forget(self, id: str) -> None:
-        kept = self._kept.pop(id)
-        self.num_bytes -= kept.num_bytes
-        shelf = self._shelves[kept.tenant]
+        record = self._kept.pop(id)
+        shelf = self._shelves[record.tenant]
         del shelf.ids[id]
-        shelf.num_bytes -= kept.num_bytes
+        shelf.num_bytes -= record.num_bytes
+        shelf.drop(record.item_ids)
         if not shelf.ids:
-            del self._shelves[kept.tenant]
+            del self._shelves[record.tenant]

@@ -61,9 +61,9 @@ class CallSink:
         if json and self.has_started:
             self._deltas.append(ToolArguments(self._index, json))
 
-    def end(self, is_broken: bool) -> None:
+    def end(self, is_broken: bool, is_cut: bool = False) -> None:
         if self.has_started:
-            self._deltas.append(ToolCallEnd(self._index, is_broken))
+            self._deltas.append(ToolCallEnd(self._index, is_broken, is_cut))
 
 
 def expect(scanner: Scanner, markers: Markers) -> Reading[str]:

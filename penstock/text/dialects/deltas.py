@@ -14,9 +14,12 @@ opened and an encoder needs no memory but that:
 Where items or blocks are numbered, a delta of another kind than the last closes one and opens the next; such
 a block may start with white space that the whole content needs and the block does not.
 
-A call is told while it is written and may still come to nothing: the reply ends inside it, or what follows
-is no call. Its end then says `is_broken`, and all the model wrote of it comes again as text. A body that is
-sent whole drops such a call, as `ParsedReply` does; a stream that has sent its start can only close it.
+A call is told while it is written and may still come to nothing: what follows is no call. Its end then says
+`is_broken`, and all the model wrote of it comes again as text. A body that is sent whole drops such a call,
+as `ParsedReply` does; a stream that has sent its start can only close it.
+
+A call in which the reply reaches its limit stays one, as every API has it: its arguments are the beginning of
+a JSON object, its end says `is_cut`, and nothing of it comes again.
 """
 
 from __future__ import annotations
@@ -52,17 +55,18 @@ class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolArguments(msgspec.Struct, frozen=True, gc=False):
-    """More of a call's arguments; all of them joined are one JSON object."""
+    """More of a call's arguments; all of them joined are one JSON object, or its beginning if it is cut."""
 
     index: int
     json: str
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
-    """The call is complete, or is none after all."""
+    """The call is complete, or is none after all, or the reply has reached its limit inside it."""
 
     index: int
     is_broken: bool = False
+    is_cut: bool = False
 
 
 class ReplyEnd(msgspec.Struct, frozen=True, gc=False):
@@ -71,6 +75,14 @@ class ReplyEnd(msgspec.Struct, frozen=True, gc=False):
     reason: FinishReason | Literal["tool_calls"]
     stop_string: str | None = None  # that the client gave and the reply came to
     is_loop: bool = False  # it only repeated itself, and was ended for that
+    stop_token_id: int | None = None  # of those that the client gave
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """As vLLM tells what stopped a reply; None: its model or its limit did."""
+        if self.is_loop:
+            return "loop_guard"
+        return self.stop_token_id if self.stop_string is None else self.stop_string
 
 
 Delta = ContentDelta | ReasoningDelta | ToolCallStart | ToolArguments | ToolCallEnd | ReplyEnd
@@ -91,7 +103,7 @@ class ParsedReply:
     reasoning: str = ""
     calls: list[ParsedCall] = field(default_factory=list)
     reason: str | None = None
-    is_loop: bool = False
+    stop_reason: str | int | None = None
 
     @classmethod
     def of(cls, deltas: Iterable[Delta]) -> ParsedReply:
@@ -118,6 +130,6 @@ class ParsedReply:
                 case ToolCallEnd():
                     reply.calls[-1].arguments = "".join(fragments)
                 case ReplyEnd(reason):
-                    reply.reason, reply.is_loop = reason, delta.is_loop
+                    reply.reason, reply.stop_reason = reason, delta.stop_reason
         reply.content, reply.reasoning = "".join(contents), "".join(thoughts)
         return reply

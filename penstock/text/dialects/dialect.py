@@ -24,6 +24,13 @@ class Thinking:
         "\n</think>\n\n"  # what to append to a thought that must stop, so that the answer begins
     )
 
+    def split(self, reply: str) -> tuple[str, str]:
+        """The thought that a reply begins with, and the answer."""
+        if not reply.lstrip().startswith(self.start):
+            return "", reply
+        thought, _, answer = reply.lstrip().removeprefix(self.start).partition(self.end)
+        return thought.strip("\n"), answer.lstrip("\n")
+
     def is_open_after(self, prompt: str) -> bool:
         """Whether a prompt ends inside a thought, so that the reply begins with one."""
         return prompt.rstrip().endswith(self.start)

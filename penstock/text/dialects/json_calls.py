@@ -116,6 +116,8 @@ class JsonText:
         self.is_wrong = False
         self._checked: list[str] = []
         self._brackets: list[str] = []  # those open, each as the character that will close it
+        self._num_whole = 0  # pieces that were checked when a value was last whole, or empty so far
+        self._whole_depth = 0  # brackets that were open then, and still are
         self._allowed = "value"
         self._is_in_string = False
         self._escape = ""  # begun
@@ -191,13 +193,17 @@ class JsonText:
             return match.end()
         character = text[position]
         if self._brackets and character == self._brackets[-1] and self._allowed.endswith("end"):
-            self._brackets.pop()
+            self._checked.append(self._brackets.pop())
             self._complete_value()
+            return position + 1
         elif character == '"' and self._allowed in ("value", "value or end", "key", "key or end"):
             self._is_in_string = True
         elif character in "{[" and self._allowed.startswith("value") and len(self._brackets) < MAX_DEPTH:
             self._brackets.append("}" if character == "{" else "]")
             self._allowed = "key or end" if character == "{" else "value or end"
+            self._checked.append(character)
+            self._mark_whole()
+            return position + 1
         elif character == ":" and self._allowed == "colon":
             self._allowed = "value"
         elif character == "," and self._allowed == "comma or end":
@@ -214,3 +220,12 @@ class JsonText:
     def _complete_value(self) -> None:
         self._allowed = "comma or end"
         self.is_complete = not self._brackets
+        self._mark_whole()
+
+    def _mark_whole(self) -> None:
+        self._num_whole, self._whole_depth = len(self._checked), len(self._brackets)
+
+    def whole_part(self) -> str:
+        """What was taken, up to where a value was last whole, closed there; nothing was given out before."""
+        closing = reversed(self._brackets[: self._whole_depth])
+        return "".join([*self._checked[: self._num_whole], *closing])

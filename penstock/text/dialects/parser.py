@@ -6,7 +6,7 @@ its deltas joined are the same.
 
 What is layout and no text: markers that did their work; white space next to them; control tokens, and ends of
 thoughts and calls that were never begun. All else that the model wrote is given out, including every
-character of a call that turned out to be none.
+character of a call that turned out to be none. A call that a limit cuts off stays a call, told once.
 
 Models start calls inside a thought without ending it: a whole call ends it for them, while a thought that
 only mentions a call goes on.
@@ -38,6 +38,7 @@ class StreamParser:
         *,
         in_thinking: bool = False,
         parses_tools: bool = True,
+        continues_thought: bool = False,  # of which the prompt has more than the beginning
     ) -> None:
         self._dialect = dialect
         self._tools = tools_by_name(tools)
@@ -48,12 +49,14 @@ class StreamParser:
         self._voice = self._content
         if in_thinking and dialect.thinking is not None:
             self._voice = self._reasoning
-            self._voice.pass_marker()
+            if not continues_thought:
+                self._voice.pass_marker()
         self._content_markers, self._thought_markers = _markers_of(dialect, parses_tools)
         self._num_calls = 0  # started
         self._has_whole_call = False
         self._awaits_call_end = False  # a whole call was read and nothing but white space since
         self._is_in_broken_call = False  # its end tag is text, as its start was
+        self._is_cut = False  # by a limit, where it ends
         self._scanner = Scanner()
         self._machine = self._read_reply()
         next(self._machine)
@@ -72,6 +75,7 @@ class StreamParser:
     def close(self, finish: FinishReason) -> list[Delta]:
         """The rest, when no more text will come: what was held back, and why the reply ended."""
         self._scanner.end()
+        self._is_cut = finish == "length"
         next(self._machine, None)
         is_call = finish == "stop" and self._has_whole_call
         self._deltas.append(ReplyEnd("tool_calls" if is_call else finish))
@@ -120,19 +124,24 @@ class StreamParser:
     def _read_call(self, opening: str) -> Reading[None]:
         self._scanner.record(opening)
         sink = CallSink(self._deltas, self._num_calls, has_tag=opening == CALL_START)
-        is_whole = True
+        is_whole, is_cut = True, False
         try:
             for _ in self._reader(opening, sink):
                 if sink.is_unknown:
                     self._voice.say(self._scanner.take_recorded())
                 yield
-        except (NotACall, EndOfText):
+        except NotACall:
             is_whole = False
+        except EndOfText:
+            is_whole = False
+            is_cut = self._is_cut and sink.has_started  # before that, nothing was told of it but text
         is_whole = is_whole and not sink.is_unknown
-        sink.end(is_broken=not is_whole)
+        sink.end(is_broken=not (is_whole or is_cut), is_cut=is_cut)
         self._num_calls += sink.has_started
         text = self._scanner.stop_recording()
-        if is_whole:
+        if is_cut:
+            self._voice.pass_marker()
+        elif is_whole:
             self._has_whole_call = True
             self._awaits_call_end = CALL_START in self._openings
             self._is_in_broken_call = False

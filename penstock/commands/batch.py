@@ -1,0 +1,274 @@
+"""`penstock batch`: answers a file of requests into a file of results, both as OpenAI's batches have them.
+
+The requests go to a running server, or to a `penstock serve` that is started for the occasion. Each result is
+appended as one whole line, so that the file is valid whenever the command ends, and the next run goes on
+where this one stopped: requests whose custom_id has a result are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from penstock.batch_lines import (
+    ENDPOINTS,
+    LineError,
+    LineSet,
+    custom_id_of,
+    error_line,
+    mend_tail,
+    numbered_lines,
+    read_line,
+    result_line,
+    results_in,
+)
+from penstock.commands.console import PhaseList, print_note
+from penstock.commands.flags import add_engine_flags, read_count, read_number
+from penstock.commands.started_server import given_server_flags, server_words, started_server
+from penstock.errors import ConfigError, PenstockError
+from penstock.http_client import HttpClient
+from penstock.progress import OnPhase, Phase, timed
+
+USAGE = "penstock batch FILE [-o OUT] [-m MODEL | --base-url URL] [flags]"
+DESCRIPTION = "Answer a file of requests, JSONL in and out. Run it again to go on where it stopped."
+EXAMPLES = [
+    "penstock batch requests.jsonl -m ~/models/Qwen3.5-4B       into requests.results.jsonl",
+    "penstock batch requests.jsonl -o out.jsonl --base-url http://127.0.0.1:8000",
+]
+MAX_LINE_BYTES = 64 * 1024**2
+SERVERS_WORDS = ["--max-queue", "4096", "--drain-timeout", "1"]
+NEWS_S = 0.1
+RETRIED = (429, 502, 503, 504)  # passes
+RETRY_S, MAX_RETRY_S = 0.5, 10.0
+PATIENCE_S = 600.0  # with a server that says it cannot now
+LOST_S = 30.0  # and with one that does not answer: it may be starting again
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="requests, one JSON object a line")
+    parser.add_argument("-o", "--output", metavar="OUT", help="results (default: FILE's name .results.jsonl)")
+    parser.add_argument("--base-url", metavar="URL", help="of a running server (default: one is started)")
+    parser.add_argument(
+        "--concurrency", type=read_count, default=128, metavar="N", help="requests at a time (default: 128)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=read_number,
+        default=3600.0,
+        metavar="X",
+        help="seconds of a request (default: 3600)",
+    )
+    add_engine_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    source = Path(arguments.file).expanduser()
+    if not source.is_file():
+        raise ConfigError(f"There is no file {source}", "It should have a request on each line.")
+    if arguments.concurrency < 1:
+        raise ConfigError(f"--concurrency is {arguments.concurrency}", "It must be 1 or more.")
+    output = Path(arguments.output).expanduser() if arguments.output else source.with_suffix(".results.jsonl")
+    if output.exists() and output.samefile(source):
+        raise ConfigError("The results would go into the file of requests", todo="Name another with -o.")
+    with source.open("rb") as lines, _opened(output) as results:
+        batch = _Batch(lines, results, _Progress.of(source, output))
+        if batch.progress.is_complete(source):
+            print_note(f"all {batch.progress.num_total} lines have results in {output} already")
+            return batch.progress.exit_code
+        with PhaseList() as phases, _server(arguments, phases) as url, timed("batch", phases) as report:
+            batch.answer(HttpClient(url, timeout_s=arguments.timeout), arguments, report)
+    progress = batch.progress
+    print_note(f"{progress.num_good} good results and {progress.num_bad} errors are in {output}")
+    return progress.exit_code
+
+
+@contextlib.contextmanager
+def _opened(output: Path) -> Iterator[BinaryIO]:
+    """The file of results, of this command alone, behind the last result that was written to its end."""
+    try:
+        with output.open("ab", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mend_tail(output)
+            yield file
+    except BlockingIOError as error:
+        raise ConfigError(f"Another `penstock batch` writes to {output}") from error
+
+
+@contextlib.contextmanager
+def _server(arguments: argparse.Namespace, on_phase: OnPhase) -> Iterator[str]:
+    if not arguments.base_url:
+        with started_server([*server_words(arguments), *SERVERS_WORDS], on_phase) as server:
+            yield server.url
+        return
+    for flag, _ in given_server_flags(arguments):
+        if flag.field.name != "model":
+            raise ConfigError(
+                f"{flag.name} and --base-url are both given",
+                "One says how to start a server, the other names one that runs.",
+            )
+    yield arguments.base_url
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What has a result, of this run or of one before."""
+
+    num_total: int
+    num_good: int = 0
+    num_bad: int = 0
+    done_ids: set[int] = field(default_factory=set)  # hashes of custom ids
+    done_lines: LineSet = field(default_factory=LineSet)  # that have no custom id
+
+    @classmethod
+    def of(cls, source: Path, output: Path) -> _Progress:
+        with source.open("rb") as file:
+            progress = cls(sum(1 for _ in numbered_lines(file, MAX_LINE_BYTES)))
+        for result in results_in(output):
+            progress.count(result.is_good)
+            if result.custom_id is None:
+                progress.done_lines.add(result.number)
+            else:
+                progress.done_ids.add(hash(result.custom_id))
+        return progress
+
+    def count(self, is_good: bool) -> None:
+        if is_good:
+            self.num_good += 1
+        else:
+            self.num_bad += 1
+
+    def has(self, number: int, custom_id: str | None) -> bool:
+        return number in self.done_lines or (custom_id is not None and hash(custom_id) in self.done_ids)
+
+    def is_complete(self, source: Path) -> bool:
+        with source.open("rb") as file:
+            return all(self.has(n, custom_id_of(line)) for n, line in numbered_lines(file, MAX_LINE_BYTES))
+
+    @property
+    def exit_code(self) -> int:
+        return int(self.num_bad > 0)
+
+    def __str__(self) -> str:
+        failed = f", {self.num_bad} failed" if self.num_bad else ""
+        return f"{self.num_good + self.num_bad} of {self.num_total}{failed}"
+
+
+@dataclass(slots=True)
+class _Batch:
+    lines: BinaryIO
+    results: BinaryIO
+    progress: _Progress
+    _asked: queue.SimpleQueue[tuple[int, bytes]] = field(default_factory=queue.SimpleQueue)
+    _answers: queue.SimpleQueue[tuple[bytes, bool] | BaseException] = field(default_factory=queue.SimpleQueue)
+    _reported_s: float = 0.0
+
+    def answer(self, client: HttpClient, arguments: argparse.Namespace, report: OnPhase) -> None:
+        model = _Model(client, getattr(arguments, "model", "") if arguments.base_url else "")
+        num_asked = num_threads = 0  # now; and so far
+        for number, line in self._left():
+            if num_threads < arguments.concurrency:
+                self._start_thread(client, model)
+                num_threads += 1
+            self._asked.put((number, line))
+            num_asked += 1
+            if num_asked == arguments.concurrency:
+                self._write_next(report)
+                num_asked -= 1
+        for _ in range(num_asked):
+            self._write_next(report)
+        report(Phase("batch", str(self.progress), 1.0))
+
+    def _left(self) -> Iterator[tuple[int, bytes]]:
+        """Lines that have no result. What comes twice gets one here, and is not asked."""
+        seen: set[int] = set()
+        for number, line in numbered_lines(self.lines, MAX_LINE_BYTES):
+            custom_id = custom_id_of(line)
+            if self.progress.has(number, custom_id):
+                continue
+            if custom_id is not None and hash(custom_id) in seen:
+                what = f"Line {number} has the custom_id of another: {custom_id[:128]!r}"
+                self._write(error_line(_id(number), None, "duplicate_custom_id", what), is_good=False)
+                continue
+            if custom_id is not None:
+                seen.add(hash(custom_id))
+            yield number, line
+
+    def _start_thread(self, client: HttpClient, model: _Model) -> None:
+        """A daemon: Ctrl-C must not wait for replies that nobody will read."""
+
+        def work() -> None:
+            while True:
+                number, line = self._asked.get()
+                try:
+                    self._answers.put(_answer(client, model, number, line))
+                except BaseException as error:  # ends the command
+                    self._answers.put(error)
+
+        threading.Thread(target=work, daemon=True).start()
+
+    def _write_next(self, report: OnPhase) -> None:
+        answer = self._answers.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        self._write(*answer)
+        if time.monotonic() - self._reported_s > NEWS_S:
+            self._reported_s = time.monotonic()
+            num_done = self.progress.num_good + self.progress.num_bad
+            report(Phase("batch", str(self.progress), min(1.0, num_done / max(1, self.progress.num_total))))
+
+    def _write(self, line: bytes, is_good: bool) -> None:
+        while line:
+            line = line[self.results.write(line) :]
+        self.progress.count(is_good)
+
+
+class _Model:
+    """Fills in the model of a body that names none, which servers of others want."""
+
+    def __init__(self, client: HttpClient, name: str) -> None:
+        self._name = name or client.first_model()
+
+    def of(self, body: bytes) -> bytes:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        if "model" in fields:
+            return body
+        return msgspec.json.encode({"model": self._name, **fields})
+
+
+def _answer(client: HttpClient, model: _Model, number: int, line: bytes) -> tuple[bytes, bool]:
+    """A line of the results, and whether it is a good one. Raises if there is no server any more."""
+    try:
+        asked = read_line(line, MAX_LINE_BYTES, ENDPOINTS)
+    except LineError as error:
+        message = f"Line {number}: {error}".replace("\n", " ")
+        return error_line(_id(number), custom_id_of(line), error.code, message), False
+    status, answer = _ask(client, asked.url, model.of(bytes(asked.body)))
+    return result_line(_id(number), asked.custom_id, status, _id(number), answer), status == 200
+
+
+def _ask(client: HttpClient, path: str, body: bytes) -> tuple[int, bytes]:
+    started_s, wait_s = time.monotonic(), RETRY_S
+    while True:
+        try:
+            status, answer = client.read("POST", path, body)
+            if status not in RETRIED or time.monotonic() - started_s > PATIENCE_S:
+                return status, answer
+        except PenstockError:
+            if time.monotonic() - started_s > LOST_S:
+                raise
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, MAX_RETRY_S)
+
+
+def _id(number: int) -> str:
+    return f"batch_req_{number}"

@@ -1,0 +1,258 @@
+"""/v1/files: uploading what a batch asks, reading what it answered. Other files have no use here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, BinaryIO
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from penstock.errors import OverloadedError, RequestError
+from penstock.serve.answer import UNREAD_HEADERS, json_response
+from penstock.serve.batches.folder import Batch, BatchFolder, FileNotHereError, StoredFile
+from penstock.serve.batches.multipart import MultipartParser, Part, boundary_of, multipart_error
+from penstock.serve.intake import SLOW_BYTES_PER_S
+from penstock.serve.serving import Serving
+from penstock.serve.tenants import tenant_of
+
+MAX_UPLOADS = 8  # at a time
+MAX_FIELD_BYTES = 1024  # of a field that is no file
+WRITE_BYTES = 1024**2  # that are written at once, in a thread
+DEFAULT_LIST, MAX_LIST = 10_000, 10_000
+MAX_FILENAME = 255
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000  # OpenAI's
+
+
+class BatchesOffError(FileNotHereError):
+    code = "batches_off"
+
+
+def folder_of(serving: Serving) -> BatchFolder:
+    if serving.batches is None:
+        raise BatchesOffError(
+            "This server keeps no files and no batches",
+            "It was started without a folder for them.",
+            "Start it with --batch-folder FOLDER, or run `penstock batch FILE`.",
+        )
+    return serving.batches
+
+
+def routes(serving: Serving) -> list[Route]:
+    api = FileRoutes(serving)
+    return [
+        Route("/v1/files", api.upload, methods=["POST"]),
+        Route("/v1/files", api.list, methods=["GET"]),
+        Route("/v1/files/{id}", api.show, methods=["GET"]),
+        Route("/v1/files/{id}", api.delete, methods=["DELETE"]),
+        Route("/v1/files/{id}/content", api.content, methods=["GET"]),
+    ]
+
+
+def expiry_s(anchor: Any, seconds: Any, param: str) -> int:
+    """Of `expires_after`, in seconds from now."""
+    if anchor != "created_at":
+        raise RequestError(
+            f"{param}.anchor is {anchor!r:.64}", "It must be created_at.", param=f"{param}.anchor"
+        )
+    is_number = isinstance(seconds, int) or (isinstance(seconds, str) and seconds.isdigit())
+    if not is_number or not MIN_EXPIRY_S <= int(seconds) <= MAX_EXPIRY_S:
+        raise RequestError(
+            f"{param}.seconds is {seconds!r:.64}",
+            f"It must be between {MIN_EXPIRY_S} and {MAX_EXPIRY_S}.",
+            param=f"{param}.seconds",
+        )
+    return int(seconds)
+
+
+def page_of(records: Sequence[StoredFile | Batch], request: Request, default: int, most: int) -> Response:
+    """A part of a list, newest first, as `limit`, `after` and `order` ask."""
+    query = request.query_params
+    limit = query.get("limit", str(default))
+    if not (limit.isdigit() and 1 <= int(limit) <= most):
+        raise RequestError(f"limit is {limit[:64]!r}", f"It must be between 1 and {most}.", param="limit")
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise RequestError(f"order is {order[:64]!r}", "It must be asc or desc.", param="order")
+    ordered = list(records) if order == "asc" else list(records)[::-1]
+    if after := query.get("after"):
+        places = [place for place, record in enumerate(ordered) if record.id == after]
+        if not places:
+            raise RequestError(f"after is {after[:64]!r}", "Nothing in this list has that id.", param="after")
+        ordered = ordered[places[0] + 1 :]
+    page = [record.view() for record in ordered[: int(limit)]]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
+    ends = ends or {"first_id": None, "last_id": None}
+    return json_response({"object": "list", "data": page, **ends, "has_more": len(ordered) > len(page)})
+
+
+class FileRoutes:
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._num_uploads = 0
+
+    async def list(self, request: Request) -> Response:
+        files = [f for f in folder_of(self._serving).files.values() if f.tenant == tenant_of(request.scope)]
+        if purpose := request.query_params.get("purpose"):
+            files = [file for file in files if file.purpose == purpose]
+        return page_of(files, request, DEFAULT_LIST, MAX_LIST)
+
+    async def show(self, request: Request) -> Response:
+        return json_response(self._file(request).view())
+
+    async def content(self, request: Request) -> Response:
+        file = self._file(request)
+        path = folder_of(self._serving).path_of(file.id)
+        return FileResponse(path, media_type="application/jsonl", filename=file.filename)
+
+    async def delete(self, request: Request) -> Response:
+        file = self._file(request)
+        folder_of(self._serving).delete(file)
+        return json_response({"id": file.id, "object": "file", "deleted": True})
+
+    def _file(self, request: Request) -> StoredFile:
+        return folder_of(self._serving).file(request.path_params["id"], tenant_of(request.scope))
+
+    async def upload(self, request: Request) -> Response:
+        folder = folder_of(self._serving)
+        boundary = boundary_of(request.headers.get("content-type", ""))
+        request.scope["is_unread"] = True  # until all of it was read: the connection ends with a refusal
+        if self._num_uploads >= MAX_UPLOADS:
+            raise OverloadedError(f"{MAX_UPLOADS} files are being uploaded", todo="Try again later.")
+        self._num_uploads += 1
+        upload = Upload(folder)
+        try:
+            await upload.receive(boundary, self._chunks(request))
+            file = upload.file(tenant_of(request.scope))
+            folder.add(file)
+            upload.file_id = ""  # it is the folder's now
+        finally:
+            self._num_uploads -= 1
+            upload.drop()
+        request.scope["is_unread"] = False
+        return json_response(file.view())
+
+    async def _chunks(self, request: Request) -> AsyncIterator[bytes]:
+        """May take as long as a slow connection needs, but not stand still or drip."""
+        timeout_s = self._serving.config.read_timeout
+        give_time = request.scope.get("give_time", lambda _: None)
+        started, num_bytes = time.monotonic(), 0
+        stream = request.stream()
+        while True:
+            allowed_s = timeout_s + num_bytes / SLOW_BYTES_PER_S - (time.monotonic() - started)
+            try:
+                async with asyncio.timeout(min(timeout_s, allowed_s)):
+                    chunk = await anext(stream, b"")
+            except TimeoutError:
+                message = f"The file came too slowly: {num_bytes} bytes."
+                raise HTTPException(408, message, UNREAD_HEADERS) from None
+            if not chunk:
+                return
+            num_bytes += len(chunk)
+            give_time(timeout_s)
+            yield chunk
+
+
+class Upload:
+    """A form on its way to the disk."""
+
+    def __init__(self, folder: BatchFolder) -> None:
+        folder.require_room(0)
+        self._folder = folder
+        self._fields: dict[str, bytearray] = {}
+        self._filename: str | None = None  # None: no file has begun
+        self._unwritten = bytearray()
+        self._num_bytes = 0
+        self.file_id = folder.new_id("file-")
+
+    async def receive(self, boundary: bytes, chunks: AsyncIterator[bytes]) -> None:
+        parser = MultipartParser(boundary)
+        field = bytearray()
+        is_file = False
+        descriptor = os.open(self._folder.path_of(self.file_id), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb", buffering=0) as output:
+            async for chunk in chunks:
+                for piece in parser.feed(chunk):
+                    if isinstance(piece, Part):
+                        is_file = self._begin(piece)
+                        field = self._fields.setdefault(piece.name, bytearray())
+                    elif is_file:
+                        await self._take(piece, output)
+                    else:
+                        field += piece
+                        if len(field) > MAX_FIELD_BYTES:
+                            raise multipart_error(f"A field has more than {MAX_FIELD_BYTES} bytes.")
+            await self._write(output)
+        if not parser.has_ended:
+            raise multipart_error("It ends in the middle.")
+
+    def _begin(self, part: Part) -> bool:
+        if part.name != "file":
+            if len(self._fields) >= 16:
+                raise multipart_error("It has more than 16 fields.")
+            return False
+        if self._filename is not None:
+            raise multipart_error("It has more than one file.")
+        self._filename = (part.filename or "file.jsonl")[:MAX_FILENAME]
+        return True
+
+    async def _take(self, data: bytes, output: BinaryIO) -> None:
+        self._num_bytes += len(data)
+        most = self._folder.max_file_bytes
+        if self._num_bytes > most:
+            raise HTTPException(
+                413, f"The file has more than {most} bytes (--batch-file-mb).", UNREAD_HEADERS
+            )
+        self._unwritten += data
+        if len(self._unwritten) >= WRITE_BYTES:
+            await self._write(output)
+
+    async def _write(self, output: BinaryIO) -> None:
+        data, self._unwritten = bytes(self._unwritten), bytearray()
+        self._folder.require_room(len(data))
+        self._folder.num_bytes += len(data)
+        await asyncio.to_thread(_write_all, output, data)
+
+    def file(self, tenant: str) -> StoredFile:
+        """What was received, if that is what a file needs."""
+        if self._filename is None:
+            raise RequestError("The form has no file", param="file")
+        purpose = self._text("purpose")
+        if purpose != "batch":
+            raise RequestError(
+                f"purpose is {purpose!r:.64}", "Only files for batches are kept here.", param="purpose"
+            )
+        now = int(time.time())
+        anchor, seconds = self._text("expires_after[anchor]"), self._text("expires_after[seconds]")
+        expires_at = None
+        if anchor is not None or seconds is not None:
+            expires_at = now + expiry_s(anchor, seconds, "expires_after")
+        return StoredFile(
+            id=self.file_id,
+            tenant=tenant,
+            filename=self._filename,
+            purpose=purpose,
+            bytes=self._num_bytes,
+            created_at=now,
+            expires_at=expires_at,
+        )
+
+    def _text(self, name: str) -> str | None:
+        data = self._fields.get(name)
+        return None if data is None else data.decode("utf-8", "replace")
+
+    def drop(self) -> None:
+        """Whatever did not become a file."""
+        if self.file_id:
+            self._folder.discard(self.file_id)
+
+
+def _write_all(output: BinaryIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[output.write(rest) :]

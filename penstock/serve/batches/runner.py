@@ -1,0 +1,420 @@
+"""Runs batches: each line is a request to the API's own route, of the least priority, while rows are free.
+
+A line's result is appended to a file as one write, so that a server that is killed loses only what it was
+generating: the next one reads which lines have results and asks the others. Each tenant has one batch at a
+time, and tenants' lines take turns. Knows no API's fields: routes answer a line as they answer a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+from penstock.batch_lines import (
+    BatchLine,
+    LineSet,
+    custom_id_of,
+    error_line,
+    mend_tail,
+    numbered_lines,
+    read_line,
+    result_line,
+    results_in,
+    scan,
+)
+from penstock.errors import PenstockError
+from penstock.serve.batches.folder import Batch, BatchFolder, Status, StorageFullError, StoredFile
+from penstock.serve.openai.requests import MAX_PRIORITY
+from penstock.serve.request_log import RequestRecord
+from penstock.serve.serving import Serving
+from penstock.serve.tenants import tenant_of_key
+
+log = logging.getLogger("penstock.serve")
+
+LOOK_S = 0.2  # how often a line that waits for a row looks whether clients have left one
+SWEEP_S = 30.0
+LINES_AT_ONCE, BYTES_AT_ONCE = 64, 4 * 1024**2  # that are read ahead, in a thread
+RETRY_S, MAX_RETRY_S = 0.5, 10.0
+UNAVAILABLE = ("overloaded", "engine_unavailable")  # passes, however long it takes
+MAX_TRIES = 5  # where another error says that it might pass
+
+
+@dataclass(slots=True)
+class _Results:
+    """The two files that a batch writes, and the lines that have a result."""
+
+    output: int
+    errors: int
+    done: LineSet = field(default_factory=LineSet)
+
+
+class BatchRunner:
+    def __init__(
+        self, folder: BatchFolder, serving: Serving, app: ASGIApp, endpoints: tuple[str, ...]
+    ) -> None:
+        self.endpoints = endpoints
+        self._folder = folder
+        self._serving = serving
+        self._app = app  # the routes, without what stands in front of them for clients
+        self._changed = asyncio.Event()
+        self._freed = asyncio.Event()
+        self._turn = asyncio.Lock()  # of those that wait for a row, in their order
+        self._num_in_flight = 0
+        self._running: dict[str, asyncio.Task[None]] = {}  # by batch
+        keys = serving.config.load_api_keys()
+        self._tenants = {tenant_of_key(key) for key in keys} or {""}  # a key that was withdrawn asks nothing
+
+    def wake(self) -> None:
+        """There is another batch."""
+        self._changed.set()
+
+    def cancel(self, batch: Batch) -> None:
+        if batch.has_ended or batch.status == "cancelling":
+            return
+        batch.reach("cancelling")
+        self._folder.save(batch)
+        if (task := self._running.get(batch.id)) is not None:
+            task.cancel()
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Until the server drains. What is open then goes on with the next server."""
+        draining = asyncio.ensure_future(self._serving.draining.wait())
+        try:
+            await self._serving.client.wait_ready()
+            while not draining.done():
+                self._changed.clear()
+                self._start_next()
+                changed = asyncio.ensure_future(self._changed.wait())
+                await asyncio.wait({draining, changed}, timeout=SWEEP_S, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                self._delete_expired()
+        except PenstockError:  # there will be no engine; the server says why
+            pass
+        finally:
+            draining.cancel()
+            tasks = list(self._running.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start_next(self) -> None:
+        """The oldest batch of each tenant that has none running; one that was called off, at once."""
+        busy = {self._folder.batches[id].tenant for id in self._running}
+        for batch in list(self._folder.batches.values()):
+            if batch.has_ended or batch.id in self._running or not self._is_ours(batch):
+                continue
+            if batch.tenant in busy and batch.status != "cancelling":
+                continue
+            busy.add(batch.tenant)
+            task = self._running[batch.id] = asyncio.create_task(self._live(batch))
+            task.add_done_callback(lambda _, id=batch.id: self._end(id))  # type: ignore[misc]
+
+    def _is_ours(self, batch: Batch) -> bool:
+        """Another model's may be ended here, but not answered."""
+        is_over = batch.status == "cancelling" or batch.expires_at <= time.time()
+        return batch.tenant in self._tenants and (is_over or batch.model == self._serving.model_name)
+
+    def _end(self, id: str) -> None:
+        del self._running[id]
+        self._changed.set()
+
+    def _delete_expired(self) -> None:
+        now = time.time()
+        in_use = {one.input_file_id for one in self._folder.batches.values() if not one.has_ended}
+        for file in list(self._folder.files.values()):
+            if file.expires_at is not None and file.expires_at <= now and file.id not in in_use:
+                self._folder.delete(file)
+
+    async def _live(self, batch: Batch) -> None:
+        """From wherever it is to its end. Cancelled without having been called off: the server ends."""
+        try:
+            await self._process(batch)
+        except asyncio.CancelledError:
+            if batch.status != "cancelling":
+                raise
+            batch.ends_as = "cancelled"
+        except (OSError, StorageFullError) as error:
+            self._fail(batch, error)
+        except Exception:
+            log.exception("a batch failed unexpectedly")
+            batch.ends_as = "failed"
+            message = "The server failed on this batch. It has been logged."
+            batch.problems = [{"code": "internal_error", "line": None, "message": message, "param": None}]
+        try:
+            await self._finalize(batch)
+        except (OSError, StorageFullError) as error:
+            log.error("the results of batch %s could not be written: %s", batch.id, error)
+            self._fail(batch, error)
+            batch.reach("failed")  # here at least; the next server tries again
+
+    def _fail(self, batch: Batch, error: OSError | StorageFullError) -> None:
+        what = error.what if isinstance(error, PenstockError) else f"A file could not be written: {error}"
+        batch.problems = [{"code": "storage", "line": None, "message": what, "param": None}]
+        batch.ends_as = "failed"
+
+    async def _process(self, batch: Batch) -> None:
+        if batch.status == "cancelling":
+            batch.ends_as = "cancelled"
+        if batch.ends_as is not None:  # was written down when the last server ended
+            return
+        try:
+            async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
+                if batch.status == "validating" and not await self._validate(batch):
+                    return
+                await self._answer_lines(batch)
+                batch.ends_as = "completed"
+        except TimeoutError:
+            batch.ends_as = "expired"
+
+    async def _validate(self, batch: Batch) -> bool:
+        is_over = False
+        try:
+            found = await asyncio.to_thread(
+                scan, self._input_of(batch), self._max_line, (batch.endpoint,), lambda: is_over
+            )
+        finally:
+            is_over = True
+        batch.num_total = found.num_lines
+        if found.problems:
+            batch.problems, batch.ends_as = found.problems, "failed"
+            return False
+        batch.reach("in_progress")
+        self._folder.save(batch)
+        return True
+
+    @property
+    def _max_line(self) -> int:
+        return self._serving.config.max_body_bytes
+
+    def _input_of(self, batch: Batch) -> Path:
+        return self._folder.path_of(batch.input_file_id)
+
+    async def _answer_lines(self, batch: Batch) -> None:
+        results = await asyncio.to_thread(self._open_results, batch)
+        answering: set[asyncio.Task[None]] = set()
+        try:
+            async for number, line in self._lines(batch):
+                if number in results.done:
+                    continue
+                await self._wait_row()
+                task = asyncio.create_task(self._answer_line(batch, results, number, line))
+                answering.add(task)
+                task.add_done_callback(self._free_row)
+                for done in [task for task in answering if task.done()]:
+                    answering.discard(done)
+                    done.result()
+            for task in list(answering):
+                await task
+        finally:
+            for task in answering:
+                task.cancel()
+            await asyncio.gather(*answering, return_exceptions=True)
+            os.close(results.output)
+            os.close(results.errors)
+
+    async def _lines(self, batch: Batch) -> AsyncIterator[tuple[int, bytes]]:
+        with self._input_of(batch).open("rb") as file:
+            lines = numbered_lines(file, self._max_line)
+
+            def read() -> list[tuple[int, bytes]]:
+                some: list[tuple[int, bytes]] = []
+                num_bytes = 0
+                for number, line in islice(lines, LINES_AT_ONCE):
+                    some.append((number, line))
+                    num_bytes += len(line)
+                    if num_bytes > BYTES_AT_ONCE:
+                        break
+                return some
+
+            while some := await asyncio.to_thread(read):
+                for number, line in some:
+                    yield number, line
+
+    def _open_results(self, batch: Batch) -> _Results:
+        """Opens the files of results; what the last server has left in them counts."""
+        paths = [self._folder.path_of(id) for id in (batch.output_id, batch.errors_id)]
+        output, errors = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in paths)
+        results = _Results(output, errors)
+        counts = [0, 0]
+        for place, path in enumerate(paths):
+            before = path.stat().st_size
+            mend_tail(path)
+            self._folder.num_bytes -= before - path.stat().st_size
+            for result in results_in(path):
+                results.done.add(result.number)
+                counts[place] += 1
+        batch.num_completed, batch.num_failed = counts
+        return results
+
+    async def _wait_row(self) -> None:
+        async with self._turn:
+            while self._num_in_flight >= self._num_rows():
+                self._freed.clear()
+                waking = asyncio.ensure_future(self._freed.wait())
+                try:
+                    await asyncio.wait({waking}, timeout=LOOK_S)
+                finally:
+                    waking.cancel()
+            self._num_in_flight += 1
+
+    def _num_rows(self) -> int:
+        """That batches may use: what clients leave, and one, which waits behind them all in the engine."""
+        # A line that has just begun has no place yet, so there may seem to be fewer than none.
+        others = max(0, self._serving.intake.replies.num_taken - self._num_in_flight)
+        most = min(self._serving.client.num_rows, self._serving.config.max_queue // 2)
+        return max(1, most - others)
+
+    def _free_row(self, task: asyncio.Task[None]) -> None:
+        self._num_in_flight -= 1
+        self._freed.set()
+
+    async def _answer_line(self, batch: Batch, results: _Results, number: int, data: bytes) -> None:
+        line = read_line(data, self._max_line, (batch.endpoint,))
+        status, request_id, body = await self._answer(batch, line)
+        is_good = status == 200
+        result = result_line(_result_id(batch, number), line.custom_id, status, request_id, body)
+        self._append(results.output if is_good else results.errors, result)
+        if is_good:
+            batch.num_completed += 1
+        else:
+            batch.num_failed += 1
+
+    def _append(self, file: int, result: bytes) -> None:
+        self._folder.require_room(len(result))
+        self._folder.num_bytes += len(result)
+        while result:
+            result = result[os.write(file, result) :]
+
+    async def _answer(self, batch: Batch, line: BatchLine) -> tuple[int, str, bytes]:
+        """The answer to one line. What would pass is tried again, and a server that ends answers nothing."""
+        num_tries, wait_s = 0, RETRY_S
+        while True:
+            num_tries += 1
+            status, request_id, body = await self._call(batch, line)
+            if status not in (429, 503):
+                return status, request_id, body
+            code = msgspec.json.decode(body, type=_ErrorBody).error.code
+            if code not in UNAVAILABLE and num_tries >= MAX_TRIES:
+                return status, request_id, body
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, MAX_RETRY_S)
+
+    async def _call(self, batch: Batch, line: BatchLine) -> tuple[int, str, bytes]:
+        request_id = uuid.uuid4().hex
+        body = bytes(line.body)
+        path = line.url.encode()
+        length = str(len(body)).encode()
+        scope: dict[str, Any] = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": line.method,
+            "scheme": "http",
+            "path": line.url,
+            "raw_path": path,
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json"), (b"content-length", length)],
+            "server": None,
+            "client": None,
+            "tenant": batch.tenant,
+            "request_id": request_id,
+            "record": RequestRecord(request_id, request_id, line.method, line.url),
+            "least_priority": MAX_PRIORITY,
+        }
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        status, answer = 500, bytearray()
+
+        async def receive() -> Message:
+            if messages:
+                return messages.pop()
+            await asyncio.Event().wait()  # for ever: nobody hangs up
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            answer.extend(message.get("body", b""))
+
+        await self._app(scope, receive, send)
+        return status, request_id, bytes(answer)
+
+    async def _finalize(self, batch: Batch) -> None:
+        """Results become files. May be done again, should the server be killed meanwhile."""
+        assert batch.ends_as is not None
+        status: Status = batch.ends_as
+        if batch.status != "finalizing":
+            if status == "completed" or status == "expired":
+                batch.reach("finalizing")
+            self._folder.save(batch)
+        await asyncio.to_thread(self._close_results, batch)
+        batch.has_output = self._publish(batch, batch.output_id, "output", batch.num_completed)
+        batch.has_errors = self._publish(batch, batch.errors_id, "errors", batch.num_failed)
+        batch.reach(status)
+        self._folder.save(batch)
+        log.info("batch %s %s: %d of %d answered", batch.id, status, batch.num_completed, batch.num_total)
+
+    def _close_results(self, batch: Batch) -> None:
+        results = self._open_results(batch)
+        try:
+            if batch.ends_as == "expired":
+                self._write_expired(batch, results)
+            os.fsync(results.output)
+            os.fsync(results.errors)
+        finally:
+            os.close(results.output)
+            os.close(results.errors)
+
+    def _write_expired(self, batch: Batch, results: _Results) -> None:
+        """Each line that has no result gets one that says why."""
+        message = (
+            f"The completion window of {batch.completion_window} ended before this request was answered."
+        )
+        with self._input_of(batch).open("rb") as file:
+            for number, line in numbered_lines(file, self._max_line):
+                if number not in results.done:
+                    id, custom_id = _result_id(batch, number), custom_id_of(line)
+                    self._append(results.errors, error_line(id, custom_id, "batch_expired", message))
+                    batch.num_failed += 1
+        batch.num_total = batch.num_completed + batch.num_failed  # it may have expired before it was counted
+
+    def _publish(self, batch: Batch, id: str, kind: str, num_lines: int) -> bool:
+        if not num_lines:
+            self._folder.discard(id)
+            return False
+        now = int(time.time())
+        file = StoredFile(
+            id=id,
+            tenant=batch.tenant,
+            filename=f"{batch.id}_{kind}.jsonl",
+            purpose="batch_output",
+            bytes=self._folder.path_of(id).stat().st_size,
+            created_at=now,
+            expires_at=None if batch.output_expires_s is None else now + batch.output_expires_s,
+        )
+        self._folder.add(file)
+        return True
+
+
+class _ErrorFields(msgspec.Struct):
+    code: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorFields
+
+
+def _result_id(batch: Batch, number: int) -> str:
+    return f"batch_req_{batch.id.removeprefix('batch_')}_{number}"

@@ -1,0 +1,39 @@
+"""System messages where chat templates can take them, for every API: one, and at the start.
+
+Agents send more, and later ones: a permission that changed, a mode that was switched. Those at the start are
+joined. One amid a conversation becomes part of the user's turn beside it, marked as Claude Code marks what it
+puts into user messages itself, which models know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+PARAGRAPH = "\n\n"
+PlainMessage = dict[str, Any]  # as chat templates expect it
+
+
+def reminder(text: str) -> str:
+    """An instruction amid a conversation."""
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+def place_instructions(messages: list[PlainMessage]) -> list[PlainMessage]:
+    """The same conversation with at most one system message, its first."""
+    num_leading = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    placed: list[PlainMessage] = []
+    if num_leading:
+        texts = [m["content"] for m in messages[:num_leading] if m["content"]]
+        placed.append({**messages[0], "content": PARAGRAPH.join(texts)})
+    is_open = False  # the last one takes the next, if both are the user's: one of them is a reminder
+    for message in messages[num_leading:]:
+        is_reminder = message["role"] == "system"
+        if is_reminder:
+            message = {"role": "user", "content": reminder(message["content"])}
+        is_users = message["role"] == "user"
+        if is_users and placed and placed[-1]["role"] == "user" and (is_reminder or is_open):
+            last = placed.pop()
+            message = {**last, "content": PARAGRAPH.join([last["content"], message["content"]])}
+        placed.append(message)
+        is_open = is_reminder
+    return placed

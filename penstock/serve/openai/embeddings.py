@@ -1,0 +1,303 @@
+"""Vectors and scores over HTTP: OpenAI's /v1/embeddings, Jina's and Cohere's /v1/rerank, vLLM's /v1/score.
+
+Answers are never streamed. A vector is encoded as it comes, so that the end of a call with thousands of them
+holds up nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from base64 import b64encode
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Literal, cast
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.routing import Route
+
+from penstock.errors import RequestError
+from penstock.serve.answer import Answer, ReplyFormat, read_body
+from penstock.serve.intake import place_of
+from penstock.serve.openai.body import decode_body
+from penstock.serve.openai.requests import (
+    MAX_ID_VALUES,
+    MAX_PRIORITY,
+    MAX_TIMEOUT_S,
+    TokenId,
+    split_prompts,
+)
+from penstock.serve.serving import Serving
+from penstock.serve.tenants import tenant_of
+from penstock.serve.text_stream import TextStream, Usage
+from penstock.serve.vectors import EmbeddingRequest, ScoreRequest
+
+MAX_INPUTS = 2048  # of one call, as OpenAI has it
+MAX_INSTRUCTION_CHARS = 16_384
+
+Texts = Annotated[list[str], Meta(min_length=1)]
+
+
+class VectorBody(msgspec.Struct, kw_only=True):
+    """What all three take."""
+
+    model: str | None = None
+    user: Any = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    # Fields of others that would change the answer: they are refused by name.
+    stream: bool | None = None
+    truncate: Any = None
+    truncation: Any = None
+
+
+class EmbeddingBody(VectorBody, kw_only=True):
+    input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    normalize: bool | None = None
+    prompt_name: str | None = None
+    input_type: Any = None
+    task: Any = None
+    instruction: Any = None
+    embedding_type: Any = None
+    late_chunking: Any = None
+    messages: Any = None
+
+
+class Document(msgspec.Struct):
+    text: str
+
+
+class RerankBody(VectorBody, kw_only=True):
+    query: str
+    documents: Annotated[list[str | Document], Meta(min_length=1)]
+    top_n: Annotated[int, Meta(ge=1)] | None = None
+    return_documents: bool | None = None
+    instruction: Annotated[str, Meta(max_length=MAX_INSTRUCTION_CHARS)] | None = None
+    max_tokens_per_doc: Any = None
+    max_chunks_per_doc: Any = None
+    rank_fields: Any = None
+
+
+class ScoreBody(VectorBody, kw_only=True):
+    text_1: str | Texts
+    text_2: str | Texts
+    instruction: Annotated[str, Meta(max_length=MAX_INSTRUCTION_CHARS)] | None = None
+
+
+REFUSED = {  # and what to send instead
+    "stream": "Leave it out: the answer comes as a whole.",
+    "truncate": "Use truncate_prompt_tokens; -1 cuts an input to the context.",
+    "truncation": "Use truncate_prompt_tokens; -1 cuts an input to the context.",
+    "input_type": "Use prompt_name, which names a prompt of the checkpoint, such as query.",
+    "task": "Use prompt_name, which names a prompt of the checkpoint, such as query.",
+    "embedding_type": "Use encoding_format: float or base64.",
+    "late_chunking": "Send each chunk as an input.",
+    "messages": "Send the text as input.",
+    "max_tokens_per_doc": "Use truncate_prompt_tokens, which counts the query, too.",
+    "max_chunks_per_doc": "Send each chunk as a document.",
+    "rank_fields": "Send the text of the fields as a document.",
+}
+
+
+def _refuse_unsupported(fields: VectorBody) -> None:
+    todo = dict(REFUSED)
+    if isinstance(fields, EmbeddingBody):
+        todo["instruction"] = "Put its words before the input, or use prompt_name."
+    for name, hint in todo.items():
+        if getattr(fields, name, None) not in (None, False):
+            raise RequestError(f"{name} is not supported here", "", hint, param=name)
+
+
+def _check_number(what: str, num_texts: int, param: str) -> None:
+    if num_texts > MAX_INPUTS:
+        raise RequestError(
+            f"{num_texts} {what} are too many for one call",
+            f"At most {MAX_INPUTS} are taken.",
+            "Split the call.",
+            param=param,
+        )
+
+
+def _common(fields: VectorBody, request: Request) -> dict[str, Any]:
+    if fields.truncate_prompt_tokens == 0:
+        raise RequestError(
+            "truncate_prompt_tokens is 0",
+            "Nothing would be left.",
+            "Use 1 or more, or -1 for as many as the context holds.",
+            param="truncate_prompt_tokens",
+        )
+    return {
+        "max_tokens": fields.truncate_prompt_tokens,
+        "timeout_s": fields.timeout,
+        "priority": max(fields.priority or 0, request.scope.get("least_priority", fields.priority or 0)),
+        "tenant": tenant_of(request.scope),
+    }
+
+
+def routes(serving: Serving) -> list[Route]:
+    api = VectorRoutes(serving)
+    return [
+        Route("/v1/embeddings", api.embed, methods=["POST"]),
+        *(Route(path, api.rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+        *(Route(path, api.score, methods=["POST"]) for path in ("/v1/score", "/score")),
+    ]
+
+
+class VectorRoutes:
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def embed(self, request: Request) -> Answer:
+        fields = decode_body(await read_body(request), EmbeddingBody, MAX_ID_VALUES)
+        _refuse_unsupported(fields)
+        inputs = split_prompts(fields.input, "input")
+        _check_number("inputs", len(inputs), "input")
+        asked = EmbeddingRequest(
+            inputs=inputs,
+            prompt_name=fields.prompt_name,
+            normalize=fields.normalize,
+            dimensions=fields.dimensions,
+            **_common(fields, request),
+        )
+        answer = EmbeddingAnswer(self._serving.model_name, fields.encoding_format == "base64")
+        vectors, id, place = self._serving.text.vectors, request.scope["request_id"], place_of(request.scope)
+        return _whole_answer(
+            lambda: vectors.stream_embeddings(id, asked, answer.take, place), answer, asked.timeout_s
+        )
+
+    async def rerank(self, request: Request) -> Answer:
+        fields = decode_body(await read_body(request), RerankBody)
+        _refuse_unsupported(fields)
+        _check_number("documents", len(fields.documents), "documents")
+        texts = [one if isinstance(one, str) else one.text for one in fields.documents]
+        answer = RerankAnswer(
+            request.scope["request_id"],
+            self._serving.model_name,
+            fields.top_n,
+            texts if fields.return_documents else None,
+        )
+        return self._score(request, fields, [(fields.query, text) for text in texts], answer)
+
+    async def score(self, request: Request) -> Answer:
+        fields = decode_body(await read_body(request), ScoreBody)
+        _refuse_unsupported(fields)
+        first, second = ([one] if isinstance(one, str) else one for one in (fields.text_1, fields.text_2))
+        if len(first) not in (1, len(second)):
+            raise RequestError(
+                f"text_1 has {len(first)} texts and text_2 has {len(second)}",
+                "They are compared one by one, or one with all of text_2.",
+                "Send one text_1, or as many as text_2 has.",
+                param="text_1",
+            )
+        _check_number("texts", len(second), "text_2")
+        pairs = list(zip(first * len(second) if len(first) == 1 else first, second))
+        answer = ScoreAnswer(request.scope["request_id"], self._serving.model_name)
+        return self._score(request, fields, pairs, answer)
+
+    def _score(
+        self,
+        request: Request,
+        fields: RerankBody | ScoreBody,
+        pairs: list[tuple[str, str]],
+        answer: RerankAnswer | ScoreAnswer,
+    ) -> Answer:
+        asked = ScoreRequest(pairs=pairs, instruction=fields.instruction, **_common(fields, request))
+        vectors, id, place = self._serving.text.vectors, request.scope["request_id"], place_of(request.scope)
+        return _whole_answer(
+            lambda: vectors.stream_scores(id, asked, answer.take, place), answer, asked.timeout_s
+        )
+
+
+def _whole_answer(
+    start: Callable[[], Awaitable[TextStream]],
+    answer: EmbeddingAnswer | RerankAnswer | ScoreAnswer,
+    timeout_s: float | None,
+) -> Answer:
+    """The answer hears of vectors itself. Only streams need the rest of a format."""
+    return Answer(lambda _: start(), cast(ReplyFormat, answer), False, timeout_s)
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    return {"prompt_tokens": usage.num_prompt_tokens, "total_tokens": usage.num_prompt_tokens}
+
+
+class EmbeddingAnswer:
+    def __init__(self, model: str, is_base64: bool) -> None:
+        self._model = model
+        self._is_base64 = is_base64
+        self._encoded: dict[int, bytes] = {}
+
+    def take(self, index: int, vector: bytes) -> None:
+        if self._is_base64:
+            self._encoded[index] = b'"' + b64encode(vector) + b'"'
+        else:
+            self._encoded[index] = msgspec.json.encode(memoryview(vector).cast("f").tolist())
+
+    def encode_body(self, choices: object, usage: Usage) -> bytes:
+        pieces = []
+        for index in range(len(self._encoded)):
+            head = b'{"object":"embedding","index":%d,"embedding":' % index
+            pieces.append(head + self._encoded[index] + b"}")
+        rest = {"model": self._model, "usage": _usage(usage)}
+        tail = b"]," + msgspec.json.encode(rest)[1:]
+        return b'{"object":"list","data":[' + b",".join(pieces) + tail
+
+
+class RerankAnswer:
+    def __init__(self, id: str, model: str, top_n: int | None, texts: list[str] | None) -> None:
+        self._id = id
+        self._model = model
+        self._top_n = top_n
+        self._texts = texts  # to be repeated
+        self._scores: dict[int, float] = {}
+
+    def take(self, index: int, score: float) -> None:
+        self._scores[index] = score
+
+    def encode_body(self, choices: object, usage: Usage) -> bytes:
+        ranked = sorted(self._scores, key=lambda index: (-self._scores[index], index))[: self._top_n]
+        results = []
+        for index in ranked:
+            result: dict[str, Any] = {"index": index, "relevance_score": self._scores[index]}
+            if self._texts is not None:
+                result["document"] = {"text": self._texts[index]}
+            results.append(result)
+        return msgspec.json.encode(
+            {
+                "id": f"rerank-{self._id}",
+                "object": "rerank",
+                "model": self._model,
+                "results": results,
+                "usage": _usage(usage),
+            }
+        )
+
+
+class ScoreAnswer:
+    def __init__(self, id: str, model: str) -> None:
+        self._id = id
+        self._model = model
+        self._created = int(time.time())
+        self._scores: dict[int, float] = {}
+
+    def take(self, index: int, score: float) -> None:
+        self._scores[index] = score
+
+    def encode_body(self, choices: object, usage: Usage) -> bytes:
+        data = [
+            {"index": index, "object": "score", "score": self._scores[index]}
+            for index in range(len(self._scores))
+        ]
+        return msgspec.json.encode(
+            {
+                "id": f"score-{self._id}",
+                "object": "list",
+                "created": self._created,
+                "model": self._model,
+                "data": data,
+                "usage": _usage(usage),
+            }
+        )

@@ -1,0 +1,109 @@
+"""Custom tools: to their clients they take a text, to the model they are functions with one string.
+
+What a model calls one with is JSON; here it becomes the text again, while it is still being written. Knows
+tools as clients define them; how grammars are enforced is penstock.text's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import RequestError
+from penstock.serve.responses.items import CUSTOM_INPUT
+from penstock.text.call_grammar import TextGrammar
+
+if TYPE_CHECKING:
+    from penstock.serve.responses.requests import FlatTool
+
+_START = re.compile(rf'\s*{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
+# Characters and whole escapes. A high surrogate is whole when it is known what stands behind it.
+_WHOLE = re.compile(
+    r"""(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"""
+    r"""|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u])))*"""
+)
+
+
+def text_parameters(tool: FlatTool) -> dict[str, Any]:
+    """The parameters of the function that a custom tool is to the model."""
+    text: dict[str, Any] = {"type": "string"}
+    if tool.format is not None and tool.format.type == "grammar":
+        text["description"] = f"Text of this {tool.format.syntax} grammar:\n{tool.format.definition}"
+    return {
+        "type": "object",
+        "properties": {CUSTOM_INPUT: text},
+        "required": [CUSTOM_INPUT],
+        "additionalProperties": False,
+    }
+
+
+def text_grammars(tools: Mapping[str, FlatTool]) -> Mapping[str, TextGrammar]:
+    """What the texts must match, by the names of tools that say it."""
+    grammars: dict[str, TextGrammar] = {}
+    for name, tool in tools.items():
+        if tool.type != "custom" or tool.format is None or tool.format.type == "text":
+            continue
+        where, format = f"The format of the tool {name[:64]!r}", tool.format
+        if format.type != "grammar":
+            raise RequestError(
+                f"{where} is of type {format.type[:32]!r}", "It must be text or grammar.", param="tools"
+            )
+        if format.syntax not in ("lark", "regex"):
+            raise RequestError(
+                f"{where} has the syntax {(format.syntax or '')[:32]!r}",
+                "It must be lark or regex.",
+                param="tools",
+            )
+        if not format.definition:
+            raise RequestError(f"{where} has no definition", param="tools")
+        syntax: Any = format.syntax
+        grammars[name] = TextGrammar(syntax, format.definition)
+    return grammars
+
+
+class InputText:
+    """The text in the arguments of a call, taken out while they come."""
+
+    def __init__(self) -> None:
+        self._unread = ""  # JSON
+        self._has_begun = False
+        self._is_open = False  # inside the string
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    def feed(self, more: str) -> str:
+        """The text that is new; none of arguments that do not begin with it, until their end."""
+        self._unread += more
+        if not self._has_begun:
+            start = _START.match(self._unread)
+            if start is None:
+                return ""
+            self._has_begun = self._is_open = True
+            self._unread = self._unread[start.end() :]
+        if not self._is_open:
+            return ""
+        whole = _WHOLE.match(self._unread)
+        assert whole is not None
+        self._unread = self._unread[whole.end() :]
+        self._is_open = not self._unread.startswith('"')
+        return self._add(json.loads(f'"{whole.group()}"', strict=False))
+
+    def end(self) -> str:
+        """The text that is new at the end: of arguments of another form, all of them."""
+        if self._has_begun:
+            return ""
+        try:
+            text = json.loads(self._unread)[CUSTOM_INPUT]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            text = None
+        return self._add(text if isinstance(text, str) else self._unread)
+
+    def _add(self, text: str) -> str:
+        text = text.encode("utf-8", "replace").decode()  # half of a character beyond U+FFFF is none
+        self._texts.append(text)
+        return text

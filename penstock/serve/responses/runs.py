@@ -1,0 +1,188 @@
+"""Replies that nobody waits for (`background`): they go on when their client leaves, and can be looked at.
+
+A run writes its response's events down, if they were asked for: whoever comes later reads them from any
+number on. What it comes to is kept like every other response; that is not done here. Events of runs take a
+limited number of bytes: beyond it those of the oldest runs go, whose responses can still be fetched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+
+from penstock.errors import DeadlineError, PenstockError, RequestError
+from penstock.serve.answer import unexpected_error
+from penstock.serve.responses.replies import ResponseReplyFormat
+from penstock.serve.text_stream import ReplyDelta, TextStream
+
+log = logging.getLogger("penstock.serve")
+
+MAX_EVENT_BYTES = 64 * 1024 * 1024  # of all runs
+KEEP_ALIVE_S = 10.0
+KEEP_ALIVE = b": keep-alive\n\n"
+EVENT_END = b"\n\n"  # JSON has no line ends in it
+
+KeepUnfinished = Callable[[bytes], None]
+
+
+class Events:
+    """What a run has written, and who waits for more."""
+
+    def __init__(self) -> None:
+        self.data: bytearray | None = bytearray()  # None: they are gone
+        self.has_ended = False
+        self.on_write: Callable[[int], None] = lambda num_bytes: None
+        self._news = asyncio.Event()
+
+    def write(self, events: bytes) -> None:
+        if self.data is None:
+            return
+        self.data += events
+        self.on_write(len(events))
+        self.wake()
+
+    def drop(self) -> int:
+        """Ends all reading; gives how many bytes there were."""
+        data, self.data = self.data, None
+        self.wake()
+        return len(data or b"")
+
+    def wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def read(self, num_skipped: int) -> AsyncIterator[bytes]:
+        """All events but the first ones, as they come; a comment where none comes for long."""
+        at, num_left = 0, num_skipped
+        while self.data is not None:
+            while num_left and (end := self.data.find(EVENT_END, at)) >= 0:
+                at, num_left = end + len(EVENT_END), num_left - 1
+            if not num_left and at < len(self.data):
+                events, at = bytes(self.data[at:]), len(self.data)
+                yield events
+            elif self.has_ended:
+                return
+            else:
+                news = self._news
+                try:
+                    await asyncio.wait_for(news.wait(), KEEP_ALIVE_S)
+                except TimeoutError:
+                    yield KEEP_ALIVE
+
+
+class Run:
+    """One reply on its way."""
+
+    def __init__(self, style: ResponseReplyFormat, keep_unfinished: KeepUnfinished, logs: bool) -> None:
+        self.status = "queued"
+        self.events = Events() if logs else None
+        self._style = style
+        self._keep_unfinished = keep_unfinished
+        self._task: asyncio.Task[None] | None = None
+        self.on_end: Callable[[], object] = lambda: None
+        self._write(style.encode_queued())
+
+    def body(self) -> bytes:
+        """The response so far."""
+        return self._style.encode_so_far(self.status)
+
+    def deliver(self, delta: ReplyDelta) -> None:
+        if self.status not in ("queued", "in_progress"):  # cancelled, and the engine does not know yet
+            return
+        self.status = "in_progress"
+        self._write(self._style.encode_chunk(delta))
+
+    def follow(self, stream: TextStream, timeout_s: float | None) -> None:
+        """To its end, whoever comes or goes."""
+        self._task = asyncio.create_task(self._follow(stream, timeout_s))
+
+    def cancel(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        self._fail("cancelled")
+
+    async def _follow(self, stream: TextStream, timeout_s: float | None) -> None:
+        with stream:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await stream.wait_ended()
+                self._write(self._style.encode_end(stream.usage))  # which keeps the response
+                self._end("completed")
+            except TimeoutError:
+                late = DeadlineError("The reply was not complete in time", f"It had {timeout_s:g} seconds.")
+                self._fail("failed", late)
+            except PenstockError as error:
+                self._fail("failed", error)
+            except Exception:
+                log.exception("a reply failed in the background")
+                self._fail("failed", unexpected_error())
+
+    def _fail(self, status: str, error: PenstockError | None = None) -> None:
+        """What there is of the response is kept: it says what became of it."""
+        self._keep_unfinished(self._style.encode_so_far(status, error))
+        if error is None:
+            self._write(self._style.encode_cancelled())
+        else:
+            self._write(self._style.encode_failure(error))
+        self._end(status)
+
+    def _write(self, events: bytes) -> None:
+        if self.events is not None:
+            self.events.write(events)
+
+    def _end(self, status: str) -> None:
+        self.status = status
+        if self.events is not None:
+            self.events.has_ended = True
+            self.events.wake()
+        self.on_end()
+
+
+class Runs:
+    """Those on their way, and the events of those that have ended."""
+
+    def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
+        self._max_event_bytes = max_event_bytes
+        self._num_event_bytes = 0
+        self._running: dict[str, tuple[str, Run]] = {}  # with their tenants
+        self._events: OrderedDict[str, Events] = OrderedDict()  # of all that have any, the oldest first
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def add(self, id: str, tenant: str, run: Run) -> None:
+        self._running[id] = tenant, run
+        run.on_end = lambda: self._running.pop(id)
+        if run.events is not None:
+            self._events[id] = run.events
+            run.events.on_write = self._count
+            self._count(len(run.events.data or b""))
+
+    def find(self, id: str, tenant: str) -> Run | None:
+        """One that is on its way."""
+        owner, run = self._running.get(id, (None, None))
+        return run if owner == tenant else None
+
+    def events_of(self, id: str) -> Events:
+        """Of a response that is there."""
+        events = self._events.get(id)
+        if events is None:
+            raise RequestError(
+                "This response cannot be streamed again",
+                "Events are kept of responses asked for with background and stream, "
+                f"{self._max_event_bytes} bytes of them.",
+                "Fetch it without stream.",
+                param="stream",
+            )
+        return events
+
+    def forget(self, id: str) -> None:
+        if id in self._events:
+            self._num_event_bytes -= self._events.pop(id).drop()
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_event_bytes += num_bytes
+        while self._num_event_bytes > self._max_event_bytes:
+            self.forget(next(iter(self._events)))

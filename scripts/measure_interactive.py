@@ -1,0 +1,184 @@
+"""How much longer short requests take among bulk: the same arrivals without and with it, over HTTP.
+
+    penstock serve --model Qwen3.5-35B-A3B --random-weights --max-model-len 40960 &
+    python scripts/measure_interactive.py --json results/h200/interactive.json
+
+Short requests arrive at random, at one rate and with one seed: first alone, then while 32 long prompts are
+always outstanding, each followed by another; then bulk runs alone for as long. Whatever short requests cost
+each other is in both of the first two. "Whole" is from sending a request to the end of its answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import time
+from collections.abc import Coroutine, Iterator
+from random import Random
+from typing import Any
+
+from penstock.commands import birth
+from penstock.errors import PenstockError
+from penstock.eval.chat_requests import ChatRequests
+from penstock.eval.load_summary import Spread
+from penstock.eval.sized_prompts import fit_prompts
+from penstock.eval.stream_client import StreamedReply, Target, exchange, read_answer
+
+TIMEOUT_S = 600.0
+
+
+class Bulk:
+    """So many long requests at a time until it is stopped, and the tokens that were served of them."""
+
+    def __init__(self, target: Target, bodies: Iterator[bytes], num_prompt_tokens: int) -> None:
+        self._target, self._bodies = target, bodies
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_events = 0
+        self._num_begun = 0  # replies
+        self.num_done = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompts whose reply has begun, and the events of replies, which are about a token each."""
+        return self._num_begun * self._num_prompt_tokens + self._num_events
+
+    async def run(self, num_at_once: int) -> None:
+        await asyncio.gather(*(self._client() for _ in range(num_at_once)))
+
+    async def _client(self) -> None:
+        for body in self._bodies:
+            is_first = True
+
+            def count() -> None:
+                nonlocal is_first
+                self._num_begun += is_first
+                self._num_events += 1
+                is_first = False
+
+            request = self._target.encode_request(body)
+            reply = read_answer(await exchange(self._target, request, TIMEOUT_S, count))
+            _require_ok(reply)
+            self.num_done += 1
+        raise PenstockError("All bulk prompts are used up", "", "Give more with --most-bulk.")
+
+
+async def send_short(target: Target, bodies: list[bytes], times_s: list[float]) -> list[StreamedReply]:
+    began = time.monotonic()
+
+    async def send(body: bytes, at_s: float) -> StreamedReply:
+        request = target.encode_request(body)
+        await asyncio.sleep(began + at_s - time.monotonic())
+        return read_answer(await exchange(target, request, TIMEOUT_S))
+
+    replies = await asyncio.gather(*map(send, bodies, times_s))
+    for reply in replies:
+        _require_ok(reply)
+    return replies
+
+
+def _require_ok(reply: StreamedReply) -> None:
+    if reply.error:
+        raise PenstockError("A request failed", reply.error)
+
+
+async def beside_bulk(
+    bulk: Bulk, num_at_once: int, head_start_s: float, work: Coroutine[Any, Any, Any]
+) -> tuple[Any, float]:
+    """What the work gives, and the tokens of bulk a second meanwhile."""
+    running = asyncio.ensure_future(bulk.run(num_at_once))
+    await asyncio.sleep(head_start_s)
+    began, num_before = time.monotonic(), bulk.num_tokens
+    doing = asyncio.ensure_future(work)
+    await asyncio.wait({doing, running}, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        doing.cancel()
+        running.result()  # raises: bulk ends only when something is wrong
+    tokens_per_s = (bulk.num_tokens - num_before) / (time.monotonic() - began)
+    running.cancel()
+    await asyncio.wait({running})
+    await asyncio.sleep(head_start_s)  # the server notices that its clients have gone
+    return await doing, tokens_per_s
+
+
+def spreads(replies: list[StreamedReply]) -> dict[str, dict[str, float]]:
+    ttft = Spread.of(1e3 * reply.ttft_s for reply in replies if reply.ttft_s is not None)
+    whole = Spread.of(1e3 * reply.e2e_s for reply in replies)
+    assert ttft is not None, "no reply had text"
+    assert whole is not None
+    return {"ttft_ms": ttft.as_dict(), "whole_ms": whole.as_dict()}
+
+
+async def measure(given: argparse.Namespace) -> dict[str, Any]:
+    requests = ChatRequests(given.base_url, extra={"ignore_eos": True}, timeout_s=TIMEOUT_S)
+    target = Target.of(given.base_url)
+    prompts = fit_prompts(requests.count_tokens, given.seed)
+    rng, times_s, at_s = Random(given.seed), [], 0.0
+    for _ in range(given.num_short):
+        at_s += rng.expovariate(given.rate)
+        times_s.append(at_s)
+    numbers = iter(range(10**9))
+
+    def bodies(num: int, lengths: list[int]) -> list[bytes]:
+        return [requests.body(prompts.make(next(numbers), lengths[0]), lengths[1]) for _ in range(num)]
+
+    warmups = bodies(3, given.short) + bodies(1, given.bulk)
+    parts = [bodies(given.num_short, given.short) for _ in range(2)]
+    long_ones = iter(bodies(given.most_bulk, given.bulk))
+    gc.freeze()
+    gc.disable()
+    for body in warmups:
+        _require_ok(read_answer(await exchange(target, target.encode_request(body), TIMEOUT_S)))
+    alone = await send_short(target, parts[0], times_s)
+    bulk = Bulk(target, long_ones, given.bulk[0])
+    among, among_tok_s = await beside_bulk(
+        bulk, given.num_bulk, given.head_start, send_short(target, parts[1], times_s)
+    )
+    num_done = bulk.num_done
+    bulk = Bulk(target, long_ones, given.bulk[0])
+    resting = asyncio.sleep(times_s[-1])
+    _, alone_tok_s = await beside_bulk(bulk, given.num_bulk, given.head_start, resting)
+    rows = {"alone": spreads(alone), "among_bulk": spreads(among)}
+    return {
+        "model": requests.model,
+        **rows,
+        "p99_ratio": {
+            name: round(rows["among_bulk"][name]["p99"] / rows["alone"][name]["p99"], 3)
+            for name in ("ttft_ms", "whole_ms")
+        },
+        "bulk_tok_s": {"alone": round(alone_tok_s, 1), "among_short": round(among_tok_s, 1)},
+        "bulk_done_among_short": num_done,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000")
+    parser.add_argument("--short", type=int, nargs=2, default=[64, 32], help="tokens of prompt and reply")
+    parser.add_argument("--bulk", type=int, nargs=2, default=[8192, 256], help="tokens of prompt and reply")
+    parser.add_argument("--num-bulk", type=int, default=32, help="that are always outstanding")
+    parser.add_argument("--most-bulk", type=int, default=1200, help="prompts of bulk, each sent once")
+    parser.add_argument("--num-short", type=int, default=300)
+    parser.add_argument("--rate", type=float, default=5.0, help="short requests a second")
+    parser.add_argument("--head-start", type=float, default=2.0, help="seconds that bulk has before them")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--server-flags", default="", help="how the server was started, for the record")
+    parser.add_argument("--json", help="file for the result")
+    given = parser.parse_args()
+    asked = {name: value for name, value in vars(given).items() if name not in ("json", "most_bulk")}
+    fields = {**birth.certificate(), "gpu": birth.gpu_name(), **asked}
+    report = {"bench": "interactive", **fields, **asyncio.run(measure(given))}
+    for name in ("alone", "among_bulk"):
+        ttft, whole = report[name]["ttft_ms"], report[name]["whole_ms"]
+        print(f"{name:>10}: ttft p50 {ttft['p50']:8.1f} p99 {ttft['p99']:8.1f} ms", end="   ")
+        print(f"whole p50 {whole['p50']:8.1f} p99 {whole['p99']:8.1f} ms")
+    line = json.dumps(report)
+    print(line)
+    if given.json:
+        with open(given.json, "w") as file:
+            print(line, file=file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""`penstock batch`: every line gets one result, whoever answers, however often it is stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command_line import ROOT, SMALL, environment, error_in, penstock
+from serving import Server, eventually, start_server
+from test_batches import chat_line, jsonl
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with start_server(engine={"max_rows": 2}) as running:
+        yield running
+
+
+def results(path: Path) -> list[dict[str, Any]]:
+    text = path.read_bytes()
+    assert text.endswith(b"\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_model_is_loaded_for_the_file_and_bad_lines_have_error_lines(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    prompt = {"model": "m", "prompt": "Rivers", "max_tokens": 2}
+    other = {"custom_id": "p", "method": "POST", "url": "/v1/completions", "body": prompt}
+    lines = [chat_line("a"), "{", "", other, chat_line("a"), chat_line("wrong", max_tokens=-1)]
+    source.write_bytes(jsonl(lines))
+    done = penstock("batch", str(source), *SMALL)
+    assert done.returncode == 1, done.stderr
+    assert "2 good results and 3 errors are in" in done.stderr
+    found = {(line["id"], line["custom_id"]): line for line in results(tmp_path / "in.results.jsonl")}
+    assert set(found) == {
+        ("batch_req_1", "a"),
+        ("batch_req_2", None),
+        ("batch_req_4", "p"),
+        ("batch_req_5", None),
+        ("batch_req_6", "wrong"),
+    }
+    by_line = {id: line for (id, _), line in found.items()}
+    assert by_line["batch_req_1"]["response"]["body"]["object"] == "chat.completion"
+    assert by_line["batch_req_4"]["response"]["body"]["object"] == "text_completion"
+    assert by_line["batch_req_2"]["error"]["code"] == "invalid_json_line"
+    assert by_line["batch_req_5"]["error"]["code"] == "duplicate_custom_id"
+    assert by_line["batch_req_6"]["response"]["status_code"] == 400
+    again = penstock("batch", str(source), *SMALL)
+    assert again.returncode == 1
+    assert "all 5 lines have results" in again.stderr
+
+
+def test_ctrl_c_leaves_a_valid_file_and_the_next_run_goes_on_from_it(server: Server, tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(jsonl([chat_line(f"r{i}", max_tokens=60) for i in range(16)]))
+    words = ["batch", str(source), "-o", str(output), "--base-url", server.url, "--concurrency", "4"]
+    command = [sys.executable, "-m", "penstock", *words]
+    running = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+    assert eventually(lambda: output.exists() and output.read_bytes().count(b"\n") >= 3, 60.0)
+    second = penstock(*words)
+    assert second.returncode == 1
+    assert "Another `penstock batch` writes to" in second.stderr
+    running.send_signal(signal.SIGINT)
+    assert running.wait(timeout=20.0) == 130
+    before = results(output)
+    assert 3 <= len(before) < 16
+    with output.open("ab") as file:
+        file.write(b'{"id": "torn')
+    done = penstock(*words)
+    assert done.returncode == 0, done.stderr
+    after = results(output)
+    assert after[: len(before)] == before
+    assert sorted(line["custom_id"] for line in after) == sorted(f"r{i}" for i in range(16))
+
+
+def test_a_file_or_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:
+    missing = penstock("batch", str(tmp_path / "none.jsonl"))
+    assert missing.returncode == 1
+    assert "There is no file" in error_in(missing.stderr)
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(jsonl([chat_line("a")]))
+    same = penstock("batch", str(source), "-o", str(source))
+    assert "would go into the file of requests" in error_in(same.stderr)
+    both = penstock("batch", str(source), "--base-url", "http://127.0.0.1:9", "--max-rows", "2")
+    assert "--max-rows and --base-url are both given" in error_in(both.stderr)
+    nobody = penstock("batch", str(source), "--base-url", "http://127.0.0.1:9")
+    assert nobody.returncode == 1
+    assert "Nothing answers at" in error_in(nobody.stderr)
