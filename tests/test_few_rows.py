@@ -108,6 +108,6 @@ _RUN = library._run
 @NEEDS_COMPILER
 def test_a_head_in_bf16_is_not_rounded() -> None:
     x, weight, ones = some(3, 600), some(5000, 600, seed=1), torch.ones(600)
-    seen = ops.norm_linear(x, ones, 1e-6, weight, out_dtype=torch.float32)
+    seen = ops.norm_linear(x, ones, 1e-6, ops.Weight(weight), out_dtype=torch.float32)
     exact = ops.rms_norm(x, ones, 1e-6).double() @ weight.double().T
     assert ((seen - exact).abs().max() / exact.abs().max()) <= 1e-6

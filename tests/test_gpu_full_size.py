@@ -20,6 +20,7 @@ from penstock.engine.direct import DirectEngine
 from penstock.engine.engine import Engine
 from penstock.models import build_model
 from penstock.models.presets import PRESETS
+from penstock.weights.load import targets_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,7 +53,7 @@ def make_reference(config: dict[str, Any], is_clear: bool, seed: int) -> Any:
 @torch.inference_mode()
 def make_ours(config: dict[str, Any], weights: dict[str, Tensor], **settings: Any) -> DirectEngine:
     model = build_model(config, torch.bfloat16, torch.device("cuda"), with_drafting_head=False)
-    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    parameters = targets_of(model)
     for name, place in model.placements(weights.keys()).items():
         values = place.convert(weights[name]) if place.convert else weights[name]
         parameters[place.parameter][place.index].copy_(values)

@@ -13,6 +13,7 @@ from kernel_checks import FULL_SIZE, INTERPRETED, ON_GPU, PLACES, assert_near, r
 from penstock.ops.reference import matmul as reference
 from penstock.ops.triton import matmul as kernels
 from penstock.ops.triton.tuning import Question, Tile, trials
+from penstock.ops.weight import Weight
 
 EPS = 1e-6
 NARROW_PLACES = PLACES[1::2]  # for laws that are not about precision
@@ -66,12 +67,12 @@ class Case:
         new = partial(random, dtype=dtype, device=device)
         self.kernel = kernel
         self.x = new(num_tokens, 2 * M if kernel == "swiglu_linear" else M, seed=1)
-        self.weight = guarded(new(N, M, seed=2, scale=M**-0.5))
+        self.weight = Weight(guarded(new(N, M, seed=2, scale=M**-0.5)))
         self.norm_weight = random(M, dtype=torch.float32, device=device, seed=3)
         self.bias = new(N, seed=4) if extras else None
         self.residual = new(num_tokens, N, seed=5) if extras else None
 
-    def arguments(self, rows: slice = slice(None)) -> tuple[Tensor | float | None, ...]:
+    def arguments(self, rows: slice = slice(None)) -> tuple[Tensor | Weight | float | None, ...]:
         residual = None if self.residual is None else self.residual[rows].clone()  # it is given up
         if self.kernel == "linear":
             return self.x[rows], self.weight, self.bias, residual
@@ -182,7 +183,7 @@ def test_a_norm_of_values_at_the_ends_of_float16_is_that_of_the_reference(
     largest = case.x.float().abs().max()
     case.x = (case.x.float() / largest * size).half()
     case.norm_weight = case.norm_weight.abs() + 8.0 if size > 1 else case.norm_weight * 1e-2
-    case.weight = (case.weight.float() / (8 if size > 1 else 1e-2)).half()
+    case.weight = Weight((case.weight.values.float() / (8 if size > 1 else 1e-2)).half())
     expected = case.expected()
     assert expected.isfinite().all()
     tile = DIRECT if form == "direct" else FORMS[form]
@@ -271,7 +272,7 @@ def test_float32_logits_of_many_rows_can_be_captured(device: str) -> None:
         seen = case.run(out_dtype=torch.float32)
     graph.replay()
     assert_near(seen, expected, torch.float32)
-    widened_bytes = 4 * case.weight.numel()
+    widened_bytes = 4 * case.weight.values.numel()
     assert torch.cuda.max_memory_allocated() - before < widened_bytes, "the weight was copied"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -15,24 +16,26 @@ from penstock.ops.reference import moe as reference
 from penstock.ops.reference.moe import new_counters
 from penstock.ops.triton import moe
 from penstock.ops.triton.tuning import Question, Tile, trials
+from penstock.ops.weight import Weight
 
 E, K, H, I, SHARED_I = 16, 4, 96, 40, 56
 EPS = 1e-6
 SLOW = pytest.mark.slow
 
 
-def router_inputs(num_tokens: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, float, Tensor]:
+def router_inputs(num_tokens: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, float, Weight]:
     hidden = random(num_tokens, H, dtype=dtype, device=device, seed=num_tokens)
     norm_weight = random(H, dtype=torch.float32, device=device, seed=1, scale=0.2) + 1.0
-    return hidden, norm_weight, EPS, random(E, H, dtype=dtype, device=device, seed=2, scale=H**-0.5)
+    router = Weight(random(E, H, dtype=dtype, device=device, seed=2, scale=H**-0.5))
+    return hidden, norm_weight, EPS, router
 
 
-def gate(device: str, dtype: torch.dtype) -> Tensor:
-    return random(1, H, dtype=dtype, device=device, seed=3, scale=H**-0.5)
+def gate(device: str, dtype: torch.dtype) -> Weight:
+    return Weight(random(1, H, dtype=dtype, device=device, seed=3, scale=H**-0.5))
 
 
 def assert_chosen(
-    weights: Tensor, ids: Tensor, inputs: tuple[Tensor, Tensor, float, Tensor], normalize: bool
+    weights: Tensor, ids: Tensor, inputs: tuple[Tensor, Tensor, float, Weight], normalize: bool
 ) -> None:
     """The k most likely experts, each with its own probability, the most likely first."""
     _, probabilities, order, _ = reference.norm_route(*inputs, E, False)
@@ -82,7 +85,7 @@ def test_a_router_may_have_no_shared_expert_and_weights_that_do_not_sum_to_one(
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_of_equal_experts_the_lowest_are_chosen(device: str, dtype: torch.dtype, num_tokens: int) -> None:
     hidden, norm_weight, eps, router = router_inputs(num_tokens, device, dtype)
-    equal = router[:1].expand(E, H).contiguous()
+    equal = Weight(router.values[:1].expand(E, H).contiguous())
     _, weights, ids, _ = moe.norm_route(hidden, norm_weight, eps, equal, K)
     assert ids.tolist() == [list(range(K))] * num_tokens
     assert_near(weights, torch.full_like(weights, 1 / K), dtype)
@@ -152,7 +155,7 @@ def sparse_layer(device: str, dtype: torch.dtype) -> SparseMLP:
 @pytest.mark.parametrize("num_tokens", [8, 64, 2048])
 @pytest.mark.parametrize(("device", "dtype"), FULL_SIZE)
 def test_two_layers_may_run_at_once_on_two_streams(
-    device: str, dtype: torch.dtype, num_tokens: int, full_size: tuple[Tensor, ...]
+    device: str, dtype: torch.dtype, num_tokens: int, full_size: tuple[Weight, ...]
 ) -> None:
     """As two engines in one process do: each with its own counters, a thousand launches each."""
     router, shared_gate, *experts, shared_gate_up, shared_down = full_size
@@ -194,8 +197,9 @@ class Experts:
         has_shared: bool = True,
         chosen: list[int] | None = None,
     ) -> None:
-        def some(*shape: int, seed: int) -> Tensor:
-            return random(*shape, dtype=dtype, device=device, seed=seed, scale=shape[-1] ** -0.5)
+        def some(*shape: int, seed: int) -> Weight:
+            made = random(*shape, dtype=dtype, device=device, seed=seed, scale=shape[-1] ** -0.5)
+            return Weight(made)
 
         generator = torch.Generator().manual_seed(num_tokens)
         order = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :K]
@@ -208,15 +212,16 @@ class Experts:
         )
         self.weights = (some(num_experts, 2 * I, H, seed=11), some(num_experts, H, I, seed=12))
         self.residual = random(num_tokens, H, dtype=dtype, device=device, seed=13)
-        self.shared: tuple[Tensor | None, ...] = (None, None, None)
+        self.shared_weight: Tensor | None = None
+        self.shared: tuple[Weight | None, ...] = (None, None)
         if has_shared:
-            shared_weight = torch.rand(num_tokens, 1, generator=generator).to(device)
-            self.shared = (shared_weight, some(2 * SHARED_I, H, seed=14), some(H, SHARED_I, seed=15))
+            self.shared_weight = torch.rand(num_tokens, 1, generator=generator).to(device)
+            self.shared = (some(2 * SHARED_I, H, seed=14), some(H, SHARED_I, seed=15))
 
-    def arguments(self, rows: slice = slice(None)) -> tuple[Tensor | None, ...]:
+    def arguments(self, rows: slice = slice(None)) -> tuple[Any, ...]:
         tokens = tuple(tensor[rows] for tensor in self.tokens)
-        shared_weight = None if self.shared[0] is None else self.shared[0][rows]
-        return (*tokens, *self.weights, self.residual[rows], shared_weight, *self.shared[1:])
+        shared_weight = None if self.shared_weight is None else self.shared_weight[rows]
+        return (*tokens, *self.weights, self.residual[rows], shared_weight, *self.shared)
 
     def expected(self) -> Tensor:
         x, weights, ids, *rest = self.arguments()
@@ -301,13 +306,13 @@ def test_deterministic_experts_of_a_token_give_the_same_alone_and_among_others(
 
 
 @pytest.fixture(scope="module")
-def full_size() -> tuple[Tensor, ...]:
+def full_size() -> tuple[Weight, ...]:
     """Qwen3.5-35B-A3B: router, shared gate, gate_up, down, shared gate_up, shared down."""
     generator = torch.Generator("cuda").manual_seed(0)
 
-    def some(*shape: int) -> Tensor:
+    def some(*shape: int) -> Weight:
         made = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
-        return made.mul_(shape[-1] ** -0.5)
+        return Weight(made.mul_(shape[-1] ** -0.5))
 
     return (
         some(256, 2048),
@@ -322,7 +327,7 @@ def full_size() -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("num_tokens", [1, 4, 8, 16, 64, 256, 1024])
 @pytest.mark.parametrize(("device", "dtype"), FULL_SIZE)
 def test_the_layer_of_a_real_model_is_that_of_the_reference(
-    device: str, dtype: torch.dtype, num_tokens: int, full_size: tuple[Tensor, ...]
+    device: str, dtype: torch.dtype, num_tokens: int, full_size: tuple[Weight, ...]
 ) -> None:
     router, shared_gate, *experts, shared_gate_up, shared_down = full_size
     hidden = random(num_tokens, 2048, dtype=dtype, device=device)

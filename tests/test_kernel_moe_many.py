@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kernel_checks import FULL_SIZE, PLACES, assert_near, random
 from penstock.ops.reference import moe as reference
 from penstock.ops.triton import experts_list, moe
 from penstock.ops.triton.tuning import Question, trials
+from penstock.ops.weight import Weight
 
 H, I, SHARED_I = 48, 24, 40
 EPS = 1e-6
@@ -31,15 +33,16 @@ def some_ids(num_tokens: int, num_experts: int, k: int) -> Tensor:
 
 def sparse_inputs(
     ids: Tensor, num_experts: int, device: str, dtype: torch.dtype, *, shared_width: int = SHARED_I
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Any, ...]:
     num_tokens = len(ids)
 
-    def some(*shape: int, seed: int) -> Tensor:
-        return random(*shape, dtype=dtype, device=device, seed=seed, scale=shape[-1] ** -0.5)
+    def some(*shape: int, seed: int) -> Weight:
+        made = random(*shape, dtype=dtype, device=device, seed=seed, scale=shape[-1] ** -0.5)
+        return Weight(made)
 
     generator = torch.Generator().manual_seed(1)
     weights = torch.rand(ids.shape, generator=generator).to(device)
-    shared: tuple[Tensor | None, ...] = (None, None, None)
+    shared: tuple[Any, ...] = (None, None, None)
     if shared_width:
         shared_weight = torch.rand(num_tokens, 1, generator=generator).to(device)
         shared = (shared_weight, some(2 * shared_width, H, seed=6), some(H, shared_width, seed=7))
@@ -71,12 +74,10 @@ def grouped(num_tokens: int, num_experts: int, k: int, height: int) -> Iterator[
         assert answers.keys() <= trial.questions.keys(), "the form was not taken"
 
 
-def assert_as_reference(arguments: tuple[Tensor | None, ...], dtype: torch.dtype, height: int) -> None:
+def assert_as_reference(arguments: tuple[Any, ...], dtype: torch.dtype, height: int) -> None:
     x, weights, ids, gate_up, *rest = arguments
-    assert ids is not None
-    assert gate_up is not None
     expected = reference.sparse_mlp(x, weights, ids.long(), gate_up, *rest)
-    with grouped(len(ids), len(gate_up), ids.shape[1], height):
+    with grouped(len(ids), gate_up.shape[0], ids.shape[1], height):
         seen = moe.sparse_mlp(*arguments)
     assert_near(seen, expected, dtype)
 
@@ -108,8 +109,6 @@ def test_experts_may_have_any_number_of_tokens(
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_ids_and_weights_may_be_part_of_wider_tensors(device: str, dtype: torch.dtype) -> None:
     x, weights, ids, *rest = sparse_inputs(some_ids(70, 8, 2), 8, device, dtype)
-    assert weights is not None
-    assert ids is not None
     wide = [torch.cat((some, some.flip(0)), dim=1)[:, :2] for some in (weights, ids)]
     assert not wide[1].is_contiguous()
     assert_as_reference((x, *wide, *rest), dtype, height=64)
@@ -122,7 +121,6 @@ def test_tokens_beyond_a_limit_are_run_in_parts(
     monkeypatch.setattr(moe, "MAX_TOKENS", 64)
     arguments = sparse_inputs(some_ids(150, 5, 2), 5, device, dtype)
     x, weights, ids, *rest = arguments
-    assert ids is not None
     assert_near(moe.sparse_mlp(*arguments), reference.sparse_mlp(x, weights, ids.long(), *rest), dtype)
 
 
@@ -153,10 +151,10 @@ def test_every_pair_is_in_one_tile_of_its_expert(
 
 def route_inputs(
     num_tokens: int, num_experts: int, device: str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, float, Tensor]:
+) -> tuple[Tensor, Tensor, float, Weight]:
     hidden = random(num_tokens, H, dtype=dtype, device=device, seed=num_tokens)
     norm_weight = random(H, dtype=torch.float32, device=device, seed=1, scale=0.2) + 1.0
-    router = random(num_experts, H, dtype=dtype, device=device, seed=2, scale=H**-0.5)
+    router = Weight(random(num_experts, H, dtype=dtype, device=device, seed=2, scale=H**-0.5))
     return hidden, norm_weight, EPS, router
 
 
@@ -167,7 +165,7 @@ def test_many_tokens_get_their_most_likely_experts(
     device: str, dtype: torch.dtype, num_tokens: int, num_experts: int, k: int, normalize: bool
 ) -> None:
     inputs = route_inputs(num_tokens, num_experts, device, dtype)
-    gate = random(1, H, dtype=dtype, device=device, seed=3, scale=H**-0.5)
+    gate = Weight(random(1, H, dtype=dtype, device=device, seed=3, scale=H**-0.5))
     x, weights, ids, shared_weight = moe.norm_route(*inputs, k, normalize, gate)
     expected = reference.norm_route(*inputs, k, normalize, gate)
     assert shared_weight is not None
@@ -187,7 +185,7 @@ def test_among_many_tokens_equal_experts_go_by_id_and_nan_spoils_no_other(
 ) -> None:
     hidden, norm_weight, eps, router = route_inputs(260, 6, device, dtype)
     hidden[7] = float("nan")
-    equal = router[:1].expand(6, H).contiguous()
+    equal = Weight(router.values[:1].expand(6, H).contiguous())
     _, weights, ids, shared_weight = moe.norm_route(hidden, norm_weight, eps, equal, 2)
     assert shared_weight is None
     assert ids.tolist() == [[0, 1]] * 260
@@ -205,13 +203,15 @@ def test_a_layer_of_a_real_model_is_that_of_the_reference(
         made = torch.randn(shape, generator=generator, device=device, dtype=dtype)
         return made.mul_(shape[-1] ** -0.5)
 
-    route = (some(num_tokens, 2048).mul_(45), torch.ones(2048, device=device), EPS, some(256, 2048), 8, True)
-    experts, shared = (some(256, 1024, 2048), some(256, 2048, 512)), (some(1024, 2048), some(2048, 512))
-    x, weights, ids, shared_weight = moe.norm_route(*route, some(1, 2048))
+    hidden, ones = some(num_tokens, 2048).mul_(45), torch.ones(2048, device=device)
+    route = (hidden, ones, EPS, Weight(some(256, 2048)), 8, True)
+    experts = (Weight(some(256, 1024, 2048)), Weight(some(256, 2048, 512)))
+    shared = (Weight(some(1024, 2048)), Weight(some(2048, 512)))
+    x, weights, ids, shared_weight = moe.norm_route(*route, Weight(some(1, 2048)))
     expected_x, expected_weights, _, _ = reference.norm_route(*route)
     assert_near(x, expected_x, dtype)
     assert_near(weights, expected_weights, dtype)
-    rest = (*experts, route[0], shared_weight, *shared)
+    rest = (*experts, hidden, shared_weight, *shared)
     expected = reference.sparse_mlp(x, weights, ids.long(), *rest)
     for height in (64, 128):
         with trials() as trial:

@@ -18,7 +18,7 @@ from penstock.commands.measure import Bench, Limits
 from penstock.commands.roofline import Roofline
 from penstock.engine.direct import DirectEngine
 from penstock.errors import PenstockError
-from penstock.layers import attention, delta_net, mlp
+from penstock.layers import attention, delta_net, linear, mlp
 from penstock.layers.inputs import RowSpan
 from penstock.ops import dispatch
 from penstock.types import SamplingParams
@@ -103,9 +103,9 @@ def keep_another_state(right: Op, **given: Any) -> Any:
 
 
 WRONG = [
-    (mlp, "norm_linear", scale_the_last_row, "norm_linear"),
-    (mlp, "swiglu_linear", scale_the_last_row, "swiglu_linear"),
-    (attention, "linear", spoil_the_last_row, "linear"),
+    (linear, "norm_linear", scale_the_last_row, "norm_linear"),
+    (linear, "swiglu_linear", scale_the_last_row, "swiglu_linear"),
+    (linear, "linear", spoil_the_last_row, "linear"),
     (mlp, "sparse_mlp", scale_the_last_row, "sparse_mlp"),
     (mlp, "sparse_mlp", swap_an_expert, "sparse_mlp"),
     (mlp, "norm_route", choose_in_wrong_order, "norm_route ids"),
@@ -146,7 +146,7 @@ def test_no_time_is_taken_of_a_shape_that_is_wrong(
         result: Tensor = right(*args, **kwargs)
         return scale_the_last_row(right, *args, **kwargs) if len(result) == 3 else result
 
-    put_wrong(monkeypatch, attention, "norm_linear", wrong_for_three)
+    put_wrong(monkeypatch, linear, "norm_linear", wrong_for_three)
     timed: list[int] = []
     steps = measure.Bench.steps
 

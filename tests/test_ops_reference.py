@@ -17,6 +17,7 @@ from penstock import ops
 from penstock.layers.inputs import RowSpan
 from penstock.ops.reference import activation, matmul, one_token
 from penstock.ops.reference.moe import run_experts_gathered, run_experts_grouped
+from penstock.ops.weight import Weight
 from qwen3_5_float64 import delta_rule_by_token
 
 LENGTHS = (1, 2, 3, 63, 64, 65, 200)
@@ -77,14 +78,15 @@ def test_matmuls_are_torchs_with_what_belongs_to_them() -> None:
     x, weight, bias, residual = randn(37, 40), randn(56, 40), randn(56), randn(37, 56)
     for deterministic in (False, True):
         given: dict[str, Any] = {"deterministic": deterministic}
-        assert_close(ops.linear(x, weight, bias, residual, **given), x @ weight.T + bias + residual)
+        assert_close(ops.linear(x, Weight(weight), bias, residual, **given), x @ weight.T + bias + residual)
         norm = randn(40) + 1
         exact = F.rms_norm(x, (40,), norm, EPS) @ weight.T + bias
-        assert_close(ops.norm_linear(x, norm, EPS, weight, bias, **given), exact)
-        assert_close(ops.norm_linear(x, norm, EPS, weight, bias, out_dtype=torch.float64, **given), exact)
+        assert_close(ops.norm_linear(x, norm, EPS, Weight(weight), bias, **given), exact)
+        wide = ops.norm_linear(x, norm, EPS, Weight(weight), bias, out_dtype=torch.float64, **given)
+        assert_close(wide, exact)
         gate, up = x.chunk(2, dim=-1)
         exact = (F.silu(gate) * up) @ weight[:, :20].T + residual
-        assert_close(ops.swiglu_linear(x, weight[:, :20], residual, **given), exact)
+        assert_close(ops.swiglu_linear(x, Weight(weight[:, :20]), residual, **given), exact)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -94,17 +96,18 @@ def test_a_wider_result_is_not_rounded_on_its_way(
     monkeypatch.setattr("penstock.ops.reference.matmul.WIDENED_ELEMENTS", 40 * 25)  # three parts
     x, weight, norm = randn(5, 40).bfloat16(), randn(56, 40).bfloat16(), randn(40) + 1
     exact = ops.rms_norm(x, norm, EPS).double() @ weight.double().T
-    ours = ops.norm_linear(x, norm, EPS, weight, out_dtype=torch.float32, deterministic=deterministic)
+    kept, given = Weight(weight), {"deterministic": deterministic}
+    ours = ops.norm_linear(x, norm, EPS, kept, out_dtype=torch.float32, **given)
     assert ours.dtype == torch.float32
     assert_close(ours, exact, 1e-6)
-    narrow = ops.norm_linear(x, norm, EPS, weight, deterministic=deterministic)
+    narrow = ops.norm_linear(x, norm, EPS, kept, **given)
     assert narrow.dtype == torch.bfloat16
     assert_close(narrow, ours, 2**-8)
 
 
 @pytest.mark.bitwise
 def test_deterministic_matmul_gives_a_row_the_same_bits_in_any_batch() -> None:
-    x, weight, norm = randn(70, 96), randn(200, 96), randn(96) + 1
+    x, weight, norm = randn(70, 96), Weight(randn(200, 96)), randn(96) + 1
     whole = ops.norm_linear(x, norm, EPS, weight, deterministic=True)
     for begin, end in (*((row, row + 1) for row in range(70)), (3, 20), (10, 70)):
         part = ops.norm_linear(x[begin:end], norm, EPS, weight, deterministic=True)
@@ -127,13 +130,12 @@ def test_deterministic_matmul_keeps_its_bits_with_a_blas_that_rounds_by_place(
     monkeypatch.setattr(F, "linear", multiply_by_place)
     matmul._tile_height.cache_clear()
     try:
-        whole = ops.linear(x, weight, deterministic=True)
-        parts = [
-            ops.linear(x[begin:end], weight, deterministic=True) for begin, end in ((0, 1), (1, 9), (9, 20))
-        ]
+        kept, parts = Weight(weight), ((0, 1), (1, 9), (9, 20))
+        whole = ops.linear(x, kept, deterministic=True)
+        alone = [ops.linear(x[begin:end], kept, deterministic=True) for begin, end in parts]
     finally:
         matmul._tile_height.cache_clear()
-    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(torch.cat(alone), whole)
     assert_close(whole, x.double() @ weight.double().T)
 
 
@@ -443,9 +445,9 @@ def test_delta_net_rows_do_not_meet_and_touch_only_their_slots(deterministic: bo
     assert torch.equal(together.conv[8], pristine.conv[8])
 
 
-def make_experts() -> tuple[Tensor, ...]:
-    x, router = randn(23, 40), randn(8, 40)
-    return x, router, randn(8, 2 * 24, 40) / 6, randn(8, 40, 24) / 5
+def make_experts() -> tuple[Tensor, Weight, Weight, Weight]:
+    x, router = randn(23, 40), Weight(randn(8, 40))
+    return x, router, Weight(randn(8, 2 * 24, 40) / 6), Weight(randn(8, 40, 24) / 5)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -457,7 +459,7 @@ def test_sparse_mlp_is_the_weighted_sum_of_its_experts(
     x, router, gate_up, down = make_experts()
     residual, norm = randn(23, 40, seed=1), randn(40) + 1
     shared = (randn(1, 40), randn(2 * 28, 40) / 6, randn(40, 28) / 5)
-    given = shared if has_shared else (None, None, None)
+    given = tuple(map(Weight, shared)) if has_shared else (None, None, None)
     normed, weights, ids, shared_weight = ops.norm_route(
         x, norm, EPS, router, 3, normalize, given[0], deterministic=deterministic
     )
@@ -469,11 +471,14 @@ def test_sparse_mlp_is_the_weighted_sum_of_its_experts(
         gate, up = (inner.double() @ token).chunk(2)
         return outer.double() @ (F.silu(gate) * up)
 
+    def expert(e: Tensor) -> tuple[Tensor, Tensor]:
+        return gate_up.values[e], down.values[e]
+
     for t, token in enumerate(F.rms_norm(x.double(), (40,), norm.double(), EPS)):
-        probabilities = (router.double() @ token).softmax(-1)
+        probabilities = (router.values.double() @ token).softmax(-1)
         best = probabilities.argsort(descending=True)[:3]
         total = probabilities[best].sum() if normalize else 1.0
-        exact = residual[t] + sum(probabilities[e] / total * swiglu(token, gate_up[e], down[e]) for e in best)
+        exact = residual[t] + sum(probabilities[e] / total * swiglu(token, *expert(e)) for e in best)
         if has_shared:
             exact = exact + (shared[0].double() @ token).sigmoid() * swiglu(token, *shared[1:])
         assert_close(ours[t], exact)
@@ -486,7 +491,8 @@ def test_one_token_s_experts_are_those_of_many(
 ) -> None:
     x, router, gate_up, down = make_experts()
     hidden, norm = x[5:6] * 3, randn(40) + 1
-    given = (randn(1, 40), randn(2 * 28, 40) / 6, randn(40, 28) / 5) if has_shared else (None, None, None)
+    shared = (randn(1, 40), randn(2 * 28, 40) / 6, randn(40, 28) / 5)
+    given = tuple(map(Weight, shared)) if has_shared else (None, None, None)
 
     def run() -> list[Tensor]:
         normed, weights, ids, shared = ops.norm_route(hidden, norm, EPS, router, 3, normalize, given[0])
@@ -497,7 +503,8 @@ def test_one_token_s_experts_are_those_of_many(
 
 
 def test_one_token_s_matmuls_are_those_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, bias, residual, norm = randn(1, 40) * 3, randn(56, 40), randn(56), randn(1, 56), randn(40) + 1
+    x, weight, bias = randn(1, 40) * 3, Weight(randn(56, 40)), randn(56)
+    residual, norm = randn(1, 56), randn(40) + 1
 
     def run() -> list[Tensor]:
         before = residual.clone()
@@ -514,8 +521,9 @@ def test_one_token_s_matmuls_are_those_of_many(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_gathered_experts_are_grouped_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, router, gate_up, down = make_experts()
+    x, router, *experts = make_experts()
     x, _, ids, _ = ops.norm_route(x, torch.ones(40), EPS, router, 3)
+    gate_up, down = (weight.values for weight in experts)
     grouped = run_experts_grouped(x, ids, gate_up, down)
     assert_close(run_experts_gathered(x, ids, gate_up, down), grouped)
     assert_close(run_experts_gathered(x, ids, gate_up, down, deterministic=True), grouped)

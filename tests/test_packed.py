@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from penstock import ops
-from penstock.layers.packing import PACKED, pack_weights
+from penstock.layers.linear import Linear
+from penstock.layers.mlp import SparseMLP
+from penstock.layers.packing import pack_weights
 from penstock.ops.cpu import few_rows
 from penstock.ops.reference import packed
 from small_models import FAMILIES, logprobs_of, make_engine, prompt, request, run
@@ -36,9 +38,10 @@ def test_products_are_those_of_float64(N: int, M: int, num_tokens: int, dtype: t
     """Packed where it is a gain, with a bias and a residual, and in fixed tiles as well."""
     x, weight = some(num_tokens, M, dtype=dtype), some(N, M, dtype=dtype, seed=1)
     bias, residual = some(N, dtype=dtype, seed=2), some(num_tokens, N, dtype=dtype, seed=3)
-    kept = ops.pack(weight)
+    kept = ops.Weight(weight)
+    kept.pack()
     assert kept.shape == weight.shape
-    assert kept.is_mkldnn == (CAN_PACK and dtype == torch.bfloat16)
+    assert kept.values.is_mkldnn == (CAN_PACK and dtype == torch.bfloat16)
     exact = x.double() @ weight.double().T + bias.double() + residual.double()
     for deterministic in (False, True):
         seen = ops.linear(x, kept, bias, residual.clone(), deterministic=deterministic)
@@ -51,7 +54,7 @@ def test_a_head_in_bf16_gives_unrounded_logits_part_by_part(num_tokens: int) -> 
     x, weight = some(num_tokens, 600, dtype=torch.bfloat16), some(5000, 600, dtype=torch.bfloat16, seed=1)
     ones = torch.ones(600)
     assert weight.numel() > 2 * 2**20, "several parts"
-    seen = ops.norm_linear(x, ones, 1e-6, weight, out_dtype=torch.float32)
+    seen = ops.norm_linear(x, ones, 1e-6, ops.Weight(weight), out_dtype=torch.float32)
     exact = ops.rms_norm(x, ones, 1e-6).double() @ weight.double().T
     assert ((seen - exact).abs().max() / exact.abs().max()) <= 1e-6
 
@@ -62,7 +65,7 @@ def test_small_weights_and_other_dtypes_stay_as_they_are() -> None:
         some(1100, 520, dtype=torch.float32),
         some(1100, 520, dtype=torch.float16),
     ):
-        assert ops.pack(weight) is weight
+        assert packed.pack(weight) is weight
 
 
 @NEEDS_PACKING
@@ -80,7 +83,7 @@ def test_a_packed_model_says_the_same_and_a_deterministic_one_is_not_packed(
 
     was_packed, logprob, num_bytes = say(deterministic=False)
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.engine.engine.pack_weights", lambda model: None)
+        patch.setattr("penstock.engine.engine.pack_weights", lambda model, keep: None)
         assert say(deterministic=False) == (False, pytest.approx(logprob, abs=0.05), num_bytes)
     assert was_packed
     assert not say(deterministic=True)[0]
@@ -91,8 +94,13 @@ def test_every_named_weight_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "LEAST_ELEMENTS", 1)
     engine = make_engine(FAMILIES["hybrid_moe"], dtype="bfloat16", deterministic=True)
     model: nn.Module = engine.runner.model  # type: ignore[assignment]
-    pack_weights(model)
-    kinds = {type(module) for module in model.modules()} & PACKED.keys()
-    assert len(kinds) == 3
-    for module in model.modules():
-        assert all(getattr(module, name).is_mkldnn for name in PACKED.get(type(module), ()))
+    head = model.head.weight
+    pack_weights(model, keep=head)
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    sparse = [module for module in model.modules() if isinstance(module, SparseMLP)]
+    assert len(linears) > 4
+    assert all(linear.weight.values.is_mkldnn == (linear.weight is not head) for linear in linears)
+    for layer in sparse:
+        assert layer.shared_gate_up.values.is_mkldnn
+        assert layer.shared_down.values.is_mkldnn
+        assert not layer.gate_up.values.is_mkldnn

@@ -101,7 +101,7 @@ def assert_same(left: nn.Module, right: nn.Module) -> None:
 def test_every_form_of_a_checkpoint_gives_the_same_model(tmp_path: Path) -> None:
     state = make_state()
     single = load(write_checkpoint(tmp_path / "single", state))
-    assert torch.equal(single.get_parameter("embed"), state["model.embed_tokens.weight"])
+    assert torch.equal(single.get_parameter("embedding.values"), state["model.embed_tokens.weight"])
     assert_same(single, load(write_shards(tmp_path / "sharded", state)))
     for name in ("model.pt", "pytorch_model.bin", "anything.pth"):
         folder = write_checkpoint(tmp_path / name, state)
@@ -132,9 +132,9 @@ def test_fused_experts_and_experts_one_by_one_give_the_same_model(tmp_path: Path
 def test_weights_take_the_model_dtype_and_norms_stay_float32(tmp_path: Path) -> None:
     state = make_state()
     model = load(write_checkpoint(tmp_path, state), dtype="bfloat16")
-    assert torch.equal(model.get_parameter("embed"), state["model.embed_tokens.weight"].bfloat16())
-    assert model.get_parameter("norm").dtype == torch.float32
-    assert torch.equal(model.get_parameter("norm"), state["model.norm.weight"])
+    assert torch.equal(model.get_parameter("embedding.values"), state["model.embed_tokens.weight"].bfloat16())
+    assert model.get_parameter("head.norm").dtype == torch.float32
+    assert torch.equal(model.get_parameter("head.norm"), state["model.norm.weight"])
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -142,7 +142,7 @@ def test_weights_take_the_model_dtype_and_norms_stay_float32(tmp_path: Path) -> 
 def test_any_float_dtype_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
     state = make_state(dtype=dtype)
     model = load(write_checkpoint(tmp_path, state))
-    assert torch.equal(model.get_parameter("head"), state["lm_head.weight"].float())
+    assert torch.equal(model.get_parameter("head.weight.values"), state["lm_head.weight"].float())
 
 
 def test_auto_is_the_dtype_of_the_config_and_float32_on_a_cpu() -> None:
@@ -160,7 +160,7 @@ def test_large_tensors_are_read_in_pieces_and_whole(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("penstock.weights.safetensors_reader.PIECE_BYTES", 1000)
     state = make_state()
     model = load(write_checkpoint(tmp_path, state))
-    assert torch.equal(model.get_parameter("head"), state["lm_head.weight"])
+    assert torch.equal(model.get_parameter("head.weight.values"), state["lm_head.weight"])
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see the peak memory")

@@ -78,8 +78,8 @@ def count_parameters(model: Any, config: Mapping[str, Any]) -> Parameters:
     return Parameters(
         total=sum(sizes.values()),
         embedding=embedding,
-        head=sizes.get("head", embedding),
-        is_tied="head" not in sizes,
+        head=sizes.get("head.weight.values", embedding),
+        is_tied="head.weight.values" not in sizes,
         experts=sum(sizes[name] for name in stacks),
         num_experts=parameters[stacks[0]].shape[0] if stacks else 0,
         num_experts_per_token=text_config(config)["num_experts_per_tok"] if stacks else 0,

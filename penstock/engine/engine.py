@@ -49,7 +49,7 @@ class Engine:
         device = model.device
         check_page_size(config, device)
         if device.type == "cpu" and not config.deterministic:
-            pack_weights(model)
+            pack_weights(model, keep=model.head.weight)
         with on_device(device):
             memory, self.runner = build_runner(model, config, name, on_phase)
         pools = memory.pools

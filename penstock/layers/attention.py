@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.layers.inputs import KVCache, StepInputs
-from penstock.layers.parameter import norm_parameter, parameter
-from penstock.ops import linear, norm_linear, paged_attention, rope_and_store
+from penstock.layers.linear import Linear
+from penstock.layers.parameter import norm_parameter
+from penstock.ops import paged_attention, rope_and_store
 from penstock.types import KVSpec
 
 
@@ -46,13 +47,10 @@ class Attention(nn.Module):
         self.gate_size = self.query_size if gated else 0
         self.kv_size = num_kv_heads * head_dim
         qkv_size = self.query_size + self.gate_size + 2 * self.kv_size
-        self.norm = norm_parameter(hidden_size, device)
-        self.qkv = parameter(qkv_size, hidden_size, dtype=dtype, device=device)
-        self.qkv_bias = parameter(qkv_size, dtype=dtype, device=device) if qkv_bias else None
+        self.qkv = Linear(hidden_size, qkv_size, bias=qkv_bias, eps=eps, dtype=dtype, device=device)
         self.q_norm = norm_parameter(head_dim, device) if qk_norm else None
         self.k_norm = norm_parameter(head_dim, device) if qk_norm else None
-        self.out = parameter(hidden_size, self.query_size, dtype=dtype, device=device)
-        self.out_bias = parameter(hidden_size, dtype=dtype, device=device) if out_bias else None
+        self.out = Linear(self.query_size, hidden_size, bias=out_bias, dtype=dtype, device=device)
 
     @property
     def cache_spec(self) -> KVSpec:
@@ -67,9 +65,7 @@ class Attention(nn.Module):
         only_last: bool = False,  # keys and values of all tokens, but results of each row's last
     ) -> Tensor:  # [T, H], or [R, H]
         deterministic = inputs.deterministic
-        projected = norm_linear(
-            hidden, self.norm, self.eps, self.qkv, self.qkv_bias, deterministic=deterministic
-        )
+        projected = self.qkv(hidden, deterministic=deterministic)
         sizes = (self.query_size, self.gate_size, self.kv_size, self.kv_size)
         q, gate, k, v = projected.split_with_sizes(sizes, dim=-1)
         q = rope_and_store(
@@ -106,4 +102,4 @@ class Attention(nn.Module):
             gate if self.gated else None,
             deterministic=deterministic,
         )
-        return linear(attended, self.out, self.out_bias, residual=hidden, deterministic=deterministic)
+        return self.out(attended, hidden, deterministic=deterministic)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.layers.inputs import StateCache, StepInputs
+from penstock.layers.linear import Linear
 from penstock.layers.parameter import norm_parameter, parameter
-from penstock.ops import gated_delta_net, linear, norm_linear
+from penstock.ops import gated_delta_net
 from penstock.types import StateSpec
 
 
@@ -40,17 +41,16 @@ class DeltaNet(nn.Module):
             conv_width=conv_kernel,
         )
         num_rows = conv_channels + value_size + 2 * num_value_heads
-        self.norm = norm_parameter(hidden_size, device)
-        self.in_proj = parameter(num_rows, hidden_size, dtype=dtype, device=device)
+        self.in_proj = Linear(hidden_size, num_rows, eps=eps, dtype=dtype, device=device)
         self.conv = parameter(conv_kernel, conv_channels, dtype=dtype, device=device)
         self.a_log = parameter(num_value_heads, dtype=torch.float32, device=device)
         self.dt_bias = parameter(num_value_heads, dtype=torch.float32, device=device)
         self.gated_norm = norm_parameter(value_dim, device)
-        self.out = parameter(hidden_size, value_size, dtype=dtype, device=device)
+        self.out = Linear(value_size, hidden_size, dtype=dtype, device=device)
 
     def forward(self, hidden: Tensor, inputs: StepInputs, cache: StateCache) -> Tensor:  # [T, H] -> [T, H]
         deterministic = inputs.deterministic
-        mixed = norm_linear(hidden, self.norm, self.eps, self.in_proj, deterministic=deterministic)
+        mixed = self.in_proj(hidden, deterministic=deterministic)
         read_out = gated_delta_net(
             mixed,
             self.conv,
@@ -69,4 +69,4 @@ class DeltaNet(nn.Module):
             self.num_key_heads,
             deterministic=deterministic,
         )
-        return linear(read_out, self.out, residual=hidden, deterministic=deterministic)
+        return self.out(read_out, hidden, deterministic=deterministic)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.layers.inputs import StepInputs
-from penstock.layers.parameter import norm_parameter, parameter
-from penstock.ops import new_counters, norm_linear, norm_route, sparse_mlp, swiglu_linear
+from penstock.layers.linear import Linear
+from penstock.layers.parameter import new_weight, norm_parameter
+from penstock.ops import Weight, new_counters, norm_route, sparse_mlp
 
 
 class DenseMLP(nn.Module):
@@ -23,15 +24,13 @@ class DenseMLP(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.eps = eps
-        self.norm = norm_parameter(hidden_size, device)
-        self.gate_up = parameter(2 * intermediate_size, hidden_size, dtype=dtype, device=device)
-        self.down = parameter(hidden_size, intermediate_size, dtype=dtype, device=device)
+        self.gate_up = Linear(hidden_size, 2 * intermediate_size, eps=eps, dtype=dtype, device=device)
+        self.down = Linear(intermediate_size, hidden_size, swiglu=True, dtype=dtype, device=device)
 
     def forward(self, hidden: Tensor, inputs: StepInputs) -> Tensor:  # [T, H] -> [T, H]
         deterministic = inputs.deterministic
-        gate_up = norm_linear(hidden, self.norm, self.eps, self.gate_up, deterministic=deterministic)
-        return swiglu_linear(gate_up, self.down, residual=hidden, deterministic=deterministic)
+        gate_up = self.gate_up(hidden, deterministic=deterministic)
+        return self.down(gate_up, hidden, deterministic=deterministic)
 
 
 class SparseMLP(nn.Module):
@@ -57,17 +56,17 @@ class SparseMLP(nn.Module):
         self.normalize = normalize
         self.eps = eps
         self.norm = norm_parameter(hidden_size, device)
-        self.router = parameter(num_experts, hidden_size, dtype=dtype, device=device)
-        self.gate_up = parameter(num_experts, 2 * expert_size, hidden_size, dtype=dtype, device=device)
-        self.down = parameter(num_experts, hidden_size, expert_size, dtype=dtype, device=device)
+        self.router = new_weight(num_experts, hidden_size, dtype=dtype, device=device)
+        self.gate_up = new_weight(num_experts, 2 * expert_size, hidden_size, dtype=dtype, device=device)
+        self.down = new_weight(num_experts, hidden_size, expert_size, dtype=dtype, device=device)
         self.register_buffer("counters", new_counters(num_experts, device), persistent=False)
-        self.shared_gate: nn.Parameter | None = None
-        self.shared_gate_up: nn.Parameter | None = None
-        self.shared_down: nn.Parameter | None = None
+        self.shared_gate: Weight | None = None
+        self.shared_gate_up: Weight | None = None
+        self.shared_down: Weight | None = None
         if shared_expert_size:
-            self.shared_gate = parameter(1, hidden_size, dtype=dtype, device=device)
-            self.shared_gate_up = parameter(2 * shared_expert_size, hidden_size, dtype=dtype, device=device)
-            self.shared_down = parameter(hidden_size, shared_expert_size, dtype=dtype, device=device)
+            self.shared_gate = new_weight(1, hidden_size, dtype=dtype, device=device)
+            self.shared_gate_up = new_weight(2 * shared_expert_size, hidden_size, dtype=dtype, device=device)
+            self.shared_down = new_weight(hidden_size, shared_expert_size, dtype=dtype, device=device)
 
     def forward(self, hidden: Tensor, inputs: StepInputs) -> Tensor:  # [T, H] -> [T, H]
         deterministic = inputs.deterministic

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from torch import nn
 
-from penstock.layers.attention import Attention
-from penstock.layers.delta_net import DeltaNet
-from penstock.layers.mlp import DenseMLP, SparseMLP
-from penstock.ops import pack
-
-# Those that are multiplied as a whole with every token. Not experts, of which most are not, nor a head, whose
-# results are wider than it is and which may be the embedding, too.
-PACKED: dict[type[nn.Module], tuple[str, ...]] = {
-    Attention: ("qkv", "out"),
-    DeltaNet: ("in_proj", "out"),
-    DenseMLP: ("gate_up", "down"),
-    SparseMLP: ("shared_gate_up", "shared_down"),
-}
+from penstock.layers.linear import Linear
+from penstock.layers.mlp import SparseMLP
+from penstock.ops import Weight
 
 
-def pack_weights(model: nn.Module) -> None:
-    """One after the other: at no time is more than one of them there twice."""
+def pack_weights(model: nn.Module, keep: Weight) -> None:
+    """Those that are multiplied as a whole with every token: not experts, of which most are not, nor `keep`,
+    the head, whose results are wider than it is and which may be the embedding, too. One after the other: at
+    no time is more than one of them there twice."""
     for module in model.modules():
-        for name in PACKED.get(type(module), ()):
-            weight = getattr(module, name)
-            if weight is not None:
-                setattr(module, name, nn.Parameter(pack(weight), requires_grad=False))
+        weights: list[Weight | None] = []
+        if isinstance(module, Linear):
+            weights = [module.weight]
+        elif isinstance(module, SparseMLP):
+            weights = [module.shared_gate_up, module.shared_down]
+        for weight in weights:
+            if weight is not None and weight is not keep:
+                weight.pack()

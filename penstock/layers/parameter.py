@@ -9,6 +9,8 @@ import sys
 import torch
 from torch import Tensor, nn
 
+from penstock.ops import Weight
+
 HUGE_PAGE = 1 << 21
 MADV_HUGEPAGE = 14
 
@@ -18,6 +20,10 @@ def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn
     if values.is_cpu and values.nbytes >= 2 * HUGE_PAGE:
         _ask_for_huge_pages(values)
     return nn.Parameter(values, requires_grad=False)
+
+
+def new_weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> Weight:
+    return Weight(parameter(*shape, dtype=dtype, device=device).data)
 
 
 def norm_parameter(size: int, device: torch.device | str) -> nn.Parameter:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from penstock.errors import CheckpointError
 from penstock.layers.attention import Attention
 from penstock.layers.inputs import KVCache, LayerCache, StepInputs
+from penstock.layers.linear import Linear
 from penstock.layers.mlp import DenseMLP, SparseMLP
-from penstock.layers.parameter import norm_parameter, parameter
+from penstock.layers.parameter import new_weight, parameter
 from penstock.layers.rope import Rope, inverse_frequencies
 from penstock.models import model_type_of
 from penstock.models.placement import Placement
@@ -31,7 +32,7 @@ from penstock.models.reading import (
     read_sparse_layers,
     unusable,
 )
-from penstock.ops import norm_linear, rms_norm
+from penstock.ops import rms_norm
 from penstock.types import CacheSpec
 
 
@@ -294,16 +295,20 @@ class Llama(nn.Module):
         self.device = device
         self.vocab_size = config.vocab_size
         self.max_position = config.max_position
-        self.embed = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embedding = new_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         layers = [LlamaLayer(config, index, dtype, device) for index in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self._cache_specs: list[CacheSpec] = [layer.attention.cache_spec for layer in layers]
-        self.norm = norm_parameter(config.hidden_size, device)
-        self.head: nn.Parameter | None = None
         self.has_head = not config.num_labels
         self.num_labels = config.num_labels
-        if not config.is_tied and self.has_head:
-            self.head = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.head = Linear(
+            config.hidden_size,
+            config.vocab_size,
+            weight=self.embedding if config.is_tied or not self.has_head else None,
+            eps=config.eps,
+            dtype=dtype,
+            device=device,
+        )
         self.classifier: nn.Parameter | None = None
         if config.num_labels:
             self.classifier = parameter(config.num_labels, config.hidden_size, dtype=dtype, device=device)
@@ -313,7 +318,7 @@ class Llama(nn.Module):
         self, inputs: StepInputs, caches: Sequence[LayerCache | None], only_last: bool = False
     ) -> Tensor:  # [T, H], or [R, H]
         """The residual stream after the last layer, before the final norm."""
-        hidden, rope = F.embedding(inputs.token_ids, self.embed), self.rope.table
+        hidden, rope = self.embedding.rows(inputs.token_ids), self.rope.table
         for layer, cache in zip(self.layers, caches, strict=True):
             if cache is not None:
                 hidden = layer(hidden, inputs, cache, rope, only_last and layer is self.layers[-1])
@@ -321,22 +326,15 @@ class Llama(nn.Module):
 
     def logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32
         """A model without a head computes them all the same, with its embedding: no step is another then."""
-        head = self.embed if self.head is None else self.head
-        return norm_linear(
-            hidden,
-            self.norm,
-            self.config.eps,
-            head,
-            out_dtype=torch.float32,
-            deterministic=deterministic,
-        )
+        return self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
 
     def label_logits(self, hidden: Tensor) -> Tensor:  # [L, labels] float32
         assert self.classifier is not None
         return F.linear(self.final_norm(hidden).float(), self.classifier.float())
 
     def final_norm(self, hidden: Tensor) -> Tensor:  # [L, H] -> [L, H]
-        return rms_norm(hidden, self.norm, self.config.eps)
+        assert self.head.norm is not None
+        return rms_norm(hidden, self.head.norm, self.config.eps)
 
     def cache_specs(self) -> list[CacheSpec]:
         return list(self._cache_specs)
@@ -347,18 +345,18 @@ class Llama(nn.Module):
         present = frozenset(names)
         prefix = "" if config.is_plain else "model."
         if prefix and "embed_tokens.weight" in present:  # of embedding models: a model without its head
-            prefix, self.head, self.has_head = "", None, False
+            prefix, self.has_head, self.head.weight = "", False, self.embedding
         vocabulary = (config.vocab_size, config.hidden_size)
         table = {
-            f"{prefix}embed_tokens.weight": Placement("embed", vocabulary),
-            f"{prefix}norm.weight": Placement("norm", (config.hidden_size,)),
+            f"{prefix}embed_tokens.weight": Placement("embedding", vocabulary),
+            f"{prefix}norm.weight": Placement("head.norm", (config.hidden_size,)),
         }
         if self.classifier is not None:
             table["score.weight"] = Placement("classifier", (config.num_labels, config.hidden_size))
-        if self.head is not None:
-            table["lm_head.weight"] = Placement("head", vocabulary)
+        if self.head.weight is not self.embedding:
+            table["lm_head.weight"] = Placement("head.weight", vocabulary)
         elif "lm_head.weight" in present:
-            table["lm_head.weight"] = Placement("embed", vocabulary)
+            table["lm_head.weight"] = Placement("embedding", vocabulary)
         for i in range(config.num_layers):
             stored, ours = f"{prefix}layers.{i}.", f"layers.{i}."
             table |= {stored + name: place for name, place in _attention_places(config, ours)}
@@ -384,34 +382,38 @@ def _spelling(name: str, present: frozenset[str]) -> str:
 
 def _attention_places(config: LlamaConfig, ours: str) -> Places:
     hidden, width = config.hidden_size, config.head_dim
-    yield "input_layernorm.weight", Placement(f"{ours}attention.norm", (hidden,))
+    yield "input_layernorm.weight", Placement(f"{ours}attention.qkv.norm", (hidden,))
     start = 0
     for name, num_heads in (("q", config.num_heads), ("k", config.num_kv_heads), ("v", config.num_kv_heads)):
         size = num_heads * width
         rows = (slice(start, start + size),)
-        yield f"self_attn.{name}_proj.weight", Placement(f"{ours}attention.qkv", (size, hidden), rows)
+        yield f"self_attn.{name}_proj.weight", Placement(f"{ours}attention.qkv.weight", (size, hidden), rows)
         if config.qkv_bias:
-            yield f"self_attn.{name}_proj.bias", Placement(f"{ours}attention.qkv_bias", (size,), rows)
+            yield f"self_attn.{name}_proj.bias", Placement(f"{ours}attention.qkv.bias", (size,), rows)
         start += size
-    yield "self_attn.o_proj.weight", Placement(f"{ours}attention.out", (hidden, config.num_heads * width))
+    yield (
+        "self_attn.o_proj.weight",
+        Placement(f"{ours}attention.out.weight", (hidden, config.num_heads * width)),
+    )
     if config.out_bias:
-        yield "self_attn.o_proj.bias", Placement(f"{ours}attention.out_bias", (hidden,))
+        yield "self_attn.o_proj.bias", Placement(f"{ours}attention.out.bias", (hidden,))
     if config.qk_norm:
         yield "self_attn.q_norm.weight", Placement(f"{ours}attention.q_norm", (width,))
         yield "self_attn.k_norm.weight", Placement(f"{ours}attention.k_norm", (width,))
-    yield "post_attention_layernorm.weight", Placement(f"{ours}mlp.norm", (hidden,))
 
 
 def _dense_places(config: LlamaConfig, ours: str) -> Places:
     hidden, width = config.hidden_size, config.intermediate_size
     gate, up = (slice(0, width),), (slice(width, 2 * width),)
-    yield "mlp.gate_proj.weight", Placement(f"{ours}mlp.gate_up", (width, hidden), gate)
-    yield "mlp.up_proj.weight", Placement(f"{ours}mlp.gate_up", (width, hidden), up)
-    yield "mlp.down_proj.weight", Placement(f"{ours}mlp.down", (hidden, width))
+    yield "post_attention_layernorm.weight", Placement(f"{ours}mlp.gate_up.norm", (hidden,))
+    yield "mlp.gate_proj.weight", Placement(f"{ours}mlp.gate_up.weight", (width, hidden), gate)
+    yield "mlp.up_proj.weight", Placement(f"{ours}mlp.gate_up.weight", (width, hidden), up)
+    yield "mlp.down_proj.weight", Placement(f"{ours}mlp.down.weight", (hidden, width))
 
 
 def _expert_places(config: LlamaConfig, ours: str) -> Places:
     hidden, width = config.hidden_size, config.expert_size
+    yield "post_attention_layernorm.weight", Placement(f"{ours}mlp.norm", (hidden,))
     yield "mlp.gate.weight", Placement(f"{ours}mlp.router", (config.num_experts, hidden))
     for e in range(config.num_experts):
         stored = f"mlp.experts.{e}."
@@ -423,6 +425,7 @@ def _expert_places(config: LlamaConfig, ours: str) -> Places:
 
 def _fused_expert_places(config: LlamaConfig, ours: str) -> Places:
     num_experts, hidden, width = config.num_experts, config.hidden_size, config.expert_size
+    yield "post_attention_layernorm.weight", Placement(f"{ours}mlp.norm", (hidden,))
     yield "mlp.gate.weight", Placement(f"{ours}mlp.router", (num_experts, hidden))
     yield "mlp.experts.gate_up_proj", Placement(f"{ours}mlp.gate_up", (num_experts, 2 * width, hidden))
     yield "mlp.experts.down_proj", Placement(f"{ours}mlp.down", (num_experts, hidden, width))

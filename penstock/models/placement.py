@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    parameter: str  # name in the module, as named_parameters() gives it
+    parameter: str  # name of a parameter or a Weight in the module
     shape: tuple[int, ...]  # of the tensor in the checkpoint
     index: tuple[slice | int, ...] = ()  # the part of the parameter it fills; () is all of it
     convert: Callable[[Tensor], Tensor] | None = None  # applied before it is copied

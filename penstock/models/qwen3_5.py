@@ -11,20 +11,20 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
 from penstock.layers.inputs import KVCache, LayerCache, StateCache, StepInputs
+from penstock.layers.linear import Linear
 from penstock.layers.mlp import DenseMLP, SparseMLP
-from penstock.layers.parameter import norm_parameter, parameter
+from penstock.layers.parameter import new_weight
 from penstock.layers.rope import Rope, inverse_frequencies
 from penstock.models.placement import Placement
 from penstock.models.qwen3_5_config import Qwen3_5Config
 from penstock.models.qwen3_5_mtp import MTP
 from penstock.models.qwen3_5_placements import IGNORED, FindPlacements, find_placements, stores_mtp
-from penstock.ops import linear, norm_linear, rms_norm
+from penstock.ops import linear, rms_norm
 from penstock.types import CacheSpec
 
 
@@ -82,14 +82,18 @@ class Qwen3_5(nn.Module):
         self.device = torch.device(device)
         self.vocab_size = config.vocab_size
         self.max_position = config.max_position
-        self.embedding = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embedding = new_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         layers = [Layer(config, index, dtype, device) for index in range(len(config.is_attention))]
         self.layers = nn.ModuleList(layers)
         self._cache_specs: list[CacheSpec] = [layer.mixer.cache_spec for layer in layers]
-        self.norm = norm_parameter(config.hidden_size, device)
-        self.head: nn.Parameter | None = None
-        if not config.is_tied:
-            self.head = parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.head = Linear(
+            config.hidden_size,
+            config.vocab_size,
+            weight=self.embedding if config.is_tied else None,
+            eps=config.eps,
+            dtype=dtype,
+            device=device,
+        )
         self.rope = Rope(
             inverse_frequencies(config.rope_theta, config.rotary_dim), config.max_position, device
         )
@@ -98,22 +102,14 @@ class Qwen3_5(nn.Module):
     def forward(
         self, inputs: StepInputs, caches: Sequence[LayerCache | None], only_last: bool = False
     ) -> Tensor:  # [T, H], or [R, H]
-        hidden, rope = F.embedding(inputs.token_ids, self.embedding), self.rope.table
+        hidden, rope = self.embedding.rows(inputs.token_ids), self.rope.table
         for layer, cache in zip(self.layers, caches, strict=True):
             if cache is not None:
                 hidden = layer(hidden, inputs, cache, rope, only_last and layer is self.layers[-1])
         return hidden
 
     def logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32
-        weight = self._head_weight
-        return norm_linear(
-            hidden,
-            self.norm,
-            self.config.eps,
-            weight,
-            out_dtype=torch.float32,
-            deterministic=deterministic,
-        )
+        return self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
 
     def draft(
         self,
@@ -126,14 +122,11 @@ class Qwen3_5(nn.Module):
         return self.mtp(inputs, next_token_ids, hidden, cache, self.embedding, self.rope.table)
 
     def final_norm(self, hidden: Tensor) -> Tensor:  # [T, H] -> [T, H]
-        return rms_norm(hidden, self.norm, self.config.eps)
+        assert self.head.norm is not None
+        return rms_norm(hidden, self.head.norm, self.config.eps)
 
     def draft_logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32
-        return linear(hidden, self._head_weight, deterministic=deterministic).float()
-
-    @property
-    def _head_weight(self) -> Tensor:
-        return self.embedding if self.head is None else self.head
+        return linear(hidden, self.head.weight, deterministic=deterministic).float()
 
     def cache_specs(self) -> list[CacheSpec]:
         return list(self._cache_specs)

@@ -6,14 +6,14 @@ It has its own layer and KV; embedding, head and rope are the main model's and c
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.layers.attention import Attention
 from penstock.layers.inputs import KVCache, StepInputs
+from penstock.layers.linear import Linear
 from penstock.layers.mlp import DenseMLP, SparseMLP
-from penstock.layers.parameter import norm_parameter, parameter
-from penstock.ops import linear, rms_norm
+from penstock.layers.parameter import norm_parameter
+from penstock.ops import Weight, rms_norm
 from penstock.types import KVSpec
 
 
@@ -32,7 +32,7 @@ class MTP(nn.Module):
         self.eps = eps
         self.embedding_norm = norm_parameter(hidden_size, device)
         self.hidden_norm = norm_parameter(hidden_size, device)
-        self.fc = parameter(hidden_size, 2 * hidden_size, dtype=dtype, device=device)
+        self.fc = Linear(2 * hidden_size, hidden_size, dtype=dtype, device=device)
         self.attention = attention
         self.mlp = mlp
         self.norm = norm_parameter(hidden_size, device)
@@ -47,11 +47,11 @@ class MTP(nn.Module):
         next_token_ids: Tensor,  # [T]  the token after each of them
         hidden: Tensor,  # [T, H]  after the main model's final norm, or what this returned before
         cache: KVCache,
-        embedding: Tensor,  # [vocab, H]
+        embedding: Weight,  # [vocab, H]
         rope: Tensor,  # [max_len, 2, rot/2]
     ) -> Tensor:  # [T, H]  normed: the head reads it as it is
-        embedded = rms_norm(F.embedding(next_token_ids, embedding), self.embedding_norm, self.eps)
+        embedded = rms_norm(embedding.rows(next_token_ids), self.embedding_norm, self.eps)
         seen = rms_norm(hidden, self.hidden_norm, self.eps)
-        joined = linear(torch.cat((embedded, seen), dim=-1), self.fc, deterministic=inputs.deterministic)
+        joined = self.fc(torch.cat((embedded, seen), dim=-1), deterministic=inputs.deterministic)
         attended = self.attention(joined, inputs, cache, rope)
         return rms_norm(self.mlp(attended, inputs), self.norm, self.eps)

@@ -37,9 +37,9 @@ def _all(config: Qwen3_5Config, with_mtp: bool, stored: frozenset[str]) -> Named
     prefix = _prefix(config, stored)
     matrix = (config.vocab_size, config.hidden_size)
     yield f"{prefix}embed_tokens.weight", Placement("embedding", matrix)
-    yield f"{prefix}norm.weight", _norm("norm", config.hidden_size)
+    yield f"{prefix}norm.weight", _norm("head.norm", config.hidden_size)
     if not config.is_tied:
-        yield "lm_head.weight", Placement("head", matrix)
+        yield "lm_head.weight", Placement("head.weight", matrix)
     elif "lm_head.weight" in stored:  # some tools write the tied head a second time
         yield "lm_head.weight", Placement("embedding", matrix)
     for index, is_attention in enumerate(config.is_attention):
@@ -68,15 +68,15 @@ def _attention(config: Qwen3_5Config, source: str, target: str) -> Named:
     hidden, head_dim = config.hidden_size, config.head_dim
     query, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
     after_gate, after_k = 2 * query, 2 * query + kv
-    qkv = f"{target}qkv"
-    yield f"{source}input_layernorm.weight", _norm(f"{target}norm", hidden)
+    qkv = f"{target}qkv.weight"
+    yield f"{source}input_layernorm.weight", _norm(f"{target}qkv.norm", hidden)
     yield (
         f"{source}self_attn.q_proj.weight",
         Placement(qkv, (2 * query, hidden), (slice(0, after_gate),), partial(_queries_first, config)),
     )
     yield f"{source}self_attn.k_proj.weight", Placement(qkv, (kv, hidden), (slice(after_gate, after_k),))
     yield f"{source}self_attn.v_proj.weight", Placement(qkv, (kv, hidden), (slice(after_k, after_k + kv),))
-    yield f"{source}self_attn.o_proj.weight", Placement(f"{target}out", (hidden, query))
+    yield f"{source}self_attn.o_proj.weight", Placement(f"{target}out.weight", (hidden, query))
     yield f"{source}self_attn.q_norm.weight", _norm(f"{target}q_norm", head_dim)
     yield f"{source}self_attn.k_norm.weight", _norm(f"{target}k_norm", head_dim)
 
@@ -90,13 +90,13 @@ def _queries_first(config: Qwen3_5Config, weight: Tensor) -> Tensor:
 def _delta_net(config: Qwen3_5Config, source: str, target: str) -> Named:
     hidden, channels = config.hidden_size, config.conv_channels
     value, heads = config.value_size, config.num_value_heads
-    yield f"{source}input_layernorm.weight", _norm(f"{target}norm", hidden)
+    yield f"{source}input_layernorm.weight", _norm(f"{target}in_proj.norm", hidden)
     begin = 0
     for name, size in (("qkv", channels), ("z", value), ("b", heads), ("a", heads)):
         rows = (slice(begin, begin + size),)
         yield (
             f"{source}linear_attn.in_proj_{name}.weight",
-            Placement(f"{target}in_proj", (size, hidden), rows),
+            Placement(f"{target}in_proj.weight", (size, hidden), rows),
         )
         begin += size
     yield (
@@ -106,7 +106,7 @@ def _delta_net(config: Qwen3_5Config, source: str, target: str) -> Named:
     yield f"{source}linear_attn.A_log", Placement(f"{target}a_log", (heads,))
     yield f"{source}linear_attn.dt_bias", Placement(f"{target}dt_bias", (heads,))
     yield f"{source}linear_attn.norm.weight", Placement(f"{target}gated_norm", (config.value_dim,))
-    yield f"{source}linear_attn.out_proj.weight", Placement(f"{target}out", (hidden, value))
+    yield f"{source}linear_attn.out_proj.weight", Placement(f"{target}out.weight", (hidden, value))
 
 
 def _taps_by_channel(weight: Tensor) -> Tensor:
@@ -115,11 +115,13 @@ def _taps_by_channel(weight: Tensor) -> Tensor:
 
 def _mlp(config: Qwen3_5Config, is_sparse: bool, source: str, target: str, stored: frozenset[str]) -> Named:
     hidden = config.hidden_size
-    yield f"{source}post_attention_layernorm.weight", _norm(f"{target}norm", hidden)
+    norm = f"{source}post_attention_layernorm.weight"
     if config.experts is None or not is_sparse:
         width = config.intermediate_size
-        yield from _swiglu(f"{source}mlp.", f"{target}gate_up", f"{target}down", hidden, width)
+        yield norm, _norm(f"{target}gate_up.norm", hidden)
+        yield from _swiglu(f"{source}mlp.", f"{target}gate_up.weight", f"{target}down.weight", hidden, width)
         return
+    yield norm, _norm(f"{target}norm", hidden)
     experts, shared = config.experts, config.experts.shared_expert_size
     yield f"{source}mlp.gate.weight", Placement(f"{target}router", (experts.num_experts, hidden))
     yield from _experts(experts, f"{source}mlp.experts.", target, hidden, stored)
@@ -157,7 +159,7 @@ def _mtp(config: Qwen3_5Config, stored: frozenset[str]) -> Named:
     hidden = config.hidden_size
     yield "mtp.pre_fc_norm_embedding.weight", _norm("mtp.embedding_norm", hidden)
     yield "mtp.pre_fc_norm_hidden.weight", _norm("mtp.hidden_norm", hidden)
-    yield "mtp.fc.weight", Placement("mtp.fc", (hidden, 2 * hidden))
+    yield "mtp.fc.weight", Placement("mtp.fc.weight", (hidden, 2 * hidden))
     yield from _attention(config, "mtp.layers.0.", "mtp.attention.")
     yield from _mlp(config, config.experts is not None, "mtp.layers.0.", "mtp.mlp.", stored)
     yield "mtp.norm.weight", _norm("mtp.norm", hidden)

@@ -17,10 +17,10 @@ from penstock.ops.reference import attention, delta_net, masking, matmul, moe, n
 from penstock.ops.reference import decode_rows as _decode_rows
 from penstock.ops.reference.moe import new_counters
 from penstock.ops.reference.norm import gated_rms_norm
-from penstock.ops.reference.packed import pack
 from penstock.ops.reference.rope import rope_table
 from penstock.ops.reference.rows import CHUNK, LEAST_KEYS, Chunks, cut_chunks
 from penstock.ops.reference.sampling import bias_logits, penalize_repeats, token_logprobs
+from penstock.ops.weight import Weight
 
 linear = op(matmul.linear)
 norm_linear = op(matmul.norm_linear)
@@ -39,6 +39,7 @@ __all__ = [
     "CHUNK",
     "LEAST_KEYS",
     "Chunks",
+    "Weight",
     "bias_logits",
     "cut_chunks",
     "decode_rows",
@@ -49,7 +50,6 @@ __all__ = [
     "new_counters",
     "norm_linear",
     "norm_route",
-    "pack",
     "paged_attention",
     "penalize_repeats",
     "rms_norm",

@@ -160,7 +160,7 @@ def _copy(model: nn.Module, path: Path, progress: _Progress) -> None:
     placements = model.placements([tensor.name for tensor in stored])  # type: ignore[operator]
     wanted = match_tensors(path, stored, placements, model.ignored)  # type: ignore[arg-type]
     progress.start(sum(tensor.num_bytes for tensor in wanted))
-    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    parameters = targets_of(model)
     _assert_covered(parameters, placements.values())
     filled_by: dict[tuple[str, str], str] = {}
     for tensor in wanted:
@@ -173,6 +173,11 @@ def _copy(model: nn.Module, path: Path, progress: _Progress) -> None:
             filled_by[place] = tensor.name
             target.copy_(_converted(tensor, placement))
         progress.advance(tensor.num_bytes)
+
+
+def targets_of(model: nn.Module) -> dict[str, Tensor]:
+    """What placements name: parameters, and weights by their own names."""
+    return {name.removesuffix(".values"): parameter.data for name, parameter in model.named_parameters()}
 
 
 def _converted(tensor: StoredTensor, placement: Placement) -> Tensor:

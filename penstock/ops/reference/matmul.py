@@ -17,6 +17,7 @@ from penstock.ops.cpu import few_rows
 from penstock.ops.reference import one_token, packed
 from penstock.ops.reference.activation import silu
 from penstock.ops.reference.norm import norm_tokens
+from penstock.ops.weight import Weight
 
 TILE = 16
 WIDENED_ELEMENTS = 2**20  # of a weight that are copied to a wider dtype at a time: 4 MB, which a cache holds
@@ -24,12 +25,24 @@ WIDENED_ELEMENTS = 2**20  # of a weight that are copied to a wider dtype at a ti
 
 def linear(
     x: Tensor,  # [T, M]
-    weight: Tensor,  # [N, M]
+    weight: Weight,  # [N, M]
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [T, N], given up: the result may take its place
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
+    return multiply(x, weight.values, bias, residual, deterministic=deterministic)
+
+
+def multiply(
+    x: Tensor,  # [T, M]
+    weight: Tensor,  # [N, M]
+    bias: Tensor | None = None,  # [N]
+    residual: Tensor | None = None,  # [T, N], given up
+    *,
+    deterministic: bool = False,
+) -> Tensor:  # [T, N]
+    """`linear` with a matrix that is no weight of a model, or a part of one."""
     if deterministic:
         out = _tiled_linear(x, weight, bias)
     elif few_rows.is_better(x, weight):
@@ -47,7 +60,7 @@ def norm_linear(
     x: Tensor,  # [T, M]
     norm_weight: Tensor,  # [M] float32
     eps: float,
-    weight: Tensor,  # [N, M]
+    weight: Weight,  # [N, M]
     bias: Tensor | None = None,  # [N]
     *,
     out_dtype: torch.dtype | None = None,  # the product is then not rounded on its way to it
@@ -56,14 +69,14 @@ def norm_linear(
     normed = norm_tokens(x, norm_weight, eps, deterministic)
     if out_dtype is None or out_dtype == x.dtype:
         return linear(normed, weight, bias, deterministic=deterministic)
-    if out_dtype == torch.float32 and not deterministic and few_rows.is_better(normed, weight):
-        return few_rows.multiply(normed, weight, bias, out_dtype=out_dtype)
-    return _widened_linear(normed, weight, bias, out_dtype, deterministic)
+    if out_dtype == torch.float32 and not deterministic and few_rows.is_better(normed, weight.values):
+        return few_rows.multiply(normed, weight.values, bias, out_dtype=out_dtype)
+    return _widened_linear(normed, weight.values, bias, out_dtype, deterministic)
 
 
 def swiglu_linear(
     gate_up: Tensor,  # [T, 2F]  gate, then up
-    weight: Tensor,  # [N, F]
+    weight: Weight,  # [N, F]
     residual: Tensor | None = None,  # [T, N], given up: the result may take its place
     *,
     deterministic: bool = False,
@@ -88,7 +101,7 @@ def _widened_linear(
     for first in range(0, len(weight), rows_at_once):
         rows = weight[first : first + rows_at_once]
         own = out[:, first : first + rows_at_once]
-        own.copy_(linear(wide_x, wide[: len(rows)].copy_(rows), deterministic=deterministic))
+        own.copy_(multiply(wide_x, wide[: len(rows)].copy_(rows), deterministic=deterministic))
     return out if bias is None else out.add_(bias.to(dtype))
 
 

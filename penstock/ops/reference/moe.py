@@ -12,8 +12,9 @@ from torch import Tensor
 
 from penstock.ops.reference import one_token
 from penstock.ops.reference.activation import sigmoid
-from penstock.ops.reference.matmul import linear, swiglu, swiglu_linear
+from penstock.ops.reference.matmul import linear, multiply, swiglu, swiglu_linear
 from penstock.ops.reference.norm import norm_tokens
+from penstock.ops.weight import Weight
 
 GATHERED_BYTES = 256 * 2**20  # of expert weights copied at a time
 NUM_COUNTERS = 4096  # or as many as experts: tokens, or tiles of 16 tokens, of a step
@@ -31,10 +32,10 @@ def norm_route(
     hidden: Tensor,  # [T, H]
     norm_weight: Tensor,  # [H] float32
     eps: float,
-    router: Tensor,  # [E, H]
+    router: Weight,  # [E, H]
     k: int,
     normalize: bool = True,
-    shared_gate: Tensor | None = None,  # [1, H]
+    shared_gate: Weight | None = None,  # [1, H]
     counters: Tensor | None = None,  # of `new_counters`; without them a kernel makes its own
     *,
     deterministic: bool = False,
@@ -46,7 +47,7 @@ def norm_route(
     """
     x = norm_tokens(hidden, norm_weight, eps, deterministic)
     wide = x.float()
-    logits = linear(wide, router.float(), deterministic=deterministic)
+    logits = multiply(wide, router.values.float(), deterministic=deterministic)
     likeliest, ids = logits.topk(k, dim=-1)
     # Of the softmax over all experts, k weights that are made to sum to one are the softmax over these k.
     weights = likeliest.softmax(-1) if normalize else logits.softmax(-1).gather(-1, ids)
@@ -56,7 +57,7 @@ def norm_route(
         x,
         weights,
         ids,
-        sigmoid(linear(wide, shared_gate.float(), deterministic=deterministic), deterministic),
+        sigmoid(multiply(wide, shared_gate.values.float(), deterministic=deterministic), deterministic),
     )
 
 
@@ -64,12 +65,12 @@ def sparse_mlp(
     x: Tensor,  # [T, H]  normed
     weights: Tensor,  # [T, k] float32
     ids: Tensor,  # [T, k]
-    gate_up: Tensor,  # [E, 2I, H]
-    down: Tensor,  # [E, H, I]
+    gate_up: Weight,  # [E, 2I, H]
+    down: Weight,  # [E, H, I]
     residual: Tensor,  # [T, H]
     shared_weight: Tensor | None = None,  # [T, 1] float32
-    shared_gate_up: Tensor | None = None,  # [2I', H]
-    shared_down: Tensor | None = None,  # [H, I']
+    shared_gate_up: Weight | None = None,  # [2I', H]
+    shared_down: Weight | None = None,  # [H, I']
     counters: Tensor | None = None,  # of `new_counters`; without them a kernel makes its own
     *,
     deterministic: bool = False,
@@ -77,12 +78,20 @@ def sparse_mlp(
     """residual + the weighted sum of the chosen experts (+ the shared expert), summed in float32."""
     if one_token.is_alone(x, deterministic):
         return one_token.sparse_mlp(
-            x, weights, ids, gate_up, down, residual, shared_weight, shared_gate_up, shared_down
+            x,
+            weights,
+            ids,
+            gate_up.values,
+            down.values,
+            residual,
+            shared_weight,
+            None if shared_gate_up is None else shared_gate_up.values,
+            None if shared_down is None else shared_down.values,
         )
     if x.is_cuda:
-        outputs = run_experts_gathered(x, ids, gate_up, down, deterministic=deterministic)
+        outputs = run_experts_gathered(x, ids, gate_up.values, down.values, deterministic=deterministic)
     else:
-        outputs = run_experts_grouped(x, ids, gate_up, down, deterministic=deterministic)
+        outputs = run_experts_grouped(x, ids, gate_up.values, down.values, deterministic=deterministic)
     total = (outputs.float() * weights[..., None]).sum(1)
     if shared_weight is not None:
         assert shared_gate_up is not None
@@ -108,7 +117,7 @@ def run_experts_grouped(
 
     def each_expert(rows: Tensor, weights: Tensor) -> Tensor:
         groups = zip(used, rows.split_with_sizes(counts))
-        return torch.cat([linear(own, weights[e], deterministic=deterministic) for e, own in groups])
+        return torch.cat([multiply(own, weights[e], deterministic=deterministic) for e, own in groups])
 
     outputs = each_expert(swiglu(each_expert(rows, gate_up), deterministic), down)
     if len(x) > 1:

@@ -43,6 +43,7 @@ from penstock.ops.triton.matmul_vector import (
 )
 from penstock.ops.triton.norm import rms_norm
 from penstock.ops.triton.tuning import Tile, bucket, choose
+from penstock.ops.weight import Weight
 
 VECTOR, TENSOR, LIBRARY, DIRECT = 0, 1, 2, 3  # the "form" of a tile
 
@@ -56,13 +57,13 @@ SWIGLU_COLUMNS = 1024
 
 def linear(
     x: Tensor,  # [T, M]
-    weight: Tensor,  # [N, M]
+    weight: Weight,  # [N, M]
     bias: Tensor | None = None,  # [N]
     residual: Tensor | None = None,  # [T, N], given up: the result may take its place
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
-    product = Product(x, weight, x.dtype, bias=bias, residual=residual)
+    product = Product(x, weight.values, x.dtype, bias=bias, residual=residual)
     return _multiply("linear", product, deterministic)
 
 
@@ -70,24 +71,24 @@ def norm_linear(
     x: Tensor,  # [T, M]
     norm_weight: Tensor,  # [M] float32
     eps: float,
-    weight: Tensor,  # [N, M]
+    weight: Weight,  # [N, M]
     bias: Tensor | None = None,  # [N]
     *,
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
-    product = Product(x, weight, out_dtype or x.dtype, bias=bias, norm_weight=norm_weight, eps=eps)
+    product = Product(x, weight.values, out_dtype or x.dtype, bias=bias, norm_weight=norm_weight, eps=eps)
     return _multiply("norm_linear", product, deterministic)
 
 
 def swiglu_linear(
     gate_up: Tensor,  # [T, 2F]  gate, then up
-    weight: Tensor,  # [N, F]
+    weight: Weight,  # [N, F]
     residual: Tensor | None = None,  # [T, N], given up: the result may take its place
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
-    product = Product(gate_up, weight, gate_up.dtype, residual=residual, is_swiglu=True)
+    product = Product(gate_up, weight.values, gate_up.dtype, residual=residual, is_swiglu=True)
     return _multiply("swiglu_linear", product, deterministic)
 
 

@@ -9,6 +9,7 @@ from penstock.ops.triton import experts_grouped, experts_tensor, experts_vector,
 from penstock.ops.triton.launch import CompileCase
 from penstock.ops.triton.moe_route import norm_route
 from penstock.ops.triton.tuning import Tile, bucket, choose
+from penstock.ops.weight import Weight
 
 __all__ = ["candidates", "compile_cases", "norm_route", "sparse_mlp"]
 
@@ -23,12 +24,12 @@ def sparse_mlp(
     x: Tensor,  # [T, H]  normed
     weights: Tensor,  # [T, k] float32
     ids: Tensor,  # [T, k]  those of a token differ
-    gate_up: Tensor,  # [E, 2I, H]
-    down: Tensor,  # [E, H, I]
+    gate_up: Weight,  # [E, 2I, H]
+    down: Weight,  # [E, H, I]
     residual: Tensor,  # [T, H]
     shared_weight: Tensor | None = None,  # [T, 1] float32
-    shared_gate_up: Tensor | None = None,  # [2I', H]
-    shared_down: Tensor | None = None,  # [H, I']
+    shared_gate_up: Weight | None = None,  # [2I', H]
+    shared_down: Weight | None = None,  # [H, I']
     counters: Tensor | None = None,  # of `new_counters`; without them a kernel makes its own
     *,
     deterministic: bool = False,
@@ -56,8 +57,12 @@ def sparse_mlp(
     assert residual.is_contiguous()
     weights, ids = weights.contiguous(), ids.contiguous()
     out = torch.empty_like(residual)
-    shared = (shared_weight, shared_gate_up, shared_down)
-    arguments = (out, x, weights, ids, gate_up, down, residual, *shared)
+    shared = (
+        shared_weight,
+        None if shared_gate_up is None else shared_gate_up.values,
+        None if shared_down is None else shared_down.values,
+    )
+    arguments = (out, x, weights, ids, gate_up.values, down.values, residual, *shared)
     form = TENSOR if deterministic else _choose_form(x, ids, down)
     if form == VECTOR:
         experts_vector.run(*arguments)
@@ -68,7 +73,7 @@ def sparse_mlp(
     return out
 
 
-def _choose_form(x: Tensor, ids: Tensor, down: Tensor) -> int:
+def _choose_form(x: Tensor, ids: Tensor, down: Weight) -> int:
     num_experts, width, inner_width = down.shape
     num_tokens, k = ids.shape
     rule = TENSOR if bucket(num_tokens) * k <= TENSOR_PAIRS * num_experts else GROUPED

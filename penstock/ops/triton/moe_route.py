@@ -27,6 +27,7 @@ from penstock.ops.triton.launch import (
     wait_for_previous,
 )
 from penstock.ops.triton.tuning import Tile, bucket, choose
+from penstock.ops.weight import Weight
 
 VECTOR_TOKENS = 16  # more than these share the router's rows in tiles
 TILE_TOKENS = 256  # more than these keep all multiprocessors busy without dividing the router among them
@@ -42,10 +43,10 @@ def norm_route(
     hidden: Tensor,  # [T, H]
     norm_weight: Tensor,  # [H] float32
     eps: float,
-    router: Tensor,  # [E, H]
+    router: Weight,  # [E, H]
     k: int,
     normalize: bool = True,
-    shared_gate: Tensor | None = None,  # [1, H]
+    shared_gate: Weight | None = None,  # [1, H]
     counters: Tensor | None = None,  # of `new_counters`; without them a kernel makes its own
     *,
     deterministic: bool = False,
@@ -66,7 +67,7 @@ def norm_route(
         "BLOCK_E": next_power_of_2(num_experts),
         **launch_options(hidden.device),
     }
-    given = (hidden, norm_weight, router, router if shared_gate is None else shared_gate)
+    given = (hidden, norm_weight, router.values, (router if shared_gate is None else shared_gate).values)
     chosen = (weights, ids, weights if shared_weight is None else shared_weight)
     shape = (num_experts, width)
     if num_tokens > TILE_TOKENS and not deterministic:
