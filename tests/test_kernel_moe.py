@@ -138,6 +138,22 @@ def test_a_launch_counts_in_its_own_counters_alone(device: str, dtype: torch.dty
     assert "counters" not in one.state_dict(), "no checkpoint has them"
 
 
+@pytest.mark.bitwise
+@pytest.mark.parametrize("num_tokens", [3, 18, 300])
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_experts_may_lie_in_any_slots(device: str, dtype: torch.dtype, num_tokens: int) -> None:
+    """A stack of more matrices than experts, in another order: the router writes where each one is."""
+    inputs = router_inputs(num_tokens, device, dtype)
+    slots = torch.randperm(E + 3, generator=torch.Generator().manual_seed(0))[:E].to(device, torch.int32)
+    x, weights, ids, _ = moe.norm_route(*inputs, K)
+    again, same_weights, places, _ = moe.norm_route(*inputs, K, slots=slots)
+    assert torch.equal(again, x)
+    assert torch.equal(same_weights, weights)
+    assert torch.equal(places, slots[ids.long()])
+    expected = reference.norm_route(*inputs, K, slots=slots)[2]
+    assert torch.equal(expected, slots[reference.norm_route(*inputs, K)[2]])
+
+
 def sparse_layer(device: str, dtype: torch.dtype) -> SparseMLP:
     return SparseMLP(
         hidden_size=H,

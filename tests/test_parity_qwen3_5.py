@@ -454,3 +454,19 @@ def test_rope_settings_may_lie_beside_the_others() -> None:
     flat = {key: value for key, value in CONFIGS["dense tied"].items() if key != "rope_parameters"}
     config = Qwen3_5Config.from_dict({**flat, "rope_theta": 5e5, "partial_rotary_factor": 0.5})
     assert (config.rope_theta, config.rotary_dim) == (5e5, 16)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_a_layer_may_keep_its_experts_in_any_slots(tmp_path: Path, num_tokens: int) -> None:
+    """In stacks of another order that have more places than experts."""
+    model = Pair(CONFIGS["moe"], tmp_path / "model").ours
+    expected = ByHand(model).prefill(tokens(num_tokens))
+    for layer in model.layers:
+        sparse, num_experts = layer.mlp, layer.mlp.router.shape[0]
+        slots = torch.randperm(num_experts + 2, generator=torch.Generator().manual_seed(0))[:num_experts]
+        for stack in (sparse.gate_up, sparse.down):
+            values = torch.full((num_experts + 2, *stack.shape[1:]), torch.nan)
+            values[slots] = stack.values
+            stack.values = torch.nn.Parameter(values, requires_grad=False)
+        sparse.slots = slots.int()
+    assert torch.equal(ByHand(model).prefill(tokens(num_tokens)), expected)

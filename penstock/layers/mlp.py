@@ -60,6 +60,7 @@ class SparseMLP(nn.Module):
         self.gate_up = new_weight(num_experts, 2 * expert_size, hidden_size, dtype=dtype, device=device)
         self.down = new_weight(num_experts, hidden_size, expert_size, dtype=dtype, device=device)
         self.register_buffer("counters", new_counters(num_experts, device), persistent=False)
+        self.slots: Tensor | None = None  # [E] int32  where each expert is in the stacks; None: in order
         self.shared_gate: Weight | None = None
         self.shared_gate_up: Weight | None = None
         self.shared_down: Weight | None = None
@@ -79,6 +80,7 @@ class SparseMLP(nn.Module):
             self.normalize,
             self.shared_gate,
             self.counters,
+            self.slots,
             deterministic=deterministic,
         )
         return sparse_mlp(

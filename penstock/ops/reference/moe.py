@@ -1,4 +1,4 @@
-"""Sparse feed-forward: choosing experts, and running the chosen ones. Knows nothing of where experts live.
+"""Sparse feed-forward: choosing experts, and running the chosen ones, which are matrices of a stack.
 
 Two forms of one computation. Grouped, on a CPU: tokens are sorted by expert and an expert in use runs once.
 Gathered, on CUDA: the experts of a few tokens at a time are copied and multiplied as a batch, which needs
@@ -37,11 +37,12 @@ def norm_route(
     normalize: bool = True,
     shared_gate: Weight | None = None,  # [1, H]
     counters: Tensor | None = None,  # of `new_counters`; without them a kernel makes its own
+    slots: Tensor | None = None,  # [E] int32  the matrix that holds an expert; None: its own number
     *,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # [T, H], [T, k], [T, k], [T, 1]
-    """The norm before the experts, and who they are: the normed tokens like hidden; the weights, float32, and
-    ids of the k most likely experts of each; the shared expert's weight, float32.
+    """The norm before the experts, and their choice: the normed tokens like hidden; the weights, float32, and
+    ids of the k most likely experts of each, or their slots; the shared expert's weight, float32.
 
     `normalize` makes the k weights sum to one. The router reads the normed tokens as they were rounded.
     """
@@ -51,6 +52,8 @@ def norm_route(
     likeliest, ids = logits.topk(k, dim=-1)
     # Of the softmax over all experts, k weights that are made to sum to one are the softmax over these k.
     weights = likeliest.softmax(-1) if normalize else logits.softmax(-1).gather(-1, ids)
+    if slots is not None:
+        ids = slots[ids].long()
     if shared_gate is None:
         return x, weights, ids, None
     return (

@@ -48,6 +48,7 @@ def norm_route(
     normalize: bool = True,
     shared_gate: Weight | None = None,  # [1, H]
     counters: Tensor | None = None,  # of `new_counters`; without them a kernel makes its own
+    slots: Tensor | None = None,  # [E] int32  the matrix that holds an expert; None: its own number
     *,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # [T, H], [T, k] float32, [T, k] int32, [T, 1] float32
@@ -64,11 +65,17 @@ def norm_route(
         "H": width,
         "NORMALIZE": normalize,
         "HAS_SHARED": has_shared,
+        "HAS_SLOTS": slots is not None,
         "BLOCK_E": next_power_of_2(num_experts),
         **launch_options(hidden.device),
     }
     given = (hidden, norm_weight, router.values, (router if shared_gate is None else shared_gate).values)
-    chosen = (weights, ids, weights if shared_weight is None else shared_weight)
+    chosen = (
+        weights,
+        ids,
+        weights if shared_weight is None else shared_weight,
+        ids if slots is None else slots,
+    )
     shape = (num_experts, width)
     if num_tokens > TILE_TOKENS and not deterministic:
         _route_whole(given, x, chosen, eps, constants)
@@ -183,11 +190,13 @@ def _choose_experts(
     left,  # [M, BLOCK_E]  logits
     weights,
     ids,
+    slots_of,
     tokens,  # [M] int64
     is_token,  # [M]
     E: tl.constexpr,
     K: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
 ):
     """The K largest logits of each token, the lower id first among equals, and their share of the softmax."""
     NUM_TOKENS: tl.constexpr = left.shape[0]
@@ -217,6 +226,8 @@ def _choose_experts(
     places = tokens[:, None] * K + slots
     is_chosen = is_token[:, None] & (slots < K)
     tl.store(weights + places, share / total[:, None], mask=is_chosen)
+    if HAS_SLOTS:
+        chosen = tl.load(slots_of + chosen, mask=is_chosen, other=0)
     tl.store(ids + places, chosen, mask=is_chosen)
 
 
@@ -226,12 +237,14 @@ def _choose_from_memory(
     weights,
     ids,
     shared_weight,
+    slots_of,
     tokens,  # [M] int64
     is_token,  # [M]
     E: tl.constexpr,
     K: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_SHARED: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     experts = tl.arange(0, BLOCK_E)[None, :]
@@ -239,7 +252,7 @@ def _choose_from_memory(
     # Past the first-level cache: other multiprocessors wrote these.
     is_logit = is_token[:, None] & (experts < E)
     b_logits = tl.load(own[:, None] + experts, mask=is_logit, other=0.0, cache_modifier=".cg")
-    _choose_experts(b_logits, weights, ids, tokens, is_token, E, K, NORMALIZE)
+    _choose_experts(b_logits, weights, ids, slots_of, tokens, is_token, E, K, NORMALIZE, HAS_SLOTS)
     if HAS_SHARED:
         gate = tl.load(own + E, mask=is_token, other=0.0, cache_modifier=".cg")
         tl.store(shared_weight + tokens, 1.0 / (1.0 + tl.exp(-gate)), mask=is_token)
@@ -270,12 +283,14 @@ def _route_vector_kernel(
     weights,
     ids,
     shared_weight,
+    slots_of,
     eps,
     E: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_SHARED: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr,
     ROWS: tl.constexpr,
@@ -305,7 +320,19 @@ def _route_vector_kernel(
         tokens = i_token + tl.arange(0, 1).to(tl.int64)
         is_token = tokens == i_token
         _choose_from_memory(
-            logits, weights, ids, shared_weight, tokens, is_token, E, K, NORMALIZE, HAS_SHARED, BLOCK_E
+            logits,
+            weights,
+            ids,
+            shared_weight,
+            slots_of,
+            tokens,
+            is_token,
+            E,
+            K,
+            NORMALIZE,
+            HAS_SHARED,
+            HAS_SLOTS,
+            BLOCK_E,
         )
 
 
@@ -321,6 +348,7 @@ def _route_tile_kernel(
     weights,
     ids,
     shared_weight,
+    slots_of,
     num_tokens,
     eps,
     E: tl.constexpr,
@@ -328,6 +356,7 @@ def _route_tile_kernel(
     H: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_SHARED: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -376,7 +405,19 @@ def _route_tile_kernel(
             some = i_block.to(tl.int64) * BLOCK_M + first + tl.arange(0, CHOOSE_TOKENS)
             is_some = some < num_tokens
             _choose_from_memory(
-                logits, weights, ids, shared_weight, some, is_some, E, K, NORMALIZE, HAS_SHARED, BLOCK_E
+                logits,
+                weights,
+                ids,
+                shared_weight,
+                slots_of,
+                some,
+                is_some,
+                E,
+                K,
+                NORMALIZE,
+                HAS_SHARED,
+                HAS_SLOTS,
+                BLOCK_E,
             )
 
 
@@ -416,6 +457,7 @@ def _route_whole_kernel(
     weights,
     ids,
     shared_weight,
+    slots_of,
     num_tokens,
     eps,
     E: tl.constexpr,
@@ -423,6 +465,7 @@ def _route_whole_kernel(
     H: tl.constexpr,
     NORMALIZE: tl.constexpr,
     HAS_SHARED: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -459,15 +502,17 @@ def _route_whole_kernel(
         if b_router.dtype != b_x.dtype:
             b_router, b_x = b_router.to(tl.float32), b_x.to(tl.float32)
         b_logits = tl.dot(b_x, b_router, b_logits, input_precision="ieee")
-    _choose_experts(b_logits, weights, ids, tokens, is_token, E, K, NORMALIZE)
+    _choose_experts(b_logits, weights, ids, slots_of, tokens, is_token, E, K, NORMALIZE, HAS_SLOTS)
 
 
 def compile_cases() -> list[CompileCase]:
     """The 35B-A3B router in bf16: (kernel, signature, constexprs, options)."""
     halves = dict.fromkeys(("hidden", "router", "shared_gate", "x"), "*bf16")
     floats = dict.fromkeys(("norm_weight", "logits", "weights", "shared_weight"), "*fp32")
-    signature = {**halves, **floats, "arrivals": "*i32", "ids": "*i32", "eps": "fp32", "num_tokens": "i32"}
-    constants = {"E": 256, "K": 8, "H": 2048, "NORMALIZE": True, "HAS_SHARED": True, "BLOCK_E": 256}
+    signature = {**halves, **floats, "eps": "fp32", "num_tokens": "i32"}
+    signature |= dict.fromkeys(("arrivals", "ids", "slots_of"), "*i32")
+    constants = {"E": 256, "K": 8, "H": 2048, "BLOCK_E": 256}
+    constants |= {"NORMALIZE": True, "HAS_SHARED": True, "HAS_SLOTS": False}
     cases: list[CompileCase] = []
     for kernel, more, tile in (
         (_route_vector_kernel, {"BLOCK_H": 2048}, _vector_rule(2048)),
