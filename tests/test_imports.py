@@ -100,7 +100,7 @@ def test_policy_and_serving_never_import_torch() -> None:
         "cli",
         "engine.pools",
         "engine.scheduler",
-        "engine.terms",
+        "engine.limits",
     ]
     for folder in ("cache", "text", "serve"):
         torch_free += [f"{folder}.{path.stem}" for path in sorted((PACKAGE / folder).glob("*.py"))]

@@ -36,7 +36,7 @@ from penstock.progress import Phase, PhaseList, timed
 from penstock.types import SamplingParams
 
 if TYPE_CHECKING:
-    from penstock.engine.direct import DirectEngine
+    from penstock.engine.logits_engine import LogitsEngine
 
 USAGE = "penstock bench {step,prefill,engine,serve} [-m MODEL] [flags]"
 DESCRIPTION = "Time decode steps or prefills through the engine's own runner, or a server under load."
@@ -84,10 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
     with PhaseList() as phases:
         with timed("libraries", phases):
             from penstock.engine.device import select_device
-            from penstock.engine.direct import DirectEngine
             from penstock.engine.engine import Engine
+            from penstock.engine.logits_engine import LogitsEngine
         select_device(config.device)
-        engine = DirectEngine(Engine.from_source(source, config, phases))
+        engine = LogitsEngine(Engine.from_source(source, config, phases))
         require_room(engine, max(arguments.batch), _most_tokens(arguments, config))
         with timed("check", phases):
             difference = check_decode(engine)
@@ -219,7 +219,7 @@ def _report(
     }
 
 
-def _gpu_name(engine: DirectEngine) -> str | None:
+def _gpu_name(engine: LogitsEngine) -> str | None:
     import torch
 
     return torch.cuda.get_device_name(engine.engine.info.device) if is_on_gpu(engine) else None
