@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.engine.direct import create_engine
     from penstock.engine.engine import Engine
+    from penstock.engine.logits_engine import create_engine
     from penstock.llm import LLM
     from penstock.types import SamplingParams
 
@@ -21,7 +21,7 @@ _HOMES = {
     "Engine": "penstock.engine.engine",
     "LLM": "penstock.llm",
     "SamplingParams": "penstock.types",
-    "create_engine": "penstock.engine.direct",
+    "create_engine": "penstock.engine.logits_engine",
 }
 
 

@@ -252,7 +252,7 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
-class Followers:
+class PromptTargets:
     """What comes after tokens of a prompt: their log-probabilities are wanted, and of the likeliest there."""
 
     token_ids: tuple[int, ...]
@@ -278,7 +278,7 @@ class RowPlan:
     slot: int = 0  # where the state goes
     initial_slot: int = 0  # where the state comes from, unless start is 0 (then it is zero)
     checkpoints: tuple[tuple[int, int], ...] = ()  # (tokens of this row, slot): save the state after them
-    followers: Followers | None = None
+    prompt_targets: PromptTargets | None = None
     pooled: PooledChunk | None = None
 
     @property

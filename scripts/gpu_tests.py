@@ -18,7 +18,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from penstock.commands.birth import certificate, gpu_name
+from penstock.commands.provenance import gpu_name, provenance
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 ALONE = ("test_gpu_full_size.py", "test_memory.py")
@@ -45,7 +45,7 @@ def main() -> int:
                 counts[outcome] += 1
             if outcome == "failed":
                 failures.append(f"{name}::{test}")
-    report: dict[str, Any] = {"what": "pytest -m gpu", **certificate(), "gpu": gpu_name()}
+    report: dict[str, Any] = {"what": "pytest -m gpu", **provenance(), "gpu": gpu_name()}
     report["commit"] = flags.commit or report["commit"]
     report |= {
         "passed": sum(counts["passed"] for counts in files.values()),

@@ -18,7 +18,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
-from penstock.commands import birth
+from penstock.commands.provenance import gpu_name, provenance
 from penstock.errors import PenstockError
 from penstock.eval.chat_requests import ChatRequests, Request
 from penstock.eval.load import LoadClients
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--json", help="file for the result")
     given = parser.parse_args()
     asked = {name: value for name, value in vars(given).items() if name not in ("json", "most_bulk")}
-    fields = {**birth.certificate(), "gpu": birth.gpu_name(), **asked}
+    fields = {**provenance(), "gpu": gpu_name(), **asked}
     with LoadClients() as clients:
         report = {"what": "short requests among bulk", **fields, **asyncio.run(measure(given, clients))}
     for name in ("alone", "among_bulk"):

@@ -113,11 +113,11 @@ class FakeRunner:
         """A token's score is its place."""
         scores = {}
         for row in plan.rows:
-            if row.followers is not None and row.followers.token_ids:
-                num_scored, num_top = len(row.followers.token_ids), row.followers.num_top
+            if row.prompt_targets is not None and row.prompt_targets.token_ids:
+                num_scored, num_top = len(row.prompt_targets.token_ids), row.prompt_targets.num_top
                 places = array("f", range(row.start + 1, row.start + 1 + num_scored)).tobytes()
                 top = bytes(4 * num_scored * num_top)
-                token_ids = array("i", row.followers.token_ids).tobytes()
+                token_ids = array("i", row.prompt_targets.token_ids).tobytes()
                 scores[row.row] = PromptScores(token_ids, places, top, top, num_top)
         return scores
 

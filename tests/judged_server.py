@@ -1,4 +1,4 @@
-"""A server of the chat API that keeps every promise, except those whose faults it is given.
+"""A server of the chat API that passes every check, except for the faults that it is given.
 
 Its model is a function: it adds, tells what Tom has, and writes words that follow from the prompt. It counts
 with the embedded model's tokenizer and chat template. Runs in threads of the test's process.

@@ -1,4 +1,4 @@
-"""Anthropic's spelling, without a server: prompts from blocks, events and errors from news."""
+"""Anthropic's spelling, without a server: prompts from blocks, events and errors from deltas."""
 
 from __future__ import annotations
 
@@ -181,59 +181,59 @@ WORDS = st.text(min_size=1, max_size=6)
 
 @st.composite
 def replies(draw: st.DrawFn) -> list[Delta]:
-    """The news of any reply: texts, thoughts, and calls that are whole or come to nothing."""
-    news: list[Delta] = []
+    """The deltas of any reply: texts, thoughts, and calls that are whole or come to nothing."""
+    deltas: list[Delta] = []
     num_calls = 0
     has_whole_call = False
     kinds = draw(st.lists(st.sampled_from("ttrrcb"), max_size=6))
     is_cut = draw(st.booleans())  # in a call, by a limit
     for kind in [*kinds, *"x" * is_cut]:
         if kind == "t":
-            news.append(ContentDelta(draw(WORDS)))
+            deltas.append(ContentDelta(draw(WORDS)))
         elif kind == "r":
-            news.append(ReasoningDelta(draw(WORDS)))
+            deltas.append(ReasoningDelta(draw(WORDS)))
         else:
             # Whether a number at a cut is whole, nobody knows: the SDK takes it, a body does not.
             values = WORDS if kind == "x" else st.integers() | WORDS
             arguments = json.dumps(draw(st.dictionaries(WORDS, values, max_size=3)))
             cut = draw(st.integers(0, len(arguments) - 1))
             is_broken = kind == "b"
-            news.append(ToolCallStart(num_calls, f"call_{num_calls}", "f"))
-            news += [ToolArguments(num_calls, piece) for piece in (arguments[:cut],) if piece]
-            news += [ToolArguments(num_calls, arguments[cut:])] * (kind == "c")
-            news.append(ToolCallEnd(num_calls, is_broken, kind == "x"))
+            deltas.append(ToolCallStart(num_calls, f"call_{num_calls}", "f"))
+            deltas += [ToolArguments(num_calls, piece) for piece in (arguments[:cut],) if piece]
+            deltas += [ToolArguments(num_calls, arguments[cut:])] * (kind == "c")
+            deltas.append(ToolCallEnd(num_calls, is_broken, kind == "x"))
             num_calls += 1
             has_whole_call |= kind == "c"
-    return [*news, ReplyEnd("length" if is_cut else "tool_calls" if has_whole_call else "stop")]
+    return [*deltas, ReplyEnd("length" if is_cut else "tool_calls" if has_whole_call else "stop")]
 
 
 USAGE = Usage(num_prompt_tokens=9, num_completion_tokens=5, num_cached_tokens=4, num_reasoning_tokens=2)
 
 
 def new_format(max_tokens: int = 100) -> MessageFormat:
-    style = MessageFormat("1", "m", max_tokens)
-    style.usage_so_far = lambda: USAGE
-    return style
+    formatter = MessageFormat("1", "m", max_tokens)
+    formatter.usage_so_far = lambda: USAGE
+    return formatter
 
 
 @settings(max_examples=40, deadline=None)
 @given(replies(), st.randoms())
-def test_events_are_in_order_and_add_up_to_the_body(news: list[Delta], chance: random.Random) -> None:
-    style = new_format()
-    stream, rest = b"", list(news)
+def test_events_are_in_order_and_add_up_to_the_body(deltas: list[Delta], chance: random.Random) -> None:
+    formatter = new_format()
+    stream, rest = b"", list(deltas)
     while rest:
         num_pieces = chance.randint(1, len(rest))
-        stream += style.encode_chunk(ReplyDelta(0, rest[:num_pieces]))
+        stream += formatter.encode_chunk(ReplyDelta(0, rest[:num_pieces]))
         del rest[:num_pieces]
-    events = events_in((stream + style.encode_end(USAGE)).decode())
+    events = events_in((stream + formatter.encode_end(USAGE)).decode())
     assert in_order(events)
     message: Any = None
     buffers: dict[int, bytes] = {}
     for _, event in events:
         message = accumulate_event(event=event, current_snapshot=message, json_bufs=buffers)
-    broken = {f"call_{piece.index}" for piece in news if isinstance(piece, ToolCallEnd) and piece.is_broken}
+    broken = {f"call_{piece.index}" for piece in deltas if isinstance(piece, ToolCallEnd) and piece.is_broken}
     told = [block.to_dict() for block in message.content if getattr(block, "id", None) not in broken]
-    body = json.loads(new_format().encode_body({0: Choice(news=news)}, USAGE))
+    body = json.loads(new_format().encode_body({0: Choice(deltas=deltas)}, USAGE))
     assert body["stop_reason"] == message.stop_reason
     assert joined(body["content"]) == joined(told)
 
@@ -263,14 +263,14 @@ def joined(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ],
 )
 def test_why_a_reply_ended_is_told(end: ReplyEnd, max_tokens: int, expected: tuple[str, str | None]) -> None:
-    body = json.loads(new_format(max_tokens).encode_body({0: Choice(news=[end])}, USAGE))
+    body = json.loads(new_format(max_tokens).encode_body({0: Choice(deltas=[end])}, USAGE))
     assert (body["stop_reason"], body["stop_sequence"]) == expected
 
 
 def test_a_stream_that_fails_ends_with_an_error_and_no_stop() -> None:
-    style = new_format()
-    stream = style.encode_chunk(ReplyDelta(0, [ContentDelta("Hi")]))
-    stream += style.encode_failure(EngineDeadError("The engine ended"))
+    formatter = new_format()
+    stream = formatter.encode_chunk(ReplyDelta(0, [ContentDelta("Hi")]))
+    stream += formatter.encode_failure(EngineDeadError("The engine ended"))
     *before, (kind, error) = events_in(stream.decode())
     assert [kind for kind, _ in before] == ["message_start", "content_block_start", "content_block_delta"]
     assert kind == "error"

@@ -10,7 +10,7 @@ import pytest
 
 from grammar_walks import is_allowed
 from penstock.serve.openai.requests import parse_completion
-from penstock.serve.reply_form import form_grammar
+from penstock.serve.response_grammar import form_grammar
 from penstock.text.call_grammar import tool_calls_grammar
 from penstock.text.closed_schemas import close_objects
 from penstock.text.dialects import DIALECTS

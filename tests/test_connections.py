@@ -35,9 +35,9 @@ class EventsOnly:
     """A format of replies: each delta is an event as long as its text."""
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
-        (news,) = delta.news
-        assert isinstance(news, ContentDelta)
-        return news.text.encode()
+        (piece,) = delta.deltas
+        assert isinstance(piece, ContentDelta)
+        return piece.text.encode()
 
     def encode_heartbeat(self) -> bytes:
         return b""

@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import RequestError
 from penstock.serve import conversations as module
 from penstock.serve.conversations import Conversations, Message, Status
-from penstock.serve.openai.requests import ChatRequest
+from penstock.serve.requests import ChatRequest
 from penstock.serve.sessions import ReplyNote
 from penstock.serve.text_stream import ReplyDelta
 from penstock.text.dialects import ContentDelta, ReplyEnd

@@ -18,9 +18,9 @@ from penstock.engine import engine as engine_module
 from penstock.engine import memory as memory_module
 from penstock.engine import runner as runner_module
 from penstock.engine.device import pick_device, select_device
-from penstock.engine.direct import create_engine
 from penstock.engine.engine import Engine
 from penstock.engine.graphs import launch_in_threads
+from penstock.engine.logits_engine import create_engine
 from penstock.engine.worker import start_engine
 from penstock.errors import ConfigError, PenstockError
 from penstock.llm import LLM

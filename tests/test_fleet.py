@@ -659,9 +659,11 @@ def test_a_reply_that_goes_on_keeps_its_place_and_its_engine_however_full_the_qu
                 abort(request_id)
 
             engine.abort = watched  # type: ignore[method-assign]
-            world.fleet._journeys["r1"].num_faults = 5
+            world.fleet._in_flight["r1"].num_faults = 5
             world.fleet.go_on("r1", rest, Reader())
-            assert world.fleet._journeys["r1-answer"].num_faults == 5, "engines it has cost are not forgotten"
+            assert world.fleet._in_flight["r1-answer"].num_faults == 5, (
+                "engines it has cost are not forgotten"
+            )
             assert [{"r1", "r1-answer"} <= rows for rows in seen_at_abort] == [True]
             assert "r1" not in engine.rows
             assert world.fleet.num_outstanding == 5
@@ -818,13 +820,13 @@ def test_a_receiver_that_breaks_ends_alone() -> None:
     async def scenario() -> None:
         async with world_of(1) as world:
             broken, good = world.submit(ask("broken"), raises=True), world.submit(ask("good"))
-            _, journey, _ = world.current[0].rows["broken"]
+            _, inflight, _ = world.current[0].rows["broken"]
             for _ in range(2):
                 world.current[0].step()
             with pytest.raises(ZeroDivisionError):
                 world.current[0].step()
             world.current[0].abort("broken")
-            journey.fail(ZeroDivisionError())
+            inflight.fail(ZeroDivisionError())
             assert isinstance(broken.error, ZeroDivisionError)
             world.finish()
             assert good.finish == "length"

@@ -33,7 +33,7 @@ from penstock.forge.oracle import Case, Distance, Oracle, allowed_distance
 from penstock.forge.reference import Reference
 from penstock.forge.run import forge
 from penstock.forge.sandbox import Played
-from penstock.forge.screen import refusal
+from penstock.forge.static_check import refusal
 from penstock.forge.target import Target
 from penstock.forge.toy_weights import save_toy_weights
 from penstock.forge.traces import Call, Trace, correctness_traces

@@ -17,10 +17,10 @@ from command_line import ROOT, environment
 from penstock.cli import main
 from penstock.forge import decisions, gate
 from penstock.forge.emit import emit
+from penstock.forge.initial_design import first_design
 from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.machine import Machine
 from penstock.forge.measure import draw_benches
-from penstock.forge.opening import first_design
 from penstock.forge.oracle import Case, Oracle, count_tokens
 from penstock.forge.resident import ResidentPeak
 from penstock.forge.sandbox import OutOfTime

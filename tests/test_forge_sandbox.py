@@ -18,13 +18,13 @@ import pytest
 
 from penstock.errors import PenstockError
 from penstock.forge import confine
+from penstock.forge.candidate_process import time_in_turn, time_of_innermost
 from penstock.forge.confine import CPU_FORMS, FORMS, landlock_version
 from penstock.forge.fork_server import ForkServer
-from penstock.forge.host import time_in_turn, time_of_innermost
 from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.probe import Reach, probe, settle
 from penstock.forge.sandbox import CandidateError, Limits, Played, Sandbox
-from penstock.forge.screen import refusal
+from penstock.forge.static_check import refusal
 from penstock.forge.target import Target
 from penstock.forge.traces import Call
 from test_forge import SMALL, make_target

@@ -26,11 +26,11 @@ from penstock.forge import decisions
 from penstock.forge import measure as measuring
 from penstock.forge.emit import emit
 from penstock.forge.fragments import launch
+from penstock.forge.initial_design import opening
 from penstock.forge.ledger import Ledger, write_report
 from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.machine import Machine
 from penstock.forge.measure import FAMILIES, Bench, Timing, measure
-from penstock.forge.opening import opening
 from penstock.forge.oracle import Case, Distance, Oracle
 from penstock.forge.reference import Reference
 from penstock.forge.sandbox import Played
@@ -437,7 +437,7 @@ def test_a_reference_that_is_widened_as_it_goes_is_the_one_in_float32(tmp_path: 
 KEYS = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from penstock.forge.host import know_kernels_that_moved, load_file
+from penstock.forge.candidate_process import know_kernels_that_moved, load_file
 from triton.runtime.jit import JITFunction
 know_kernels_that_moved()
 found = []

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock import LLM, SamplingParams
 from penstock.assets import default_model
-from penstock.engine.rows import RowTable
+from penstock.engine.row_table import RowTable
 from penstock.eval import held_out
 from penstock.eval.conversation import Conversation
 from penstock.eval.gates import GATES, score

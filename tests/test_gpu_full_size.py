@@ -16,8 +16,8 @@ from torch import Tensor
 
 from clear_routing import make_routing_clear
 from penstock.config import EngineConfig
-from penstock.engine.direct import DirectEngine
 from penstock.engine.engine import Engine
+from penstock.engine.logits_engine import LogitsEngine
 from penstock.models import build_model
 from penstock.models.presets import PRESETS
 from penstock.weights.load import targets_of
@@ -51,14 +51,14 @@ def make_reference(config: dict[str, Any], is_clear: bool, seed: int) -> Any:
 
 
 @torch.inference_mode()
-def make_ours(config: dict[str, Any], weights: dict[str, Tensor], **settings: Any) -> DirectEngine:
+def make_ours(config: dict[str, Any], weights: dict[str, Tensor], **settings: Any) -> LogitsEngine:
     model = build_model(config, torch.bfloat16, torch.device("cuda"), with_drafting_head=False)
     parameters = targets_of(model)
     for name, place in model.placements(weights.keys()).items():
         values = place.convert(weights[name]) if place.convert else weights[name]
         parameters[place.parameter][place.index].copy_(values)
     given = {"memory_gb": 4, "max_rows": NUM_SEQUENCES, "max_model_len": 1024, "prefix_cache": False}
-    return DirectEngine(Engine(model, EngineConfig(**given, **settings), "cut"))
+    return LogitsEngine(Engine(model, EngineConfig(**given, **settings), "cut"))
 
 
 @torch.inference_mode()

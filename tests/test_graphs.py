@@ -20,17 +20,17 @@ from penstock.engine.engine import check_page_size
 from penstock.engine.graphs import (
     DecodeGraphs,
     DecodeStep,
-    Launches,
-    excerpt_of,
+    Warmup,
     graph_sizes,
     is_decode,
-    launch_all,
     launch_in_threads,
     num_compile_threads,
     run_for_last_tokens,
+    warm_up,
+    warmup_layers,
 )
-from penstock.engine.packing import RowCounts, StepSize
-from penstock.engine.prompt_graphs import PromptGraphs, PromptStep, prompt_sizes
+from penstock.engine.prefill_graphs import PrefillGraphs, PrefillStep, prefill_sizes
+from penstock.engine.step_inputs import RowCounts, StepSize
 from penstock.errors import ConfigError
 from penstock.types import RowPlan, StepPlan
 from small_models import FAMILIES, make_engine, prompt, request, run, tokens_of
@@ -60,11 +60,11 @@ def test_launching_ahead_touches_nobodys_memory_and_leaves_nothing_in_it(config:
         tensor.normal_()
     before = [tensor.clone() for tensor in tensors]
     given = (runner.model, runner.caches, runner.rows, True)
-    launches = [DecodeGraphs(*given).launches, PromptGraphs(*given, max_step_tokens=128).launches]
+    launches = [DecodeGraphs(*given).warmup, PrefillGraphs(*given, max_step_tokens=128).warmup]
     num_prompts, num_beside = len({64, 128}), len({0, 1, 4, 16})
     assert [len(kind.ahead) for kind in launches] == [len({1, 2, 4, 8, 16, 20}), num_prompts * num_beside]
     assert [len(kind.after) for kind in launches] == [len(graph_sizes(20)) - 6 + 1, 1]
-    launch_all(launches)
+    warm_up(launches)
     for tensor, was in zip(tensors, before):
         assert torch.equal(tensor[1:], was[1:])
     for cache in runner.caches:
@@ -82,7 +82,7 @@ def test_what_finds_no_memory_among_others_is_launched_later() -> None:
 
     launches = [partial(launch, number) for number in range(6)]
     assert launch_in_threads(launches) == launches[1::2]
-    launch_all([Launches(ahead=launches[:4], after=launches[4:])])
+    warm_up([Warmup(ahead=launches[:4], after=launches[4:])])
     assert sorted(launched) == sorted([0, 2, 4, *range(6)])
     with pytest.raises(ZeroDivisionError):
         launch_in_threads([lambda: 1 / 0])
@@ -110,7 +110,7 @@ def test_pages_that_kernels_cannot_read_are_refused_on_a_gpu() -> None:
 
 def test_steps_may_be_too_short_for_any_captured_prompt() -> None:
     runner = make_engine(FAMILIES["llama"], max_rows=2).runner
-    launches = PromptGraphs(runner.model, runner.caches, runner.rows, True, max_step_tokens=32).launches
+    launches = PrefillGraphs(runner.model, runner.caches, runner.rows, True, max_step_tokens=32).warmup
     assert not launches.ahead
     assert not launches.after
 
@@ -166,15 +166,15 @@ def test_an_excerpt_launches_whatever_the_model_launches(config: dict[str, Any])
     if "layer_types" in config:
         config["layer_types"] = 2 * config["layer_types"]
     runner = make_engine(config, max_rows=8).runner
-    excerpt = excerpt_of(runner.model, runner.caches)
-    assert sum(cache is not None for cache in excerpt) <= 3
+    warmup_caches = warmup_layers(runner.model, runner.caches)
+    assert sum(cache is not None for cache in warmup_caches) <= 3
     for new_step in (
         lambda caches: DecodeStep(runner.model, caches, runner.rows, 3, False).logits,
-        lambda caches: PromptStep(runner.model, caches, runner.rows, StepSize(1, 2, 64), False).run,
+        lambda caches: PrefillStep(runner.model, caches, runner.rows, StepSize(1, 2, 64), False).run,
     ):
         whole = ops_of(new_step(runner.caches))
         assert len(whole) > 4
-        assert ops_of(new_step(excerpt)) == whole
+        assert ops_of(new_step(warmup_caches)) == whole
 
 
 def test_layers_that_differ_in_a_number_are_of_two_kinds() -> None:
@@ -182,8 +182,8 @@ def test_layers_that_differ_in_a_number_are_of_two_kinds() -> None:
     config = FAMILIES["llama"] | {"num_hidden_layers": 8, "use_sliding_window": True, "sliding_window": 32}
     config |= {"model_type": "qwen2", "max_window_layers": 5}
     runner = make_engine(config).runner
-    excerpt = excerpt_of(runner.model, runner.caches)
-    assert [cache is not None for cache in excerpt] == [index in (0, 5, 7) for index in range(8)]
+    warmup_caches = warmup_layers(runner.model, runner.caches)
+    assert [cache is not None for cache in warmup_caches] == [index in (0, 5, 7) for index in range(8)]
 
 
 @torch.inference_mode()
@@ -268,11 +268,11 @@ def test_prompts_in_steps_of_a_fixed_size_give_what_plain_steps_give(
     engine = make_engine(config, **settings)
     runner = engine.runner
     size = StepSize(num_decodes, 2, 128)
-    step = PromptStep(runner.model, runner.caches, runner.rows, size, deterministic=True)
+    step = PrefillStep(runner.model, runner.caches, runner.rows, size, deterministic=True)
     num_replayed = 0
 
     class Eager:
-        """What `PromptGraphs` is on a GPU, without the graphs."""
+        """What `PrefillGraphs` is on a GPU, without the graphs."""
 
         def size_for(self, rows: Any) -> StepSize | None:
             return size if size.holds(RowCounts.of(rows)) else None
@@ -284,7 +284,7 @@ def test_prompts_in_steps_of_a_fixed_size_give_what_plain_steps_give(
             wanted = [place for place, row in zip(size.place_of(rows), rows) if row.samples]
             return step.run()[wanted]
 
-    runner.prompt_graphs = Eager()  # type: ignore[assignment]
+    runner.prefill_graphs = Eager()  # type: ignore[assignment]
     seen = run(engine, *requests)
     assert num_replayed > 3
     for id in expected:
@@ -292,7 +292,7 @@ def test_prompts_in_steps_of_a_fixed_size_give_what_plain_steps_give(
 
 
 def test_sizes_are_tried_from_the_cheapest_on() -> None:
-    sizes = prompt_sizes(max_rows=64, max_step_tokens=512)
+    sizes = prefill_sizes(max_rows=64, max_step_tokens=512)
     assert sizes == sorted(sizes, key=lambda size: (size.num_prompt_tokens, size.num_decodes))
     assert max(size.num_prompt_tokens for size in sizes) == 512
     assert all(size.num_decodes < 64 for size in sizes)

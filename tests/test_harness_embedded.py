@@ -26,7 +26,7 @@ def embedded() -> Iterator[Server]:
         yield server
 
 
-def test_the_embedded_model_keeps_every_promise(embedded: Server) -> None:
+def test_the_embedded_model_passes_every_check(embedded: Server) -> None:
     words = ["-m", "eval.check_server", "--base-url", embedded.url, *WITH_TOKENIZER]
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120

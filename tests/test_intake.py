@@ -30,7 +30,7 @@ from penstock.serve.preparation import Preparation
 from penstock.serve.responses.items import Item
 from penstock.serve.responses.routes import ResponsesRoutes
 from penstock.serve.responses.store import ResponseStore
-from penstock.serve.serving import Serving
+from penstock.serve.state import ServerState
 from penstock.serve.text_stream import Deliver, TextStream
 from penstock.text.turns import CHEAP
 from serving import MESSAGES, Server, assert_refused, child_pids, command_of, eventually, start_server
@@ -210,8 +210,8 @@ def test_a_requests_time_includes_its_preparation() -> None:
         app = SimpleNamespace(state=SimpleNamespace(serving=SimpleNamespace()))
         app.state.serving.draining = asyncio.Event()
         app.state.serving.config = ServeConfig(request_timeout=9.0)
-        style: Any = SimpleNamespace()
-        await Answer(start, style, False, 0.05)({"app": app}, asyncio.Event().wait, style)  # type: ignore[arg-type]
+        formatter: Any = SimpleNamespace()
+        await Answer(start, formatter, False, 0.05)({"app": app}, asyncio.Event().wait, formatter)  # type: ignore[arg-type]
 
     with pytest.raises(DeadlineError, match=r"0\.05 seconds"):
         asyncio.run(asyncio.wait_for(answer(), 5.0))
@@ -224,7 +224,7 @@ def test_what_was_asked_does_not_stay_in_memory_while_the_reply_is_generated() -
     async def scenario() -> None:
         asked = Asked()
         still_there = weakref.ref(asked)
-        style: Any = SimpleNamespace(encode_body=lambda *_: b"{}")
+        formatter: Any = SimpleNamespace(encode_body=lambda *_: b"{}")
 
         def start_of(asked: Asked) -> Start:
             async def start(deliver: Deliver) -> TextStream:
@@ -235,8 +235,8 @@ def test_what_was_asked_does_not_stay_in_memory_while_the_reply_is_generated() -
 
         serving = SimpleNamespace(draining=asyncio.Event(), config=ServeConfig())
         scope = {"app": SimpleNamespace(state=SimpleNamespace(serving=serving)), "record": SimpleNamespace()}
-        answer = Answer(start_of(asked), style, False)
-        answering = asyncio.create_task(answer(scope, asyncio.Event().wait, style))  # type: ignore[arg-type]
+        answer = Answer(start_of(asked), formatter, False)
+        answering = asyncio.create_task(answer(scope, asyncio.Event().wait, formatter))  # type: ignore[arg-type]
         del asked
         await asyncio.sleep(0.05)
         gc.collect()
@@ -258,7 +258,7 @@ def test_what_was_asked_does_not_stay_in_memory_while_the_reply_is_generated() -
 def test_the_conversation_that_a_response_goes_on_from_counts_as_if_it_had_been_sent(body: bytes) -> None:
     config = ServeConfig(max_bodies_mb=0.001, max_body_mb=0.001)
     client: Any = SimpleNamespace(intake=Intake(config))
-    serving = Serving(client, SimpleNamespace(), Metrics(), "tiny", config, 0)  # type: ignore[arg-type]
+    serving = ServerState(client, SimpleNamespace(), Metrics(), "tiny", config, 0)  # type: ignore[arg-type]
     store = ResponseStore()
     api = ResponsesRoutes(serving, store)
     for id in ("resp_long", "conv_long"):

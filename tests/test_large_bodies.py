@@ -20,18 +20,13 @@ from hypothesis import strategies as st
 
 from penstock.errors import RequestError
 from penstock.serve.anthropic.requests import parse_messages
-from penstock.serve.chat import TextEngine
+from penstock.serve.body import decode_body
 from penstock.serve.metrics import Metrics
-from penstock.serve.openai.body import decode_body
-from penstock.serve.openai.requests import (
-    MAX_IDS,
-    ChatBody,
-    parse_chat,
-    parse_completion,
-    parse_detokenize,
-)
+from penstock.serve.openai.requests import ChatBody, parse_chat, parse_completion, parse_detokenize
+from penstock.serve.requests import MAX_IDS
 from penstock.serve.responses.items import MAX_ITEMS, Item, plain_messages
 from penstock.serve.responses.requests import parse_response, response_request
+from penstock.serve.text_engine import TextEngine
 from penstock.text.json_values import MAX_STRINGS, has_more_values
 from penstock.text.template import ChatTemplate, parse_arguments
 

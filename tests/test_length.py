@@ -20,9 +20,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from penstock.assets import default_model
 from penstock.errors import ContextLengthError
-from penstock.serve.chat import LONG_TOKEN, TextEngine
 from penstock.serve.metrics import Metrics
-from penstock.serve.openai.requests import ChatRequest, CompletionRequest
+from penstock.serve.requests import ChatRequest, CompletionRequest
+from penstock.serve.text_engine import LONG_TOKEN, TextEngine
 from penstock.text.length import MAX_COMPOSED, LengthBound, roles_written, words_written
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer

@@ -140,7 +140,7 @@ def test_dry_run_launches_the_largest_steps(dry_run: DryRun, monkeypatch: pytest
     dry_run._launch_prompts(250)
     dry_run._launch_prompts(1000)
     assert [plan.num_tokens for plan in launched] == [4, 250, 400]
-    assert all(row.followers is not None for row in launched[1].rows)
+    assert all(row.prompt_targets is not None for row in launched[1].rows)
 
 
 def test_steps_are_halved_until_they_fit(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:

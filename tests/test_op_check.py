@@ -16,7 +16,7 @@ from penstock.cli import main
 from penstock.commands import measure
 from penstock.commands.measure import Bench, Limits
 from penstock.commands.roofline import Roofline
-from penstock.engine.direct import DirectEngine
+from penstock.engine.logits_engine import LogitsEngine
 from penstock.errors import PenstockError
 from penstock.layers import attention, delta_net, linear, mlp
 from penstock.layers.inputs import RowSpan
@@ -32,7 +32,7 @@ def make_bench(config: dict[str, Any], dtype: str = "float32", **settings: Any) 
     given: dict[str, Any] = {"deterministic": False, "prefix_cache": False, "max_rows": 8, **settings}
     engine = make_engine(config, dtype=dtype, **given)
     roofline = Roofline.of(engine.runner.model, config, engine.runner.model.dtype.itemsize, 4)
-    return Bench(DirectEngine(engine), roofline, Limits(1e9, 1e9), 1, 1)
+    return Bench(LogitsEngine(engine), roofline, Limits(1e9, 1e9), 1, 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine import scheduler
-from penstock.engine.direct import DirectEngine
+from penstock.engine.logits_engine import LogitsEngine
 from penstock.serve.fleet import resumed
 from penstock.types import TokenDelta, TokenLogprob
 from small_models import FAMILIES, make_engine, prompt, request, run, tokens_of
@@ -24,7 +24,7 @@ def config(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 def decoded_logprobs(config: dict[str, Any], tokens: tuple[int, ...]) -> torch.Tensor:  # [T - 1, vocab]
     """Of every token that could follow each but the last."""
-    engine = DirectEngine(make_engine(config))
+    engine = LogitsEngine(make_engine(config))
     logits = [engine.prefill(["a"], [torch.tensor(tokens[:1])])]
     logits += [engine.decode(["a"], torch.tensor([token])) for token in tokens[1:-1]]
     return torch.cat(logits).log_softmax(-1)

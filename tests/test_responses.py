@@ -344,7 +344,7 @@ def test_items_make_turns_wherever_the_conversation_is_cut(
 
 
 USAGE = Usage(9, 5, 4, 2)
-NEWS: dict[str, list[Delta]] = {
+DELTAS: dict[str, list[Delta]] = {
     "nothing": [ReplyEnd("stop")],
     "only a thought": [ReasoningDelta("T"), ReplyEnd("stop")],
     "text around a call": [
@@ -409,16 +409,16 @@ def reply_format(form: ReplyForm = PLAIN_FORM) -> ResponseReplyFormat:
     return ResponseReplyFormat("resp_" + "0" * 32, "tiny", echo, None, form)
 
 
-@pytest.mark.parametrize("name", NEWS)
+@pytest.mark.parametrize("name", DELTAS)
 @pytest.mark.parametrize("num_at_once", [1, 3, 100])
 def test_whatever_comes_is_the_same_whole_and_streamed(name: str, num_at_once: int) -> None:
-    news = NEWS[name]
-    pieces = [ReplyDelta(0, news[at : at + num_at_once]) for at in range(0, len(news), num_at_once)]
-    choice, style = ResponseChoice(), reply_format()
+    deltas = DELTAS[name]
+    pieces = [ReplyDelta(0, deltas[at : at + num_at_once]) for at in range(0, len(deltas), num_at_once)]
+    choice, formatter = ResponseChoice(), reply_format()
     for piece in pieces:
         choice.take(piece)
     whole = json.loads(reply_format().encode_body({0: choice}, USAGE))
-    stream = b"".join(style.encode_chunk(piece) for piece in pieces) + style.encode_end(USAGE)
+    stream = b"".join(formatter.encode_chunk(piece) for piece in pieces) + formatter.encode_end(USAGE)
     events = parse_events(stream)
     assert without_chance(events[-1]["response"]) == without_chance(whole)
     found = [
@@ -444,9 +444,9 @@ def test_whatever_comes_is_the_same_whole_and_streamed(name: str, num_at_once: i
 def test_a_stream_that_fails_says_so_and_keeps_what_was_said(
     error: PenstockError, code: str, param: str | None
 ) -> None:
-    style = reply_format()
-    stream = style.encode_chunk(ReplyDelta(0, [ReasoningDelta("T"), ContentDelta("A")]))
-    *_, told, failed = parse_events(stream + style.encode_failure(error))
+    formatter = reply_format()
+    stream = formatter.encode_chunk(ReplyDelta(0, [ReasoningDelta("T"), ContentDelta("A")]))
+    *_, told, failed = parse_events(stream + formatter.encode_failure(error))
     assert (told["type"], told["message"], told["param"]) == ("error", str(error), param)
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     assert failed["response"]["error"] == {"code": code, "message": str(error)}
@@ -454,10 +454,12 @@ def test_a_stream_that_fails_says_so_and_keeps_what_was_said(
     assert failed["response"]["output"][1]["content"][0]["text"] == "A"
 
 
-def streamed(news: list[Delta], form: ReplyForm) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def streamed(deltas: list[Delta], form: ReplyForm) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The events of a reply that comes piece by piece, and the items of its response."""
-    style = reply_format(form)
-    stream = b"".join(style.encode_chunk(ReplyDelta(0, [piece])) for piece in news) + style.encode_end(USAGE)
+    formatter = reply_format(form)
+    stream = b"".join(
+        formatter.encode_chunk(ReplyDelta(0, [piece])) for piece in deltas
+    ) + formatter.encode_end(USAGE)
     events = parse_events(stream)
     output = events[-1]["response"]["output"]
     assert_well_formed(events, output)
@@ -465,8 +467,8 @@ def streamed(news: list[Delta], form: ReplyForm) -> tuple[list[dict[str, Any]], 
 
 
 def test_a_summary_that_is_asked_for_is_the_thought_and_can_be_sent_back() -> None:
-    news: list[Delta] = [ReasoningDelta("T"), ReasoningDelta("U"), ContentDelta("A"), ReplyEnd("stop")]
-    events, (thought, _) = streamed(news, ReplyForm(has_summary=True))
+    deltas: list[Delta] = [ReasoningDelta("T"), ReasoningDelta("U"), ContentDelta("A"), ReplyEnd("stop")]
+    events, (thought, _) = streamed(deltas, ReplyForm(has_summary=True))
     assert thought["summary"] == [{"type": "summary_text", "text": "TU"}]
     assert (thought["content"], thought["encrypted_content"]) == ([], seal("TU"))
     assert [event["type"].removeprefix("response.reasoning_summary_") for event in events[3:8]] == [
@@ -476,7 +478,7 @@ def test_a_summary_that_is_asked_for_is_the_thought_and_can_be_sent_back() -> No
         "text.done",
         "part.done",
     ]
-    (sealed, _) = streamed(news, ReplyForm(is_sealed=True))[1]
+    (sealed, _) = streamed(deltas, ReplyForm(is_sealed=True))[1]
     assert (sealed["content"][0]["text"], sealed["encrypted_content"]) == ("TU", seal("TU"))
     messages = plain_messages([], [Item(type="reasoning", encrypted_content=seal("TU"))], None)
     assert messages[0]["reasoning_content"] == "TU"
@@ -503,8 +505,12 @@ def test_a_custom_tool_is_called_with_text(pieces: list[str], text: str, is_slow
     whole = InputText()
     found = "".join([whole.feed(piece) for piece in pieces] + [whole.end()])
     assert found == whole.text == text
-    news = [ToolCallStart(0, "call_0", "sh"), *(ToolArguments(0, piece) for piece in pieces), ToolCallEnd(0)]
-    events, (call,) = streamed([*news, ReplyEnd("tool_calls")], ReplyForm(custom_tools=frozenset({"sh"})))
+    deltas = [
+        ToolCallStart(0, "call_0", "sh"),
+        *(ToolArguments(0, piece) for piece in pieces),
+        ToolCallEnd(0),
+    ]
+    events, (call,) = streamed([*deltas, ReplyEnd("tool_calls")], ReplyForm(custom_tools=frozenset({"sh"})))
     assert (call["type"], call["input"]) == ("custom_tool_call", text)
     deltas = [event["delta"] for event in events if event["type"].endswith("input.delta")]
     assert "".join(deltas) == text

@@ -18,8 +18,8 @@ from fake_runner import VOCAB_SIZE, Setup, World, reply_alone
 from penstock import digests
 from penstock.cache import Cache
 from penstock.cache.checkpoints import PROVEN
+from penstock.engine.limits import checkpoint_targets
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.terms import checkpoint_targets
 from penstock.errors import ContextLengthError, RequestError
 from penstock.types import PrefixHit, Request, SamplingParams, Sequence, StepOutput, StepPlan
 

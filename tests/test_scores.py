@@ -23,10 +23,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from penstock import wire
 from penstock.engine import scheduler, worker
 from penstock.errors import RequestError
-from penstock.serve.chat import MAX_ECHO_CHARS, TextEngine
 from penstock.serve.metrics import Metrics, TokenTimer
 from penstock.serve.openai.replies import ChatReplyFormat, CompletionReplyFormat, OpenAIReplyFormat
 from penstock.serve.openai.requests import parse_completion
+from penstock.serve.text_engine import MAX_ECHO_CHARS, TextEngine
 from penstock.serve.text_stream import PlainText, Reply, ReplyDelta, ScoredToken, TextStream
 from penstock.text.dialects import ContentDelta
 from penstock.text.prompt import MAX_SCORES, limit_scores
@@ -391,7 +391,7 @@ def completion_of(tokenizer: Tokenizer, reply: list[int], **fields: Any) -> str:
         engine = TextEngine(fleet, tokenizer, ChatTemplate("x"), Metrics())  # type: ignore[arg-type]
 
         def deliver(delta: ReplyDelta) -> None:
-            texts.extend(piece.text for piece in delta.news if isinstance(piece, ContentDelta))
+            texts.extend(piece.text for piece in delta.deltas if isinstance(piece, ContentDelta))
 
         asked = parse_completion(json.dumps(fields).encode())
         await engine.stream_completion("id", asked, deliver)

@@ -24,7 +24,7 @@ from penstock.serve.app import create_app
 from penstock.serve.intake import Intake
 from penstock.serve.metrics import Metrics, render
 from penstock.serve.request_log import JsonLines, TextLines
-from penstock.serve.serving import Serving
+from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of_key
 from penstock.serve.text_stream import Deliver, TextStream
 
@@ -55,7 +55,7 @@ def app_of(is_ready: bool = True, **settings: Any) -> Any:
     client: Any = SimpleNamespace(
         is_ready=is_ready, failure=None, info=None, phase=Phase("x"), report=report, intake=Intake(config)
     )
-    serving = Serving(client, SimpleNamespace(), Metrics(), "tiny", config, 0)  # type: ignore[arg-type]
+    serving = ServerState(client, SimpleNamespace(), Metrics(), "tiny", config, 0)  # type: ignore[arg-type]
     return create_app(serving)
 
 
@@ -297,8 +297,8 @@ def test_the_shorter_of_two_limits_ends_a_reply_that_never_comes(
     async def answer() -> None:
         app = app_of(request_timeout=servers)
         scope = {"app": app, "record": SimpleNamespace(usage=None)}
-        style: Any = SimpleNamespace()
-        await Answer(start, style, False, requests)(scope, asyncio.Event().wait, style)  # type: ignore[arg-type]
+        formatter: Any = SimpleNamespace()
+        await Answer(start, formatter, False, requests)(scope, asyncio.Event().wait, formatter)  # type: ignore[arg-type]
 
     with pytest.raises(DeadlineError, match=r"0\.05 seconds"):
         asyncio.run(asyncio.wait_for(answer(), 5.0))

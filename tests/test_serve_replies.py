@@ -86,7 +86,7 @@ class Growing:
 
     @property
     def parsed(self) -> ParsedReply:
-        return ParsedReply.of(piece for delta in self.deltas for piece in delta.news)
+        return ParsedReply.of(piece for delta in self.deltas for piece in delta.deltas)
 
 
 def in_loop(test: Any) -> Any:
@@ -137,12 +137,12 @@ def test_a_loop_in_a_thought_closes_it_and_only_a_loop_behind_it_ends_the_reply(
         num_thought = len(second.token_ids) - len(PROMPT) - len(closing_ids)
         assert MIN_TOKENS <= num_thought <= MIN_TOKENS + CHECK_EVERY + size
         assert second.token_ids[-len(closing_ids) :] == closing_ids
-        assert not any(isinstance(piece, ReplyEnd) for delta in growing.deltas for piece in delta.news)
+        assert not any(isinstance(piece, ReplyEnd) for delta in growing.deltas for piece in delta.deltas)
         growing.client.aborted.clear()
         growing.grow("It is 42. ", size)
         growing.grow(loop, size)
         assert len(growing.client.submitted) == 2, "an answer has no thought to close"
-        (end,) = [piece for delta in growing.deltas for piece in delta.news if isinstance(piece, ReplyEnd)]
+        (end,) = [piece for delta in growing.deltas for piece in delta.deltas if isinstance(piece, ReplyEnd)]
         assert (end.reason, end.is_loop) == ("length", True)
         assert growing.parsed.content.startswith("It is 42. la la")
         usage = growing.stream.usage

@@ -20,9 +20,9 @@ import pytest
 
 from penstock.assets import default_model
 from penstock.errors import CheckpointError, RequestError, TemplateProcessError
-from penstock.serve.chat import MAX_COUNTS, TextEngine
 from penstock.serve.metrics import Metrics
-from penstock.serve.openai.requests import ChatRequest, TokenizeRequest
+from penstock.serve.requests import ChatRequest, TokenizeRequest
+from penstock.serve.text_engine import MAX_COUNTS, TextEngine
 from penstock.text import template_process
 from penstock.text.template import BASE_CPU_SECONDS, BASE_FUEL, ChatTemplate
 from penstock.text.template_process import (

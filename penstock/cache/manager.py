@@ -174,11 +174,11 @@ class Cache:
         hit = self.match(sequence) if hit is None else hit
         reason = self._outcome(sequence, hit)
         while not self._has_room(sequence, hit, spare_pages):
-            if not (ends_sessions and self.sessions.give_way()):
+            if not (ends_sessions and self.sessions.evict_oldest()):
                 return False
         if self.has_slots:
             while (slot := self._take_slot(hit)) is None:
-                if not (ends_sessions and self.sessions.give_way()):
+                if not (ends_sessions and self.sessions.evict_oldest()):
                     return False
             if hit.num_tokens:
                 self._checkpoints.use(sequence.digests[hit.num_tokens // self.page_size - 1])
@@ -222,7 +222,7 @@ class Cache:
         if num_new > self.num_free_pages + self._index.num_kept:
             return None
         while num_new > self.num_free_pages:
-            self.sessions.give_way()
+            self.sessions.evict_oldest()
         pages = [self._take_page() for _ in range(num_new)]
         sequence.pages.extend(pages)
         return pages

@@ -91,7 +91,7 @@ class Sessions:
         self._unpin(old_pages, old_checkpoints)
         self.expire()
         while self._is_over_limit():
-            self.give_way()
+            self.evict_oldest()
 
     def drop(self, session_id: str) -> SessionInfo | None:
         """Ends a session; says what it was. None: there is none."""
@@ -103,7 +103,7 @@ class Sessions:
         self._end(session_id)
         return info
 
-    def give_way(self) -> bool:
+    def evict_oldest(self) -> bool:
         """Ends the session that was not used for longest."""
         if not self._sessions:
             return False
@@ -113,7 +113,7 @@ class Sessions:
     def expire(self) -> None:
         oldest = self._clock() - self.limits.max_idle_s
         while self._sessions and next(iter(self._sessions.values())).used_at < oldest:
-            self.give_way()
+            self.evict_oldest()
 
     def describe(self) -> list[SessionInfo]:
         """The most recently used first."""

@@ -12,7 +12,7 @@ import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
-from penstock.commands import bench_serve, birth, breakdown
+from penstock.commands import bench_serve, breakdown
 from penstock.commands.console import print_table
 from penstock.commands.flags import add_flags, foreign_flag, read_count, read_counts, read_settings
 from penstock.commands.measure import (
@@ -26,6 +26,7 @@ from penstock.commands.measure import (
     measure_limits,
     require_room,
 )
+from penstock.commands.provenance import cpu_name, provenance
 from penstock.commands.roofline import Roofline, text_config
 from penstock.commands.variables import is_given_by_variable
 from penstock.config import EngineConfig, from_mapping
@@ -36,7 +37,7 @@ from penstock.progress import Phase, PhaseList, timed
 from penstock.types import SamplingParams
 
 if TYPE_CHECKING:
-    from penstock.engine.direct import DirectEngine
+    from penstock.engine.logits_engine import LogitsEngine
 
 USAGE = "penstock bench {step,prefill,engine,serve} [-m MODEL] [flags]"
 DESCRIPTION = "Time decode steps or prefills through the engine's own runner, or a server under load."
@@ -84,10 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
     with PhaseList() as phases:
         with timed("libraries", phases):
             from penstock.engine.device import select_device
-            from penstock.engine.direct import DirectEngine
             from penstock.engine.engine import Engine
+            from penstock.engine.logits_engine import LogitsEngine
         select_device(config.device)
-        engine = DirectEngine(Engine.from_source(source, config, phases))
+        engine = LogitsEngine(Engine.from_source(source, config, phases))
         require_room(engine, max(arguments.batch), _most_tokens(arguments, config))
         with timed("check", phases):
             difference = check_decode(engine)
@@ -110,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
             name = f"batch {batch}, context {context:,}: {found.step_us:.0f} us, busy {found.busy:.1%}"
             print_table(breakdown.COLUMNS, found.as_rows(), name)
             breakdowns.append({"batch": batch, "context": context, **found.as_dict()})
-    title = f"{arguments.what}: {source.name}, {info.dtype}, {_gpu_name(engine) or birth.cpu_name()}"
+    title = f"{arguments.what}: {source.name}, {info.dtype}, {_gpu_name(engine) or cpu_name()}"
     print_table(COLUMNS, [measurement.as_row() for measurement in measurements], title)
     report = {**_report(arguments, config, bench, difference, measurements), "checks": checks}
     if breakdowns:
@@ -202,7 +203,7 @@ def _report(
     info, limits = bench.engine.engine.info, bench.limits
     return {
         "bench": arguments.what,
-        **birth.certificate(),
+        **provenance(),
         "gpu": _gpu_name(bench.engine),
         "model": info.model_name,
         "dtype": info.dtype,
@@ -219,7 +220,7 @@ def _report(
     }
 
 
-def _gpu_name(engine: DirectEngine) -> str | None:
+def _gpu_name(engine: LogitsEngine) -> str | None:
     import torch
 
     return torch.cuda.get_device_name(engine.engine.info.device) if is_on_gpu(engine) else None

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.commands import birth
 from penstock.commands.console import print_note, print_table
 from penstock.commands.flags import add_flags, flags_of, foreign_flag, read_settings
 from penstock.commands.load_levels import (
@@ -28,6 +27,7 @@ from penstock.commands.load_levels import (
     read_recorded,
     refuse_contradictions,
 )
+from penstock.commands.provenance import gpu_name, provenance
 from penstock.commands.started_server import StartedServer, running_or_started_server, server_words
 from penstock.commands.variables import is_given_by_variable
 from penstock.config import EngineConfig, ServeConfig, from_mapping
@@ -87,8 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"\n{title}")
     print_table(COLUMNS, [_row(level, summary) for level, summary, _ in results])
     fields = {
-        **birth.certificate(),
-        "gpu": None if settings.base_url else birth.gpu_name(),
+        **provenance(),
+        "gpu": None if settings.base_url else gpu_name(),
         "model": api.model,
         "base_url": settings.base_url,
         "server_flags": None if settings.base_url else server_words(arguments),

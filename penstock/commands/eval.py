@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.commands import birth
 from penstock.commands.flags import (
     add_flags,
     flags_of,
@@ -21,6 +20,7 @@ from penstock.commands.flags import (
     read_number,
     read_settings,
 )
+from penstock.commands.provenance import provenance
 from penstock.commands.variables import is_given_by_variable
 from penstock.config import from_mapping
 from penstock.errors import ConfigError
@@ -31,7 +31,7 @@ from penstock.progress import PhaseList
 
 DESCRIPTION = """Judge any server of the OpenAI API over HTTP.
 
-  check-server  does it keep the API's promises? one [PASS] or [FAIL] line each
+  check-server  does it conform to the chat API? one [PASS] or [FAIL] line a check
   correctness   GSM8K-CoT through lm-evaluation-harness, or problems made up here; gate 87.5 %
   throughput    tokens a second by concurrency, counted again
   score         the two together, weighted
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     if "concurrency" in given:
         given["concurrency"] = _read_concurrency(arguments, measurement)
     settings = from_mapping(measurement.settings, given)
-    return measurement.run(settings, Reporter(PhaseList, birth.certificate()))
+    return measurement.run(settings, Reporter(PhaseList, provenance()))
 
 
 def _refuse_flags_of_others(arguments: argparse.Namespace, measurement: Measurement) -> None:

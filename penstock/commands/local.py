@@ -24,7 +24,7 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
     text = {name: text[name] for name in TEXT_SETTINGS if name in text}
     with PhaseList() as phases:
         with timed("libraries", phases):
-            from penstock.engine.threads import leave_a_core
+            from penstock.engine.device import leave_a_core
             from penstock.llm import LLM
         leave_a_core()
         return LLM(settings.pop("model", ""), on_phase=phases, **text, **settings)

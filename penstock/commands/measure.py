@@ -28,8 +28,8 @@ from penstock.types import Admission, PageUpdate, Request, RowPlan, SamplingPara
 if TYPE_CHECKING:
     import torch
 
-    from penstock.engine.direct import DirectEngine
     from penstock.engine.engine import Engine
+    from penstock.engine.logits_engine import LogitsEngine
     from penstock.engine.runner import PendingStep
 
 
@@ -114,7 +114,7 @@ CHECK_ROWS = 8
 class Bench:
     """An engine and the floor it is measured against."""
 
-    engine: DirectEngine
+    engine: LogitsEngine
     roofline: Roofline
     limits: Limits
     warmup: int
@@ -269,7 +269,7 @@ def fill_with_noise(engine: Engine, seed: int = 0) -> None:
             getattr(cache, name).normal_(std=0.1, generator=generator)
 
 
-def require_room(engine: DirectEngine, batch: int, num_tokens: int) -> None:
+def require_room(engine: LogitsEngine, batch: int, num_tokens: int) -> None:
     """The shapes to come must fit: an engine gives itself fewer rows and pages where memory is short."""
     info = engine.engine.info
     if batch > info.max_rows:
@@ -287,7 +287,7 @@ def require_room(engine: DirectEngine, batch: int, num_tokens: int) -> None:
         )
 
 
-def check_decode(engine: DirectEngine) -> float:
+def check_decode(engine: LogitsEngine) -> float:
     """The relative difference between decoded rows of unequal lengths, and prefills that end with the same
     tokens: the median row's, because a router may flip in some."""
     import torch
@@ -315,7 +315,7 @@ def check_decode(engine: DirectEngine) -> float:
     return difference
 
 
-def measure_limits(engine: DirectEngine) -> Limits:
+def measure_limits(engine: LogitsEngine) -> Limits:
     """The floor's two numbers, on the device and in the dtype that will be timed."""
     import torch
 
@@ -343,7 +343,7 @@ def time_chain(launch: Callable[[], object], repeats: int) -> tuple[float, ...]:
 
 
 def time_each(
-    engine: DirectEngine, work: Callable[[], object], warmup: int, repeats: int
+    engine: LogitsEngine, work: Callable[[], object], warmup: int, repeats: int
 ) -> tuple[float, ...]:
     """Seconds of each repeat, the device drained before and after."""
     synchronize = _synchronizer(engine)
@@ -359,7 +359,7 @@ def time_each(
     return tuple(seconds)
 
 
-def random_prompts(engine: DirectEngine, batch: int, length: int) -> list[torch.Tensor]:
+def random_prompts(engine: LogitsEngine, batch: int, length: int) -> list[torch.Tensor]:
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -367,11 +367,11 @@ def random_prompts(engine: DirectEngine, batch: int, length: int) -> list[torch.
     return [torch.randint(0, vocab_size, (length,), generator=generator) for _ in range(batch)]
 
 
-def is_on_gpu(engine: DirectEngine) -> bool:
+def is_on_gpu(engine: LogitsEngine) -> bool:
     return engine.engine.info.device.startswith("cuda")
 
 
-def _synchronizer(engine: DirectEngine) -> Callable[[], None]:
+def _synchronizer(engine: LogitsEngine) -> Callable[[], None]:
     import torch
 
     return torch.cuda.synchronize if is_on_gpu(engine) else lambda: None

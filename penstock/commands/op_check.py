@@ -172,10 +172,10 @@ _COMPARISONS: dict[str, Callable[[OpCheck, Run, Run, Given], Any]] = {
 
 def layers_of_each_kind(runner: Runner) -> Runner:
     """Launches kernel by kernel, in as many layers as there are kinds, and the last."""
-    from penstock.engine.graphs import excerpt_of
+    from penstock.engine.graphs import warmup_layers
 
-    caches: Any = excerpt_of(runner.model, runner.caches)
-    return dataclasses.replace(runner, caches=caches, graphs=None, prompt_graphs=None)
+    caches: Any = warmup_layers(runner.model, runner.caches)
+    return dataclasses.replace(runner, caches=caches, graphs=None, prefill_graphs=None)
 
 
 def check_ops(dtype: str, shape: str, step: Callable[[], object]) -> OpError:
@@ -201,7 +201,7 @@ def check_graphs(dtype: str, shape: str, runner: Runner, plan: StepPlan, reset: 
     reset()
     replayed = runner.logits(plan)
     reset()
-    launched = dataclasses.replace(runner, graphs=None, prompt_graphs=None).logits(plan)
+    launched = dataclasses.replace(runner, graphs=None, prefill_graphs=None).logits(plan)
     differences = (replayed - launched).norm(dim=1) / launched.norm(dim=1)
     median, tolerance = float(differences.median()), TOLERANCES[dtype]
     num_far = int((~(differences <= 5 * tolerance)).sum())

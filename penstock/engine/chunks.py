@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from penstock.types import Admission, Followers, PageUpdate, PooledChunk, Sequence
+from penstock.types import Admission, PageUpdate, PooledChunk, PromptTargets, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Chunk:
         return PageUpdate(self.row, first_new, tuple(pages[first_new:]))
 
     @property
-    def followers(self) -> Followers | None:
+    def prompt_targets(self) -> PromptTargets | None:
         """The tokens after those of the chunk, where a prompt is scored."""
         sequence, start = self.sequence, self.start + 1
         if self.is_decode or not sequence.is_scored:
@@ -36,7 +36,7 @@ class Chunk:
         end = min(start + self.num_tokens, sequence.num_prompt_tokens)
         num_top = sequence.request.sampling.prompt_logprobs
         assert num_top is not None
-        return Followers(tuple(sequence.tokens[start:end]), num_top)
+        return PromptTargets(tuple(sequence.tokens[start:end]), num_top)
 
     @property
     def pooled(self) -> PooledChunk | None:

@@ -18,10 +18,8 @@ import torch
 from penstock.config import EngineConfig
 from penstock.engine.graphs import is_out_of_memory
 from penstock.engine.pools import PoolSizes
-from penstock.engine.rows import RowTable
 from penstock.engine.runner import Runner
-from penstock.engine.storage import allocate_caches
-from penstock.types import MAX_LOGPROBS, Admission, Followers, RowPlan, SamplingParams, StepPlan
+from penstock.types import MAX_LOGPROBS, Admission, PromptTargets, RowPlan, SamplingParams, StepPlan
 
 LEAST_STEP_TOKENS = 512
 
@@ -49,27 +47,13 @@ class StepBytes:
     num_bytes: int
 
 
-def new_runner(model: Any, config: EngineConfig, pools: PoolSizes) -> Runner:
-    """With memory for these pools, and no graphs yet."""
-    caches = allocate_caches(
-        model.cache_specs(),
-        num_pages=pools.num_pages,
-        page_size=config.page_size,
-        num_slots=pools.num_slots,
-        dtype=model.dtype,
-        state_dtype=getattr(torch, config.state_dtype),
-        device=model.device,
-    )
-    return Runner(model, caches, RowTable.for_pools(pools, model, config.page_size), config.deterministic)
-
-
 class DryRun:
     def __init__(self, model: Any, config: EngineConfig, pools: PoolSizes) -> None:
         self.model = model
         self.device = model.device
         self.max_row_tokens = pools.max_model_len
         self.captures = config.graphs is not False
-        self.runner = new_runner(model, config, dataclasses.replace(pools, num_pages=2, num_slots=2))
+        self.runner = Runner.for_pools(model, config, dataclasses.replace(pools, num_pages=2, num_slots=2))
 
     @torch.inference_mode()
     def largest_step(self, max_tokens: int, limit: int) -> StepBytes | None:
@@ -95,7 +79,7 @@ class DryRun:
         """An estimate for all graphs: their steps share one pool, and the driver keeps every kernel."""
         num_bytes, num_captures = 0, 0
         for graphs in self.runner.graphs_to_capture(max_step_tokens):
-            *_, launch_largest = graphs.launches.after or [lambda: None]
+            *_, launch_largest = graphs.warmup.after or [lambda: None]
             num_bytes = max(num_bytes, self._peak(launch_largest) or 0)
             num_captures += graphs.num_captures
         return int(FRAGMENT_SHARE * num_bytes) + num_captures * len(self.model.layers) * LAYER_GRAPH_BYTES
@@ -121,7 +105,7 @@ class DryRun:
         table = self.runner.rows
         tokens = tuple(place % table.vocab_size for place in range(max(lens)))
         rows = [
-            RowPlan(row, 0, tokens[:n], samples=True, followers=Followers(tokens[1:n], MAX_LOGPROBS))
+            RowPlan(row, 0, tokens[:n], samples=True, prompt_targets=PromptTargets(tokens[1:n], MAX_LOGPROBS))
             for row, n in enumerate(lens[: table.max_rows])
         ]
         self.runner.launch(StepPlan(0, tuple(rows))).wait()

@@ -18,8 +18,8 @@ import torch
 from penstock import ops
 from penstock.cache import Cache, SessionLimits
 from penstock.config import EngineConfig
-from penstock.engine.constraints import Constraints, GrammarCompiler
 from penstock.engine.device import on_device, pick_device
+from penstock.engine.grammar_masks import Constraints, GrammarCompiler
 from penstock.engine.memory import build_runner
 from penstock.engine.pools import GB, PoolSizes
 from penstock.engine.runner import PendingStep

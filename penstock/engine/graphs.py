@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ops
-from penstock.engine.rows import Ending, RowTable
+from penstock.engine.row_table import RowTable, SamplingMode
 from penstock.layers.inputs import LayerCache, RowSpan, StepInputs
 from penstock.progress import OnPhase, Phase
 from penstock.types import CacheSpec, RowPlan, StepPlan
@@ -30,7 +30,7 @@ Caches = Sequence[LayerCache | None]
 Launch = Callable[[], object]
 Key = TypeVar("Key")
 
-CHOICES: tuple[Ending, ...] = ("greedy", "drawn", "filtered")
+SAMPLING_MODES: tuple[SamplingMode, ...] = ("greedy", "drawn", "filtered")
 WHOLE_ROWS = 8  # most of a greedy step that is one graph
 
 
@@ -41,7 +41,7 @@ class Model(Protocol):
         self, inputs: StepInputs, caches: Caches, only_last: bool = False
     ) -> Tensor:  # [T, H], or [R, H]
         """With `only_last` for each row's last token, and then the last layer is computed for no other.
-        Layers without a cache are left out, see `excerpt_of`."""
+        Layers without a cache are left out, see `warmup_layers`."""
 
     def logits(self, hidden: Tensor, *, deterministic: bool) -> Tensor: ...  # [L, H] -> [L, vocab] float32
 
@@ -101,20 +101,20 @@ class DecodeStep:
         hidden = self.model(inputs, self.caches)
         return self.model.logits(hidden, deterministic=self.deterministic)
 
-    def choose(self, logits: Tensor, ending: Ending) -> Tensor:  # [size] int64
+    def choose(self, logits: Tensor, mode: SamplingMode) -> Tensor:  # [size] int64
         """The next tokens, which are left in the row table for the next step."""
         rows, positions = self.packed[0], self.packed[1] + 1
-        token_ids = self.rows.draw(logits, rows, positions, ending)
+        token_ids = self.rows.draw(logits, rows, positions, mode)
         self.rows.last_token.index_copy_(0, rows, token_ids)
         return token_ids
 
-    def run(self, ending: Ending) -> Tensor:  # [size] int64, or [size, vocab] float32
+    def run(self, mode: SamplingMode) -> Tensor:  # [size] int64, or [size, vocab] float32
         logits = self.logits()
-        return logits if ending == "logits" else self.choose(logits, ending)
+        return logits if mode == "logits" else self.choose(logits, mode)
 
     def _pack(self, plans: tuple[RowPlan, ...]) -> np.ndarray:
         packed = np.zeros((4, self.size), dtype=np.int64)
-        packed[0] = self.rows.spare_row
+        packed[0] = self.rows.padding_row
         for column, plan in enumerate(plans):
             packed[:, column] = plan.row, plan.start, plan.slot, plan.initial_slot
         return packed
@@ -128,7 +128,7 @@ class DecodeStep:
 
 
 class DecodeGraphs:
-    """The captured steps of an engine, by size and ending.
+    """The captured steps of an engine, by size and mode.
 
     Greedy steps of few rows are one graph each. Others are two, the logits' and a small one behind it:
     capturing takes seconds of every start, and the hand-over between graphs a few microseconds of a step.
@@ -137,9 +137,9 @@ class DecodeGraphs:
     def __init__(self, model: Model, caches: list[LayerCache], rows: RowTable, deterministic: bool) -> None:
         sizes = graph_sizes(rows.max_rows)
         self._steps = {size: DecodeStep(model, caches, rows, size, deterministic) for size in sizes}
-        excerpt = excerpt_of(model, caches)
-        self._new_excerpt = partial(DecodeStep, model, excerpt, rows, deterministic=deterministic)
-        self._captured: dict[tuple[int, Ending], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        warmup_caches = warmup_layers(model, caches)
+        self._new_warmup_step = partial(DecodeStep, model, warmup_caches, rows, deterministic=deterministic)
+        self._captured: dict[tuple[int, SamplingMode], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     @property
     def num_captures(self) -> int:
@@ -147,11 +147,11 @@ class DecodeGraphs:
         return sum(1 + _is_whole(size, "greedy") for size in self._steps)
 
     @property
-    def launches(self) -> Launches:
+    def warmup(self) -> Warmup:
         """Of every kernel: sizes between two powers of two have nearly all those of the larger one."""
         by_bucket = {(size - 1).bit_length(): size for size in self._steps}
-        launches = {size: partial(_launch_endings, self._new_excerpt(size=size)) for size in self._steps}
-        return Launches.split(launches, ahead=by_bucket.values())
+        launches = {size: partial(_launch_modes, self._new_warmup_step(size=size)) for size in self._steps}
+        return Warmup.split(launches, ahead=by_bucket.values())
 
     def capture(self, pool: Any, on_phase: OnPhase) -> None:
         sizes = list(reversed(self._steps))  # the largest first, the others fit into its memory
@@ -159,35 +159,35 @@ class DecodeGraphs:
             on_phase(Phase("graphs", f"{size} rows", done / len(sizes)))
             step = self._steps[size]
             graph, logits = capture(step.logits, pool)
-            for ending in CHOICES:
-                whole, choice = partial(step.run, ending), partial(step.choose, logits, ending)
-                self._captured[size, ending] = capture(whole if _is_whole(size, ending) else choice, pool)
+            for mode in SAMPLING_MODES:
+                whole, choice = partial(step.run, mode), partial(step.choose, logits, mode)
+                self._captured[size, mode] = capture(whole if _is_whole(size, mode) else choice, pool)
             self._captured[size, "logits"] = graph, borrow(logits)
 
-    def replay(self, plan: StepPlan, ending: Ending) -> Tensor:  # [rows] int64, or [rows, vocab] float32
+    def replay(self, plan: StepPlan, mode: SamplingMode) -> Tensor:  # [rows] int64, or [rows, vocab] float32
         """Valid until the next replay; to be copied on the same stream."""
         num_rows = len(plan.rows)
         size = min(size for size in self._steps if size >= num_rows)
         self._steps[size].load(plan.rows)
-        if not _is_whole(size, ending):
+        if not _is_whole(size, mode):
             self._captured[size, "logits"][0].replay()
-        graph, output = self._captured[size, ending]
+        graph, output = self._captured[size, mode]
         graph.replay()
         return output[:num_rows]
 
 
-def _is_whole(size: int, ending: Ending) -> bool:
-    return ending == "logits" or (ending == "greedy" and size <= WHOLE_ROWS)
+def _is_whole(size: int, mode: SamplingMode) -> bool:
+    return mode == "logits" or (mode == "greedy" and size <= WHOLE_ROWS)
 
 
-def _launch_endings(step: DecodeStep) -> None:
+def _launch_modes(step: DecodeStep) -> None:
     """Whatever its graphs will consist of."""
     logits = step.logits()
-    for ending in CHOICES:
-        step.choose(logits, ending)
+    for mode in SAMPLING_MODES:
+        step.choose(logits, mode)
 
 
-def excerpt_of(model: Model, caches: Sequence[LayerCache]) -> Caches:
+def warmup_layers(model: Model, caches: Sequence[LayerCache]) -> Caches:
     """The caches of layers that launch everything the model launches: the first of each kind, and the last,
     which may compute less than others of its kind."""
     kinds = [_kind(layer) for layer in model.layers]
@@ -207,7 +207,7 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Launches:
+class Warmup:
     """What has to run before a capture, which can neither compile nor load a kernel. What it computes is
     nobody's."""
 
@@ -215,13 +215,13 @@ class Launches:
     after: list[Launch]  # here: what is left to compile, and what a thread has to itself
 
     @classmethod
-    def split(cls, launches: Mapping[Key, Launch], ahead: Collection[Key]) -> Launches:
+    def split(cls, launches: Mapping[Key, Launch], ahead: Collection[Key]) -> Warmup:
         largest = [*launches][-1:]
         after = [launch for key, launch in launches.items() if key not in ahead or key in largest]
         return cls([launches[key] for key in ahead], after)
 
 
-def launch_all(kinds: Sequence[Launches]) -> None:
+def warm_up(kinds: Sequence[Warmup]) -> None:
     """All that there is memory for: a step that finds none is not going to be taken either."""
     ahead = [launch for kind in kinds for launch in kind.ahead]
     after = [launch for kind in kinds for launch in kind.after]

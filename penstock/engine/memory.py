@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from penstock.config import EngineConfig
-from penstock.engine.dry_run import DryRun, free_bytes, new_runner
+from penstock.engine.dry_run import DryRun, free_bytes
 from penstock.engine.pools import GB, PoolSizes, size_pools
 from penstock.engine.runner import Runner
 from penstock.errors import CapacityError
@@ -62,7 +62,7 @@ def build_runner(model: Any, config: EngineConfig, name: str, on_phase: OnPhase)
     with timed("cache", on_phase) as report:
         plan, warmed = plan_memory(model, config, name, report)
         report(Phase("cache", plan.describe()))
-    runner = new_runner(model, config, plan.pools)
+    runner = Runner.for_pools(model, config, plan.pools)
     if device.type != "cuda":
         return plan, runner
     if config.graphs is not False:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.engine.graphs import Model
-from penstock.engine.rows import RowTable
+from penstock.engine.row_table import RowTable
 from penstock.types import Pooling, StepPlan
 
 MEAN_TOKENS = 1024  # of a prompt at a time: all states of a long one in float64 would be gigabytes
@@ -30,7 +30,7 @@ class PooledRows:
 def needs_every_state(plan: StepPlan) -> bool:
     """Whether a row of the step wants more than the hidden state of its last token."""
     return any(
-        row.followers is not None or (row.pooled is not None and row.pooled.pooling.kind == "mean")
+        row.prompt_targets is not None or (row.pooled is not None and row.pooled.pooling.kind == "mean")
         for row in plan.rows
     )
 

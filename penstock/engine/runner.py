@@ -9,23 +9,26 @@ import functools
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from penstock import ops
-from penstock.engine.constraints import StepMasks
+from penstock.config import EngineConfig
 from penstock.engine.device import on_device
-from penstock.engine.graphs import DecodeGraphs, Model, is_decode, launch_all, run_for_last_tokens
+from penstock.engine.device_cache import allocate_caches
+from penstock.engine.grammar_masks import StepMasks
+from penstock.engine.graphs import DecodeGraphs, Model, is_decode, run_for_last_tokens, warm_up
 from penstock.engine.pooling import PooledRows, needs_every_state, pool_rows
-from penstock.engine.prompt_graphs import PromptGraphs
-from penstock.engine.rows import RowTable, SampleInputs, Wishes
+from penstock.engine.pools import PoolSizes
+from penstock.engine.prefill_graphs import PrefillGraphs
+from penstock.engine.row_table import RowTable, SampleInputs, SamplingNeeds
 from penstock.layers.inputs import LayerCache
 from penstock.progress import OnPhase
-from penstock.types import Followers, PromptScores, StepOutput, StepPlan, TokenLogprob
+from penstock.types import PromptScores, PromptTargets, StepOutput, StepPlan, TokenLogprob
 
-FOLLOWER_ROWS = 64  # of logits at a time: a vocabulary has hundreds of thousands
+TARGET_ROWS = 64  # of logits at a time: a vocabulary has hundreds of thousands
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -38,13 +41,13 @@ class PendingStep:
     def __init__(
         self,
         plan: StepPlan,
-        wishes: Wishes,
+        needs: SamplingNeeds,
         tensors: list[Tensor],
-        scores: dict[int, Scores] | None = None,  # of followers, by row
+        scores: dict[int, Scores] | None = None,  # of prompt targets, by row
         pooled: list[PooledRows] | None = None,
     ) -> None:
         self._plan = plan
-        self._wishes = wishes
+        self._needs = needs
         self._event: torch.cuda.Event | None = None
         self._tensors, self._scores, self._pooled = tensors, scores or {}, pooled or []
         if tensors[0].is_cuda:
@@ -75,14 +78,14 @@ class PendingStep:
         )
 
     def _prompt_scores(self) -> dict[int, PromptScores]:
-        followers = {row.row: row.followers for row in self._plan.rows if row.followers is not None}
+        targets = {row.row: row.prompt_targets for row in self._plan.rows if row.prompt_targets is not None}
         return {
             row: PromptScores(
-                array("i", followers[row].token_ids).tobytes(),
+                array("i", targets[row].token_ids).tobytes(),
                 logprobs.float().numpy().tobytes(),
                 top_ids.int().numpy().tobytes(),
                 top.float().numpy().tobytes(),
-                followers[row].num_top,
+                targets[row].num_top,
             )
             for row, (logprobs, top, top_ids) in self._scores.items()
         }
@@ -101,7 +104,7 @@ class PendingStep:
                 logprobs[i],
                 tuple(zip(top_ids[i][: params.logprobs], top[i][: params.logprobs])),
             )
-            for i, (row, params) in enumerate(zip(rows, self._wishes.params))
+            for i, (row, params) in enumerate(zip(rows, self._needs.params))
             if params.logprobs is not None
         }
 
@@ -116,9 +119,9 @@ class LaunchedLogits:
     """The first half of a step. Valid until the next launch: graphs write their logits to the same place."""
 
     plan: StepPlan
-    wishes: Wishes
+    needs: SamplingNeeds
     logits: Tensor  # [L, vocab] float32
-    scores: dict[int, Scores] = field(default_factory=dict)  # of followers, by row
+    scores: dict[int, Scores] = field(default_factory=dict)  # of prompt targets, by row
     pooled: list[PooledRows] = field(default_factory=list)
 
 
@@ -142,16 +145,31 @@ class Runner:
     rows: RowTable
     deterministic: bool = False
     graphs: DecodeGraphs | None = None
-    prompt_graphs: PromptGraphs | None = None
+    prefill_graphs: PrefillGraphs | None = None
 
-    def graphs_to_capture(self, max_step_tokens: int) -> tuple[PromptGraphs, DecodeGraphs]:
+    @classmethod
+    def for_pools(cls, model: Any, config: EngineConfig, pools: PoolSizes) -> Runner:
+        """With device memory for these pools, and no graphs yet."""
+        caches = allocate_caches(
+            model.cache_specs(),
+            num_pages=pools.num_pages,
+            page_size=config.page_size,
+            num_slots=pools.num_slots,
+            dtype=model.dtype,
+            state_dtype=getattr(torch, config.state_dtype),
+            device=model.device,
+        )
+        rows = RowTable.for_pools(pools, model, config.page_size)
+        return cls(model, caches, rows, config.deterministic)
+
+    def graphs_to_capture(self, max_step_tokens: int) -> tuple[PrefillGraphs, DecodeGraphs]:
         given = (self.model, self.caches, self.rows, self.deterministic)
-        return PromptGraphs(*given, max_step_tokens), DecodeGraphs(*given)
+        return PrefillGraphs(*given, max_step_tokens), DecodeGraphs(*given)
 
     @_on_its_device
     def warm_up(self, max_step_tokens: int) -> None:
         """Launches every kernel once, if there is memory for its step: a capture can compile none."""
-        launch_all([graphs.launches for graphs in self.graphs_to_capture(max_step_tokens)])
+        warm_up([graphs.warmup for graphs in self.graphs_to_capture(max_step_tokens)])
         for cache in self.caches:
             cache.forget_nobodys()  # what steps wrote over each other
         torch._C._cuda_clearCublasWorkspaces()  # each thread has had one
@@ -164,28 +182,28 @@ class Runner:
         pool = torch.cuda.graph_pool_handle()  # one for all: only one of them runs at a time
         for graphs in (prompts, decodes):
             graphs.capture(pool, on_phase)
-        self.prompt_graphs, self.graphs = prompts, decodes
+        self.prefill_graphs, self.graphs = prompts, decodes
 
     @_on_its_device
     def launch(self, plan: StepPlan) -> PendingStep:
         self.rows.update(plan)
-        wishes = self.rows.wishes(plan)
-        if self.graphs is not None and wishes.are_plain and is_decode(plan):
-            return PendingStep(plan, wishes, [self.graphs.replay(plan, wishes.ending)])
-        return self.launch_sampling(self._launch_forward(plan, wishes))
+        needs = self.rows.sampling_needs(plan)
+        if self.graphs is not None and needs.are_plain and is_decode(plan):
+            return PendingStep(plan, needs, [self.graphs.replay(plan, needs.mode)])
+        return self.launch_sampling(self._launch_forward(plan, needs))
 
     @_on_its_device
     def launch_logits(self, plan: StepPlan) -> LaunchedLogits:
         """Half of `launch`, for steps whose masks the host makes meanwhile; `launch_sampling` is the rest."""
         self.rows.update(plan)
-        return self._launch_forward(plan, self.rows.wishes(plan))
+        return self._launch_forward(plan, self.rows.sampling_needs(plan))
 
     @_on_its_device
     def launch_sampling(self, launched: LaunchedLogits, masks: StepMasks | None = None) -> PendingStep:
-        plan, wishes = launched.plan, launched.wishes
+        plan, needs = launched.plan, launched.needs
         sampling = self.rows.sample_inputs(plan)
-        tensors = self._sample(launched.logits, sampling, wishes, masks)
-        return PendingStep(plan, wishes, tensors, launched.scores, launched.pooled)
+        tensors = self._sample(launched.logits, sampling, needs, masks)
+        return PendingStep(plan, needs, tensors, launched.scores, launched.pooled)
 
     @_on_its_device
     def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
@@ -194,9 +212,9 @@ class Runner:
         logits = self._forward(plan)
         return logits if self.graphs is None else logits.clone()  # the next replay writes over them
 
-    def _launch_forward(self, plan: StepPlan, wishes: Wishes) -> LaunchedLogits:
-        if all(row.followers is None and row.pooled is None for row in plan.rows):
-            return LaunchedLogits(plan, wishes, self._forward(plan))
+    def _launch_forward(self, plan: StepPlan, needs: SamplingNeeds) -> LaunchedLogits:
+        if all(row.prompt_targets is None and row.pooled is None for row in plan.rows):
+            return LaunchedLogits(plan, needs, self._forward(plan))
         inputs = self.rows.step_inputs(plan.rows, self.deterministic)
         hidden = None
         if needs_every_state(plan):
@@ -207,31 +225,31 @@ class Runner:
         logits = self._logits_of_sampling(last, plan)
         scores = {} if hidden is None else self._scores_of(hidden, plan)
         pooled = pool_rows(self.model, self.rows, plan, hidden, last, self.deterministic)
-        return LaunchedLogits(plan, wishes, logits, scores, pooled)
+        return LaunchedLogits(plan, needs, logits, scores, pooled)
 
     def _scores_of(self, hidden: Tensor, plan: StepPlan) -> dict[int, Scores]:  # hidden: [T, H]
         scores, first = {}, 0
         for row in plan.rows:
-            if row.followers is not None and row.followers.token_ids:
-                scores[row.row] = self._score(hidden[first : first + row.num_tokens], row.followers)
+            if row.prompt_targets is not None and row.prompt_targets.token_ids:
+                scores[row.row] = self._score(hidden[first : first + row.num_tokens], row.prompt_targets)
             first += row.num_tokens
         return scores
 
-    def _score(self, hidden: Tensor, followers: Followers) -> Scores:  # hidden: [T, H]
-        token_ids = self.rows.upload(list(followers.token_ids))
+    def _score(self, hidden: Tensor, targets: PromptTargets) -> Scores:  # hidden: [T, H]
+        token_ids = self.rows.upload(list(targets.token_ids))
         parts = []
-        for first in range(0, len(token_ids), FOLLOWER_ROWS):
-            some = slice(first, first + FOLLOWER_ROWS)
+        for first in range(0, len(token_ids), TARGET_ROWS):
+            some = slice(first, first + TARGET_ROWS)
             logits = self.model.logits(hidden[: len(token_ids)][some], deterministic=self.deterministic)
-            parts.append(ops.token_logprobs(logits, token_ids[some], followers.num_top))
+            parts.append(ops.token_logprobs(logits, token_ids[some], targets.num_top))
         logprobs, top, top_ids = (torch.cat(part) for part in zip(*parts))
         return logprobs, top, top_ids
 
     def _forward(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
         if self.graphs is not None and is_decode(plan):
             return self.graphs.replay(plan, "logits")
-        if self.prompt_graphs is not None and (size := self.prompt_graphs.size_for(plan.rows)):
-            return self.prompt_graphs.replay(plan.rows, size)
+        if self.prefill_graphs is not None and (size := self.prefill_graphs.size_for(plan.rows)):
+            return self.prefill_graphs.replay(plan.rows, size)
         inputs = self.rows.step_inputs(plan.rows, self.deterministic)
         return self._logits_of_sampling(run_for_last_tokens(self.model, inputs, self.caches), plan)
 
@@ -242,22 +260,22 @@ class Runner:
         return self.model.logits(hidden, deterministic=self.deterministic)
 
     def _sample(
-        self, logits: Tensor, sampling: SampleInputs, wishes: Wishes, masks: StepMasks | None
+        self, logits: Tensor, sampling: SampleInputs, needs: SamplingNeeds, masks: StepMasks | None
     ) -> list[Tensor]:
         """Draws the next tokens and leaves them in the row table for the next step."""
         rows, table = sampling.rows, self.rows
-        num_top = wishes.num_top_logprobs
+        num_top = needs.num_top_logprobs
         raw = logits.clone() if num_top is not None else logits  # what follows edits in place
-        if wishes.has_penalties:
+        if needs.has_penalties:
             assert table.generated is not None
             assert table.in_prompt is not None
             logits = ops.penalize_repeats(
                 logits,
                 table.generated[rows],
                 table.in_prompt[rows],
-                table.knob("repetition_penalty", rows),
-                table.knob("presence_penalty", rows),
-                table.knob("frequency_penalty", rows),
+                table.sampling_param("repetition_penalty", rows),
+                table.sampling_param("presence_penalty", rows),
+                table.sampling_param("frequency_penalty", rows),
             )
         for entries in (sampling.biases, sampling.forbidden_ends):
             if entries is not None:
@@ -265,7 +283,7 @@ class Runner:
         if masks is not None and masks.places:
             allowed = masks.allowed.to(logits.device, non_blocking=True)
             logits = ops.mask_logits(logits, table.upload(masks.places), allowed)
-        token_ids = table.draw(logits, rows, sampling.positions, wishes.ending)
+        token_ids = table.draw(logits, rows, sampling.positions, needs.mode)
         table.last_token[rows] = token_ids
         if table.generated is not None:
             table.generated[rows, token_ids] += 1

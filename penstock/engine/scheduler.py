@@ -20,7 +20,7 @@ from penstock.engine.bulk_turns import BulkTurns
 from penstock.engine.chunks import Chunk, num_tokens_of
 from penstock.engine.fairness import Background, Holdings, WaitingLine, by_rank, due_order
 from penstock.engine.leaders import Leaders
-from penstock.engine.terms import Terms
+from penstock.engine.limits import RequestLimits
 from penstock.errors import RequestError
 from penstock.types import (
     FinishReason,
@@ -90,7 +90,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_steps = 0
         self._sequences: dict[str, Sequence] = {}
-        self._terms: dict[Sequence, Terms] = {}
+        self._limits: dict[Sequence, RequestLimits] = {}
         self._waiting = WaitingLine()
         self._refused: Sequence | None = None  # was next, but the last plan had no row or memory for it
         self._running: list[Sequence] = []  # by when they are due
@@ -130,14 +130,14 @@ class Scheduler:
                 "It waits or runs, and answers are told apart by their id.",
                 "Use another id.",
             )
-        terms = Terms.of(request, self.cache, self.max_model_len)
+        limits = RequestLimits.of(request, self.cache, self.max_model_len)
         due_s = self._clock() - request.age_s + request.priority * PRIORITY_STEP_S
         sequence = Sequence.start(request, self._num_arrivals, due_s)
-        sequence.targets = terms.targets
+        sequence.targets = limits.targets
         self.cache.take_digests(sequence)
         self._num_arrivals += 1
         self._sequences[request.id] = sequence
-        self._terms[sequence] = terms
+        self._limits[sequence] = limits
         self._waiting.enter(sequence)
         return sequence
 
@@ -245,7 +245,7 @@ class Scheduler:
             if not with_bulk and self._turns.is_bulk(sequence):
                 continue
             # In this order a victim is never one that has been planned: they all come before `sequence`.
-            if sequence.row is None or sequence.num_tokens >= self._terms[sequence].max_num_tokens:
+            if sequence.row is None or sequence.num_tokens >= self._limits[sequence].max_num_tokens:
                 continue
             num_background += background.includes(sequence)
             if num_background > background.max_rows and background.includes(sequence):
@@ -481,7 +481,7 @@ class Scheduler:
             slot=slot,
             initial_slot=slot if sequence.initial_slot is None else sequence.initial_slot,
             checkpoints=tuple(checkpoints),
-            followers=None if chunk.is_decode else chunk.followers,
+            prompt_targets=None if chunk.is_decode else chunk.prompt_targets,
             pooled=None if chunk.is_decode else chunk.pooled,
         )
 
@@ -499,7 +499,7 @@ class Scheduler:
         reason: FinishReason | None = None
         if token_id in sequence.request.end_token_ids:
             reason = "stop"
-        elif len(sequence.tokens) >= self._terms[sequence].max_num_tokens:
+        elif len(sequence.tokens) >= self._limits[sequence].max_num_tokens:
             reason = "length"
         if reason is not None:
             self._end(sequence, reason)
@@ -551,7 +551,7 @@ class Scheduler:
         self._waiting.leave(sequence)
         if self._refused is sequence:
             self._refused = None
-        del self._sequences[sequence.id], self._terms[sequence]
+        del self._sequences[sequence.id], self._limits[sequence]
 
     def _leave_row(self, sequence: Sequence) -> None:
         """Everything it has computed stays for others, and for itself if it comes back."""

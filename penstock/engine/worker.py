@@ -175,9 +175,8 @@ def start_engine(config_json: bytes, channel: EngineChannel) -> Engine:
         channel.send(Progress(phase))
 
     with timed("libraries", report):  # seconds of silence, were it imported before the channel is open
-        from penstock.engine.device import select_device
+        from penstock.engine.device import leave_a_core, select_device
         from penstock.engine.engine import Engine
-        from penstock.engine.threads import leave_a_core
     leave_a_core()
     config = msgspec.json.decode(config_json, type=WorkerConfig)
     select_device(config.device)

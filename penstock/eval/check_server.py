@@ -1,9 +1,9 @@
-"""Whether a server keeps the promises of the chat API: one [PASS] or [FAIL] line for each, and why.
+"""Checks whether a server conforms to the chat API: one [PASS] or [FAIL] line a check, and why.
 
     penstock eval check-server --base-url URL [--tokenizer FOLDER]
 
-Any server of the OpenAI API will do. Ends with 0 when every promise is kept and with 1 when one is not; what
-cannot be looked at here is a [SKIP] and changes nothing.
+Works with any server of the OpenAI API. Exits with 0 when every check passes and with 1 when one
+fails. A check that cannot run here is a [SKIP] and does not change the exit status.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 from penstock.config import setting
 from penstock.errors import PenstockError
-from penstock.eval import crowd_promises, promises
+from penstock.eval import conformance, conformance_load
 from penstock.eval.chat_requests import UNLISTED_MODEL, listed_model
 from penstock.eval.find_tokenizer import find_folder
-from penstock.eval.probe import NotTested, Probe, Unmet
+from penstock.eval.probe import CheckFailed, NotTested, Probe
 from penstock.eval.recount import TokenCounter
 from penstock.eval.results import Bars, Reporter, prepare_output, require_above_zero
 from penstock.progress import Phase
 
-MAX_HANGING = 3  # promises in a row whose answer did not come, and the rest is not tried
+MAX_HANGING = 3  # checks in a row without an answer; then the rest is not tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,79 +45,77 @@ class CheckSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class Check:
     """`ids` are those of the checklist that the harness is written to."""
 
     name: str
     ids: str
-    keep: Callable[[Probe], str]
+    run: Callable[[Probe], str]
 
 
-PROMISES = (
-    Promise("health", "T10", promises.health),
-    Promise("model list", "T11", promises.model_list),
-    Promise("required fields", "T11", promises.required_fields),
-    Promise("any model name", "T11", promises.any_model_name),
-    Promise("greedy by default", "T11", promises.greedy_by_default),
-    Promise("greedy repeats", "T11", promises.greedy_is_repeatable),
-    Promise("usage adds up", "T12", promises.usage_adds_up),
-    Promise("usage follows the prompt", "T12", promises.usage_grows),
-    Promise("finish_reason length", "T12", promises.length_limit),
-    Promise("finish_reason stop", "T12", promises.natural_end),
-    Promise("stop string", "T13", promises.stop_string),
-    Promise("four stop strings", "T13", promises.four_stop_strings),
-    Promise("seed", "T13", promises.seed),
-    Promise("several choices", "T13", promises.several_choices),
-    Promise("lm-eval's request", "T13", promises.lm_eval_request),
-    Promise("stream equals whole", "T11", promises.stream_is_the_same),
-    Promise("stream chunks", "T11", promises.stream_chunks),
-    Promise("stream usage", "T12", promises.stream_usage),
-    Promise("no thinking", "T7", promises.no_thinking),
-    Promise("thinking off", "T7", promises.thinking_off),
-    Promise("prompt recount", "T15", promises.prompt_recount),
-    Promise("completion recount", "T15", promises.completion_recount),
-    Promise("faulty requests", "T11", promises.refusals),
-    Promise("too long a prompt", "T11", promises.too_long),
-    Promise("unknown path", "T11", promises.unknown_path),
-    Promise("64 at once", "T14", crowd_promises.many_at_once),
-    Promise("leaving frees the place", "T14", crowd_promises.leaving_frees_the_place),
-    Promise("still healthy", "T10", promises.health),
+CHECKS = (
+    Check("health", "T10", conformance.health),
+    Check("model list", "T11", conformance.model_list),
+    Check("required fields", "T11", conformance.required_fields),
+    Check("any model name", "T11", conformance.any_model_name),
+    Check("greedy by default", "T11", conformance.greedy_by_default),
+    Check("greedy repeats", "T11", conformance.greedy_is_repeatable),
+    Check("usage adds up", "T12", conformance.usage_adds_up),
+    Check("usage follows the prompt", "T12", conformance.usage_grows),
+    Check("finish_reason length", "T12", conformance.length_limit),
+    Check("finish_reason stop", "T12", conformance.natural_end),
+    Check("stop string", "T13", conformance.stop_string),
+    Check("four stop strings", "T13", conformance.four_stop_strings),
+    Check("seed", "T13", conformance.seed),
+    Check("several choices", "T13", conformance.several_choices),
+    Check("lm-eval's request", "T13", conformance.lm_eval_request),
+    Check("stream equals whole", "T11", conformance.stream_is_the_same),
+    Check("stream chunks", "T11", conformance.stream_chunks),
+    Check("stream usage", "T12", conformance.stream_usage),
+    Check("no thinking", "T7", conformance.no_thinking),
+    Check("thinking off", "T7", conformance.thinking_off),
+    Check("prompt recount", "T15", conformance.prompt_recount),
+    Check("completion recount", "T15", conformance.completion_recount),
+    Check("faulty requests", "T11", conformance.refusals),
+    Check("too long a prompt", "T11", conformance.too_long),
+    Check("unknown path", "T11", conformance.unknown_path),
+    Check("64 at once", "T14", conformance_load.many_at_once),
+    Check("leaving frees the place", "T14", conformance_load.leaving_frees_the_place),
+    Check("still healthy", "T10", conformance.health),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    promise: Promise
+    check: Check
     mark: str  # PASS, FAIL or SKIP
     words: str
 
     def __str__(self) -> str:
-        return f"[{self.mark}] {self.promise.ids:<3} {self.promise.name}: {self.words}"
+        return f"[{self.mark}] {self.check.ids:<3} {self.check.name}: {self.words}"
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "name": self.promise.name,
-            "id": self.promise.ids,
+            "name": self.check.name,
+            "id": self.check.ids,
             "verdict": self.mark.lower(),
             "seen": self.words,
         }
 
 
-def judge(promise: Promise, probe: Probe) -> Verdict:
-    """Whatever a server does, this returns."""
+def judge(check: Check, probe: Probe) -> Verdict:
+    """Returns a verdict, whatever the server does."""
     try:
-        return Verdict(promise, "PASS", promise.keep(probe))
+        return Verdict(check, "PASS", check.run(probe))
     except NotTested as reason:
-        return Verdict(promise, "SKIP", f"not tested: {reason}")
-    except Unmet as unmet:
-        return Verdict(promise, "FAIL", str(unmet))
+        return Verdict(check, "SKIP", f"not tested: {reason}")
+    except CheckFailed as failure:
+        return Verdict(check, "FAIL", str(failure))
     except PenstockError as error:
-        return Verdict(promise, "FAIL", f"{error.what} {error.why}".strip())
+        return Verdict(check, "FAIL", f"{error.what} {error.why}".strip())
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        # An answer of another shape than anybody thought of is the server's fault, not a crash of the judge.
-        return Verdict(
-            promise, "FAIL", f"saw an answer that cannot be read ({type(error).__name__}: {error})"
-        )
+        # An answer of an unforeseen shape is the server's fault and must not crash the judge.
+        return Verdict(check, "FAIL", f"saw an answer that cannot be read ({type(error).__name__}: {error})")
 
 
 def run(settings: CheckSettings, reporter: Reporter) -> int:
@@ -138,21 +136,21 @@ def run(settings: CheckSettings, reporter: Reporter) -> int:
 
 def _judge_all(probe: Probe, bars: Bars) -> Iterator[Verdict]:
     num_hanging = 0
-    for number, promise in enumerate(PROMISES):
+    for number, check in enumerate(CHECKS):
         if num_hanging == MAX_HANGING:
-            yield Verdict(promise, "FAIL", f"not tried: the {MAX_HANGING} before it had hung")
+            yield Verdict(check, "FAIL", f"not tried: the {MAX_HANGING} before it had hung")
             continue
         start_s = time.monotonic()
         with bars() as phases:
-            phases(Phase("promises", promise.name, number / len(PROMISES)))
-            verdict = judge(promise, probe)
+            phases(Phase("checks", check.name, number / len(CHECKS)))
+            verdict = judge(check, probe)
         has_hung = verdict.mark == "FAIL" and time.monotonic() - start_s >= probe.timeout_s
         num_hanging = num_hanging + 1 if has_hung else 0
         yield verdict
 
 
 def _model_or_any(probe: Probe) -> str:
-    """A server that cannot list its models is judged all the same."""
+    """A server that cannot list its models is checked anyway."""
     try:
         return listed_model(probe.client)
     except PenstockError:
@@ -161,9 +159,8 @@ def _model_or_any(probe: Probe) -> str:
 
 def _conclude(verdicts: Sequence[Verdict], settings: CheckSettings, model: str, reporter: Reporter) -> int:
     counts = {mark: sum(verdict.mark == mark for verdict in verdicts) for mark in ("PASS", "FAIL", "SKIP")}
-    print(
-        f"\n{counts['PASS']} kept, {counts['FAIL']} broken, {counts['SKIP']} not tested: {settings.base_url}"
-    )
+    counted = f"{counts['PASS']} passed, {counts['FAIL']} failed, {counts['SKIP']} not tested"
+    print(f"\n{counted}: {settings.base_url}")
     fields = {
         "benchmark": "check_server",
         "passed": not counts["FAIL"],

@@ -1,7 +1,7 @@
 """One server under test: requests that may be wrong on purpose, answers in which nothing is taken on trust.
 
-A promise that is not kept is `Unmet`, with what was seen and what was expected; whatever else a server does,
-hanging up and talking nonsense included, becomes one as well. What is promised stands in promises.py.
+A check that fails raises `CheckFailed`, which says what was seen and what was expected; a server
+that hangs up or answers nonsense fails the check too. The checks are in conformance.py.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ QUESTION = "Tom has 3 apples and buys 4 more. How many apples does he have now? 
 SUM = "What is 7 * 8? Reply with just the number."
 
 
-class Unmet(Exception):
-    """A promise that the server has not kept."""
+class CheckFailed(Exception):
+    """The server does not do what a check expects."""
 
 
 class NotTested(Exception):
-    """A promise that cannot be looked at here, and why."""
+    """A check that cannot run here, and why."""
 
 
 def expect(is_kept: bool, seen: Any, wanted: str) -> None:
     if not is_kept:
-        raise Unmet(f"saw {show(seen)}; expected {wanted}")
+        raise CheckFailed(f"saw {show(seen)}; expected {wanted}")
 
 
 def show(value: Any) -> str:
@@ -110,13 +110,13 @@ class Probe:
         try:
             return self.client.read("GET", path)
         except PenstockError as error:
-            raise Unmet(f"saw no answer to GET {path}: {error.why}") from error
+            raise CheckFailed(f"saw no answer to GET {path}: {error.why}") from error
 
     def post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
         try:
             return self.client.read("POST", path, body)
         except PenstockError as error:
-            raise Unmet(f"saw no answer to POST {path}: {error.why}") from error
+            raise CheckFailed(f"saw no answer to POST {path}: {error.why}") from error
 
     def body(self, content: str, **fields: Any) -> bytes:
         """A greedy chat with one message; a field that is None is left out."""
@@ -136,7 +136,7 @@ class Probe:
 
     @functools.cached_property
     def greedy(self) -> Reply:
-        """The reply that several promises are held against, asked for once."""
+        """The reply that several checks compare with, requested once."""
         return self.ask(QUESTION)
 
     def ask(self, content: str, **fields: Any) -> Reply:
@@ -154,7 +154,7 @@ def read_reply(answer: RawAnswer) -> Reply:
     try:
         fields = json.loads(data)
     except ValueError:
-        raise Unmet(f"saw {show(data.decode(errors='replace'))}; expected JSON") from None
+        raise CheckFailed(f"saw {show(data.decode(errors='replace'))}; expected JSON") from None
     expect(isinstance(fields, dict), fields, "a JSON object")
     return Reply(fields)
 
@@ -169,7 +169,9 @@ def read_chunks(answer: RawAnswer) -> list[dict[str, Any]]:
         try:
             chunk = json.loads(event)
         except ValueError:
-            raise Unmet(f"saw the event {show(event.decode(errors='replace'))}; expected JSON") from None
+            raise CheckFailed(
+                f"saw the event {show(event.decode(errors='replace'))}; expected JSON"
+            ) from None
         expect(isinstance(chunk, dict), chunk, "a JSON object in every event")
         expect("error" not in chunk, chunk, "no error in the stream")
         chunks.append(chunk)
@@ -184,7 +186,7 @@ def read_refusal(answer: RawAnswer) -> tuple[int, str]:
     try:
         fields = json.loads(data)
     except ValueError:
-        raise Unmet(f"saw {show(data.decode(errors='replace'))}; expected a JSON error") from None
+        raise CheckFailed(f"saw {show(data.decode(errors='replace'))}; expected a JSON error") from None
     expect(isinstance(fields, dict), fields, "a JSON object")
     error = fields.get("error", fields)
     message = error.get("message", error.get("detail")) if isinstance(error, dict) else error
@@ -195,7 +197,7 @@ def read_refusal(answer: RawAnswer) -> tuple[int, str]:
 def _body_of(answer: RawAnswer) -> bytes:
     data = b"".join(piece for _, piece in answer.pieces)
     if answer.status not in (0, 200):
-        raise Unmet(f"saw HTTP {answer.status}: {show(data.decode(errors='replace'))}; expected 200")
+        raise CheckFailed(f"saw HTTP {answer.status}: {show(data.decode(errors='replace'))}; expected 200")
     expect(not answer.failure, answer.failure, "a whole answer")
     expect(bool(answer.status), "no answer: the server hung up", "HTTP 200")
     return data

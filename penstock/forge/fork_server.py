@@ -34,7 +34,7 @@ class ForkServer:
         environment = {name: os.environ[name] for name in kept if name in os.environ}
         environment |= {"HOME": str(self.scratch), "TMPDIR": str(self.scratch)}
         environment |= {"TRITON_CACHE_DIR": str(self.scratch / "compiled")}
-        host = Path(__file__).with_name("host.py")
+        host = Path(__file__).with_name("candidate_process.py")
         kind = "cpu" if device == "cpu" else "cuda"
         self._process = subprocess.Popen(
             [sys.executable, "-I", str(host), str(theirs.fileno()), kind],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PenstockError
-from penstock.forge.host import fault_of_answer, load_file
+from penstock.forge.candidate_process import fault_of_answer, load_file
 from penstock.forge.resident import ResidentPeak
 from penstock.forge.sandbox import CandidateError, Played
 from penstock.forge.target import Target

@@ -92,9 +92,9 @@ class Sandbox:
             path.unlink()
 
     def reach(self, words: Mapping[str, Any], seconds: float) -> dict[str, str]:
-        """What code under the present restrictions can do, see `reach.reach`."""
+        """What code under the present restrictions can do, see `sandbox_selftest.reach`."""
         with self._life(seconds) as hosted:
-            return hosted.reach(Path(__file__).with_name("reach.py"), words)
+            return hosted.reach(Path(__file__).with_name("sandbox_selftest.py"), words)
 
     @contextlib.contextmanager
     def _life(self, seconds: float) -> Iterator[Hosted]:
@@ -136,7 +136,11 @@ class Sandbox:
             "/sys/devices",
         ]
         python = {sys.prefix, sys.base_prefix, str(Path(torch.__file__).parents[1])}
-        ours = [str(Path(__file__).with_name("reach.py")), str(self.target.weight_dir), str(self.scratch)]
+        ours = [
+            str(Path(__file__).with_name("sandbox_selftest.py")),
+            str(self.target.weight_dir),
+            str(self.scratch),
+        ]
         return [*system, *sorted(python), *ours]
 
 

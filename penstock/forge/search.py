@@ -20,10 +20,10 @@ from penstock.errors import PenstockError
 from penstock.forge import decisions, plan
 from penstock.forge.decisions import Alternative, Design
 from penstock.forge.emit import WIDTH, emit
+from penstock.forge.initial_design import first_design, opening
 from penstock.forge.ledger import Ledger, Row, Story, count_changes, write_report
 from penstock.forge.machine import Machine
 from penstock.forge.measure import FAMILIES, Timing, gains, score
-from penstock.forge.opening import first_design, opening
 from penstock.forge.plot import draw_progress
 from penstock.forge.run_log import replace_file
 from penstock.forge.sandbox import Sandbox

@@ -25,7 +25,7 @@ from penstock.forge.oracle import (
 )
 from penstock.forge.phases import Phases
 from penstock.forge.sandbox import CandidateError, Hosted, OutOfTime, Sandbox
-from penstock.forge.screen import refusal
+from penstock.forge.static_check import refusal
 from penstock.forge.target import Target
 from penstock.forge.traces import Trace, correctness_traces
 

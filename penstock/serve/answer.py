@@ -23,7 +23,7 @@ from penstock.config import ServeConfig
 from penstock.errors import DeadlineError, EngineDeadError, OverloadedError, PenstockError
 from penstock.serve.event_stream import EventStream
 from penstock.serve.intake import Place
-from penstock.serve.serving import Serving
+from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Deliver, ReplyDelta, ScoredToken, TextStream, Usage
 from penstock.text.dialects import Delta
@@ -56,14 +56,14 @@ class Scores(Protocol):
 class Choice:
     """One reply put together, for answers that are not streamed."""
 
-    news: list[Delta] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
     scores: Scores | None = None  # None: they were not asked for
     prompt_scores: Scores | None = None
     token_ids: list[int] = field(default_factory=list)
     prompt_token_ids: tuple[int, ...] = ()
 
     def take(self, delta: ReplyDelta) -> None:
-        self.news += delta.news
+        self.deltas += delta.deltas
         if self.scores is not None:
             self.scores.add(delta.logprobs)
         if delta.extra is not None:
@@ -80,7 +80,7 @@ class ReplyFormat(Protocol):
         """The events of one delta of a stream; may be empty."""
 
     def encode_heartbeat(self) -> bytes:
-        """Tells the client of a stream without news that the reply is on its way."""
+        """Tells the client of a stream without deltas that the reply is on its way."""
 
     def encode_end(self, usage: Usage) -> bytes:
         """The tail of a stream that ended well."""
@@ -92,7 +92,7 @@ class ReplyFormat(Protocol):
         """All of a reply that is not streamed."""
 
 
-def require_open(serving: Serving) -> None:
+def require_open(serving: ServerState) -> None:
     """Raises once the server takes no more requests."""
     if serving.draining.is_set():
         raise EngineDeadError("The server is shutting down", "It finishes what runs.", "Ask another one.")
@@ -109,7 +109,7 @@ class Answer:
     def __init__(
         self,
         start: Start,
-        style: ReplyFormat,
+        formatter: ReplyFormat,
         is_stream: bool,
         timeout_s: float | None = None,
         new_choice: Callable[[], Choice] = Choice,
@@ -117,7 +117,7 @@ class Answer:
         stream_type: str = EVENT_STREAM_TYPE,
     ) -> None:
         self._start: Start | None = start
-        self._style = style
+        self._formatter = formatter
         self._is_stream = is_stream
         self._new_choice = new_choice
         self._headers = headers
@@ -143,16 +143,16 @@ class Answer:
 
         with await self._begin(deliver) as stream, self._accounted(scope, stream):
             await stream.wait_ended()
-            body = self._style.encode_body(choices, stream.usage)
+            body = self._formatter.encode_body(choices, stream.usage)
         await Response(body, headers=self._headers, media_type=JSON_TYPE)(scope, receive, send)
 
     async def _send_events(self, scope: Scope, receive: Receive, send: Send) -> None:
         own = {"content-type": self._stream_type, **self._headers}
         headers = [*((k.encode(), v.encode()) for k, v in own.items()), *STREAM_HEADERS]
-        with EventStream(scope, send, headers, self._style.encode_heartbeat) as events:
+        with EventStream(scope, send, headers, self._formatter.encode_heartbeat) as events:
 
             def deliver(delta: ReplyDelta) -> None:
-                if chunk := self._style.encode_chunk(delta):  # an empty one would end the answer
+                if chunk := self._formatter.encode_chunk(delta):  # an empty one would end the answer
                     events.write(chunk, delta.is_prompt)
 
             try:
@@ -160,7 +160,7 @@ class Answer:
                     await stream.wait_started()
                     await events.open()
                     await stream.wait_ended()
-                    tail = self._style.encode_end(stream.usage)
+                    tail = self._formatter.encode_end(stream.usage)
             except Exception as error:
                 if not events.has_begun:
                     raise
@@ -172,7 +172,7 @@ class Answer:
             log.exception("a reply failed while it was streamed")
             error = unexpected_error()
         scope["record"].error = error.code
-        return self._style.encode_failure(error)
+        return self._formatter.encode_failure(error)
 
     def _allow(self, servers_timeout_s: float | None) -> None:
         """The shorter of two times, from now on."""
@@ -213,8 +213,8 @@ class Answer:
             record.finish_reasons = tuple(stream.finish_reasons)
 
 
-def _serving(scope: Scope) -> Serving:
-    serving: Serving = scope["app"].state.serving
+def _serving(scope: Scope) -> ServerState:
+    serving: ServerState = scope["app"].state.serving
     return serving
 
 

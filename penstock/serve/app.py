@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.batch_lines import ENDPOINTS
 from penstock.errors import PenstockError
-from penstock.serve import openapi, operations, sagemaker, sessions
+from penstock.serve import health, openapi, sagemaker, sessions
 from penstock.serve.access import access_middleware
 from penstock.serve.anthropic import routes as anthropic_routes
 from penstock.serve.batches import files
@@ -37,7 +37,7 @@ from penstock.serve.request_log import RequestLog
 from penstock.serve.responses import conversation_routes
 from penstock.serve.responses import routes as responses_routes
 from penstock.serve.responses.store import ResponseStore
-from penstock.serve.serving import Serving
+from penstock.serve.state import ServerState
 from penstock.serve.tracing import tracing_middleware
 
 
@@ -54,11 +54,11 @@ class TrailingSlashes:
         await self._app(scope, receive, send)
 
 
-def create_app(serving: Serving) -> Starlette:
+def create_app(serving: ServerState) -> Starlette:
     """`state.batch_runner` of the app answers batches while it runs; None: there are none."""
     store = ResponseStore()
     routes = [
-        *operations.routes(serving),
+        *health.routes(serving),
         *openai_routes.routes(serving),
         *embeddings.routes(serving),
         *responses_routes.routes(serving, store),
@@ -88,7 +88,7 @@ def create_app(serving: Serving) -> Starlette:
     return app
 
 
-def _app(serving: Serving, routes: list[Route], in_front: Sequence[Middleware] = ()) -> Starlette:
+def _app(serving: ServerState, routes: list[Route], in_front: Sequence[Middleware] = ()) -> Starlette:
     app = Starlette(
         routes=routes,
         exception_handlers={

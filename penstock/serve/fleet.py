@@ -38,7 +38,7 @@ RESUMED_STEPS_EARLIER = 10  # of priority: somebody is reading already
 LEAVING_POLL_S = 0.02
 
 
-class Journey:
+class InFlight:
     """One request on its way through the fleet, with all that is needed to go on elsewhere."""
 
     __slots__ = (
@@ -99,7 +99,7 @@ class Journey:
         self._fleet.forget(self)
         self._receiver.fail(error)
 
-    def settle(self, client: EngineClient, load: Load, num_tokens_due: int) -> None:
+    def assign(self, client: EngineClient, load: Load, num_tokens_due: int) -> None:
         self.client, self.load = client, load
         self.is_running = False
         self._awaits_token = True
@@ -142,12 +142,12 @@ class Fleet:
         self._on_phase = on_phase
         self._replicas = [Replica(index, launch, config) for index, launch in enumerate(launches)]
         self._router = Router(len(launches), config.routing)
-        self._journeys: dict[str, Journey] = {}
-        self._waiting: dict[Journey, asyncio.TimerHandle] = {}
-        self._on_trial: Journey | None = None  # the only suspect that has, or waits for, an engine
-        self._suspects: dict[Journey, None] = {}  # the others
+        self._in_flight: dict[str, InFlight] = {}
+        self._waiting: dict[InFlight, asyncio.TimerHandle] = {}
+        self._on_trial: InFlight | None = None  # the only suspect that has, or waits for, an engine
+        self._suspects: dict[InFlight, None] = {}  # the others
         self._infos: dict[int, EngineInfo] = {}  # of every replica that has come up, as it last did
-        self._settled = asyncio.Event()  # all have come up once, or one never will
+        self._started = asyncio.Event()  # all have come up once, or one never will
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_restarting = False
@@ -157,7 +157,7 @@ class Fleet:
 
     @property
     def num_outstanding(self) -> int:
-        return len(self._journeys)
+        return len(self._in_flight)
 
     @property
     def num_rows(self) -> int:
@@ -190,7 +190,7 @@ class Fleet:
             await replica.has_spoken.wait()
 
     async def wait_ready(self) -> EngineInfo:
-        await self._settled.wait()
+        await self._started.wait()
         if self.failure is not None:
             raise self.failure
         return next(iter(self._infos.values()))
@@ -215,39 +215,39 @@ class Fleet:
             raise
         for request, receiver in receivers:
             assert request.tenant == place.tenant, "a reply gives its tenant's place back"
-            self._start(Journey(self, _with_seed(request, self._seeds), receiver), self._available())
+            self._start(InFlight(self, _with_seed(request, self._seeds), receiver), self._available())
 
     def go_on(self, request_id: str, request: Request, receiver: Receiver) -> None:
         """Goes on with another request in the place of one: in the queue, and with the same engine."""
         if self.failure is not None:
             raise self.failure
-        following = Journey(self, _with_seed(request, self._seeds), receiver)
+        following = InFlight(self, _with_seed(request, self._seeds), receiver)
         same: list[int] = []
-        journey = self._journeys.get(request_id)
-        if journey is not None:
-            following.num_faults = journey.num_faults
-            same = [r.index for r in self._replicas if r.client is journey.client]
+        inflight = self._in_flight.get(request_id)
+        if inflight is not None:
+            following.num_faults = inflight.num_faults
+            same = [r.index for r in self._replicas if r.client is inflight.client]
         available = [index for index in same if index in self._available()]
         self.intake.replies.take(request.tenant)  # however full it is: the other's place becomes free
         # Before the other ends: its row is free then, and this one the next to have it.
         self._start(following, available or self._available())
         self.abort(request_id)
 
-    def _start(self, journey: Journey, available: list[int]) -> None:
+    def _start(self, inflight: InFlight, available: list[int]) -> None:
         """With a request that has a place in the queue."""
-        request = journey.request
-        assert request.id not in self._journeys, f"request id {request.id} is in use"
-        self._journeys[request.id] = journey
+        request = inflight.request
+        assert request.id not in self._in_flight, f"request id {request.id} is in use"
+        self._in_flight[request.id] = inflight
         self._idle.clear()
-        self._place(journey, available)
+        self._place(inflight, available)
 
     def abort(self, request_id: str) -> None:
         """Its receiver hears no more of it."""
-        journey = self._journeys.get(request_id)
-        if journey is not None:
-            if journey.client is not None:
-                journey.client.abort(request_id)
-            self.forget(journey)
+        inflight = self._in_flight.get(request_id)
+        if inflight is not None:
+            if inflight.client is not None:
+                inflight.client.abort(request_id)
+            self.forget(inflight)
 
     async def report(self) -> list[ReplicaReport]:
         loads = self._router.loads
@@ -286,60 +286,60 @@ class Fleet:
         self._fail(error)
         for keeper in self._keepers:
             keeper.cancel()
-        for journey in list(self._journeys.values()):
-            self.abort(journey.request.id)
-            journey.give_up(error)
+        for inflight in list(self._in_flight.values()):
+            self.abort(inflight.request.id)
+            inflight.give_up(error)
         await asyncio.gather(*self._keepers, return_exceptions=True)
         await asyncio.gather(*(r.client.close(grace_s) for r in self._replicas if r.client is not None))
 
-    def forget(self, journey: Journey) -> None:
-        if self._journeys.get(journey.request.id) is journey:
-            del self._journeys[journey.request.id]
-            self.intake.replies.release(journey.request.tenant)
-        journey.leave()
-        timer = self._waiting.pop(journey, None)
+    def forget(self, inflight: InFlight) -> None:
+        if self._in_flight.get(inflight.request.id) is inflight:
+            del self._in_flight[inflight.request.id]
+            self.intake.replies.release(inflight.request.tenant)
+        inflight.leave()
+        timer = self._waiting.pop(inflight, None)
         if timer is not None:
             timer.cancel()
-        self.end_trial(journey)
-        if not self._journeys:
+        self.end_trial(inflight)
+        if not self._in_flight:
             self._idle.set()
 
-    def outlive_engine(self, journey: Journey) -> None:
+    def outlive_engine(self, inflight: InFlight) -> None:
         """Goes on with another engine, or gives a request up that no engine has survived."""
-        assert journey.client is not None
-        if journey.is_running:
-            journey.blame += BLAME_FOR_FAULT if journey.client.is_own_fault else BLAME_FOR_KILL
-            journey.num_faults += journey.client.is_own_fault
-        if journey.blame >= MAX_BLAME or journey.num_faults >= MAX_FAULTS:
-            journey.give_up(_unsurvived())
+        assert inflight.client is not None
+        if inflight.is_running:
+            inflight.blame += BLAME_FOR_FAULT if inflight.client.is_own_fault else BLAME_FOR_KILL
+            inflight.num_faults += inflight.client.is_own_fault
+        if inflight.blame >= MAX_BLAME or inflight.num_faults >= MAX_FAULTS:
+            inflight.give_up(_unsurvived())
         else:
-            self._move(journey, self._available())
+            self._move(inflight, self._available())
 
-    def end_trial(self, journey: Journey) -> None:
+    def end_trial(self, inflight: InFlight) -> None:
         """There is news of it, or it has ended: the next may show that it is harmless."""
-        self._suspects.pop(journey, None)
-        if self._on_trial is journey:
+        self._suspects.pop(inflight, None)
+        if self._on_trial is inflight:
             self._on_trial = None
             if self._suspects:
                 following = min(self._suspects, key=lambda one: not one.said)  # somebody is reading
                 del self._suspects[following]
                 self._place(following, self._available())
 
-    def _may_be_placed(self, journey: Journey) -> bool:
+    def _may_be_placed(self, inflight: InFlight) -> bool:
         """Those that ran when an engine failed are tried one after the other: when another engine fails, it
         is known whose fault that is, and the others go on."""
-        if not journey.is_suspect:
+        if not inflight.is_suspect:
             return True
         if self._on_trial is None:
-            self._on_trial = journey
-        if self._on_trial is not journey:
-            self._suspects[journey] = None
-        return self._on_trial is journey
+            self._on_trial = inflight
+        if self._on_trial is not inflight:
+            self._suspects[inflight] = None
+        return self._on_trial is inflight
 
-    def _move(self, journey: Journey, available: list[int]) -> None:
+    def _move(self, inflight: InFlight, available: list[int]) -> None:
         self.num_moves += 1
-        journey.leave()
-        self._place(journey, available)
+        inflight.leave()
+        self._place(inflight, available)
 
     @property
     def _have_all_come_up(self) -> bool:
@@ -355,35 +355,35 @@ class Fleet:
         """Who is about to leave is asked as well, if there is nobody else."""
         return self._ready() or [one.index for one in self._replicas if one.state == "leaving"]
 
-    def _place(self, journey: Journey, available: list[int]) -> None:
-        if not self._may_be_placed(journey):
+    def _place(self, inflight: InFlight, available: list[int]) -> None:
+        if not self._may_be_placed(inflight):
             return
         if not available:
             loop, timeout_s = asyncio.get_running_loop(), self._config.resume_timeout
-            self._waiting[journey] = loop.call_later(timeout_s, self._end_waiting, journey)
+            self._waiting[inflight] = loop.call_later(timeout_s, self._end_waiting, inflight)
             return
-        request = resumed(journey.request, journey.said, journey.num_scored)
+        request = resumed(inflight.request, inflight.said, inflight.num_scored)
         index, num_tokens_due = self._router.pick(request, available)
         client = self._replicas[index].client
         assert client is not None
-        journey.settle(client, self._router.loads[index], num_tokens_due)
+        inflight.assign(client, self._router.loads[index], num_tokens_due)
         try:
-            client.submit([(request, journey)])
+            client.submit([(request, inflight)])
         except Exception as error:  # it cannot be sent: the others can
-            journey.give_up(error)
+            inflight.give_up(error)
 
-    def _end_waiting(self, journey: Journey) -> None:
+    def _end_waiting(self, inflight: InFlight) -> None:
         error = _lost(f"No engine came back within {self._config.resume_timeout:g} s.")
-        for suspect in list(self._suspects) if journey is self._on_trial else ():
+        for suspect in list(self._suspects) if inflight is self._on_trial else ():
             suspect.give_up(error)
-        journey.give_up(error)
+        inflight.give_up(error)
 
     def _place_waiting(self) -> None:
         """Those first who have begun: somebody is reading."""
-        waiting = sorted(self._waiting, key=lambda journey: not journey.said)
-        for journey in waiting:
-            self._waiting.pop(journey).cancel()
-            self._place(journey, self._available())
+        waiting = sorted(self._waiting, key=lambda inflight: not inflight.said)
+        for inflight in waiting:
+            self._waiting.pop(inflight).cancel()
+            self._place(inflight, self._available())
 
     async def _keep(self, replica: Replica) -> None:
         """Has an engine live at this place, one after the other."""
@@ -401,7 +401,7 @@ class Fleet:
             else:
                 self._welcome(replica, time.monotonic() - started)
                 await replica.watch()
-            await replica.bury()
+            await replica.reap()
             await replica.wait_before_restart()
 
     def _welcome(self, replica: Replica, seconds: float) -> None:
@@ -414,7 +414,7 @@ class Fleet:
             detail = f"{num_up} of {num_all} are up"
             self._on_phase(Phase("replicas", detail, num_up / num_all, seconds if is_last else None))
         if self._have_all_come_up:
-            self._settled.set()
+            self._started.set()
         self._place_waiting()
 
     def _first_phases(self, replica: Replica) -> OnPhase:
@@ -424,7 +424,7 @@ class Fleet:
 
     def _fail(self, error: PenstockError) -> None:
         self.failure = self.failure or error
-        self._settled.set()
+        self._started.set()
         for replica in self._replicas:
             replica.has_spoken.set()
 
@@ -437,9 +437,9 @@ class Fleet:
         deadline = time.monotonic() + self._config.drain_timeout
         while load.num_requests and time.monotonic() < deadline and client.failure is None:
             await asyncio.sleep(LEAVING_POLL_S)
-        for journey in [one for one in self._journeys.values() if one.client is client]:
-            client.abort(journey.request.id)
-            self._move(journey, self._ready())
+        for inflight in [one for one in self._in_flight.values() if one.client is client]:
+            client.abort(inflight.request.id)
+            self._move(inflight, self._ready())
         await client.close()
         while replica.state != "ready" and not self._is_draining:  # it may take several attempts
             await asyncio.sleep(LEAVING_POLL_S)

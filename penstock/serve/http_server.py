@@ -21,12 +21,12 @@ from penstock.errors import PenstockError
 from penstock.serve.app import create_app
 from penstock.serve.batches.folder import BatchFolder
 from penstock.serve.batches.runner import BatchRunner
-from penstock.serve.chat import TextEngine
 from penstock.serve.connection import HttpConnection
 from penstock.serve.conversations import Conversations
 from penstock.serve.fleet import Fleet
 from penstock.serve.metrics import Metrics
-from penstock.serve.serving import Serving
+from penstock.serve.state import ServerState
+from penstock.serve.text_engine import TextEngine
 from penstock.text.pooling import VectorRules, VectorText
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ async def serve_http(
         vector_text=vector_text,
     )
     conversations = Conversations(config.session_bytes, 60 * session_minutes)
-    serving = Serving(fleet, text_engine, metrics, name, config, int(time.time()), conversations, batches)
+    serving = ServerState(fleet, text_engine, metrics, name, config, int(time.time()), conversations, batches)
     app = create_app(serving)
     server = _HttpServer(
         uvicorn.Config(
@@ -134,7 +134,7 @@ class _Signals:
     SIGHUP: new engines for old, one after the other; or, in a terminal, that the terminal was closed.
     """
 
-    def __init__(self, server: _HttpServer, serving: Serving) -> None:
+    def __init__(self, server: _HttpServer, serving: ServerState) -> None:
         self._server = server
         self._serving = serving
         self._tasks: set[asyncio.Task[None]] = set()

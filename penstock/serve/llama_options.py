@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from penstock.errors import RequestError
 from penstock.serve.fields import NEUTRAL
-from penstock.serve.openai.requests import StopString
+from penstock.serve.requests import StopString
 
 RANDOM_SEEDS = (-1, 2**32 - 1)  # the second is how an unsigned number spells the first
 PENALTIES = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # and their "off"

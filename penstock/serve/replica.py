@@ -95,7 +95,7 @@ class Replica:
             else:
                 client.ping()
 
-    async def bury(self) -> None:
+    async def reap(self) -> None:
         """Ends what may be left of the process and remembers why it died."""
         if self.client is not None:
             await self.client.close(grace_s=0.0)

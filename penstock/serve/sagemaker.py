@@ -18,20 +18,15 @@ from starlette.routing import Route
 
 from penstock.errors import RequestError
 from penstock.serve.answer import Answer, read_body
+from penstock.serve.body import decode_body
 from penstock.serve.fields import INVOCATION_CHAT, INVOCATION_PROMPT
-from penstock.serve.openai.body import decode_body
 from penstock.serve.openai.chat_options import Thinking, thinking_switch
 from penstock.serve.openai.messages import Message
 from penstock.serve.openai.replies import CompletionReplyFormat
-from penstock.serve.openai.requests import (
-    MAX_ID_VALUES,
-    ChatBody,
-    CompletionBody,
-    chat_request,
-    completion_request,
-)
+from penstock.serve.openai.requests import ChatBody, CompletionBody, chat_request, completion_request
 from penstock.serve.openai.routes import OpenAIRoutes
-from penstock.serve.serving import Serving
+from penstock.serve.requests import MAX_ID_VALUES
+from penstock.serve.state import ServerState
 
 
 class Invocation(msgspec.Struct):
@@ -73,7 +68,7 @@ class PromptToThinkAbout(ChatBody, kw_only=True):
         return self
 
 
-def routes(serving: Serving) -> list[Route]:
+def routes(serving: ServerState) -> list[Route]:
     invocations = Invocations(serving)
     return [
         Route("/ping", invocations.ping),
@@ -82,7 +77,7 @@ def routes(serving: Serving) -> list[Route]:
 
 
 class Invocations:
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: ServerState) -> None:
         self._serving = serving
         self._openai = OpenAIRoutes(serving)
         self._defaults = serving.config.sampling_defaults

@@ -19,7 +19,6 @@ from penstock.errors import ContextLengthError, PenstockError, RequestError
 from penstock.serve.admission import priority_in
 from penstock.serve.answer import json_response
 from penstock.serve.attachments import warning_headers
-from penstock.serve.chat import TextEngine
 from penstock.serve.conversations import (
     SHORTEN,
     ConversationInfo,
@@ -32,9 +31,10 @@ from penstock.serve.conversations import (
 )
 from penstock.serve.fleet import Fleet
 from penstock.serve.intake import place_of
-from penstock.serve.openai.requests import MAX_SESSION_ID_CHARS, ChatRequest, TextRequest
-from penstock.serve.serving import Serving
+from penstock.serve.requests import MAX_SESSION_ID_CHARS, ChatRequest, TextRequest
+from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
+from penstock.serve.text_engine import TextEngine
 from penstock.serve.text_stream import Deliver, ReplyDelta, TextStream, without_thoughts
 from penstock.text.dialects import Delta, ParsedReply, ReplyEnd
 from penstock.types import SessionInfo
@@ -92,7 +92,7 @@ class SessionChat:
         self,
         asked: ChatRequest,
         request: Request,
-        serving: Serving,
+        serving: ServerState,
         thread: Thread | None = None,  # its session is new, and takes the place of the one before
     ) -> None:
         self._text: TextEngine = serving.text
@@ -137,7 +137,7 @@ class SessionChat:
 class ReplyNote:
     """Collects a chat's first reply, and adds it to its session when all its replies have ended."""
 
-    stream: TextStream  # set before there is news
+    stream: TextStream  # set before there are deltas
 
     def __init__(self, conversations: Conversations, turn: Turn, chat: ChatRequest) -> None:
         self._conversations = conversations
@@ -145,7 +145,7 @@ class ReplyNote:
         self._reply_start = chat.reply_start
         self._reply_thought = chat.reply_thought or ""
         self._num_open = chat.sampling.n
-        self._news: list[Delta] = []
+        self._deltas: list[Delta] = []
 
     def before(self, deliver: Deliver) -> Deliver:
         """A client that has read the end of a reply can go on from it at once."""
@@ -158,12 +158,12 @@ class ReplyNote:
 
     def _take(self, delta: ReplyDelta) -> None:
         if delta.index == 0:
-            self._news += delta.news
-        if not (delta.news and isinstance(delta.news[-1], ReplyEnd)):
+            self._deltas += delta.deltas
+        if not (delta.deltas and isinstance(delta.deltas[-1], ReplyEnd)):
             return
         self._num_open -= 1
         if self._num_open == 0:
-            reply = ParsedReply.of(self._news)
+            reply = ParsedReply.of(self._deltas)
             reply.content = self._reply_start + reply.content
             reply.reasoning = self._reply_thought + reply.reasoning
             message = _message_of(reply)
@@ -204,7 +204,7 @@ def _cached(tenant: str, cache_key: str) -> str:
     return f"{tenant}#{cache_key[:MAX_SESSION_ID_CHARS]}"
 
 
-def routes(serving: Serving) -> list[Route]:
+def routes(serving: ServerState) -> list[Route]:
     api = SessionRoutes(serving)
     return [
         Route("/v1/sessions", api.list),
@@ -214,7 +214,7 @@ def routes(serving: Serving) -> list[Route]:
 
 
 class SessionRoutes:
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: ServerState) -> None:
         self._client = serving.client
         self._conversations = serving.conversations
 

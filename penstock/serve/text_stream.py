@@ -1,4 +1,4 @@
-"""Replies while they are generated: an engine's tokens become text, and the text becomes news of the reply.
+"""Replies while they are generated: an engine's tokens become text, and the text becomes deltas of the reply.
 
 Stop strings end a reply here, not in the engine. A thinking budget ends a thought, and so does a loop in it:
 the thought is closed in the model's own words, and the reply goes on as a request that resumes it there, in
@@ -67,7 +67,7 @@ class ReplyDelta(msgspec.Struct, frozen=True, gc=False):
     """News of one reply; the last piece of its last delta is a `ReplyEnd`."""
 
     index: int
-    news: list[Delta]
+    deltas: list[Delta]
     logprobs: tuple[ScoredToken, ...] = ()
     is_prompt: bool = False  # it has the echo, or scores of it: there is as much as the client has sent
     extra: ReplyExtra | None = None
@@ -80,15 +80,15 @@ def without_thoughts(deliver: Deliver) -> Deliver:
     """For clients that want a thought to be thought, and not told."""
 
     def deliver_rest(delta: ReplyDelta) -> None:
-        news = [piece for piece in delta.news if not isinstance(piece, ReasoningDelta)]
-        if news or delta.logprobs or delta.extra is not None:
-            deliver(msgspec.structs.replace(delta, news=news))
+        deltas = [piece for piece in delta.deltas if not isinstance(piece, ReasoningDelta)]
+        if deltas or delta.logprobs or delta.extra is not None:
+            deliver(msgspec.structs.replace(delta, deltas=deltas))
 
     return deliver_rest
 
 
 class Parser(Protocol):
-    """Makes news of a reply's text, as `StreamParser` does."""
+    """Makes deltas of a reply's text, as `StreamParser` does."""
 
     @property
     def is_thinking(self) -> bool: ...
@@ -177,7 +177,7 @@ class TextStream:
         self._abort()
 
     async def wait_started(self) -> None:
-        """Until there is news; raises what keeps it from coming."""
+        """Until there are deltas; raises what keeps it from coming."""
         await self._started.wait()
         if self._failure is not None:
             raise self._failure
@@ -189,14 +189,14 @@ class TextStream:
             raise self._failure
 
     def take(self, request_id: str, delta: ReplyDelta, has_ended: bool) -> None:
-        if not (delta.news or delta.logprobs or delta.extra):
+        if not (delta.deltas or delta.logprobs or delta.extra):
             return
         self._deliver(delta)
         if self.started_at is None:
             self.started_at = time.monotonic()
             self._started.set()
         if has_ended:
-            self.finish_reasons += [end.reason for end in delta.news[-1:] if isinstance(end, ReplyEnd)]
+            self.finish_reasons += [end.reason for end in delta.deltas[-1:] if isinstance(end, ReplyEnd)]
             self.end(request_id)
 
     def end(self, request_id: str) -> None:
@@ -248,7 +248,7 @@ class TextStream:
 
 
 class Reply:
-    """One reply: receives the tokens of its request and gives news of them to the stream."""
+    """One reply: receives the tokens of its request and gives deltas of them to the stream."""
 
     def __init__(
         self,
@@ -353,14 +353,14 @@ class Reply:
             self._timer.count_loop()
         if finish is not None:
             text += self._decoder.finish()
-        news, has_ended = self._parse(text, finish)
+        deltas, has_ended = self._parse(text, finish)
         if has_ended:
             self._timer.end("length" if finish == "length" else "stop")
         extra = None
         if self._tells_extra:
-            extra = self._extra(said_ids + end_ids, prompt_scores, is_told=bool(news or scored))
+            extra = self._extra(said_ids + end_ids, prompt_scores, is_told=bool(deltas or scored))
         self._stream.take(
-            self.request.id, ReplyDelta(self._index, news, scored, bool(echo), extra), has_ended
+            self.request.id, ReplyDelta(self._index, deltas, scored, bool(echo), extra), has_ended
         )
 
     def _note_end(self, token_id: int) -> None:
@@ -395,14 +395,14 @@ class Reply:
         """Scores of the prompt go on to the client as they come, before there is any token."""
         echo, first, prompt_first = self._take_prompt_start()
         scored = self._score(scores.unpack())
-        news = self._parser.feed(echo) if echo else []
+        deltas = self._parser.feed(echo) if echo else []
         extra = None
         if self._tells_prompt:
             told = prompt_first + _with_top(scored, self._output.prompt_logprobs)
             extra = self._extra((), told, is_told=True)
         scored = first + _with_top(scored, self._asked.sampling.logprobs) if self._echoes_scores else ()
         self._stream.take(
-            self.request.id, ReplyDelta(self._index, news, scored, is_prompt=True, extra=extra), False
+            self.request.id, ReplyDelta(self._index, deltas, scored, is_prompt=True, extra=extra), False
         )
 
     def _take_prompt_start(self) -> tuple[str, tuple[ScoredToken, ...], tuple[ScoredToken, ...]]:
@@ -430,17 +430,17 @@ class Reply:
             raise EngineDeadError("The engine gave the reply up", delta.error or "")
 
     def _parse(self, text: str, finish: FinishReason | None) -> tuple[list[Delta], bool]:
-        news = self._parser.feed(text) if text else []
+        deltas = self._parser.feed(text) if text else []
         if self._ends_after_call:
-            for place, piece in enumerate(news):
+            for place, piece in enumerate(deltas):
                 if isinstance(piece, ToolCallEnd) and not piece.is_broken:
-                    return [*news[: place + 1], ReplyEnd("tool_calls")], True
+                    return [*deltas[: place + 1], ReplyEnd("tool_calls")], True
         if finish is not None:
             *rest, end = self._parser.close(finish)
             assert isinstance(end, ReplyEnd)
             ended = ReplyEnd(end.reason, self._decoder.stop_string, self._is_loop, self._stop_token_id)
-            news += [*rest, ended]
-        return news, finish is not None
+            deltas += [*rest, ended]
+        return deltas, finish is not None
 
     def _think(
         self, token_ids: tuple[int, ...], is_last: bool, is_loop: bool

@@ -1,7 +1,7 @@
-"""Anthropic's replies: news of a reply into blocks and their events, and errors into error bodies.
+"""Anthropic's replies: deltas of a reply into blocks and their events, and errors into error bodies.
 
 A stream is message_start, then for every block content_block_start, its deltas and content_block_stop, then
-message_delta with why it ended, and message_stop. A block ends where news of another kind begins.
+message_delta with why it ended, and message_stop. A block ends where a delta of another kind begins.
 
 A call that turned out to be none is closed in a stream, which has told of it, and missing in a body. All the
 model wrote of it is text in both.
@@ -61,12 +61,12 @@ class MessageFormat:
         self._end = ReplyEnd("stop")
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
-        news = delta.news
-        only = news[0] if len(news) == 1 else None
+        deltas = delta.deltas
+        only = deltas[0] if len(deltas) == 1 else None
         if isinstance(only, (ContentDelta, ReasoningDelta)) and type(only) is self._open:
             return msgspec.json.encode(only.text).join(self._frame)  # nearly all chunks: head + text + tail
         events = [self._message_start()]
-        for piece in news:
+        for piece in deltas:
             events += self._events_of(piece)
         return b"".join(events)
 
@@ -123,10 +123,10 @@ class MessageFormat:
         return b"event: error\ndata: %b\n\n" % encode_error(error, self._request_id)
 
     def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
-        news = choices[0].news
-        end = news[-1]
+        deltas = choices[0].deltas
+        end = deltas[-1]
         assert isinstance(end, ReplyEnd)
-        blocks = [block.fields() for block in _blocks_of(news)]
+        blocks = [block.fields() for block in _blocks_of(deltas)]
         body = {**self._head, "content": blocks, **self._ending(end, usage), "usage": _usage(usage)}
         return msgspec.json.encode(body)
 
@@ -181,9 +181,9 @@ class _Block:
         return {"type": "tool_use", "id": self.id, "name": self.name, "input": msgspec.Raw(text.encode())}
 
 
-def _blocks_of(news: list[Delta]) -> list[_Block]:
+def _blocks_of(deltas: list[Delta]) -> list[_Block]:
     blocks: list[_Block] = []
-    for piece in news:
+    for piece in deltas:
         match piece:
             case ContentDelta(text) | ReasoningDelta(text):
                 if not blocks or blocks[-1].kind is not type(piece):

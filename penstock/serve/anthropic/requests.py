@@ -16,10 +16,10 @@ from msgspec import Meta
 
 from penstock.errors import RequestError
 from penstock.serve.attachments import replace_attachment
+from penstock.serve.body import decode_body, wrong_field
 from penstock.serve.conversations import Thread, names_of_calls
 from penstock.serve.fields import COUNT_TOKENS, MESSAGES, FieldTable
 from penstock.serve.instructions import PARAGRAPH, PlainMessage, place_instructions, reminder
-from penstock.serve.openai.body import decode_body, wrong_field
 from penstock.serve.openai.chat_options import (
     JsonForm,
     NamedFunction,
@@ -32,14 +32,7 @@ from penstock.serve.openai.chat_options import (
     thinking_budget,
     thinking_switch,
 )
-from penstock.serve.openai.requests import (
-    NO_DEFAULTS,
-    CacheSalt,
-    ChatRequest,
-    Defaults,
-    SessionId,
-    StopString,
-)
+from penstock.serve.requests import NO_DEFAULTS, CacheSalt, ChatRequest, Defaults, SessionId, StopString
 from penstock.types import SamplingParams
 
 # Claude Code's first system block. It differs in every request, and nothing behind it could be found cached.

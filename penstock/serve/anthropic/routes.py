@@ -13,18 +13,18 @@ from penstock.serve.answer import Answer, json_response, read_body
 from penstock.serve.anthropic.replies import MessageFormat
 from penstock.serve.anthropic.requests import MessagesBody, message_request, parse_count
 from penstock.serve.anthropic.threads import Threads
+from penstock.serve.body import decode_body
 from penstock.serve.conversations import Thread
 from penstock.serve.fields import COUNT_TOKENS, MESSAGES
 from penstock.serve.intake import place_of
-from penstock.serve.openai.body import decode_body
-from penstock.serve.openai.requests import TokenizeRequest
-from penstock.serve.serving import Serving
+from penstock.serve.requests import TokenizeRequest
 from penstock.serve.sessions import SessionChat
+from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Deliver, TextStream
 
 
-def routes(serving: Serving) -> list[Route]:
+def routes(serving: ServerState) -> list[Route]:
     api = AnthropicRoutes(serving)
     return [
         Route("/v1/messages", api.create_message, methods=["POST"]),
@@ -33,7 +33,7 @@ def routes(serving: Serving) -> list[Route]:
 
 
 class AnthropicRoutes:
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: ServerState) -> None:
         self._serving = serving
         self._text = serving.text
         self._thinks = serving.config.enable_thinking
@@ -50,17 +50,19 @@ class AnthropicRoutes:
             if thread.previous is not None:
                 place_of(request.scope).add_bytes(self._serving.conversations.num_bytes_of(thread.previous))
         chat = message_request(fields, self._thinks, self._defaults, thread)
-        style = MessageFormat(request.scope["request_id"], self._serving.model_name, chat.sampling.max_tokens)
+        formatter = MessageFormat(
+            request.scope["request_id"], self._serving.model_name, chat.sampling.max_tokens
+        )
         if thread is not None:
-            chat = replace(chat, session_id=style.id)
+            chat = replace(chat, session_id=formatter.id)
         talk = SessionChat(chat, request, self._serving, thread)
 
         async def start(deliver: Deliver) -> TextStream:
             stream = await talk.stream(deliver)
-            style.usage_so_far = lambda: stream.usage
+            formatter.usage_so_far = lambda: stream.usage
             return stream
 
-        answer = Answer(start, style, chat.is_stream, chat.timeout_s, headers=talk.headers)
+        answer = Answer(start, formatter, chat.is_stream, chat.timeout_s, headers=talk.headers)
         return ThreadAnswer(answer, self._threads, thread or Thread())
 
     async def count_tokens(self, request: Request) -> Response:

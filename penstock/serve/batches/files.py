@@ -19,7 +19,7 @@ from penstock.serve.batches.folder import Batch, BatchFolder, FileNotHereError, 
 from penstock.serve.batches.multipart import MultipartParser, Part, boundary_of, multipart_error
 from penstock.serve.intake import SLOW_BYTES_PER_S
 from penstock.serve.pages import ids_of_page, list_fields
-from penstock.serve.serving import Serving
+from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
 
 MAX_UPLOADS = 8  # at a time
@@ -34,7 +34,7 @@ class BatchesOffError(FileNotHereError):
     code = "batches_off"
 
 
-def folder_of(serving: Serving) -> BatchFolder:
+def folder_of(serving: ServerState) -> BatchFolder:
     if serving.batches is None:
         raise BatchesOffError(
             "This server keeps no files and no batches",
@@ -44,7 +44,7 @@ def folder_of(serving: Serving) -> BatchFolder:
     return serving.batches
 
 
-def routes(serving: Serving) -> list[Route]:
+def routes(serving: ServerState) -> list[Route]:
     api = FileRoutes(serving)
     return [
         Route("/v1/files", api.upload, methods=["POST"]),
@@ -79,7 +79,7 @@ def page_of(records: Sequence[StoredFile | Batch], request: Request, default: in
 
 
 class FileRoutes:
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: ServerState) -> None:
         self._serving = serving
         self._num_uploads = 0
 

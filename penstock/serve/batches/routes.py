@@ -17,9 +17,9 @@ from penstock.serve.answer import json_response, read_body
 from penstock.serve.batches.files import expiry_s, folder_of, page_of
 from penstock.serve.batches.folder import Batch
 from penstock.serve.batches.runner import BatchRunner
+from penstock.serve.body import decode_body
 from penstock.serve.fields import BATCHES
-from penstock.serve.openai.body import decode_body
-from penstock.serve.serving import Serving
+from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
 
 DEFAULT_LIST, MAX_LIST = 20, 100
@@ -45,7 +45,7 @@ class BatchBody(msgspec.Struct, kw_only=True):
     output_expires_after: ExpiresAfter | None = None
 
 
-def routes(serving: Serving, runner: BatchRunner | None) -> list[Route]:
+def routes(serving: ServerState, runner: BatchRunner | None) -> list[Route]:
     api = BatchRoutes(serving, runner)
     return [
         Route("/v1/batches", api.create, methods=["POST"]),
@@ -56,7 +56,7 @@ def routes(serving: Serving, runner: BatchRunner | None) -> list[Route]:
 
 
 class BatchRoutes:
-    def __init__(self, serving: Serving, runner: BatchRunner | None) -> None:
+    def __init__(self, serving: ServerState, runner: BatchRunner | None) -> None:
         self._serving = serving
         self._runner = runner
         self._table = BATCHES.ignoring(serving.config.ignore_field)

@@ -35,9 +35,9 @@ from penstock.batch_lines import (
 )
 from penstock.errors import PenstockError
 from penstock.serve.batches.folder import Batch, BatchFolder, Status, StorageFullError, StoredFile
-from penstock.serve.openai.requests import MAX_PRIORITY
 from penstock.serve.request_log import RequestRecord
-from penstock.serve.serving import Serving
+from penstock.serve.requests import MAX_PRIORITY
+from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of_key
 
 log = logging.getLogger("penstock.serve")
@@ -61,7 +61,7 @@ class _Results:
 
 class BatchRunner:
     def __init__(
-        self, folder: BatchFolder, serving: Serving, app: ASGIApp, endpoints: tuple[str, ...]
+        self, folder: BatchFolder, serving: ServerState, app: ASGIApp, endpoints: tuple[str, ...]
     ) -> None:
         self.endpoints = endpoints
         self._folder = folder

@@ -1,4 +1,4 @@
-"""llama-server's completions: news of replies into its JSON objects and events.
+"""llama-server's completions: deltas of replies into its JSON objects and events.
 
 Each reply ends with one object that has everything; in a stream its text was told before. Several replies to
 one call are a list of such objects.
@@ -51,7 +51,7 @@ def _scored(id: int, data: bytes, logprob: float) -> Fields:
 
 
 class LlamaFormat:
-    """`usage_of` a reply, by its index, and the texts of prompts are set before their first news come."""
+    """`usage_of` a reply, by its index, and the texts of prompts are set before their first deltas come."""
 
     usage_of: Callable[[int], Usage]
     prompts: list[str]
@@ -71,7 +71,7 @@ class LlamaFormat:
             self._choices[delta.index] = self.new_choice()
         choice = self._choices[delta.index]
         choice.take(delta)
-        text = "".join(piece.text for piece in delta.news if isinstance(piece, ContentDelta))
+        text = "".join(piece.text for piece in delta.deltas if isinstance(piece, ContentDelta))
         token_ids = delta.extra.token_ids if delta.extra else ()
         if not (text or token_ids or delta.logprobs):
             return b""
@@ -108,9 +108,9 @@ class LlamaFormat:
 
     def _whole(self, index: int, choice: Choice, content: str | None = None) -> Fields:
         """`content`: where it is not all of the reply's text."""
-        end = choice.news[-1]
+        end = choice.deltas[-1]
         assert isinstance(end, ReplyEnd)
-        said = ParsedReply.of(choice.news).content
+        said = ParsedReply.of(choice.deltas).content
         usage = self.usage_of(index)
         fields: Fields = {
             "index": index,

@@ -13,20 +13,13 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.body import decode_body
 from penstock.serve.fields import LLAMA_COMPLETION, FieldTable
 from penstock.serve.llama_options import LlamaOptions, renaming, require_off, sampling_fields
-from penstock.serve.openai.body import decode_body
 from penstock.serve.openai.chat_options import JsonForm
 from penstock.serve.openai.forms import TextForm
-from penstock.serve.openai.requests import (
-    MAX_CHARS_ASKED,
-    MAX_ID_VALUES,
-    CompletionBody,
-    CompletionRequest,
-    Defaults,
-    SessionId,
-    completion_request,
-)
+from penstock.serve.openai.requests import CompletionBody, completion_request
+from penstock.serve.requests import MAX_CHARS_ASKED, MAX_ID_VALUES, CompletionRequest, Defaults, SessionId
 
 NAMES = {
     "max_tokens": "n_predict",

@@ -21,16 +21,17 @@ from penstock.serve.intake import place_of
 from penstock.serve.llama_options import renaming
 from penstock.serve.llama_server.replies import LlamaFormat, settings_of
 from penstock.serve.llama_server.requests import Prompt, parse_completion
-from penstock.serve.openai.requests import TokenizeRequest, parse_chat
+from penstock.serve.openai.requests import parse_chat
 from penstock.serve.reply_clock import ReplyClock
-from penstock.serve.serving import Serving
+from penstock.serve.requests import TokenizeRequest
 from penstock.serve.sessions import in_session
+from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Deliver, TextStream
 from penstock.types import SamplingParams
 
 
-def routes(serving: Serving) -> list[Route]:
+def routes(serving: ServerState) -> list[Route]:
     api = LlamaServerRoutes(serving)
     return [
         Route("/completion", api.complete, methods=["POST"]),
@@ -43,7 +44,7 @@ def routes(serving: Serving) -> list[Route]:
 
 
 class LlamaServerRoutes:
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: ServerState) -> None:
         self._serving = serving
         self._text = serving.text
         self._defaults = serving.config.sampling_defaults
@@ -51,7 +52,7 @@ class LlamaServerRoutes:
 
     async def complete(self, request: Request) -> Answer:
         asked = parse_completion(await read_body(request), self._defaults, self._table)
-        style = LlamaFormat(self._serving.model_name, ReplyClock(), asked)
+        formatter = LlamaFormat(self._serving.model_name, ReplyClock(), asked)
         request_id, place = request.scope["request_id"], place_of(request.scope)
         completion = in_session(asked.asked, request)
         tenant = tenant_of(request.scope)
@@ -59,17 +60,17 @@ class LlamaServerRoutes:
         async def start(deliver: Deliver) -> TextStream:
             prompts = [await self._put_together(prompt, tenant) for prompt in asked.prompts]
             with renaming({"tokens": "prompt"}):
-                style.prompts = [
+                formatter.prompts = [
                     prompt if isinstance(prompt, str) else await self._text.detokenize(prompt)
                     for prompt in prompts
                 ]
             stream = await self._text.stream_completion(
-                request_id, replace(completion, prompts=prompts), style.clock.before(deliver), place
+                request_id, replace(completion, prompts=prompts), formatter.clock.before(deliver), place
             )
-            style.usage_of = stream.usage_of
+            formatter.usage_of = stream.usage_of
             return stream
 
-        return Answer(start, style, completion.is_stream, new_choice=style.new_choice)
+        return Answer(start, formatter, completion.is_stream, new_choice=formatter.new_choice)
 
     async def _put_together(self, prompt: Prompt, tenant: str) -> str | list[int]:
         """A text as it is; texts amid token ids as theirs."""

@@ -10,11 +10,11 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from penstock.serve.answer import Answer, ReplyFormat, read_body
+from penstock.serve.body import decode_body
 from penstock.serve.fields import FieldTable
 from penstock.serve.intake import place_of
-from penstock.serve.openai.body import decode_body
 from penstock.serve.openai.embeddings import MAX_INPUTS
-from penstock.serve.serving import Serving
+from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Usage
 from penstock.serve.vectors import EmbeddingRequest
@@ -65,7 +65,7 @@ class EmbedAnswer:
         )
 
 
-async def embed(request: Request, serving: Serving, table: FieldTable) -> Answer | bytes:
+async def embed(request: Request, serving: ServerState, table: FieldTable) -> Answer | bytes:
     """Bytes: there was nothing to embed, which clients send to have a model loaded."""
     fields = decode_body(await read_body(request), EmbedBody, table=table)
     inputs = [fields.input] if isinstance(fields.input, str) else fields.input
@@ -79,7 +79,7 @@ async def embed(request: Request, serving: Serving, table: FieldTable) -> Answer
     return _answer(request, serving, asked, EmbedAnswer(serving.model_name))
 
 
-async def embed_one(request: Request, serving: Serving, table: FieldTable) -> Answer | bytes:
+async def embed_one(request: Request, serving: ServerState, table: FieldTable) -> Answer | bytes:
     fields = decode_body(await read_body(request), EmbeddingsBody, table=table)
     asked = EmbeddingRequest(
         inputs=[fields.prompt], normalize=False, max_tokens=TO_CONTEXT, tenant=tenant_of(request.scope)
@@ -88,7 +88,7 @@ async def embed_one(request: Request, serving: Serving, table: FieldTable) -> An
 
 
 def _answer(
-    request: Request, serving: Serving, asked: EmbeddingRequest, answer: EmbedAnswer
+    request: Request, serving: ServerState, asked: EmbeddingRequest, answer: EmbedAnswer
 ) -> Answer | bytes:
     if not any(asked.inputs):
         return answer.encode_body({}, Usage(0, 0, 0, 0))

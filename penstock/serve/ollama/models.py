@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.serve.ollama.replies import timestamp
-from penstock.serve.serving import Serving
+from penstock.serve.state import ServerState
 
 LATEST = ":latest"
 ARCHITECTURE = "penstock"  # clients look for "ARCHITECTURE.context_length"
@@ -27,7 +27,7 @@ class NoSuchModelError(PenstockError):
 
 
 class ModelCard:
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: ServerState) -> None:
         self._serving = serving
 
     @property

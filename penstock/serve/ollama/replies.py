@@ -1,4 +1,4 @@
-"""Ollama's replies: news of a reply into lines of JSON, and errors into error bodies.
+"""Ollama's replies: deltas of a reply into lines of JSON, and errors into error bodies.
 
 A stream is a line for each piece of text and for each whole call, then one that is `done`, which has why the
 reply ended and how long it took. A call that turned out to be none was never told.
@@ -64,7 +64,7 @@ class OllamaFormat(ABC):
         return Choice(scores=self._scores)
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
-        told = [fields for piece in delta.news if (fields := self._take(piece)) is not None]
+        told = [fields for piece in delta.deltas if (fields := self._take(piece)) is not None]
         if self._scores is not None and delta.logprobs:
             self._scores.add(delta.logprobs)
             told = told or [self._text_fields("")]
@@ -102,8 +102,8 @@ class OllamaFormat(ABC):
         return encode_error(error) + b"\n"
 
     def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
-        news = choices[0].news
-        reply, end = ParsedReply.of(news), news[-1]
+        deltas = choices[0].deltas
+        reply, end = ParsedReply.of(deltas), deltas[-1]
         assert isinstance(end, ReplyEnd)
         more: Fields = {"thinking": reply.reasoning} if reply.reasoning else {}
         if reply.calls:

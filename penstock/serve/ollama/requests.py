@@ -14,23 +14,20 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError, nearest
+from penstock.serve.body import decode_body, wrong_field
 from penstock.serve.fields import OLLAMA_CHAT, OLLAMA_GENERATE, FieldTable
 from penstock.serve.llama_options import OFF, LlamaOptions, renaming, require_off, sampling_fields
 from penstock.serve.ollama.context import Conversation, decode_context
-from penstock.serve.openai.body import decode_body, wrong_field
 from penstock.serve.openai.chat_options import JsonSchema, ResponseFormat, Tool, json_form
 from penstock.serve.openai.messages import Message, ToolCall
-from penstock.serve.openai.requests import (
+from penstock.serve.openai.requests import ChatBody, CompletionBody, chat_request, completion_request
+from penstock.serve.requests import (
     MAX_ID_VALUES,
     MAX_IDS,
-    ChatBody,
     ChatRequest,
-    CompletionBody,
     CompletionRequest,
     Defaults,
     SessionId,
-    chat_request,
-    completion_request,
 )
 
 # Of how Ollama loads a model, or of samplers that are off: they change nothing here.

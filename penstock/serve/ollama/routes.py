@@ -12,17 +12,17 @@ from starlette.routing import Route
 import penstock
 from penstock.errors import PenstockError, RequestError
 from penstock.serve.answer import JSON_TYPE, Answer, Start, json_response, read_body
+from penstock.serve.body import decode_body
 from penstock.serve.fields import OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_GENERATE
 from penstock.serve.intake import place_of
 from penstock.serve.ollama import embeddings
 from penstock.serve.ollama.models import ModelCard
 from penstock.serve.ollama.replies import NDJSON_TYPE, ChatFormat, GenerateFormat, OllamaFormat, head
 from penstock.serve.ollama.requests import ModelBody, parse_chat, parse_generate
-from penstock.serve.openai.body import decode_body
-from penstock.serve.openai.requests import ChatRequest, CompletionRequest, TextRequest
 from penstock.serve.reply_clock import ReplyClock
-from penstock.serve.serving import Serving
+from penstock.serve.requests import ChatRequest, CompletionRequest, TextRequest
 from penstock.serve.sessions import SessionChat, in_session
+from penstock.serve.state import ServerState
 from penstock.serve.text_stream import Deliver, TextStream
 
 # The Ollama whose API this is, by what it has: clients refuse to speak to those before 0.6.4.
@@ -36,7 +36,7 @@ class NotHereError(PenstockError):
     code = "not_supported"
 
 
-def routes(serving: Serving) -> list[Route]:
+def routes(serving: ServerState) -> list[Route]:
     api = OllamaRoutes(serving)
     return [
         Route("/api/chat", api.chat, methods=["POST"]),
@@ -54,7 +54,7 @@ def routes(serving: Serving) -> list[Route]:
 
 
 class OllamaRoutes:
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: ServerState) -> None:
         self._serving = serving
         self._text = serving.text
         self._model = ModelCard(serving)
@@ -74,34 +74,37 @@ class OllamaRoutes:
         asked = generation.asked
         if asked is None:
             return self._loaded({"response": ""})
-        style = GenerateFormat(*self._head_of(asked), generation.conversation)
+        formatter = GenerateFormat(*self._head_of(asked), generation.conversation)
         if isinstance(asked, ChatRequest):
-            return self._answer_chat(request, asked, style)
-        return self._answer_prompt(request, asked, style)
+            return self._answer_chat(request, asked, formatter)
+        return self._answer_prompt(request, asked, formatter)
 
     def _head_of(self, asked: TextRequest) -> tuple[str, ReplyClock, bool]:
         return self._serving.model_name, ReplyClock(), asked.sampling.logprobs is not None
 
-    def _answer_chat(self, request: Request, chat: ChatRequest, style: OllamaFormat) -> Answer:
+    def _answer_chat(self, request: Request, chat: ChatRequest, formatter: OllamaFormat) -> Answer:
         if chat.template_arguments.get("enable_thinking") and not self._text.can_think:
             raise RequestError(f"{self._model.name} does not support thinking", param="think")
         talk = SessionChat(chat, request, self._serving)
-        return self._answer(talk.stream, chat, style, talk.headers)
+        return self._answer(talk.stream, chat, formatter, talk.headers)
 
-    def _answer_prompt(self, request: Request, asked: CompletionRequest, style: OllamaFormat) -> Answer:
+    def _answer_prompt(self, request: Request, asked: CompletionRequest, formatter: OllamaFormat) -> Answer:
         request_id, place = request.scope["request_id"], place_of(request.scope)
         asked = in_session(asked, request)
         return self._answer(
-            lambda deliver: self._text.stream_completion(request_id, asked, deliver, place), asked, style, {}
+            lambda deliver: self._text.stream_completion(request_id, asked, deliver, place),
+            asked,
+            formatter,
+            {},
         )
 
     def _answer(
-        self, stream: Start, asked: TextRequest, style: OllamaFormat, headers: dict[str, str]
+        self, stream: Start, asked: TextRequest, formatter: OllamaFormat, headers: dict[str, str]
     ) -> Answer:
         async def start(deliver: Deliver) -> TextStream:
-            return await stream(style.clock.before(deliver))
+            return await stream(formatter.clock.before(deliver))
 
-        return Answer(start, style, asked.is_stream, None, style.new_choice, headers, NDJSON_TYPE)
+        return Answer(start, formatter, asked.is_stream, None, formatter.new_choice, headers, NDJSON_TYPE)
 
     def _loaded(self, text: dict[str, object]) -> Response:
         """To a request for nothing, with which clients load a model, or unload it: it stays."""

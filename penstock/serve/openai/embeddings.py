@@ -19,17 +19,12 @@ from starlette.routing import Route
 from penstock.errors import RequestError
 from penstock.serve.admission import priority_in
 from penstock.serve.answer import Answer, ReplyFormat, read_body
+from penstock.serve.body import decode_body
 from penstock.serve.fields import EMBEDDINGS, RERANK, SCORE
 from penstock.serve.intake import place_of
-from penstock.serve.openai.body import decode_body
-from penstock.serve.openai.requests import (
-    MAX_ID_VALUES,
-    MAX_PRIORITY,
-    MAX_TIMEOUT_S,
-    TokenId,
-    split_prompts,
-)
-from penstock.serve.serving import Serving
+from penstock.serve.openai.requests import split_prompts
+from penstock.serve.requests import MAX_ID_VALUES, MAX_PRIORITY, MAX_TIMEOUT_S, TokenId
+from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import TextStream, Usage
 from penstock.serve.vectors import EmbeddingRequest, ScoreRequest
@@ -101,7 +96,7 @@ def _common(fields: VectorBody, request: Request) -> dict[str, Any]:
     }
 
 
-def routes(serving: Serving) -> list[Route]:
+def routes(serving: ServerState) -> list[Route]:
     api = VectorRoutes(serving)
     return [
         Route("/v1/embeddings", api.embed, methods=["POST"]),
@@ -111,7 +106,7 @@ def routes(serving: Serving) -> list[Route]:
 
 
 class VectorRoutes:
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: ServerState) -> None:
         self._serving = serving
         self._embed_table, self._rerank_table, self._score_table = (
             table.ignoring(serving.config.ignore_field) for table in (EMBEDDINGS, RERANK, SCORE)

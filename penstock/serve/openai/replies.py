@@ -1,4 +1,4 @@
-"""OpenAI's replies: news of replies into JSON bodies and server-sent events, and errors into error bodies.
+"""OpenAI's replies: deltas of replies into JSON bodies and server-sent events, and errors into error bodies.
 
 The frame of a streamed chunk is made once for each reply; a chunk is that frame around one encoded string.
 Knows how answers are spelled, not where they come from or how they travel.
@@ -93,7 +93,7 @@ class OpenAIReplyFormat(ABC):
         return pieces
 
     def _encode_choice(self, index: int, choice: Choice) -> Pieces:
-        reply = ParsedReply.of(choice.news)
+        reply = ParsedReply.of(choice.deltas)
         assert reply.reason is not None
         returns_ids = self._output.returns_token_ids
         return [
@@ -151,8 +151,8 @@ class ChatReplyFormat(OpenAIReplyFormat):
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         frames = self._frames.get(delta.index)
-        if frames is not None and len(delta.news) == 1 and not self._has_logprobs and delta.extra is None:
-            piece = delta.news[0]
+        if frames is not None and len(delta.deltas) == 1 and not self._has_logprobs and delta.extra is None:
+            piece = delta.deltas[0]
             if isinstance(piece, (ContentDelta, ReasoningDelta)):  # nearly all chunks: head + text + tail
                 return msgspec.json.encode(piece.text).join(frames[type(piece)])
         chunks = []
@@ -162,14 +162,14 @@ class ChatReplyFormat(OpenAIReplyFormat):
                 ContentDelta: self._frame(delta.index, b"content"),
                 ReasoningDelta: self._frame(delta.index, b"reasoning_content"),
             }
-        pieces = [fields for piece in delta.news if (fields := _delta_fields(piece)) is not None]
-        has_ended = bool(delta.news) and isinstance(delta.news[-1], ReplyEnd)
+        pieces = [fields for piece in delta.deltas if (fields := _delta_fields(piece)) is not None]
+        has_ended = bool(delta.deltas) and isinstance(delta.deltas[-1], ReplyEnd)
         if (delta.logprobs or (delta.extra is not None and not has_ended)) and not pieces:
             pieces.append({"content": ""})
         for place, fields in enumerate(pieces):  # the log-probabilities go with the first
             logprobs = self._chunk_scores(delta) if place == 0 else b"null"
             chunks.append(self._chunk(delta.index, msgspec.json.encode(fields), logprobs))
-        if delta.news and isinstance(end := delta.news[-1], ReplyEnd):
+        if delta.deltas and isinstance(end := delta.deltas[-1], ReplyEnd):
             chunks.append(self._chunk(delta.index, b"{}", finish=_finish(end.reason, end.stop_reason)))
         if delta.extra is not None:
             self._add_extra(chunks, delta.extra)
@@ -215,7 +215,7 @@ class CompletionReplyFormat(OpenAIReplyFormat):
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         text, thought, finish = "", "", b"null"
-        for piece in delta.news:
+        for piece in delta.deltas:
             if isinstance(piece, ContentDelta):
                 text += piece.text
             elif isinstance(piece, ReasoningDelta):
@@ -248,7 +248,7 @@ def _finish(reason: str, stop_reason: str | int | None) -> bytes:
 
 
 def _delta_fields(piece: Delta) -> dict[str, Any] | None:
-    """A piece of news as the `delta` of a chunk; None where chunks have nothing for it."""
+    """A delta as the `delta` of a chunk; None where chunks have nothing for it."""
     match piece:
         case ContentDelta(text):
             return {"content": text}

@@ -18,23 +18,16 @@ from penstock.serve.answer import JSON_TYPE, NO_HEADERS, Answer, Start, json_res
 from penstock.serve.fields import CHAT, COMPLETIONS
 from penstock.serve.intake import place_of
 from penstock.serve.openai.replies import ChatReplyFormat, CompletionReplyFormat, OpenAIReplyFormat
-from penstock.serve.openai.requests import (
-    ChatRequest,
-    CompletionRequest,
-    TextRequest,
-    parse_chat,
-    parse_completion,
-    parse_detokenize,
-    parse_tokenize,
-)
-from penstock.serve.serving import Serving
+from penstock.serve.openai.requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from penstock.serve.requests import ChatRequest, CompletionRequest, TextRequest
 from penstock.serve.sessions import SessionChat, in_session
+from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
 
 LIST_PART = 50_000  # ids or texts: some milliseconds
 
 
-def routes(serving: Serving) -> list[Route]:
+def routes(serving: ServerState) -> list[Route]:
     api = OpenAIRoutes(serving)
     return [
         Route("/v1/models", api.list_models),
@@ -47,7 +40,7 @@ def routes(serving: Serving) -> list[Route]:
 
 
 class OpenAIRoutes:
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: ServerState) -> None:
         self._serving = serving
         self._text = serving.text
         self._defaults = serving.config.sampling_defaults
@@ -94,13 +87,13 @@ class OpenAIRoutes:
         return self.answer_chat(request, chat)
 
     def answer_chat(
-        self, request: Request, chat: ChatRequest, style: type[OpenAIReplyFormat] = ChatReplyFormat
+        self, request: Request, chat: ChatRequest, format_class: type[OpenAIReplyFormat] = ChatReplyFormat
     ) -> Answer:
         # Content of a given form has no room for a thought.
         keeps_thoughts = self._keeps_thoughts and chat.form is None and not chat.hides_thoughts
         chat = replace(chat, keeps_thoughts_in_content=keeps_thoughts)
         talk = SessionChat(chat, request, self._serving)
-        return self._answer(request.scope["request_id"], chat, style, talk.stream, talk.headers)
+        return self._answer(request.scope["request_id"], chat, format_class, talk.stream, talk.headers)
 
     async def complete(self, request: Request) -> Answer:
         asked = parse_completion(await read_body(request), self._defaults, self._completion_table)
@@ -120,18 +113,18 @@ class OpenAIRoutes:
         self,
         request_id: str,
         asked: TextRequest,
-        style: type[OpenAIReplyFormat],
+        format_class: type[OpenAIReplyFormat],
         start: Start,
         headers: Mapping[str, str] = NO_HEADERS,
     ) -> Answer:
-        spelled = style(
+        formatter = format_class(
             request_id,
             self._serving.model_name,
             has_logprobs=asked.sampling.logprobs is not None,
             include_usage=asked.include_usage,
             output=asked.output,
         )
-        return Answer(start, spelled, asked.is_stream, asked.timeout_s, spelled.new_choice, headers)
+        return Answer(start, formatter, asked.is_stream, asked.timeout_s, formatter.new_choice, headers)
 
     async def tokenize(self, request: Request) -> Response:
         asked = parse_tokenize(await read_body(request, for_reply=False))

@@ -13,8 +13,8 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.serve.answer import Choice
+from penstock.serve.body import decode_body
 from penstock.serve.fields import COMPACT, FieldTable
-from penstock.serve.openai.body import decode_body
 from penstock.serve.responses.items import Item, Items, seal, shown
 from penstock.serve.responses.replies import usage_fields
 from penstock.serve.responses.requests import Reasoning, ResponseBody, sent_items
@@ -62,7 +62,7 @@ class CompactionFormat:
         self._kept = [item for item in said if item.role in KEPT_ROLES]
 
     def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
-        summary = ParsedReply.of(choices[0].news).content
+        summary = ParsedReply.of(choices[0].deltas).content
         token = new_id("cmp")
         compaction = {"id": token, "type": "compaction", "encrypted_content": seal(summary)}
         messages = [

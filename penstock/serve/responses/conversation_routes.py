@@ -16,15 +16,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from penstock.serve.answer import JSON_TYPE, json_response, read_body
+from penstock.serve.body import decode_body
 from penstock.serve.fields import CONVERSATIONS
 from penstock.serve.intake import place_of
-from penstock.serve.openai.body import decode_body
 from penstock.serve.responses.items import MAX_ITEMS, Item, Items, plain_messages, shown
 from penstock.serve.responses.pages import list_of, page_of
 from penstock.serve.responses.requests import Metadata
 from penstock.serve.responses.routes import resolved
 from penstock.serve.responses.store import ResponseStore, UnknownItemError, new_id
-from penstock.serve.serving import Serving
+from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
 
 
@@ -37,7 +37,7 @@ class ItemsBody(msgspec.Struct, kw_only=True):
     items: Items
 
 
-def routes(serving: Serving, store: ResponseStore) -> list[Route]:
+def routes(serving: ServerState, store: ResponseStore) -> list[Route]:
     api = ConversationRoutes(serving, store)
     one, items = "/v1/conversations/{id}", "/v1/conversations/{id}/items"
     return [
@@ -53,7 +53,7 @@ def routes(serving: Serving, store: ResponseStore) -> list[Route]:
 
 
 class ConversationRoutes:
-    def __init__(self, serving: Serving, store: ResponseStore) -> None:
+    def __init__(self, serving: ServerState, store: ResponseStore) -> None:
         self._store = store
         self._table = CONVERSATIONS.ignoring(serving.config.ignore_field)
 

@@ -1,6 +1,6 @@
 """Replies as the Responses API spells them: output items, the response around them, events of a stream.
 
-One machine (`Output`) makes items of a reply's news and tells their events on the way. A body that is sent
+One machine (`Output`) makes items of a reply's deltas and tells their events on the way. A body that is sent
 whole is that machine's items, so a stream ends with the very response it would have been. Only a call that
 came to nothing differs: a stream that had begun it says that it is incomplete, and then it is forgotten; all
 the model wrote of it follows as text.
@@ -220,7 +220,7 @@ class Output:
             self._scores.add(tokens)
 
     def take(self, piece: Delta) -> bytes:
-        """The events of one piece of news."""
+        """The events of one delta."""
         match piece:
             case ContentDelta(text):
                 return self._take_text(text, is_thought=False)
@@ -287,10 +287,10 @@ class ResponseChoice(Choice):
 
     def __init__(self) -> None:
         super().__init__()
-        self.deltas: list[ReplyDelta] = []
+        self.reply_deltas: list[ReplyDelta] = []
 
     def take(self, delta: ReplyDelta) -> None:
-        self.deltas.append(delta)
+        self.reply_deltas.append(delta)
 
 
 class ResponseReplyFormat:
@@ -314,7 +314,7 @@ class ResponseReplyFormat:
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         events = b"" if self._has_begun else self._encode_start()
         self._output.add_scores(delta.logprobs)
-        return events + b"".join([self._output.take(piece) for piece in delta.news])
+        return events + b"".join([self._output.take(piece) for piece in delta.deltas])
 
     def encode_heartbeat(self) -> bytes:
         return (b"" if self._has_begun else self._encode_start()) + HEARTBEAT_COMMENT
@@ -344,7 +344,7 @@ class ResponseReplyFormat:
     def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
         choice = choices[0]
         assert isinstance(choice, ResponseChoice)
-        for delta in choice.deltas:
+        for delta in choice.reply_deltas:
             self.encode_chunk(delta)
         return self._finish(usage)[1]
 

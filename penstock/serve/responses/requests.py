@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Meta
 
 from penstock.errors import RequestError
+from penstock.serve.body import decode_body
 from penstock.serve.fields import RESPONSES, FieldTable
-from penstock.serve.openai.body import decode_body
 from penstock.serve.openai.chat_options import (
     AllowedTools,
     JsonForm,
@@ -36,15 +36,8 @@ from penstock.serve.openai.chat_options import (
     json_form,
     plain_tools,
 )
-from penstock.serve.openai.requests import (
-    DRAW_NAMES,
-    NO_DEFAULTS,
-    ChatRequest,
-    Defaults,
-    DrawFields,
-    StreamOptions,
-    given_fields,
-)
+from penstock.serve.openai.requests import DRAW_NAMES, DrawFields, StreamOptions, given_fields
+from penstock.serve.requests import NO_DEFAULTS, ChatRequest, Defaults
 from penstock.serve.responses.custom_tools import text_grammars, text_parameters
 from penstock.serve.responses.items import NO_CALLS, Item, Items, PlainMessage, plain_messages
 from penstock.types import SamplingParams

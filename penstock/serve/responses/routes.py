@@ -23,7 +23,7 @@ from penstock.serve.answer import (
 )
 from penstock.serve.fields import COMPACT, RESPONSES
 from penstock.serve.intake import Place, place_of
-from penstock.serve.openai.requests import TokenizeRequest
+from penstock.serve.requests import TokenizeRequest
 from penstock.serve.responses.compaction import CompactionFormat, parse_compact
 from penstock.serve.responses.items import Item, items_of
 from penstock.serve.responses.pages import page_of
@@ -38,12 +38,12 @@ from penstock.serve.responses.requests import (
 )
 from penstock.serve.responses.runs import Events, Run, Runs
 from penstock.serve.responses.store import Kind, ResponseStore, new_id
-from penstock.serve.serving import Serving
 from penstock.serve.sessions import SessionChat, session_key
+from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
 
 
-def routes(serving: Serving, store: ResponseStore) -> list[Route]:
+def routes(serving: ServerState, store: ResponseStore) -> list[Route]:
     api = ResponsesRoutes(serving, store)
     return [
         Route("/v1/responses", api.respond, methods=["POST"]),
@@ -57,7 +57,7 @@ def routes(serving: Serving, store: ResponseStore) -> list[Route]:
 
 
 class ResponsesRoutes:
-    def __init__(self, serving: Serving, store: ResponseStore) -> None:
+    def __init__(self, serving: ServerState, store: ResponseStore) -> None:
         self._serving = serving
         self._store = store
         self._runs = Runs()
@@ -71,13 +71,17 @@ class ResponsesRoutes:
         tenant, id = tenant_of(request.scope), new_id()
         said = [*items_of(talk.held), *asked.items]
         keep = self._keeper(id, said if asked.is_stored else None, fields, tenant)
-        style = ResponseReplyFormat(id, self._serving.model_name, asked.echo, keep, asked.form)
+        formatter = ResponseReplyFormat(id, self._serving.model_name, asked.echo, keep, asked.form)
         chat = asked.chat
         if asked.is_background:
-            run = Run(style, lambda body: self._store.keep(id, body, said, tenant, len(said)), chat.is_stream)
+            run = Run(
+                formatter, lambda body: self._store.keep(id, body, said, tenant, len(said)), chat.is_stream
+            )
             return await self._run(id, run, talk, request, chat.timeout_s)
         return OwnNames(
-            Answer(talk.stream, style, chat.is_stream, chat.timeout_s, ResponseChoice, headers=talk.headers)
+            Answer(
+                talk.stream, formatter, chat.is_stream, chat.timeout_s, ResponseChoice, headers=talk.headers
+            )
         )
 
     def _keeper(self, id: str, said: list[Item] | None, fields: ResponseBody, tenant: str) -> Keep | None:

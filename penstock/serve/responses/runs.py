@@ -33,7 +33,7 @@ class Events:
         self.data: bytearray | None = bytearray()  # None: they are gone
         self.has_ended = False
         self.on_write: Callable[[int], None] = lambda num_bytes: None
-        self._news = asyncio.Event()
+        self._written = asyncio.Event()
 
     def write(self, events: bytes) -> None:
         if self.data is None:
@@ -49,8 +49,8 @@ class Events:
         return len(data or b"")
 
     def wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        self._written.set()
+        self._written = asyncio.Event()
 
     async def read(self, num_skipped: int) -> AsyncIterator[bytes]:
         """All events but the first ones, as they come; a comment where none comes for long."""
@@ -64,9 +64,9 @@ class Events:
             elif self.has_ended:
                 return
             else:
-                news = self._news
+                written = self._written
                 try:
-                    await asyncio.wait_for(news.wait(), HEARTBEAT_EVERY_S)
+                    await asyncio.wait_for(written.wait(), HEARTBEAT_EVERY_S)
                 except TimeoutError:
                     yield HEARTBEAT_COMMENT
 
@@ -74,24 +74,24 @@ class Events:
 class Run:
     """One reply on its way."""
 
-    def __init__(self, style: ResponseReplyFormat, keep_unfinished: KeepUnfinished, logs: bool) -> None:
+    def __init__(self, formatter: ResponseReplyFormat, keep_unfinished: KeepUnfinished, logs: bool) -> None:
         self.status = "queued"
         self.events = Events() if logs else None
-        self._style = style
+        self._formatter = formatter
         self._keep_unfinished = keep_unfinished
         self._task: asyncio.Task[None] | None = None
         self.on_end: Callable[[], object] = lambda: None
-        self._write(style.encode_queued())
+        self._write(formatter.encode_queued())
 
     def body(self) -> bytes:
         """The response so far."""
-        return self._style.encode_so_far(self.status)
+        return self._formatter.encode_so_far(self.status)
 
     def deliver(self, delta: ReplyDelta) -> None:
         if self.status not in ("queued", "in_progress"):  # cancelled, and the engine does not know yet
             return
         self.status = "in_progress"
-        self._write(self._style.encode_chunk(delta))
+        self._write(self._formatter.encode_chunk(delta))
 
     def follow(self, stream: TextStream, timeout_s: float | None) -> None:
         """To its end, whoever comes or goes."""
@@ -107,7 +107,7 @@ class Run:
             try:
                 async with asyncio.timeout(timeout_s):
                     await stream.wait_ended()
-                self._write(self._style.encode_end(stream.usage))  # which keeps the response
+                self._write(self._formatter.encode_end(stream.usage))  # which keeps the response
                 self._end("completed")
             except TimeoutError:
                 late = DeadlineError("The reply was not complete in time", f"It had {timeout_s:g} seconds.")
@@ -120,11 +120,11 @@ class Run:
 
     def _fail(self, status: str, error: PenstockError | None = None) -> None:
         """What there is of the response is kept: it says what became of it."""
-        self._keep_unfinished(self._style.encode_so_far(status, error))
+        self._keep_unfinished(self._formatter.encode_so_far(status, error))
         if error is None:
-            self._write(self._style.encode_cancelled())
+            self._write(self._formatter.encode_cancelled())
         else:
-            self._write(self._style.encode_failure(error))
+            self._write(self._formatter.encode_failure(error))
         self._end(status)
 
     def _write(self, events: bytes) -> None:

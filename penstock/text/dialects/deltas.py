@@ -1,4 +1,4 @@
-"""The news a parsed reply consists of, and the reply that they make together.
+"""The deltas that a parsed reply consists of, and the reply that they make together.
 
 Between a call's start and its end come only its own arguments, so every delta belongs to the last thing
 opened and an encoder needs no memory but that:

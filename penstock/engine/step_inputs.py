@@ -103,19 +103,19 @@ def pack_step(rows: Sequence[RowPlan]) -> PackedStep:
     return PackedStep(_pack(rows))
 
 
-def pack_padded(rows: Sequence[RowPlan], size: StepSize, spare_row: int) -> PackedStep:
+def pack_padded(rows: Sequence[RowPlan], size: StepSize, padding_row: int) -> PackedStep:
     decodes = [row for row in rows if row.is_decode]
     prompts = [row for row in rows if not row.is_decode]
-    nobody = RowPlan(row=spare_row, start=0, token_ids=(), samples=False)
-    parts = _pack([*decodes, *[nobody] * (size.num_decodes - len(decodes)), *prompts])
+    padding = RowPlan(row=padding_row, start=0, token_ids=(), samples=False)
+    parts = _pack([*decodes, *[padding] * (size.num_decodes - len(decodes)), *prompts])
     num_used = parts["query_start"][-1]
     lengths_and_fills = {
         "token_ids": (size.num_tokens, 0),
-        "row_of_token": (size.num_tokens, spare_row),
+        "row_of_token": (size.num_tokens, padding_row),
         "positions": (size.num_tokens, 0),
         "query_start": (size.num_rows + 1, num_used),
         "context_lens": (size.num_rows, 1),
-        "rows": (size.num_rows, spare_row),
+        "rows": (size.num_rows, padding_row),
         "state_slots": (size.num_rows, 0),
         "initial_slots": (size.num_rows, 0),
         "pieces": (4 * size.num_pieces, 0),

@@ -1,7 +1,7 @@
-"""What a server of the chat API promises, one function each: it returns what it saw, or raises `Unmet`.
+"""Checks of the chat API, one function each: it returns what it saw, or raises `CheckFailed`.
 
-Every promise is looked at from outside, with any model that can answer a small question. The ones about
-many clients at a time stand in crowd_promises.py.
+Each check uses only HTTP, with any model that can answer a small question. The checks with many
+clients at a time are in conformance_load.py.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from penstock.eval.probe import (
     QUESTION,
     SUM,
     USAGE,
+    CheckFailed,
     NotTested,
     Probe,
     Reply,
-    Unmet,
     expect,
     field_of,
     read_refusal,
@@ -49,7 +49,7 @@ def model_list(probe: Probe) -> str:
         cards = json.loads(data)["data"]
         names = [card["id"] for card in cards]
     except (ValueError, LookupError, TypeError):
-        raise Unmet(f"saw {show(data.decode(errors='replace'))}; expected data[].id") from None
+        raise CheckFailed(f"saw {show(data.decode(errors='replace'))}; expected data[].id") from None
     expect(bool(names), "no model", "at least one")
     limits = [card.get("max_model_len") for card in cards]
     if isinstance(limits[0], int):
@@ -246,7 +246,9 @@ def _expect_no_thought(reply: Reply, hint: str = "") -> None:
 def expect_content(reply: Reply) -> None:
     """A reply that is all thought counts as nothing wherever content is counted."""
     if reply.thought and not reply.content:
-        raise Unmet(f"saw an empty content and only a thought: {show(reply.thought)}; expected text{THINKS}")
+        raise CheckFailed(
+            f"saw an empty content and only a thought: {show(reply.thought)}; expected text{THINKS}"
+        )
 
 
 def no_thinking(probe: Probe) -> str:
@@ -320,10 +322,10 @@ def refusals(probe: Probe) -> str:
         (answer,) = probe.send(body)
         try:
             statuses.add(read_refusal(answer)[0])
-        except Unmet as unmet:
-            broken.append(f"{name}: {unmet}")
+        except CheckFailed as failure:
+            broken.append(f"{name}: {failure}")
     if broken:
-        raise Unmet("; ".join(broken))
+        raise CheckFailed("; ".join(broken))
     return f"{len(FAULTY)} faulty requests were refused with {', '.join(map(str, sorted(statuses)))}"
 
 

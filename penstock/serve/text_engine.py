@@ -1,4 +1,4 @@
-"""From a parsed request to a stream of news: template, form, tokens, engine.
+"""From a parsed request to a stream of deltas: template, form, tokens, engine.
 
 Owns the tokenizer and the chat template, and knows from the template which dialect the model speaks. Knows no
 HTTP and no schema: the APIs stand in front of it, text_stream.py behind, where the replies grow.
@@ -18,15 +18,15 @@ from penstock.serve.admission import require_priority
 from penstock.serve.fleet import Fleet
 from penstock.serve.intake import Place
 from penstock.serve.metrics import Metrics, TokenTimer
-from penstock.serve.openai.requests import (
+from penstock.serve.preparation import Preparation
+from penstock.serve.requests import (
     MAX_CHARS_ASKED,
     ChatRequest,
     CompletionRequest,
     TextRequest,
     TokenizeRequest,
 )
-from penstock.serve.preparation import Preparation
-from penstock.serve.reply_form import chat_grammar, form_grammar, form_param
+from penstock.serve.response_grammar import chat_grammar, form_grammar, form_param
 from penstock.serve.system_prompt import with_system_prompt
 from penstock.serve.text_stream import Deliver, Parser, PlainText, Reply, TextStream, Thought
 from penstock.serve.truncation import without_oldest

@@ -16,12 +16,12 @@ RUNG_TOKENS = 8192  # what a prompt that parts from a long one anywhere computes
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RequestLimits:
     max_num_tokens: int  # of prompt and reply together
     targets: dict[int, float]  # where a state of its prompt is worth saving, and how likely it is wanted
 
     @classmethod
-    def of(cls, request: Request, cache: Cache, max_model_len: int) -> Terms:
+    def of(cls, request: Request, cache: Cache, max_model_len: int) -> RequestLimits:
         """Raises why the request can never be served."""
         _require_room(request, cache, max_model_len)
         limits = [max_model_len]

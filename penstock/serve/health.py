@@ -16,23 +16,23 @@ from penstock.serve.fleet import Fleet
 from penstock.serve.metrics import CONTENT_TYPE as METRICS_TYPE
 from penstock.serve.metrics import render as render_metrics
 from penstock.serve.replica import sum_stats
-from penstock.serve.serving import Serving
+from penstock.serve.state import ServerState
 from penstock.serve.vllm_metrics import render as render_vllm_names
 
 
-def routes(serving: Serving) -> list[Route]:
-    operations = Operations(serving)
+def routes(serving: ServerState) -> list[Route]:
+    health = HealthRoutes(serving)
     return [
-        Route("/", operations.root),
-        Route("/health", operations.health),
-        Route("/ready", operations.ready),
-        Route("/version", operations.version),
-        Route("/metrics", operations.metrics),
+        Route("/", health.root),
+        Route("/health", health.health),
+        Route("/ready", health.ready),
+        Route("/version", health.version),
+        Route("/metrics", health.metrics),
     ]
 
 
-class Operations:
-    def __init__(self, serving: Serving) -> None:
+class HealthRoutes:
+    def __init__(self, serving: ServerState) -> None:
         self._serving = serving
         self._client = serving.client
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from penstock import create_engine
-from penstock.engine.direct import DirectEngine
+from penstock.engine.logits_engine import LogitsEngine
 from penstock.errors import CapacityError, ContextLengthError, RequestError
 from small_models import FAMILIES, HYBRID_MOE, prompt
 
 
-def direct(config: dict[str, Any], **settings: Any) -> DirectEngine:
+def direct(config: dict[str, Any], **settings: Any) -> LogitsEngine:
     given = {"random_weights": True, "max_model_len": 512, **settings}
     return create_engine(config, "small", "cpu", **given)
 

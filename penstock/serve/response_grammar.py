@@ -10,7 +10,7 @@ import json
 from penstock.errors import RequestError
 from penstock.serve.openai.chat_options import JsonForm
 from penstock.serve.openai.forms import TextForm
-from penstock.serve.openai.requests import ChatRequest, TextRequest
+from penstock.serve.requests import ChatRequest, TextRequest
 from penstock.text.call_grammar import tool_calls_grammar
 from penstock.text.dialects import Dialect
 from penstock.text.grammar import (

@@ -19,24 +19,24 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.engine.biases import Entries, LogitBiases
-from penstock.engine.packing import pack_step, span_of
 from penstock.engine.pools import PoolSizes
+from penstock.engine.step_inputs import pack_step, span_of
 from penstock.layers.inputs import RowSpan, StepInputs
 from penstock.types import Admission, PageUpdate, RowPlan, SamplingParams, StepPlan
 
 # How far a step goes: to the logits, or to tokens that are greedy, drawn, or drawn after top_k, top_p, min_p.
-Ending = Literal["logits", "greedy", "drawn", "filtered"]
+SamplingMode = Literal["logits", "greedy", "drawn", "filtered"]
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class SamplingNeeds:
     """How the rows that sample in a step want it, on the host: what nobody asked for is skipped."""
 
     params: tuple[SamplingParams, ...]  # in the order of the rows
     has_forbidden_ends: bool
 
     @property
-    def ending(self) -> Ending:
+    def mode(self) -> SamplingMode:
         if all(params.temperature == 0 for params in self.params):
             return "greedy"
         if any(params.top_k > 0 or params.top_p < 1 or params.min_p > 0 for params in self.params):
@@ -78,7 +78,7 @@ class RowTable:
         self, *, max_rows: int, max_pages: int, page_size: int, vocab_size: int, device: torch.device
     ) -> None:
         self.max_rows = max_rows
-        self.spare_row = max_rows  # nobody's: what pads a step of a fixed size
+        self.padding_row = max_rows  # belongs to no sequence: it pads a step of a fixed size
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.device = device
@@ -87,7 +87,8 @@ class RowTable:
         self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.knobs = torch.zeros(num_rows, len(_KNOBS), device=device)  # columns named by _KNOBS
+        # One column for each name in _SAMPLING_PARAMS.
+        self.sampling_params = torch.zeros(num_rows, len(_SAMPLING_PARAMS), device=device)
         self.generated: Tensor | None = None  # [rows, vocab] int32, made when a request first has penalties
         self.in_prompt: Tensor | None = None  # [rows, vocab] bool
         self.sums: Tensor | None = None  # [rows, H] float64, made when a request first wants a mean
@@ -106,8 +107,8 @@ class RowTable:
             device=model.device,
         )
 
-    def knob(self, name: str, rows: Tensor) -> Tensor:  # [L] float32
-        return self.knobs[rows, _KNOBS.index(name)]
+    def sampling_param(self, name: str, rows: Tensor) -> Tensor:  # [L] float32
+        return self.sampling_params[rows, _SAMPLING_PARAMS.index(name)]
 
     def sum_of(self, row: int, width: int, *, is_new: bool) -> Tensor:  # [H] float64
         """Of the hidden states of a row's prompt so far, to be added to."""
@@ -125,23 +126,25 @@ class RowTable:
         on_device, tokens = self.upload([rows, token_ids])
         self.last_token.index_copy_(0, on_device, tokens)
 
-    def wishes(self, plan: StepPlan) -> Wishes:
+    def sampling_needs(self, plan: StepPlan) -> SamplingNeeds:
         params = tuple([self._params[row.row] for row in plan.rows if row.samples])
-        return Wishes(params, any(self._must_go_on(row) for row in plan.rows if row.samples))
+        return SamplingNeeds(params, any(self._must_go_on(row) for row in plan.rows if row.samples))
 
-    def draw(self, logits: Tensor, rows: Tensor, positions: Tensor, ending: Ending) -> Tensor:  # [L] int64
+    def draw(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, mode: SamplingMode
+    ) -> Tensor:  # [L] int64
         """The next tokens of `rows`, at `positions`, by the rows' own parameters."""
-        if ending == "greedy":
+        if mode == "greedy":
             return logits.argmax(-1)
         return ops.sample(
             logits,
-            self.knob("temperature", rows),
+            self.sampling_param("temperature", rows),
             self.top_k[rows],
-            self.knob("top_p", rows),
-            self.knob("min_p", rows),
+            self.sampling_param("top_p", rows),
+            self.sampling_param("min_p", rows),
             self.seed[rows],
             positions,
-            ending == "filtered",
+            mode == "filtered",
         )
 
     def _admit(self, admissions: tuple[Admission, ...]) -> None:
@@ -155,8 +158,8 @@ class RowTable:
         rows = self.upload([admission.row for admission in admissions])
         self.seed[rows] = self.upload([admission.seed for admission in admissions])
         self.top_k[rows] = self.upload([admission.sampling.top_k for admission in admissions])
-        knobs = [[getattr(admission.sampling, name) for name in _KNOBS] for admission in admissions]
-        self.knobs[rows] = self.upload(knobs, torch.float32)
+        params = [[getattr(one.sampling, name) for name in _SAMPLING_PARAMS] for one in admissions]
+        self.sampling_params[rows] = self.upload(params, torch.float32)
         for admission in admissions:
             if admission.sampling.has_penalties:
                 self._remember_history(admission)
@@ -241,7 +244,7 @@ class RowTable:
         return host.pin_memory() if self.device.type == "cuda" else host
 
 
-_KNOBS = (
+_SAMPLING_PARAMS = (
     "temperature",
     "top_p",
     "min_p",

@@ -23,14 +23,14 @@ from penstock.types import Sequence as Row
 
 def create_engine(
     model_config: dict[str, Any], weight_dir: str, device: str = "cuda", **settings: Any
-) -> DirectEngine:
+) -> LogitsEngine:
     """An engine for the model that `model_config` (the dict of its config.json) describes."""
     source = ModelSource(name=Path(weight_dir).name, path=Path(weight_dir), config=model_config)
     given = {"device": pick_device(device), "prefix_cache": False, **settings}
     if model_config.get("model_type") == "tiny_llama" and "dtype" not in settings:
         given["dtype"] = _plain_dtype(model_config, device)
     config: EngineConfig = from_mapping(EngineConfig, given)
-    return DirectEngine(Engine.from_source(source, config))
+    return LogitsEngine(Engine.from_source(source, config))
 
 
 def _plain_dtype(model_config: dict[str, Any], device: str) -> str:
@@ -40,7 +40,7 @@ def _plain_dtype(model_config: dict[str, Any], device: str) -> str:
     return "bfloat16" if model_config.get("torch_dtype") == "bfloat16" else "float16"
 
 
-class DirectEngine:
+class LogitsEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._requests: dict[Hashable, Row] = {}

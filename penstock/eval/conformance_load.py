@@ -1,10 +1,10 @@
-"""What a server promises about many clients: a place for each, and the place back when one leaves."""
+"""Checks with many clients: each gets a place, and a client that leaves gives its place back."""
 
 from __future__ import annotations
 
 import time
 
-from penstock.eval.probe import QUESTION, Probe, Unmet, expect, read_reply, show
+from penstock.eval.probe import QUESTION, CheckFailed, Probe, expect, read_reply, show
 
 NUM_AT_ONCE = 64
 NUM_COMPARED = 3
@@ -28,10 +28,10 @@ def many_at_once(probe: Probe) -> str:
     for answer in answers:
         try:
             texts.append(read_reply(answer).content)
-        except Unmet as unmet:
-            faults.append(str(unmet))
+        except CheckFailed as failure:
+            faults.append(str(failure))
     if faults:
-        raise Unmet(f"{len(faults)} of {NUM_AT_ONCE} requests at once failed; the first {faults[0]}")
+        raise CheckFailed(f"{len(faults)} of {NUM_AT_ONCE} requests at once failed; the first {faults[0]}")
     mixed_up = [(one, other) for one, other in zip(alone, texts) if one != other]
     if mixed_up:
         expect(

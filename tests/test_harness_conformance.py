@@ -1,4 +1,4 @@
-"""check_server: a server that keeps its promises passes, and every fault is found by the line made for it."""
+"""check_server: a server that conforms passes, and every fault is found by the line made for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from judged_server import TINY, judged_server
 from penstock.cli import main
-from penstock.eval.check_server import PROMISES, judge
+from penstock.eval.check_server import CHECKS, judge
 from penstock.eval.probe import Probe
 from penstock.eval.recount import TokenCounter
 from penstock.eval.stream_client import Target
@@ -27,7 +27,7 @@ WITH_USAGE = {
     "prompt recount",
     "completion recount",
 }
-EVERYTHING_ASKED = {promise.name for promise in PROMISES} - {
+EVERYTHING_ASKED = {check.name for check in CHECKS} - {
     *CROWD, "health", "model list", "still healthy", "too long a prompt",
 }  # fmt: skip
 
@@ -79,8 +79,8 @@ def probe_of(url: str, timeout_s: float = 10.0) -> Probe:
 def test_every_fault_is_found_by_its_own_line(fault: str) -> None:
     with judged_server(fault) as server:
         probe = probe_of(server.url)
-        verdicts = [judge(promise, probe) for promise in PROMISES if promise.name not in CROWD]
-    broken = {verdict.promise.name for verdict in verdicts if verdict.mark == "FAIL"}
+        verdicts = [judge(check, probe) for check in CHECKS if check.name not in CROWD]
+    broken = {verdict.check.name for verdict in verdicts if verdict.mark == "FAIL"}
     assert broken == FAULTS[fault], "\n".join(map(str, verdicts))
     assert all("saw" in verdict.words for verdict in verdicts if verdict.mark == "FAIL")
     assert not any("cannot be read" in verdict.words for verdict in verdicts), "\n".join(map(str, verdicts))
@@ -89,7 +89,7 @@ def test_every_fault_is_found_by_its_own_line(fault: str) -> None:
 def test_a_server_that_only_thinks_is_told_so() -> None:
     with judged_server("only thinks") as server:
         probe = probe_of(server.url)
-        verdicts = [judge(promise, probe) for promise in PROMISES if promise.name in SAYS_IT_THINKS]
+        verdicts = [judge(check, probe) for check in CHECKS if check.name in SAYS_IT_THINKS]
     for verdict in verdicts:
         assert "an empty content and only a thought" in verdict.words
         assert "--no-enable-thinking" in verdict.words
@@ -98,8 +98,8 @@ def test_a_server_that_only_thinks_is_told_so() -> None:
 def crowd_verdicts(*faults: str, places: int = 200, timeout_s: float = 10.0) -> dict[str, str]:
     with judged_server(*faults, places=places, seconds_a_token=0.004) as server:
         probe = probe_of(server.url, timeout_s)
-        crowd = [promise for promise in PROMISES if promise.name in CROWD]
-        return {verdict.promise.name: verdict.mark for verdict in (judge(each, probe) for each in crowd)}
+        crowd = [check for check in CHECKS if check.name in CROWD]
+        return {verdict.check.name: verdict.mark for verdict in (judge(each, probe) for each in crowd)}
 
 
 def test_a_crowd_finds_places_and_gives_them_back() -> None:
@@ -112,8 +112,8 @@ def test_too_few_places_are_found() -> None:
 
 def test_replies_that_are_mixed_up_are_found() -> None:
     with judged_server("mixes up") as server:
-        (promise,) = [promise for promise in PROMISES if promise.name == "64 at once"]
-        verdict = judge(promise, probe_of(server.url))
+        (check,) = [check for check in CHECKS if check.name == "64 at once"]
+        verdict = judge(check, probe_of(server.url))
     assert verdict.mark == "FAIL"
     assert "as when asked alone" in verdict.words
 
@@ -126,16 +126,16 @@ def test_places_that_are_never_given_back_are_found() -> None:
 def test_a_server_that_hangs_fails_every_line_in_time() -> None:
     with judged_server("hangs") as server:
         probe = probe_of(server.url, timeout_s=0.05)
-        verdicts = [judge(promise, probe) for promise in PROMISES if promise.name not in CROWD]
-    assert {verdict.promise.name for verdict in verdicts if verdict.mark == "FAIL"} >= EVERYTHING_ASKED
+        verdicts = [judge(check, probe) for check in CHECKS if check.name not in CROWD]
+    assert {verdict.check.name for verdict in verdicts if verdict.mark == "FAIL"} >= EVERYTHING_ASKED
     assert any("No end after 0.05 s" in verdict.words for verdict in verdicts)
 
 
-def test_the_command_prints_a_line_for_each_promise_and_ends_with_1(
+def test_the_command_prints_a_line_for_each_check_and_ends_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = tuple(promise for promise in PROMISES if promise.name in ("health", "seed", "prompt recount"))
-    monkeypatch.setattr("penstock.eval.check_server.PROMISES", few)
+    few = tuple(check for check in CHECKS if check.name in ("health", "seed", "prompt recount"))
+    monkeypatch.setattr("penstock.eval.check_server.CHECKS", few)
     written = tmp_path / "new" / "verdicts.json"
     with judged_server("ignores seeds") as server:
         words = ["--base-url", f"{server.url}/v1", "--output", str(written)]
@@ -144,9 +144,9 @@ def test_the_command_prints_a_line_for_each_promise_and_ends_with_1(
     assert lines[0] == "[PASS] T10 health: GET /health answered 200"
     assert lines[1].startswith("[FAIL] T13 seed: saw ")
     assert lines[2].startswith("[SKIP] T15 prompt recount: not tested: needs --tokenizer")
-    assert lines[-1].startswith("1 kept, 1 broken, 1 not tested")
+    assert lines[-1].startswith("1 passed, 1 failed, 1 not tested")
     report = json.loads(written.read_text())
-    assert [promise["verdict"] for promise in report["promises"]] == ["pass", "fail", "skip"]
+    assert [check["verdict"] for check in report["promises"]] == ["pass", "fail", "skip"]
     assert not report["passed"]
 
 
@@ -156,7 +156,7 @@ def test_the_command_does_not_wait_for_ever_for_a_server_that_hangs(
     with judged_server("hangs") as server:
         assert main(["eval", "check-server", "--base-url", server.url, "--timeout", "0.1"]) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
-    assert len(lines) == len(PROMISES)
+    assert len(lines) == len(CHECKS)
     assert [line[:6] for line in lines[:5]] == ["[PASS]", "[PASS]", *["[FAIL]"] * 3]
     assert all(line.endswith("not tried: the 3 before it had hung") for line in lines[5:])
 

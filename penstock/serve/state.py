@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 from penstock.config import ServeConfig
 from penstock.serve.batches.folder import BatchFolder
-from penstock.serve.chat import TextEngine
 from penstock.serve.conversations import Conversations
 from penstock.serve.fleet import Fleet
 from penstock.serve.intake import Intake
 from penstock.serve.metrics import Metrics
+from penstock.serve.text_engine import TextEngine
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServerState:
     client: Fleet
     text: TextEngine
     metrics: Metrics

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.graphs import Caches, Launches, Model, borrow, capture, excerpt_of, run_for_last_tokens
-from penstock.engine.packing import RowCounts, StepSize, pack_padded
-from penstock.engine.rows import RowTable
+from penstock.engine.graphs import Caches, Model, Warmup, borrow, capture, run_for_last_tokens, warmup_layers
+from penstock.engine.row_table import RowTable
+from penstock.engine.step_inputs import RowCounts, StepSize, pack_padded
 from penstock.layers.inputs import LayerCache
 from penstock.ops import CHUNK
 from penstock.progress import OnPhase, Phase
@@ -28,8 +28,8 @@ LONG_TOKENS = (2048, 4096, 8192, 16384, 32768)  # of prompts launched as they co
 THREAD_TOKENS = 8192  # the longest of which several are launched at the same time
 
 
-class PromptStep:
-    """A step of a fixed size. Runs eagerly on any device; `PromptGraphs` captures it."""
+class PrefillStep:
+    """A step of a fixed size. Runs eagerly on any device; `PrefillGraphs` captures it."""
 
     def __init__(
         self, model: Model, caches: Caches, rows: RowTable, size: StepSize, deterministic: bool
@@ -39,13 +39,13 @@ class PromptStep:
         self.rows = rows
         self.size = size
         self.deterministic = deterministic
-        empty = pack_padded((), size, rows.spare_row)
+        empty = pack_padded((), size, rows.padding_row)
         self._lengths = empty.lengths
         self._numbers = rows.upload(empty.numbers)
         self._loaded: Sequence[RowPlan] = ()
 
     def load(self, plans: Sequence[RowPlan]) -> None:
-        packed = pack_padded(plans, self.size, self.rows.spare_row)
+        packed = pack_padded(plans, self.size, self.rows.padding_row)
         self._numbers.copy_(self.rows.stage(packed.numbers), non_blocking=True)
         self._loaded = plans
 
@@ -61,7 +61,7 @@ class PromptStep:
         return self.model.logits(hidden, deterministic=self.deterministic)
 
 
-class PromptGraphs:
+class PrefillGraphs:
     """The captured steps of an engine. Their results are valid until the next replay."""
 
     def __init__(
@@ -72,23 +72,23 @@ class PromptGraphs:
         deterministic: bool,
         max_step_tokens: int,
     ) -> None:
-        self._new_step = partial(PromptStep, model, caches, rows, deterministic=deterministic)
-        excerpt = excerpt_of(model, caches)
-        self._new_excerpt = partial(PromptStep, model, excerpt, rows, deterministic=deterministic)
-        self._sizes = prompt_sizes(rows.max_rows, max_step_tokens)
+        self._new_step = partial(PrefillStep, model, caches, rows, deterministic=deterministic)
+        warmup_caches = warmup_layers(model, caches)
+        self._new_warmup_step = partial(PrefillStep, model, warmup_caches, rows, deterministic=deterministic)
+        self._sizes = prefill_sizes(rows.max_rows, max_step_tokens)
         self._long_sizes = [
             StepSize(0, _num_prompts(num_tokens, rows.max_rows), num_tokens)
             for num_tokens in LONG_TOKENS
             if num_tokens <= max_step_tokens
         ]
-        self._steps: dict[StepSize, tuple[PromptStep, torch.cuda.CUDAGraph, Tensor]] = {}
+        self._steps: dict[StepSize, tuple[PrefillStep, torch.cuda.CUDAGraph, Tensor]] = {}
 
     @property
     def num_captures(self) -> int:
         return len(self._sizes)
 
     @property
-    def launches(self) -> Launches:
+    def warmup(self) -> Warmup:
         """Of every kernel, see `DecodeGraphs`; the longest prompts have memory one at a time."""
         sizes = [*self._long_sizes, *self._sizes]
         by_bucket = {
@@ -96,8 +96,8 @@ class PromptGraphs:
             for size in sizes
             if size.num_tokens <= THREAD_TOKENS
         }
-        launches = {size: self._new_excerpt(size).run for size in sizes}
-        return Launches.split(launches, ahead=by_bucket.values())
+        launches = {size: self._new_warmup_step(size).run for size in sizes}
+        return Warmup.split(launches, ahead=by_bucket.values())
 
     def capture(self, pool: Any, on_phase: OnPhase) -> None:
         sizes = list(reversed(self._sizes))  # the largest first, the others fit into its memory
@@ -120,7 +120,7 @@ class PromptGraphs:
         return logits[step.rows.upload(wanted)]
 
 
-def prompt_sizes(max_rows: int, max_step_tokens: int) -> list[StepSize]:
+def prefill_sizes(max_rows: int, max_step_tokens: int) -> list[StepSize]:
     """In the order in which a step is to be tried: the least work first."""
     return [
         StepSize(num_decodes, _num_prompts(num_tokens, max_rows), num_tokens)

@@ -14,7 +14,7 @@ import torch
 from grammar_walks import PERSON, is_valid
 from penstock.assets import default_model
 from penstock.config import EngineConfig
-from penstock.engine import constraints
+from penstock.engine import grammar_masks
 from penstock.engine.engine import Engine
 from penstock.engine.graphs import DecodeStep
 from penstock.errors import CheckpointError, ConfigError, RequestError
@@ -199,7 +199,7 @@ def test_a_mask_allows_exactly_what_the_matcher_accepts(grammar: str) -> None:
     engine = engine_of()
     matcher = engine.constraints.compiler.compile(grammar)
     sequences = [engine.scheduler.submit(constrained(id, grammar)) for id in ("a", "b")]
-    followers = [constraints.Constraint(sequence, matcher.deep_copy()) for sequence in sequences]
+    followers = [grammar_masks.Constraint(sequence, matcher.deep_copy()) for sequence in sequences]
     for token_id in tokens:
         pair, single = (
             engine.constraints.fill(list(enumerate(chosen))) for chosen in (followers, followers[:1])

@@ -14,7 +14,7 @@ from typing import Any
 from penstock import __version__
 
 
-def certificate() -> dict[str, Any]:
+def provenance() -> dict[str, Any]:
     """The fields that all reports begin with; torch is named without importing it."""
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
