@@ -25,6 +25,7 @@ from penstock.engine.pools import GB, PoolSizes
 from penstock.engine.runner import PendingStep
 from penstock.engine.scheduler import Scheduler
 from penstock.errors import ConfigError, PenstockError, RequestError
+from penstock.gguf.folder import folder_of
 from penstock.layers.packing import pack_weights
 from penstock.models.source import ModelSource, find_model
 from penstock.progress import OnPhase, timed
@@ -309,7 +310,7 @@ def _tokenizer_file(tokenizer: str | None, source: ModelSource) -> Path | None:
     path = source.path if tokenizer is None else Path(tokenizer).expanduser()
     if path is None or path.suffix == ".json":
         return path
-    return (path if path.is_dir() else path.parent) / "tokenizer.json"
+    return folder_of(path) / "tokenizer.json"
 
 
 def _session_limits(config: EngineConfig, pools: PoolSizes) -> SessionLimits:
