@@ -11,9 +11,10 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from penstock.assets import default_model
 from penstock.models import build_model
 from small_models import HYBRID_DENSE, HYBRID_MOE, LLAMA
 
@@ -296,3 +297,23 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, vocab_size: int) 
         "tokenizer.ggml.token_type": [int(kind) for kind in types],
         "tokenizer.ggml.merges": merges,
     }
+
+
+def write_embedded(path: Path, matrices: str = "F32") -> Path:
+    """The embedded model with its tokenizer and template, and sampling parameters that it does not have."""
+    folder = Path(default_model())
+    config = json.loads((folder / "config.json").read_text())["text_config"]
+    state = {
+        name.replace("model.language_model.", "model."): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    metadata = {
+        **tokenizer_metadata(tokenizer, "qwen35", config["vocab_size"]),
+        "tokenizer.ggml.eos_token_id": 2529,
+        "tokenizer.ggml.padding_token_id": 2527,
+        "tokenizer.chat_template": (folder / "chat_template.jinja").read_text(),
+        "general.sampling.temp": 0.7,
+        "general.sampling.top_k": 20,
+    }
+    return write_gguf(path, "qwen35moe", config, state, matrices=matrices, metadata=metadata)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Callable
@@ -15,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gguf_files import CONFIGS, random_state, tokenizer_metadata, write_folder, write_gguf
-from penstock.assets import default_model
+from gguf_files import CONFIGS, random_state, write_embedded, write_folder, write_gguf
+from penstock import LLM, SamplingParams
 from penstock.errors import CheckpointError, PenstockError
 from penstock.models.source import find_model
 from penstock.weights.gguf_reader import open_gguf
@@ -101,43 +100,16 @@ def test_packed_matrices_expand_to_what_the_gguf_package_says(architecture: str,
     assert num_packed > 10
 
 
-def test_the_embedded_model_as_a_gguf_file_says_the_same(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    from penstock import LLM, SamplingParams
-
-    folder = Path(default_model())
-    state = {
-        name.replace("model.language_model.", "model."): tensor.float()
-        for name, tensor in load_file(folder / "model.safetensors").items()
-    }
-    config = {**json.loads((folder / "config.json").read_text())["text_config"]}
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    metadata = {
-        **tokenizer_metadata(tokenizer, "qwen35", config["vocab_size"]),
-        "tokenizer.ggml.eos_token_id": 2529,
-        "tokenizer.ggml.padding_token_id": 2527,
-        "tokenizer.chat_template": (folder / "chat_template.jinja").read_text(),
-        "general.sampling.temp": 0.7,
-        "general.sampling.top_k": 20,
-    }
+@pytest.mark.parametrize("matrices", ["F32", "Q8_0"])
+def test_the_embedded_model_as_a_gguf_file_says_the_same(matrices: str, tmp_path: Path) -> None:
     question = [{"role": "user", "content": "What is 17 plus 25?"}]
     greedy = SamplingParams(temperature=0, max_tokens=24)
-    original = LLM(str(folder), memory_gb=0.2, dtype="float32")
-    expected = original.chat(question, greedy)
-    for matrices in ("F32", "Q8_0"):
-        file = write_gguf(
-            tmp_path / f"tiny-{matrices}.gguf",
-            "qwen35moe",
-            config,
-            state,
-            matrices=matrices,
-            metadata=metadata,
-        )
-        llm = LLM(str(file), memory_gb=0.2, dtype="float32")
-        assert llm.chat(question, greedy).text == expected.text
-        assert llm.sampling_defaults == {"temperature": 0.7, "top_k": 20}
-        assert llm.tokenizer.eos_token_ids[0] == 2529
+    original = LLM(memory_gb=0.2, dtype="float32")
+    llm = LLM(str(write_embedded(tmp_path / "tiny.gguf", matrices)), memory_gb=0.2, dtype="float32")
+    assert llm.chat(question, greedy).text == original.chat(question, greedy).text
+    assert llm.sampling_defaults == {"temperature": 0.7, "top_k": 20}
+    assert llm.tokenizer.eos_token_ids == original.tokenizer.eos_token_ids[:1]
+    assert llm.engine.info.stored_as[0] == {"F32": "float32", "Q8_0": "Q8_0"}[matrices]
 
 
 def test_types_without_codes_are_expanded_by_the_gguf_package_and_their_cost_is_said(
