@@ -149,6 +149,13 @@ def _with_one_tensor(path: Path, kind: str) -> tuple[Path, Tensor]:
     return path, torch.from_numpy(gguf.quants.dequantize(data, block_type))
 
 
+def test_a_packed_vector_is_refused(tmp_path: Path) -> None:
+    extra = {"blk.0.attn_norm.weight": (np.zeros(68, np.uint8), "Q8_0")}
+    state = {"model.embed_tokens.weight": torch.zeros(320, 64)}
+    path = write_gguf(tmp_path / "model.gguf", "llama", ONE_LAYER, state, extra=extra)
+    assert "blk.0.attn_norm.weight is a vector" in error_of(lambda: open_gguf(path))
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [

@@ -73,28 +73,22 @@ class Part:
     convert: Callable[[Tensor], Tensor] | None = None  # on values as they were read
 
     @property
-    def is_flat_row(self) -> bool:
-        """A vector is a row in the file; one of plain numbers can be read as rows of one number."""
-        return len(self.info.shape) == 1 and self.info.type.block_size > 1
+    def width(self) -> int:
+        """Elements of a row in the file; a vector is read as rows of one number."""
+        return self.info.shape[-1] if len(self.info.shape) > 1 else 1
 
     @property
     def row_bytes(self) -> int:
-        block_type = self.info.type
-        if len(self.info.shape) == 1 and not self.is_flat_row:
-            return block_type.block_bytes
-        return self.info.shape[-1] // block_type.block_size * block_type.block_bytes
+        return self.width // self.info.type.block_size * self.info.type.block_bytes
 
     @property
     def num_rows(self) -> int:
         """That it has in the file."""
-        if self.is_flat_row:
-            return 1
-        width = 1 if len(self.info.shape) == 1 else self.info.shape[-1]
-        return math.prod(self.shape) // width
+        return math.prod(self.shape) // self.width
 
     def rows_of(self, rows: slice | None) -> range | Tensor:
         """The rows of the file that make these of the tensor."""
-        if rows is None or self.is_flat_row:
+        if rows is None:
             start, end = 0, self.num_rows
         else:
             per_row = self.num_rows // self.shape[0]

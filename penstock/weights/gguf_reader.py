@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError
 from penstock.gguf.block_types import BlockType
-from penstock.gguf.header import MAX_SHOWN, TensorInfo
+from penstock.gguf.header import MAX_SHOWN, TensorInfo, damaged
 from penstock.gguf.split import read_model
 from penstock.weights.codes import Codes
 from penstock.weights.gguf_blocks import READERS
@@ -54,7 +54,7 @@ def _stored(part: Part) -> StoredTensor:
     num_bytes = part.num_rows * part.row_bytes
     if kind in DTYPES:
         return StoredTensor(part.name, part.shape, DTYPES[kind], partial(_read, part), "", num_bytes)
-    has_codes = kind in READERS and len(part.shape) > 1
+    has_codes = kind in READERS and part.convert is None
     codes = partial(_read_codes, part) if has_codes else None
     return StoredTensor(part.name, part.shape, torch.float32, partial(_read, part), kind, num_bytes, codes)
 
@@ -65,16 +65,14 @@ def _read(part: Part, rows: slice | None) -> Tensor:
     if kind in DTYPES:
         weight = _ordered(_read_bytes(part, chosen).view(DTYPES[kind]), part.columns)
     else:
-        weight = torch.empty(len(chosen), part.info.shape[-1])
-        step = max(1, PIECE_ELEMENTS // part.info.shape[-1])
+        weight = torch.empty(len(chosen), part.width)
+        step = max(1, PIECE_ELEMENTS // part.width)
         expand = _expand_codes if kind in READERS else _expand_by_package
         for start in range(0, len(chosen), step):
             piece = chosen[start : start + step]
             weight[start : start + step] = expand(part, piece)
     if part.convert is not None:
         weight = part.convert(weight)
-    if part.is_flat_row:  # a packed vector is one row of the file
-        return weight.reshape(part.shape)[rows if rows is not None else slice(None)]
     return weight.reshape(-1, *part.shape[1:])
 
 
@@ -120,6 +118,8 @@ def _require_readable(path: Path, infos: Iterable[TensorInfo]) -> None:
     """Says what is expanded by the gguf package and what that costs; refuses what nothing can read."""
     by_type: dict[BlockType, list[TensorInfo]] = defaultdict(list)
     for info in infos:
+        if len(info.shape) == 1 and info.type.block_size > 1:
+            raise damaged(path, f"{info.name[:MAX_SHOWN]} is a vector, and packed as {info.type.name}")
         if info.type.name not in READERS and info.type.name not in DTYPES:
             by_type[info.type].append(info)
     for block_type, tensors in by_type.items():
