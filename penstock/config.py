@@ -33,7 +33,7 @@ def setting(default: Any, help: str, **extra: Any) -> Any:
 class EngineConfig:
     """What one engine runs and how much of the machine it may use."""
 
-    model: str = setting("", "folder of a checkpoint, a .pt state dict, or a preset such as Qwen3.5-35B-A3B")
+    model: str = setting("", "folder of a checkpoint, a .gguf or .pt file, or a preset like Qwen3.5-35B-A3B")
     random_weights: bool = setting(False, "make up seeded weights instead of reading them")
     weights_seed: int = setting(0, "seed of --random-weights")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")

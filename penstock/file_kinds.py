@@ -9,7 +9,9 @@ from pathlib import Path
 
 from penstock.errors import CheckpointError
 
-LOADABLE = "Loaded are float32, bfloat16 and float16 weights as .safetensors, .pt or .bin files."
+LOADABLE = (
+    "Loaded are float32, bfloat16 and float16 weights as .safetensors, .pt or .bin files, and GGUF files."
+)
 HEAD_BYTES = 64
 
 
@@ -33,7 +35,11 @@ def impostor(path: Path) -> CheckpointError | None:
             f"Run `git lfs install` and `git lfs pull` in {path.parent}, or download the files.",
         )
     if head.startswith(b"GGUF"):
-        return gguf(path)
+        return CheckpointError(
+            f"{path} is a GGUF file by another name",
+            "Such a file is a whole model, not a part of a folder.",
+            "Give it a name that ends in .gguf, and give that file in place of the folder.",
+        )
     if head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return CheckpointError(
             f"{path} is a web page",
@@ -41,11 +47,3 @@ def impostor(path: Path) -> CheckpointError | None:
             "Download the file itself.",
         )
     return None
-
-
-def gguf(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is a GGUF file, which cannot be loaded yet",
-        LOADABLE,
-        "Give the folder of the model's original checkpoint, with config.json and *.safetensors.",
-    )

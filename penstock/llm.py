@@ -103,7 +103,7 @@ class LLM:
         on_phase: OnPhase = lambda _: None,
         **settings: Any,
     ) -> None:
-        """`model` is a folder, a preset (with random_weights=True) or, if empty, the embedded model.
+        """`model`: a folder, a GGUF file, a preset (with random_weights=True) or, if empty, the embedded one.
 
         `chat_template` is a file to use instead of the model's own; `generation_config` (auto, off, a file or
         a folder) says how calls without `SamplingParams` draw; `settings` are the fields of `EngineConfig`.

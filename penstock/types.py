@@ -442,6 +442,8 @@ class EngineInfo:
     hidden_size: int = 0
     has_head: bool = True  # False: it gives vectors, and no text
     num_labels: int = 0  # of its classifier; 0: it has none
+    stored_as: tuple[str, ...] = ()  # how its files store weights, such as Q4_K: what holds the most first
+    bits_per_weight: float = 0.0  # in its files; 0: it has none
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,17 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "penstock"
 
-EVERYONE = {"types", "config", "errors", "progress", "digests", "child_python", "file_kinds", "batch_lines"}
+EVERYONE = {
+    "types",
+    "config",
+    "errors",
+    "progress",
+    "digests",
+    "child_python",
+    "file_kinds",
+    "batch_lines",
+    "gguf",
+}
 ALLOWED = {
     "types": {"errors", "digests"},
     "digests": set(),
@@ -18,6 +28,7 @@ ALLOWED = {
     "progress": set(),
     "child_python": set(),
     "file_kinds": {"errors"},
+    "gguf": {"gguf", "errors"},
     "batch_lines": {"errors"},
     "ops": {"ops"},
     "layers": {"layers", "ops"},
@@ -102,7 +113,7 @@ def test_policy_and_serving_never_import_torch() -> None:
         "engine.scheduler",
         "engine.limits",
     ]
-    for folder in ("cache", "text", "serve"):
+    for folder in ("cache", "text", "serve", "gguf"):
         torch_free += [f"{folder}.{path.stem}" for path in sorted((PACKAGE / folder).glob("*.py"))]
     names = [f"penstock.{name.removesuffix('.__init__')}" for name in torch_free]
     check = "    __import__(name)\n    assert 'torch' not in sys.modules, name"

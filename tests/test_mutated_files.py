@@ -35,6 +35,7 @@ from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
 from penstock.errors import PenstockError
 from penstock.models import build_model
+from penstock.text.generation_config import checkpoint_sampling
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from small_models import HYBRID_MOE, LLAMA, drain, request
@@ -46,6 +47,7 @@ MAX_MB = 100.0
 PATIENCE_S = 120.0  # for a batch, on a machine that does other things
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
+GGUF = "model.gguf"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -258,6 +260,7 @@ def move_tensors(header: bytes, draw: random.Random) -> bytes:
 
 
 Mutate = Callable[[bytes, random.Random], bytes]
+Kinds = list[tuple[str, Mutate]]  # a file, and a way to change it
 MUTATIONS: dict[str, tuple[Mutate, ...]] = {
     SHARDS[0]: (mutate_bytes, mutate_header),
     SHARDS[1]: (mutate_bytes, mutate_header),
@@ -268,7 +271,7 @@ MUTATIONS: dict[str, tuple[Mutate, ...]] = {
     "generation_config.json": (mutate_bytes, mutate_json),
     "chat_template.jinja": (mutate_bytes,),
 }
-KINDS = [(name, mutate) for name, mutations in MUTATIONS.items() for mutate in mutations]
+KINDS: Kinds = [(name, mutate) for name, mutations in MUTATIONS.items() for mutate in mutations]
 TEXT_FILES = {name for name in MUTATIONS if "token" in name or "template" in name or "generation" in name}
 
 
@@ -285,6 +288,8 @@ def use_model(folder: Path) -> None:
 
 def use_text(folder: Path) -> None:
     """As a server process does."""
+    folder = folder / GGUF if (folder / GGUF).is_file() else folder
+    checkpoint_sampling("auto", folder)
     tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
     token_ids = tokenizer.encode(template.render(MESSAGES))
     tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -307,14 +312,16 @@ class Findings:
         self.grown_mb = max(self.grown_mb, other.grown_mb)
 
 
-def try_mutant(number: int, folders: list[Path], originals: list[dict[str, bytes]], found: Findings) -> None:
-    name, mutate = KINDS[number % len(KINDS)]
+def try_mutant(
+    number: int, folders: list[Path], originals: list[dict[str, bytes]], kinds: Kinds, found: Findings
+) -> None:
+    name, mutate = kinds[number % len(kinds)]
     draw = random.Random(number)
     family = draw.randrange(len(folders))
     folder, original = folders[family], originals[family][name]
     (folder / name).write_bytes(mutate(original, draw))
     uses = [use_text] if name in TEXT_FILES else [use_model]
-    if name == "config.json":
+    if name in ("config.json", GGUF):
         uses.append(use_text)
     started = time.process_time()
     outcome = "loaded"
@@ -338,7 +345,7 @@ def try_mutant(number: int, folders: list[Path], originals: list[dict[str, bytes
     (folder / name).write_bytes(original)
 
 
-def try_batch(numbers: range, sources: list[Path], place: Path, news: Connection) -> None:
+def try_batch(numbers: range, sources: list[Path], place: Path, kinds: Kinds, news: Connection) -> None:
     """In a process of its own. Tells before each mutant that it comes, and at the end what was found."""
     folders = [Path(shutil.copytree(source, place / source.name)) for source in sources]
     originals = [{file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders]
@@ -351,7 +358,7 @@ def try_batch(numbers: range, sources: list[Path], place: Path, news: Connection
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic that is caught writes a page there first
     for number in numbers:
         news.send(number)
-        try_mutant(number, folders, originals, found)
+        try_mutant(number, folders, originals, kinds, found)
     found.grown_mb = peak_mb() - at_start
     news.send(found)
 
@@ -369,11 +376,11 @@ def kilobytes_of(name: str) -> int:
     return int(number)
 
 
-def run_batch(numbers: range, sources: list[Path], place: Path) -> Findings:
+def run_batch(numbers: range, sources: list[Path], place: Path, kinds: Kinds) -> Findings:
     """Findings of a process that may die."""
     forking = multiprocessing.get_context("fork")
     ours, theirs = forking.Pipe(duplex=False)
-    process = forking.Process(target=try_batch, args=(numbers, sources, place, theirs))
+    process = forking.Process(target=try_batch, args=(numbers, sources, place, kinds, theirs))
     process.start()
     theirs.close()
     heard: Any = "nothing"
@@ -395,19 +402,25 @@ def run_batch(numbers: range, sources: list[Path], place: Path) -> Findings:
 
 def run_mutants(num_mutants: int, folder: Path) -> Findings:
     sources = [write_checkpoint(folder / name, config) for name, config in FAMILIES.items()]
+    return run_mutants_of(sources, KINDS, num_mutants, folder)
+
+
+def run_mutants_of(
+    sources: list[Path], kinds: Kinds, num_mutants: int, folder: Path, batch: int = BATCH
+) -> Findings:
     found = Findings()
-    for start in range(0, num_mutants, BATCH):
+    for start in range(0, num_mutants, batch):
         place = folder / f"batch-{start}"
         place.mkdir()
-        found.add(run_batch(range(start, min(start + BATCH, num_mutants)), sources, place))
+        found.add(run_batch(range(start, min(start + batch, num_mutants)), sources, place, kinds))
     return found
 
 
-def check(found: Findings, num_mutants: int) -> None:
+def check(found: Findings, num_mutants: int, kinds: Kinds = KINDS) -> None:
     assert not found.defects, f"{len(found.defects)} defects:\n" + "\n\n".join(found.defects[:20])
     assert found.outcomes.total() == num_mutants
     assert found.grown_mb < MAX_MB
-    for name in MUTATIONS:  # mutants of each file reach both ends
+    for name in {name for name, _ in kinds}:  # mutants of each file reach both ends
         outcomes = [outcome for file, outcome in found.outcomes if file == name]
         assert "loaded" in outcomes, name
         assert len(outcomes) > 1, name

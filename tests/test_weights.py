@@ -294,7 +294,7 @@ def test_a_quantised_checkpoint_is_refused_by_its_method(
             "is a Git-LFS pointer",
             "git lfs pull",
         ),
-        (b"GGUF\x03\0\0\0", "is a GGUF file, which cannot be loaded yet", "*.safetensors"),
+        (b"GGUF\x03\0\0\0", "is a GGUF file by another name", "a name that ends in .gguf"),
         (b"\n<!doctype HTML><p>Please log in</p>", "is a web page", "Download the file itself."),
     ],
 )
@@ -318,10 +318,10 @@ def test_pointers_in_place_of_shards_are_told_once_what_to_do(tmp_path: Path) ->
     assert text.count("git lfs pull") == 1
 
 
-def test_a_folder_with_nothing_but_a_gguf_is_told_so(tmp_path: Path) -> None:
+def test_a_folder_with_nothing_but_a_gguf_is_that_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert "model.gguf is a GGUF file" in error_of(lambda: load(tmp_path))
+    assert "model.gguf is damaged: it has 4 bytes" in error_of(lambda: load(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         nargs="?",
         default=argparse.SUPPRESS,
-        help="a folder or a preset (default: the tiny model that comes along)",
+        help="a folder, a GGUF file or a preset (default: the tiny model that comes along)",
     )
 
 

@@ -6,6 +6,7 @@ The model is built without memory (torch's meta device), so a preset of any size
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from penstock.commands.console import human_bytes, human_count, print_table
 from penstock.commands.flags import add_flags, add_model_argument, read_settings
 from penstock.commands.roofline import Roofline, text_config
 from penstock.config import EngineConfig, from_mapping
+from penstock.errors import CheckpointError
+from penstock.gguf.header import is_gguf
 from penstock.models.source import find_model
 
 DESCRIPTION = "Parameters, bytes and what fits here, of a model folder or of a preset."
@@ -22,6 +25,7 @@ USAGE = "penstock inspect [MODEL] [flags]"
 EXAMPLES = [
     "penstock inspect Qwen3.5-35B-A3B        a preset: no weights are needed",
     "penstock inspect ~/models/Qwen3.5-4B    a folder with a config.json",
+    "penstock inspect model-Q4_K_M.gguf      a GGUF file: how its weights are stored",
     "penstock inspect Qwen3.5-4B --json      for a program",
 ]
 
@@ -65,6 +69,7 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
     torch_dtype = resolve_dtype(config.dtype, source.config, "cuda")
     model = build_model(source.config, torch_dtype, torch.device("meta"))
     roofline = Roofline.of(model, source.config, torch_dtype.itemsize, config.state_bytes)
+    storage = _find_storage(source.path)
     machine = find_machine()
     parameters = roofline.parameters
     free = int(machine.free_bytes * _MEMORY_SHARE) - roofline.weight_bytes
@@ -81,6 +86,7 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
         },
         "max_context": longest,
         "weight_bytes": roofline.weight_bytes,
+        "stored": storage,
         "kv_bytes_per_token": roofline.kv_bytes_per_token,
         "state_bytes_per_request": roofline.state_bytes_per_request,
         "machine": {
@@ -94,6 +100,29 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
             for context in CONTEXTS
             if context <= longest
         },
+    }
+
+
+def _find_storage(path: Path | None) -> dict[str, Any] | None:
+    """How the files store the weights; None: there are none, or only their config."""
+    if path is None:
+        return None
+    from penstock.weights.checkpoint import open_checkpoint
+    from penstock.weights.storage_report import describe_storage
+
+    try:
+        storage = describe_storage(open_checkpoint(path))
+    except CheckpointError:
+        if is_gguf(path):
+            raise
+        return None  # a folder with nothing but a config is told what its model would need
+    return {
+        "num_bytes": storage.num_bytes,
+        "bits_per_weight": round(storage.bits_per_weight, 2),
+        "groups": [
+            {**dataclasses.asdict(group), "bits_per_weight": round(group.bits_per_weight, 2)}
+            for group in storage.groups
+        ],
     }
 
 
@@ -122,6 +151,8 @@ def _print_report(report: dict[str, Any]) -> None:
         ["longest context", f"{report['max_context']:,} tokens"],
     ]
     print_table([report["model"], ""], rows)
+    if stored := report["stored"]:
+        _print_storage(stored)
     machine = report["machine"]
     free, total = human_bytes(machine["free_bytes"]), human_bytes(machine["total_bytes"])
     print(f"{machine['name']}: {free} free of {total}.")
@@ -131,4 +162,21 @@ def _print_report(report: dict[str, Any]) -> None:
     print_table(
         ["tokens each", "requests at once"],
         [[f"{int(context):,}", f"{count:,}"] for context, count in report["fits"].items()],
+    )
+
+
+def _print_storage(stored: dict[str, Any]) -> None:
+    print(f"In its files: {human_bytes(stored['num_bytes'])}, {stored['bits_per_weight']:.2f} bits a weight.")
+    print_table(
+        ["part", "stored as", "weights", "bits", "bytes"],
+        [
+            [
+                group["part"],
+                group["scheme"],
+                human_count(group["num_weights"]),
+                f"{group['bits_per_weight']:.2f}",
+                human_bytes(group["num_bytes"]),
+            ]
+            for group in stored["groups"]
+        ],
     )

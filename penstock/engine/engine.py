@@ -25,11 +25,13 @@ from penstock.engine.pools import GB, PoolSizes
 from penstock.engine.runner import PendingStep
 from penstock.engine.scheduler import Scheduler
 from penstock.errors import ConfigError, PenstockError, RequestError
+from penstock.gguf.folder import folder_of
 from penstock.layers.packing import pack_weights
 from penstock.models.source import ModelSource, find_model
 from penstock.progress import OnPhase, timed
 from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, StepPlan, TokenDelta
 from penstock.weights.load import load_model
+from penstock.weights.storage_report import Storage
 
 log = logging.getLogger("penstock.engine")
 
@@ -92,6 +94,7 @@ class Engine:
             hidden_size=model.config.hidden_size,
             has_head=model.has_head,
             num_labels=model.num_labels,
+            **_storage_of(model),
         )
         self._overlap = device.type == "cuda" if config.overlap is None else config.overlap
         self._pending: PendingStep | None = None
@@ -309,7 +312,15 @@ def _tokenizer_file(tokenizer: str | None, source: ModelSource) -> Path | None:
     path = source.path if tokenizer is None else Path(tokenizer).expanduser()
     if path is None or path.suffix == ".json":
         return path
-    return (path if path.is_dir() else path.parent) / "tokenizer.json"
+    return folder_of(path) / "tokenizer.json"
+
+
+def _storage_of(model: Any) -> dict[str, Any]:
+    """Random weights are stored nowhere."""
+    storage: Storage | None = getattr(model, "storage", None)
+    if storage is None:
+        return {}
+    return {"stored_as": tuple(storage.schemes), "bits_per_weight": round(storage.bits_per_weight, 2)}
 
 
 def _session_limits(config: EngineConfig, pools: PoolSizes) -> SessionLimits:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from penstock.engine.banned_words import BannedWords
 from penstock.errors import CheckpointError, ConfigError, PenstockError, RequestError
+from penstock.gguf.folder import has_file, read_text
 from penstock.types import GRAMMAR_LIMITS, Request, Sequence, StepPlan
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class GrammarCompiler:
                 "The package llguidance is not installed.",
                 "Install penstock with its dependencies.",
             )
-        if self._failure is None and (self._tokenizer_file is None or not self._tokenizer_file.is_file()):
+        if self._failure is None and (self._tokenizer_file is None or not has_file(self._tokenizer_file)):
             self._failure = CheckpointError(
                 "Replies of this model cannot be held to a grammar",
                 f"There is no {self._tokenizer_file or 'tokenizer.json'}, which says what its tokens spell.",
@@ -115,7 +116,7 @@ class GrammarCompiler:
 
         assert self._tokenizer_file is not None
         try:
-            return LLTokenizer(self._tokenizer_file.read_text("utf-8"), n_vocab=self._vocab_size)
+            return LLTokenizer(read_text(self._tokenizer_file), n_vocab=self._vocab_size)
         except (OSError, ValueError) as error:
             self._failure = CheckpointError(
                 f"{self._tokenizer_file} does not fit the model",

@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import CheckpointError, ModelNotFoundError, nearest
-from penstock.file_kinds import gguf, impostor
+from penstock.file_kinds import impostor
+from penstock.gguf.folder import find_gguf
+from penstock.gguf.header import is_gguf
+from penstock.gguf.model_config import config_of
+from penstock.gguf.split import first_file, model_name, read_model
 from penstock.models.presets import PRESETS
 
 CONFIG_NAMES = ("config.json", "model_config.json")
@@ -73,13 +77,16 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _open_path(path: Path) -> ModelSource:
+    if path.is_dir() and not any(entry.suffix in WEIGHT_SUFFIXES for entry in path.iterdir()):
+        path = find_gguf(path) or path
+    if is_gguf(path):
+        path = first_file(path)
+        return ModelSource(model_name(path), path, config_of(read_model(path)))
     folder = path if path.is_dir() else path.parent
-    if not path.is_dir() and path.suffix == ".gguf":
-        raise gguf(path)
     if not path.is_dir() and path.suffix not in WEIGHT_SUFFIXES:
         raise ModelNotFoundError(
             f"{path} is not a model",
-            f"A weights file ends in {', '.join(WEIGHT_SUFFIXES)}.",
+            f"A weights file ends in {', '.join((*WEIGHT_SUFFIXES, '.gguf'))}.",
             "Give the folder that holds config.json and the weights.",
         )
     return ModelSource(folder.resolve().name, path, read_json_object(_find_config(folder)))
@@ -93,8 +100,6 @@ def _find_config(folder: Path) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    if files := sorted(folder.glob("*.gguf")):
-        raise gguf(files[0])
     found = sorted(entry.name for entry in folder.iterdir())
     raise CheckpointError(
         f"{folder} has no config.json",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.config import ServeConfig
 from penstock.serve.batches.folder import BatchFolder
@@ -30,6 +31,14 @@ class ServerState:
     def intake(self) -> Intake:
         """The places and the bytes that requests hold; the fleet's replies hold places as well."""
         return self.client.intake
+
+    @property
+    def weights(self) -> dict[str, Any] | None:
+        """What the weights are in memory and in their files; None: that is not known yet."""
+        info = self.client.info
+        if info is None:
+            return None
+        return {"dtype": info.dtype, "stored_as": info.stored_as, "bits_per_weight": info.bits_per_weight}
 
     @property
     def is_ready(self) -> bool:

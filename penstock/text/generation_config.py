@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.config import SAMPLING_NAMES
 from penstock.errors import CheckpointError, ConfigError, RequestError
+from penstock.gguf.folder import folder_of, has_file
 from penstock.text.template import read_json
 from penstock.types import SamplingParams
 
@@ -24,10 +25,9 @@ def checkpoint_sampling(choice: str, model: Path | None) -> dict[str, Any]:
         return {}
     path = Path(choice).expanduser() if choice != "auto" else model
     assert path is not None
-    if choice == "auto" and not path.is_dir():
-        path = path.parent  # of a weights file
-    file = path / FILE_NAME if path.is_dir() else path
-    if choice != "auto" and not file.is_file():
+    folder = folder_of(path)
+    file = folder / FILE_NAME if choice == "auto" or path == folder else path
+    if choice != "auto" and not has_file(file):
         raise ConfigError(
             f"generation_config is {choice!r}",
             f"There is no file {file}.",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.errors import CheckpointError, RequestError, nearest
+from penstock.gguf.folder import folder_of
 from penstock.text.chat_prompt import ChatEncoder
 from penstock.text.template import ChatTemplate, read_json
 from penstock.text.tokenizer import Tokenizer
@@ -55,7 +56,7 @@ class VectorRules:
         if path is None:
             rules = cls()
         else:
-            folder = path if path.is_dir() else path.parent
+            folder = folder_of(path)
             pad_id = read_json(folder / "config.json").get("pad_token_id")
             rules = replace(_read_modules(folder, chosen), pad_id=pad_id if isinstance(pad_id, int) else None)
         return rules if chosen is None else replace(rules, pooling=replace(rules.pooling, kind=chosen))

@@ -21,6 +21,7 @@ import msgspec
 from penstock.assets import NO_THINK_TEMPLATE, default_model
 from penstock.errors import CheckpointError, ConfigError, RequestError, TemplateProcessError
 from penstock.file_kinds import impostor
+from penstock.gguf.folder import folder_of, has_file, read_text
 from penstock.text.call_arguments import read_arguments
 from penstock.text.json_values import refuse_many_arguments
 from penstock.text.template_process import MEMORY_LIMIT_BYTES, Answer, Failure, shared_processes
@@ -126,7 +127,7 @@ class ChatTemplate:
         if path is None:
             path = default_model()
         path = Path(path)
-        folder = path if path.is_dir() else path.parent
+        folder = folder_of(path)
         source, file = find_template(folder) if chosen is None else _read_chosen(chosen)
         return cls(source, file, _special_tokens(folder))
 
@@ -260,7 +261,7 @@ def find_template(folder: Path) -> tuple[str | None, Path | None]:
         return _read_text(file), file
     for name in ("tokenizer_config.json", "chat_template.json"):
         config = folder / name
-        if not config.is_file():
+        if not has_file(config):
             continue
         source = _choose(read_json(config).get("chat_template"), config)
         if source is not None:
@@ -284,7 +285,7 @@ def _read_chosen(chosen: str) -> tuple[str, Path]:
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object of the checkpoint; {} when the file is absent."""
-    if not file.is_file():
+    if not has_file(file):
         return {}
     try:
         value = json.loads(_read_text(file))
@@ -301,7 +302,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _read_text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     except OSError as error:
         raise CheckpointError(
             f"{file} cannot be read", f"{error.strerror or error}.", "Check the file and who may read it."

@@ -20,6 +20,7 @@ import tokenizers
 
 from penstock.errors import CheckpointError, RequestError
 from penstock.file_kinds import impostor
+from penstock.gguf.folder import folder_of, has_file, read_text
 from penstock.text.length import LengthBound
 from penstock.text.segments import SegmentEncoder
 from penstock.text.template import find_template, read_json
@@ -90,7 +91,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path | str | None, *, is_quick: bool = True) -> Tokenizer:
-        """The tokenizer of a checkpoint folder, or a tokenizer.json; None is the embedded model's.
+        """Of a checkpoint folder or GGUF file, or a tokenizer.json; None is the embedded model's.
 
         Who has other things to start first may `quicken` it later.
         """
@@ -99,9 +100,9 @@ class Tokenizer:
 
             path = default_model()
         path = Path(path)
-        folder = path if path.is_dir() else path.parent
+        folder = folder_of(path)
         file = path if path.suffix == ".json" else folder / "tokenizer.json"
-        if not file.is_file():
+        if not has_file(file):
             raise CheckpointError(
                 f"{folder if path.exists() else path} has no tokenizer",
                 f"There is no file {file if path.exists() else path}.",
@@ -109,7 +110,9 @@ class Tokenizer:
             )
         try:
             with _panics_are_errors():
-                model = tokenizers.Tokenizer.from_file(str(file))
+                model = tokenizers.Tokenizer.from_str(read_text(file))
+        except CheckpointError:  # which says more
+            raise
         except Exception as error:  # the library has no class of its own
             if known := impostor(file):
                 raise known from error

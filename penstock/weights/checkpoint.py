@@ -11,8 +11,11 @@ from collections import defaultdict
 from pathlib import Path
 
 from penstock.errors import CheckpointError
-from penstock.file_kinds import gguf, impostor
+from penstock.file_kinds import impostor
+from penstock.gguf.folder import find_gguf
+from penstock.gguf.header import is_gguf
 from penstock.models.source import WEIGHT_SUFFIXES, read_json_object
+from penstock.weights.gguf_reader import open_gguf
 from penstock.weights.safetensors_reader import open_safetensors
 from penstock.weights.stored import StoredTensor
 from penstock.weights.torch_pt import open_torch_file
@@ -31,6 +34,8 @@ def open_checkpoint(path: Path) -> list[StoredTensor]:
             if (path / index_name).is_file():
                 return _open_indexed(path, path / index_name)
         path = _find_single_file(path)
+    if is_gguf(path):
+        return open_gguf(path)
     try:
         return _open_file(path)
     except CheckpointError as error:
@@ -56,8 +61,8 @@ def _find_single_file(folder: Path) -> Path:
             f"It holds {len(files)} weights files: {list_some([file.name for file in files])}.",
             "Add the index of the checkpoint, or give the one file that is meant.",
         )
-    if files := sorted(folder.glob("*.gguf")):
-        raise gguf(files[0])
+    if model := find_gguf(folder):
+        return model
     raise CheckpointError(
         f"{folder} has no weights",
         f"There is no {', '.join(SINGLE_NAMES)} and no {INDEX_NAMES[0]} in it.",

@@ -26,6 +26,7 @@ from penstock.models.source import ModelSource
 from penstock.progress import OnPhase, Phase
 from penstock.weights.checkpoint import list_some, open_checkpoint
 from penstock.weights.random_weights import fill_parameter
+from penstock.weights.storage_report import describe_storage
 from penstock.weights.stored import StoredTensor
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -159,6 +160,7 @@ def _copy(model: nn.Module, path: Path, progress: _Progress) -> None:
     stored = open_checkpoint(path)
     placements = model.placements([tensor.name for tensor in stored])  # type: ignore[operator]
     wanted = match_tensors(path, stored, placements, model.ignored)  # type: ignore[arg-type]
+    model.storage = describe_storage(wanted)  # type: ignore[assignment]
     progress.start(sum(tensor.num_bytes for tensor in wanted))
     parameters = targets_of(model)
     _assert_covered(parameters, placements.values())

@@ -110,13 +110,13 @@ def _reader(
             own_shape = (max(0, end - first), *shape[1:])
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         raw = torch.empty(math.prod(own_shape) * dtype.itemsize, dtype=torch.uint8)
-        _read_into(path, offset + first * row_bytes, raw.numpy().data)
+        read_into(path, offset + first * row_bytes, raw.numpy().data)
         return raw.view(dtype).reshape(own_shape)
 
     return read
 
 
-def _read_into(path: Path, offset: int, buffer: memoryview) -> None:
+def read_into(path: Path, offset: int, buffer: memoryview) -> None:
     """Fills the buffer from the file; large ones with several reads in flight, for fast disks."""
 
     def read_piece(start: int) -> None:

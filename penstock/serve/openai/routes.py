@@ -72,6 +72,7 @@ class OpenAIRoutes:
             "root": name,
             "max_model_len": self._max_model_len(),
             "tasks": self._tasks(),
+            "weights": self._serving.weights,
         }
 
     def _tasks(self) -> list[str] | None:

@@ -1,0 +1,152 @@
+"""Reads the weights of GGUF files: tensors under the names of the original checkpoint, in its order of rows.
+
+The tools that write GGUF files rename tensors, reorder rows and change some values; gguf_layout.py says how.
+Here that is undone as a tensor is read. Packed types come as `Codes`, or expanded to float32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor
+
+from penstock.errors import CheckpointError
+from penstock.gguf.block_types import BlockType
+from penstock.gguf.header import MAX_SHOWN, TensorInfo, damaged
+from penstock.gguf.split import read_model
+from penstock.weights.codes import Codes
+from penstock.weights.gguf_blocks import READERS
+from penstock.weights.gguf_layout import Part, parts_of
+from penstock.weights.safetensors_reader import read_into
+from penstock.weights.stored import StoredTensor
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+}
+PIECE_ELEMENTS = 2**24  # are expanded at a time: the steps between take several times that
+
+
+def open_gguf(path: Path) -> list[StoredTensor]:
+    """Every tensor of the model, checked against the files' sizes; nothing of them is read yet."""
+    model = read_model(path)
+    _require_readable(path, model.tensors.values())
+    return [_stored(part) for part in parts_of(model)]
+
+
+def _stored(part: Part) -> StoredTensor:
+    kind = part.info.type.name
+    num_bytes = part.num_rows * part.row_bytes
+    if kind in DTYPES:
+        return StoredTensor(part.name, part.shape, DTYPES[kind], partial(_read, part), "", num_bytes)
+    has_codes = kind in READERS and part.convert is None
+    codes = partial(_read_codes, part) if has_codes else None
+    return StoredTensor(part.name, part.shape, torch.float32, partial(_read, part), kind, num_bytes, codes)
+
+
+def _read(part: Part, rows: slice | None) -> Tensor:
+    kind = part.info.type.name
+    chosen = part.rows_of(rows)
+    if kind in DTYPES:
+        weight = _ordered(_read_bytes(part, chosen).view(DTYPES[kind]), part.columns)
+    else:
+        weight = torch.empty(len(chosen), part.width)
+        step = max(1, PIECE_ELEMENTS // part.width)
+        expand = _expand_codes if kind in READERS else _expand_by_package
+        for start in range(0, len(chosen), step):
+            piece = chosen[start : start + step]
+            weight[start : start + step] = expand(part, piece)
+    if part.convert is not None:
+        weight = part.convert(weight)
+    return weight.reshape(-1, *part.shape[1:])
+
+
+def _read_codes(part: Part, rows: slice | None) -> Codes:
+    return _codes_of(part, part.rows_of(rows))
+
+
+def _codes_of(part: Part, rows: range | Tensor) -> Codes:
+    blocks = _read_bytes(part, rows).unflatten(-1, (-1, part.info.type.block_bytes))
+    return replace(READERS[part.info.type.name](blocks), columns=part.columns)
+
+
+def _expand_codes(part: Part, rows: range | Tensor) -> Tensor:
+    return _codes_of(part, rows).dequantize()
+
+
+def _expand_by_package(part: Part, rows: range | Tensor) -> Tensor:
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[part.info.type.name]
+    weight = torch.from_numpy(gguf.quants.dequantize(_read_bytes(part, rows).numpy(), kind))
+    return _ordered(weight, part.columns)
+
+
+def _ordered(weight: Tensor, columns: Tensor | None) -> Tensor:
+    if columns is None:
+        return weight
+    ordered = torch.empty_like(weight)
+    ordered[:, columns] = weight
+    return ordered
+
+
+def _read_bytes(part: Part, rows: range | Tensor) -> Tensor:  # [rows, bytes of a row] uint8
+    if len(rows) == 0:
+        return torch.empty(0, part.row_bytes, dtype=torch.uint8)
+    first, last = (rows[0], rows[-1]) if isinstance(rows, range) else (int(rows.min()), int(rows.max()))
+    raw = torch.empty(last + 1 - first, part.row_bytes, dtype=torch.uint8)
+    read_into(part.info.path, part.info.offset + first * part.row_bytes, raw.view(-1).numpy().data)
+    return raw if isinstance(rows, range) else raw[rows - first]
+
+
+def _require_readable(path: Path, infos: Iterable[TensorInfo]) -> None:
+    """Says what is expanded by the gguf package and what that costs; refuses what nothing can read."""
+    by_type: dict[BlockType, list[TensorInfo]] = defaultdict(list)
+    for info in infos:
+        if len(info.shape) == 1 and info.type.block_size > 1:
+            raise damaged(path, f"{info.name[:MAX_SHOWN]} is a vector, and packed as {info.type.name}")
+        if info.type.name not in READERS and info.type.name not in DTYPES:
+            by_type[info.type].append(info)
+    for block_type, tensors in by_type.items():
+        if not _package_expands(block_type):
+            raise CheckpointError(
+                f"{path.name} has {tensors[0].name[:MAX_SHOWN]} as {block_type.name}, which cannot be read",
+                f"Read are {', '.join([*READERS, 'F32', 'F16', 'BF16'])}; the gguf package, where it is "
+                "installed, expands some others.",
+                "Install it (pip install 'penstock[gguf]'), or use a file with one of these types.",
+            )
+        logger.warning(
+            "%s: the gguf package expands %d tensors of type %s as they are loaded; "
+            "they take %.2f GB in the file and %.2f GB as bfloat16",
+            path.name,
+            len(tensors),
+            block_type.name,
+            sum(info.num_bytes for info in tensors) / 1e9,
+            sum(2 * info.num_elements for info in tensors) / 1e9,
+        )
+
+
+def _package_expands(block_type: BlockType) -> bool:
+    try:
+        import gguf
+
+        kind = gguf.GGMLQuantizationType[block_type.name]
+        gguf.quants.dequantize(numpy.zeros((1, block_type.block_bytes), numpy.uint8), kind)
+    except (ImportError, KeyError, NotImplementedError):  # absent, or older than the type
+        return False
+    return True

@@ -1,0 +1,100 @@
+"""How weights are stored is said by part and by scheme, by `inspect`, /v1/models and /health."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from gguf_files import CONFIGS, random_state, write_embedded, write_folder, write_gguf
+from penstock.cli import main
+from penstock.weights.gguf_reader import open_gguf
+from penstock.weights.storage_report import describe_storage
+from penstock.weights.stored import StoredTensor
+from serving import start_server
+
+
+def test_every_weight_is_counted_once_by_part_and_scheme(tmp_path: Path) -> None:
+    config = CONFIGS["qwen35moe"]
+    state = random_state(config)
+    stored = open_gguf(write_gguf(tmp_path / "model.gguf", "qwen35moe", config, state, matrices="Q8_0"))
+    storage = describe_storage(stored)
+    numbers = {(group.part, group.scheme): group.num_weights for group in storage.groups}
+    assert sum(numbers.values()) == sum(tensor.numel() for tensor in state.values())
+    experts = 4 * config["num_experts"] * 3 * config["hidden_size"] * config["moe_intermediate_size"]
+    assert numbers["experts", "Q8_0"] == experts
+    assert numbers["embedding", "Q8_0"] == config["vocab_size"] * config["hidden_size"]
+    assert {part for part, _ in numbers} == {
+        *("drafting head", "norms", "embedding", "head", "router", "experts", "shared expert"),
+        *("DeltaNet", "attention"),
+    }
+    assert storage.schemes[0] == "Q8_0"
+    assert storage.num_bytes == sum(tensor.num_bytes for tensor in stored)
+    assert 8.5 <= storage.bits_per_weight < 9.5
+
+
+def test_plain_numbers_are_called_by_their_dtype() -> None:
+    def nothing(rows: slice | None) -> torch.Tensor:
+        raise AssertionError("no weight is read")
+
+    storage = describe_storage([StoredTensor("lm_head.weight", (4, 8), torch.bfloat16, nothing)])
+    (group,) = storage.groups
+    assert (group.part, group.scheme, group.num_bytes, group.bits_per_weight) == ("head", "bfloat16", 64, 16)
+
+
+def test_inspect_says_how_a_gguf_file_stores_its_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = CONFIGS["llama"]
+    file = write_gguf(tmp_path / "small.gguf", "llama", config, random_state(config), matrices="Q4_0")
+    assert main(["inspect", str(file), "--json"]) == 0
+    stored = json.loads(capsys.readouterr().out)["stored"]
+    attention = [group for group in stored["groups"] if group["part"] == "attention"]
+    assert [(group["scheme"], group["bits_per_weight"]) for group in attention] == [("Q4_0", 4.5)]
+    assert main(["inspect", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"attention +Q4_0 +\S+ \S+ +4.50", said)
+    assert "bits a weight" in said
+
+
+def test_inspect_of_a_folder_without_weights_says_what_its_model_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "small", CONFIGS["qwen2"], random_state(CONFIGS["qwen2"]))
+    assert main(["inspect", str(folder), "--json"]) == 0
+    (group, *_) = json.loads(capsys.readouterr().out)["stored"]["groups"]
+    assert group["scheme"] == "float32"
+    (folder / "model.safetensors").unlink()
+    assert main(["inspect", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stored"] is None
+
+
+def test_a_server_of_a_gguf_file_answers_and_says_how_its_weights_are_stored(tmp_path: Path) -> None:
+    file = write_embedded(tmp_path / "tiny-Q8_0.gguf", "Q8_0")
+    with start_server(engine={"model": str(file)}) as server:
+        (card,) = server.http.get(f"{server.url}/v1/models").json()["data"]
+        assert card["id"] == "tiny-Q8_0"
+        assert card["weights"]["dtype"] == "float32"
+        assert card["weights"]["stored_as"][0] == "Q8_0"
+        assert 8.5 <= card["weights"]["bits_per_weight"] < 9.5
+        health = server.health().json()
+        assert health["weights"] == card["weights"]
+        assert health["sampling"]["temperature"] == 0.7
+        body = {
+            "model": "tiny-Q8_0",
+            "messages": [{"role": "user", "content": "What is 2 plus 3?"}],
+            "max_tokens": 60,
+            "temperature": 0,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "sum",
+                    "schema": {"type": "object", "properties": {"sum": {"enum": [5]}}, "required": ["sum"]},
+                },
+            },
+        }
+        reply = server.http.post(f"{server.url}/v1/chat/completions", json=body).json()
+        assert json.loads(reply["choices"][0]["message"]["content"]) == {"sum": 5}
