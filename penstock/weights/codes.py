@@ -20,12 +20,14 @@ class Scales:
     fine: Tensor  # [..., N / block_n, K / block_k]  any dtype
     coarse: Tensor | None = None  # broadcasts to `fine` after `repeat` of its last dimension
     repeat: int = 1  # blocks of `fine` in a row for each number of `coarse`
+    divides: bool = False  # `fine / coarse`, in the one format that stores the inverse
 
     def expand(self) -> Tensor:  # float32, the shape of `fine`
         fine = self.fine.float()
         if self.coarse is None:
             return fine
-        return self.coarse.float().repeat_interleave(self.repeat, -1) * fine
+        coarse = self.coarse.float().repeat_interleave(self.repeat, -1)
+        return fine / coarse if self.divides else coarse * fine
 
 
 @dataclass(frozen=True, slots=True)
