@@ -91,10 +91,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any]) -> Path:
+def write_checkpoint(
+    folder: Path, config: dict[str, Any], state: dict[str, torch.Tensor] | None = None
+) -> Path:
     folder.mkdir()
-    placements = build_model(config, torch.float32, torch.device("meta")).placements()  # type: ignore[operator]
-    state = {name: torch.full(place.shape, 0.02) for name, place in placements.items()}
+    if state is None:
+        model: Any = build_model(config, torch.float32, torch.device("meta"))
+        state = {name: torch.full(place.shape, 0.02) for name, place in model.placements().items()}
     weight_map = {name: SHARDS[place % 2] for place, name in enumerate(state)}
     for shard in SHARDS:
         save_file({name: state[name] for name in state if weight_map[name] == shard}, folder / shard)
@@ -268,7 +271,8 @@ MUTATIONS: dict[str, tuple[Mutate, ...]] = {
     "generation_config.json": (mutate_bytes, mutate_json),
     "chat_template.jinja": (mutate_bytes,),
 }
-KINDS = [(name, mutate) for name, mutations in MUTATIONS.items() for mutate in mutations]
+Kinds = list[tuple[str, Mutate]]  # a file and what is done to it
+KINDS: Kinds = [(name, mutate) for name, mutations in MUTATIONS.items() for mutate in mutations]
 TEXT_FILES = {name for name in MUTATIONS if "token" in name or "template" in name or "generation" in name}
 
 
@@ -307,8 +311,10 @@ class Findings:
         self.grown_mb = max(self.grown_mb, other.grown_mb)
 
 
-def try_mutant(number: int, folders: list[Path], originals: list[dict[str, bytes]], found: Findings) -> None:
-    name, mutate = KINDS[number % len(KINDS)]
+def try_mutant(
+    number: int, kinds: Kinds, folders: list[Path], originals: list[dict[str, bytes]], found: Findings
+) -> None:
+    name, mutate = kinds[number % len(kinds)]
     draw = random.Random(number)
     family = draw.randrange(len(folders))
     folder, original = folders[family], originals[family][name]
@@ -338,7 +344,7 @@ def try_mutant(number: int, folders: list[Path], originals: list[dict[str, bytes
     (folder / name).write_bytes(original)
 
 
-def try_batch(numbers: range, sources: list[Path], place: Path, news: Connection) -> None:
+def try_batch(numbers: range, kinds: Kinds, sources: list[Path], place: Path, news: Connection) -> None:
     """In a process of its own. Tells before each mutant that it comes, and at the end what was found."""
     folders = [Path(shutil.copytree(source, place / source.name)) for source in sources]
     originals = [{file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders]
@@ -351,7 +357,7 @@ def try_batch(numbers: range, sources: list[Path], place: Path, news: Connection
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic that is caught writes a page there first
     for number in numbers:
         news.send(number)
-        try_mutant(number, folders, originals, found)
+        try_mutant(number, kinds, folders, originals, found)
     found.grown_mb = peak_mb() - at_start
     news.send(found)
 
@@ -369,11 +375,11 @@ def kilobytes_of(name: str) -> int:
     return int(number)
 
 
-def run_batch(numbers: range, sources: list[Path], place: Path) -> Findings:
+def run_batch(numbers: range, kinds: Kinds, sources: list[Path], place: Path) -> Findings:
     """Findings of a process that may die."""
     forking = multiprocessing.get_context("fork")
     ours, theirs = forking.Pipe(duplex=False)
-    process = forking.Process(target=try_batch, args=(numbers, sources, place, theirs))
+    process = forking.Process(target=try_batch, args=(numbers, kinds, sources, place, theirs))
     process.start()
     theirs.close()
     heard: Any = "nothing"
@@ -393,40 +399,42 @@ def run_batch(numbers: range, sources: list[Path], place: Path) -> Findings:
     return Findings(defects=[f"{heard}: it hung"])
 
 
-def run_mutants(num_mutants: int, folder: Path) -> Findings:
-    sources = [write_checkpoint(folder / name, config) for name, config in FAMILIES.items()]
+def run_mutants(num_mutants: int, folder: Path, kinds: Kinds, sources: list[Path]) -> Findings:
     found = Findings()
     for start in range(0, num_mutants, BATCH):
         place = folder / f"batch-{start}"
         place.mkdir()
-        found.add(run_batch(range(start, min(start + BATCH, num_mutants)), sources, place))
+        numbers = range(start, min(start + BATCH, num_mutants))
+        found.add(run_batch(numbers, kinds, sources, place))
     return found
 
 
-def check(found: Findings, num_mutants: int) -> None:
+def check_mutants(num_mutants: int, folder: Path, kinds: Kinds, sources: list[Path]) -> None:
+    started = time.monotonic()
+    found = run_mutants(num_mutants, folder, kinds, sources)
+    outcomes = {
+        name: dict(sorted((kind, n) for (_, kind), n in group))
+        for name, group in itertools.groupby(sorted(found.outcomes.items()), key=lambda entry: entry[0][0])
+    }
+    numbers = {"mutants": num_mutants, "seconds": time.monotonic() - started, "slowest_s": found.slowest_s}
+    print(json.dumps({"name": "mutated files", **numbers, "grown_mb": found.grown_mb, "outcomes": outcomes}))
     assert not found.defects, f"{len(found.defects)} defects:\n" + "\n\n".join(found.defects[:20])
     assert found.outcomes.total() == num_mutants
     assert found.grown_mb < MAX_MB
-    for name in MUTATIONS:  # mutants of each file reach both ends
-        outcomes = [outcome for file, outcome in found.outcomes if file == name]
-        assert "loaded" in outcomes, name
-        assert len(outcomes) > 1, name
+    for name, _ in kinds:  # mutants of each file reach both ends
+        assert "loaded" in outcomes[name], name
+        assert len(outcomes[name]) > 1, name
+
+
+def write_plain(folder: Path) -> list[Path]:
+    return [write_checkpoint(folder / name, config) for name, config in FAMILIES.items()]
 
 
 def test_mutated_files_load_or_are_refused_in_our_own_words(tmp_path: Path) -> None:
-    num_mutants = 50 * len(KINDS)
-    check(run_mutants(num_mutants, tmp_path), num_mutants)
+    check_mutants(50 * len(KINDS), tmp_path, KINDS, write_plain(tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * 3600)
 def test_a_hundred_thousand_mutated_files(tmp_path: Path) -> None:
-    started = time.monotonic()
-    found = run_mutants(NUM_FULL, tmp_path)
-    outcomes = {
-        name: dict(sorted((kind, n) for (_, kind), n in group))
-        for name, group in itertools.groupby(sorted(found.outcomes.items()), key=lambda entry: entry[0][0])
-    }
-    numbers = {"mutants": NUM_FULL, "seconds": time.monotonic() - started, "slowest_s": found.slowest_s}
-    print(json.dumps({"name": "mutated files", **numbers, "grown_mb": found.grown_mb, "outcomes": outcomes}))
-    check(found, NUM_FULL)
+    check_mutants(NUM_FULL, tmp_path, KINDS, write_plain(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from packed_checkpoints import FORMATS, in_mlx_form, pack_state, plain_state, write
+from penstock.errors import CheckpointError
 from penstock.models.source import ModelSource, find_model
 from penstock.weights.load import load_model
 from penstock.weights.quantized import find_format, open_weights
@@ -21,6 +23,7 @@ from penstock.weights.stored import StoredTensor
 from small_models import HYBRID_DENSE, HYBRID_MOE, LLAMA, prompt
 from step_inputs import ByHand
 
+REFUSED = ("bitsandbytes", "eetq", "aqlm", "quanto", "torchao", "fbgemm_fp8", "mxfp4", "auto-round", "quark")
 VALUES = Path(__file__).parent / "data" / "quantized_values.safetensors"
 
 
@@ -47,7 +50,7 @@ CASES = read_cases()
 
 def open_parts(folder: Path, quantization: dict[str, Any], parts: dict[str, Tensor]) -> list[StoredTensor]:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: part.contiguous() for name, part in parts.items()}, folder / "model.safetensors")
+    save_file({name: part.clone().contiguous() for name, part in parts.items()}, folder / "model.safetensors")
     source = ModelSource("small", folder, {"quantization_config": quantization})
     return open_weights(source, find_format(source))
 
@@ -214,3 +217,164 @@ def test_scales_of_activations_and_of_the_kv_cache_are_not_weights(tmp_path: Pat
     for name in ("self_attn.k_scale", "self_attn.v_proj.v_scale", "mlp.up_proj.input_scale"):
         packed[f"model.layers.0.{name}"] = torch.ones(1)
     assert_same(load(write(tmp_path / "with", packed, config)), without)
+
+
+# Bad files
+
+
+def error_of(folder: Path, quantization: dict[str, Any], parts: dict[str, Tensor]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        [weight.load() for weight in open_parts(folder, quantization, parts)]
+    error = caught.value
+    assert error.what
+    assert error.why
+    assert error.todo
+    return str(error)
+
+
+def without(parts: dict[str, Tensor], *endings: str) -> dict[str, Tensor]:
+    return {name: part for name, part in parts.items() if not name.endswith(endings)}
+
+
+GPTQ_CASE, AWQ_CASE, MLX_CASE = "gptq int4 64", "awq int4 64", "mlx affine 4 64"
+PACKED_CASE, ASYMMETRIC_CASE = "packed int4 64 symmetric", "packed int4 64 asymmetric"
+FP8_CASE, BLOCK_CASE, NVFP4_CASE = "float-quantized channel", "float-quantized block", "nvfp4"
+
+
+@pytest.mark.parametrize(
+    ("case", "lost", "message"),
+    [
+        (GPTQ_CASE, ".scales", "x.weight lacks its scales (there is x.g_idx, x.qweight, x.qzeros)"),
+        (GPTQ_CASE, ".qzeros", "x.weight lacks its qzeros"),
+        (GPTQ_CASE, ".qweight", "x.weight lacks its codes"),
+        (AWQ_CASE, ".qzeros", "x.weight lacks its qzeros"),
+        (MLX_CASE, ".biases", "x.weight lacks its biases"),
+        (MLX_CASE, ".weight", "x.weight lacks its codes (there is x.biases, x.scales)"),
+        (PACKED_CASE, ".weight_scale", "x.weight lacks its weight_scale"),
+        (PACKED_CASE, ".weight_shape", "x.weight lacks its weight_shape"),
+        (ASYMMETRIC_CASE, ".weight_zero_point", "x.weight lacks its weight_zero_point"),
+        (FP8_CASE, ".weight", "x.weight lacks its codes (there is x.weight_scale)"),
+        (NVFP4_CASE, ".weight_global_scale", "x.weight lacks its weight_global_scale"),
+    ],
+)
+def test_a_part_that_is_missing_is_named(tmp_path: Path, case: str, lost: str, message: str) -> None:
+    config, parts, _ = CASES[case]
+    assert message in error_of(tmp_path, config, without(parts, lost))
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "change", "message"),
+    [
+        (GPTQ_CASE, "scales", lambda t: t[:1], "x.scales is [1, 32], expected [2, 32]"),
+        (GPTQ_CASE, "scales", lambda t: t.int(), "x.scales is int32, expected float32 or bfloat16 or"),
+        (GPTQ_CASE, "qweight", lambda t: t.float(), "x.qweight is float32, expected int32 or uint32"),
+        (GPTQ_CASE, "qzeros", lambda t: t[:, :1], "x.qzeros is [2, 1], expected [2, 4]"),
+        (GPTQ_CASE, "qweight", lambda t: t[:0], "x.qweight is [0, 32], which holds nothing"),
+        (GPTQ_CASE, "g_idx", lambda t: t[:5], "x.g_idx is [5], expected [128]"),
+        (GPTQ_CASE, "g_idx", lambda t: t + 9, "x.g_idx does not put 64 columns into each group"),
+        (GPTQ_CASE, "g_idx", lambda t: t - 9, "x.g_idx does not put 64 columns into each group"),
+        (AWQ_CASE, "scales", lambda t: t[:, :8], "x.scales is [2, 8], expected [2, 32]"),
+        (MLX_CASE, "scales", lambda t: t[:, :1], "x.weight is [16, 16], expected [16, 8]"),
+        (MLX_CASE, "biases", lambda t: t[:1], "x.biases is [1, 2], expected [16, 2]"),
+        (MLX_CASE, "scales", lambda t: t[0, 0], "expected [16, 0]"),
+        (PACKED_CASE, "weight_scale", lambda t: t[:3], "x.weight_scale is [3, 2], expected [16, 2]"),
+        (
+            PACKED_CASE,
+            "weight_shape",
+            lambda t: t * 2,
+            "x.weight_shape is [32, 256], and x.weight_packed [16,",
+        ),
+        (PACKED_CASE, "weight_shape", lambda t: t - 2**40, "x.weight_shape is [-"),
+        (
+            ASYMMETRIC_CASE,
+            "weight_zero_point",
+            lambda t: t[:1],
+            "x.weight_zero_point is [1, 2], expected [2,",
+        ),
+        (FP8_CASE, "weight", lambda t: t.float(), "x.weight is float32, expected float8_e4m3fn"),
+        (BLOCK_CASE, "weight_scale", lambda t: t[:1], "x.weight_scale is [1, 2], expected [2, 2]"),
+        (NVFP4_CASE, "weight_scale", lambda t: t[:, :1], "x.weight_scale is [16, 1], expected [16, 8]"),
+        (NVFP4_CASE, "weight_packed", lambda t: t[0], "x.weight_packed is [64], expected two dimensions or"),
+    ],
+)
+def test_a_part_that_does_not_fit_is_named_with_what_was_expected(
+    tmp_path: Path, case: str, part: str, change: Callable[[Tensor], Tensor], message: str
+) -> None:
+    config, parts, _ = CASES[case]
+    assert message in error_of(tmp_path, config, {**parts, f"x.{part}": change(parts[f"x.{part}"])})
+
+
+def test_all_that_is_wrong_with_the_parts_is_one_error(tmp_path: Path) -> None:
+    config, parts, _ = CASES[GPTQ_CASE]
+    state = {name.replace("x.", f"layers.{i}."): part for i in range(30) for name, part in parts.items()}
+    text = error_of(tmp_path, config, without(state, ".scales"))
+    assert text.startswith(f"The weights at {tmp_path} cannot be read\n")
+    assert "  layers.0.weight lacks its scales" in text
+    assert "  and 10 more problems." in text
+
+
+@pytest.mark.parametrize(
+    ("case", "lie", "message"),
+    [
+        (GPTQ_CASE, {"bits": 8}, "x.scales is [2, 32], expected [1, 32]"),
+        (GPTQ_CASE, {"bits": 3}, "x.qweight is [16, 32], expected"),
+        (GPTQ_CASE, {"bits": 5}, "bits in config.json is 5\nIt must be one of 2, 3, 4, 8."),
+        (GPTQ_CASE, {"bits": "4"}, "bits in config.json is '4'"),
+        (GPTQ_CASE, {"bits": None}, "config.json has no bits"),
+        (GPTQ_CASE, {"group_size": 32}, "x.scales is [2, 32], expected [4, 32]"),
+        (GPTQ_CASE, {"group_size": 0}, "group_size in config.json is 0"),
+        (GPTQ_CASE, {"group_size": True}, "group_size in config.json is True"),
+        (GPTQ_CASE, {"checkpoint_format": "marlin"}, "checkpoint_format of gptq in config.json is 'marlin'"),
+        (GPTQ_CASE, {"is_marlin_format": True}, "quantization_config of gptq has is_marlin_format"),
+        (GPTQ_CASE, {"dynamic": {"+:(": {"bits": 8}}}, "a pattern of dynamic in config.json is '+:('"),
+        (GPTQ_CASE, {"dynamic": {"+:x": 8}}, "dynamic of +:x in config.json is 8"),
+        (AWQ_CASE, {"version": "gemv"}, "version of awq in config.json is 'gemv'\nIt must be 'gemm'"),
+        (AWQ_CASE, {"group_size": 128}, "x.scales is [2, 32], expected [1, 32]"),
+        (MLX_CASE, {"bits": 8}, "x.weight is [16, 16], expected [16, 32]"),
+        (MLX_CASE, {"group_size": 32}, "x.weight is [16, 16], expected [16, 8]"),
+        (MLX_CASE, {"mode": "nf4"}, "mode of quantization in config.json is 'nf4'"),
+        (MLX_CASE, {"rotation": 3}, "quantization of rotation in config.json is 3"),
+        (PACKED_CASE, {"format": "marlin-24"}, "format of compressed-tensors in config.json is 'marlin-24'"),
+        (PACKED_CASE, {"transform_config": {"R1": {}}}, "compressed-tensors has transform_config"),
+        (PACKED_CASE, {"config_groups": {"a": ["Linear"]}}, "config_groups.a in config.json is ['Linear']"),
+        (PACKED_CASE, {"config_groups": {}}, "no group of config_groups has it as a target"),
+        (BLOCK_CASE, {"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size in config.json"),
+        ("mxfp4", {"format": "mxfp6-pack-quantized"}, "'mxfp6-pack-quantized'"),
+    ],
+)
+def test_a_config_that_lies_about_the_parts_is_refused(
+    tmp_path: Path, case: str, lie: dict[str, Any], message: str
+) -> None:
+    config, parts, _ = CASES[case]
+    changed = {**config, **lie}
+    if "weight_block_size" in lie:
+        changed = lie
+    assert message in error_of(tmp_path, changed, parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "method"),
+    [
+        *(({"quantization_config": {"quant_method": name}}, name) for name in REFUSED),
+        ({"text_config": {"quantization_config": {"quant_method": "hqq"}}}, "hqq"),
+        ({"quantization": "exl2"}, "exl2"),
+        ({"quantization_config": {"x": 1}}, "by a method that config.json does not name"),
+    ],
+)
+def test_another_method_is_refused_by_name_with_those_that_are_read(
+    tmp_path: Path, changes: dict[str, Any], method: str
+) -> None:
+    folder = write(tmp_path, plain_state(LLAMA), {**LLAMA, **changes})
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert f"is quantised ({method}), which cannot be loaded" in str(caught.value)
+    assert "fp8, compressed-tensors, gptq, awq, mlx, modelopt" in str(caught.value)
+
+
+def test_codes_without_their_scales_are_told_from_plain_numbers(tmp_path: Path) -> None:
+    packed, _ = pack_state(plain_state(LLAMA), FORMATS["fp8"])
+    lost = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    del packed[lost]
+    folder = write(tmp_path, packed, {**LLAMA, "quantization_config": FORMATS["fp8"].quantization})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\.weight is float8_e4m3fn"):
+        load(folder)
