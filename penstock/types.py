@@ -442,6 +442,16 @@ class EngineInfo:
     hidden_size: int = 0
     has_head: bool = True  # False: it gives vectors, and no text
     num_labels: int = 0  # of its classifier; 0: it has none
+    weight_scheme: str = ""  # how the checkpoint stores most of its weights, such as "int4 g128"
+    bits_per_weight: float = 0.0  # of all of them in the checkpoint
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """How they are stored, and in what they are computed with."""
+        stored = {"scheme": self.weight_scheme or self.dtype}
+        if self.bits_per_weight:
+            stored |= {"bits_per_weight": self.bits_per_weight}
+        return {**stored, "dtype": self.dtype}
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,18 @@ def test_fp8_blocks_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
     assert torch.equal(weight.load(), expected)
 
 
+@pytest.mark.parametrize("block", [[2**24, 2**24], "128x128", [130, 1], [1, 140], [7, 11]])
+def test_blocks_may_be_larger_than_the_weight_and_need_not_divide_it(tmp_path: Path, block: Any) -> None:
+    height, width = map(int, block.split("x")) if isinstance(block, str) else block
+    codes = torch.randn(130, 140).to(torch.float8_e4m3fn)
+    scale = torch.rand(-(-130 // height), -(-140 // width))
+    config = {"quant_method": "fp8", "weight_block_size": block}
+    [weight] = open_parts(tmp_path, config, {"x.weight": codes, "x.weight_scale_inv": scale})
+    expected = codes.float() * scale[torch.arange(130) // height][:, torch.arange(140) // width]
+    assert torch.equal(weight.load(), expected)
+    assert torch.equal(weight.load(slice(60, 129)), expected[60:129])
+
+
 def test_fused_experts_of_fp8_are_read_by_expert(tmp_path: Path) -> None:
     codes, scale = torch.randn(3, 40, 50).to(torch.float8_e4m3fn), torch.rand(3, 2, 2)
     parts = {"mlp.experts.gate_up_proj": codes, "mlp.experts.gate_up_proj_scale_inv": scale}
@@ -339,6 +351,7 @@ def test_all_that_is_wrong_with_the_parts_is_one_error(tmp_path: Path) -> None:
         (PACKED_CASE, {"config_groups": {"a": ["Linear"]}}, "config_groups.a in config.json is ['Linear']"),
         (PACKED_CASE, {"config_groups": {}}, "no group of config_groups has it as a target"),
         (BLOCK_CASE, {"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size in config.json"),
+        (BLOCK_CASE, {"quant_method": "fp8", "weight_block_size": [2**40, 1]}, "from 1 to 16,777,216"),
         ("mxfp4", {"format": "mxfp6-pack-quantized"}, "'mxfp6-pack-quantized'"),
     ],
 )

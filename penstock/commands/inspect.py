@@ -15,7 +15,7 @@ from penstock.commands.console import human_bytes, human_count, print_table
 from penstock.commands.flags import add_flags, add_model_argument, read_settings
 from penstock.commands.roofline import Roofline, text_config
 from penstock.config import EngineConfig, from_mapping
-from penstock.models.source import find_model
+from penstock.models.source import find_model, has_weight_files
 
 DESCRIPTION = "Parameters, bytes and what fits here, of a model folder or of a preset."
 USAGE = "penstock inspect [MODEL] [flags]"
@@ -60,11 +60,15 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
 
     from penstock.models import build_model
     from penstock.weights.load import resolve_dtype
+    from penstock.weights.quantized import find_format, open_weights
+    from penstock.weights.storage_report import describe_storage
 
     # What is stored, whatever this machine would compute in: a size should not depend on who asks.
     torch_dtype = resolve_dtype(config.dtype, source.config, "cuda")
     model = build_model(source.config, torch_dtype, torch.device("meta"))
     roofline = Roofline.of(model, source.config, torch_dtype.itemsize, config.state_bytes)
+    has_weights = source.path is not None and has_weight_files(source.path)
+    stored = open_weights(source, find_format(source)) if has_weights else None
     machine = find_machine()
     parameters = roofline.parameters
     free = int(machine.free_bytes * _MEMORY_SHARE) - roofline.weight_bytes
@@ -81,6 +85,7 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
         },
         "max_context": longest,
         "weight_bytes": roofline.weight_bytes,
+        "storage": None if stored is None else describe_storage(stored),
         "kv_bytes_per_token": roofline.kv_bytes_per_token,
         "state_bytes_per_request": roofline.state_bytes_per_request,
         "machine": {
@@ -122,6 +127,8 @@ def _print_report(report: dict[str, Any]) -> None:
         ["longest context", f"{report['max_context']:,} tokens"],
     ]
     print_table([report["model"], ""], rows)
+    if report["storage"] is not None:
+        _print_storage(report["storage"])
     machine = report["machine"]
     free, total = human_bytes(machine["free_bytes"]), human_bytes(machine["total_bytes"])
     print(f"{machine['name']}: {free} free of {total}.")
@@ -132,3 +139,12 @@ def _print_report(report: dict[str, Any]) -> None:
         ["tokens each", "requests at once"],
         [[f"{int(context):,}", f"{count:,}"] for context, count in report["fits"].items()],
     )
+
+
+def _print_storage(storage: dict[str, Any]) -> None:
+    rows = [
+        [row["group"], row["scheme"], f"{row['bits_per_weight']:.2f}", human_bytes(row["bytes"])]
+        for row in storage["groups"]
+    ]
+    rows.append(["all", "", f"{storage['bits_per_weight']:.2f}", human_bytes(storage["bytes"])])
+    print_table(["stored", "scheme", "bits a weight", "bytes"], rows)

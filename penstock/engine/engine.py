@@ -9,7 +9,7 @@ The engine knows token ids; text is somebody else's business.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Engine:
         name: str,
         on_phase: OnPhase = lambda _: None,
         tokenizer_file: Path | None = None,  # what grammars are compiled for
+        storage: Mapping[str, Any] | None = None,  # how the checkpoint stores the weights
     ) -> None:
         """Takes a model whose weights are in place and the memory its cache may use."""
         device = model.device
@@ -92,6 +93,8 @@ class Engine:
             hidden_size=model.config.hidden_size,
             has_head=model.has_head,
             num_labels=model.num_labels,
+            weight_scheme=storage["scheme"] if storage else "",
+            bits_per_weight=storage["bits_per_weight"] if storage else 0.0,
         )
         self._overlap = device.type == "cuda" if config.overlap is None else config.overlap
         self._pending: PendingStep | None = None
@@ -113,6 +116,7 @@ class Engine:
         tokenizer: str | None = None,  # a folder or tokenizer.json, if not the model's own
     ) -> Engine:
         device = pick_device(config.device)
+        storage: dict[str, Any] = {}
         with on_device(torch.device(device)):
             with timed("weights", on_phase) as report:
                 model = load_model(
@@ -122,8 +126,9 @@ class Engine:
                     random_weights=config.random_weights,
                     seed=config.weights_seed,
                     on_phase=report,
+                    on_storage=storage.update,
                 )
-            return cls(model, config, source.name, on_phase, _tokenizer_file(tokenizer, source))
+            return cls(model, config, source.name, on_phase, _tokenizer_file(tokenizer, source), storage)
 
     def submit(self, request: Request) -> None:
         """Refuses what would end the engine for everybody: the device indexes with these ids unchecked."""

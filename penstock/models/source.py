@@ -72,6 +72,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def has_weight_files(path: Path) -> bool:
+    """Whether there are weights at all: a config.json alone has a size, too."""
+    files = path.iterdir() if path.is_dir() else [path]
+    return any(file.suffix in WEIGHT_SUFFIXES for file in files)
+
+
 def _open_path(path: Path) -> ModelSource:
     folder = path if path.is_dir() else path.parent
     if not path.is_dir() and path.suffix == ".gguf":

@@ -54,7 +54,8 @@ class Operations:
         elif client.info is None:
             answer |= {"phase": dataclasses.asdict(client.phase)}
         else:
-            answer |= {"model": self._serving.model_name, "stats": sum_stats(replicas)}
+            answer |= {"model": self._serving.model_name, "weights": client.info.weights}
+            answer |= {"stats": sum_stats(replicas)}
         answer["sampling"] = self._serving.config.silent_sampling  # of requests that do not say
         answer["replicas"] = replicas
         return json_response(answer, 200 if answer["status"] == "ok" else 503)

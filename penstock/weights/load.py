@@ -27,6 +27,7 @@ from penstock.progress import OnPhase, Phase
 from penstock.weights.checkpoint import list_some
 from penstock.weights.quantized import find_format, open_weights
 from penstock.weights.random_weights import fill_parameter
+from penstock.weights.storage_report import describe_storage
 from penstock.weights.stored import StoredTensor
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -43,6 +44,7 @@ def load_model(
     seed: int,
     on_phase: OnPhase,
     with_drafting_head: bool = False,  # it takes memory, and a plain step does not read it
+    on_storage: Callable[[dict[str, Any]], None] = lambda _: None,  # hears how the weights are stored
 ) -> nn.Module:
     """The model of a source on a device, ready to run."""
     if source.path is None and not random_weights:
@@ -59,7 +61,8 @@ def load_model(
     if random_weights or source.path is None:
         _fill(model, seed, progress)
     else:
-        _copy(model, source.path, open_weights(source, format), progress)
+        wanted = _copy(model, source.path, open_weights(source, format), progress)
+        on_storage(describe_storage(wanted))
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)  # the time reported is the time it took
     progress.finish()
@@ -130,7 +133,9 @@ def _fill(model: nn.Module, seed: int, progress: _Progress) -> None:
         progress.advance(parameter.numel() * parameter.element_size())
 
 
-def _copy(model: nn.Module, path: Path, stored: list[StoredTensor], progress: _Progress) -> None:
+def _copy(
+    model: nn.Module, path: Path, stored: list[StoredTensor], progress: _Progress
+) -> list[StoredTensor]:
     placements = model.placements([tensor.name for tensor in stored])  # type: ignore[operator]
     wanted = match_tensors(path, stored, placements, model.ignored)  # type: ignore[arg-type]
     progress.start(sum(tensor.num_bytes for tensor in wanted))
@@ -147,17 +152,18 @@ def _copy(model: nn.Module, path: Path, stored: list[StoredTensor], progress: _P
             filled_by[place] = tensor.name
             _fill_place(target, tensor, placement)
         progress.advance(tensor.num_bytes)
+    return wanted
 
 
 def _fill_place(target: Tensor, tensor: StoredTensor, placement: Placement) -> None:
-    """What is quantised grows up to sixteenfold when it is expanded, so it is read some rows at a time."""
+    """What is quantised grows up to sixteenfold when it is expanded: where it is needed, rows at a time."""
     if tensor.read_codes is None or placement.convert is not None or placement.rows is not None:
         target.copy_(_converted(tensor, placement))
         return
     num_rows = max(1, EXPANDED_ELEMENTS // math.prod(tensor.shape[1:]))
     for first in range(0, tensor.shape[0], num_rows):
         rows = slice(first, first + num_rows)
-        target[rows].copy_(tensor.load(rows))
+        target[rows].copy_(tensor.read_codes(rows).to(target.device).dequantize())
 
 
 def _converted(tensor: StoredTensor, placement: Placement) -> Tensor:

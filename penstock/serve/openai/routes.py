@@ -79,11 +79,16 @@ class OpenAIRoutes:
             "root": name,
             "max_model_len": self._max_model_len(),
             "tasks": self._tasks(),
+            "weights": self._weights(),
         }
 
     def _tasks(self) -> list[str] | None:
         info = self._serving.client.info
         return None if info is None else self._text.vectors.tasks(info)
+
+    def _weights(self) -> dict[str, Any] | None:
+        info = self._serving.client.info
+        return None if info is None else info.weights
 
     def _max_model_len(self) -> int | None:
         info = self._serving.client.info

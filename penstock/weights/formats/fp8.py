@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from penstock.models.reading import unusable
+from penstock.models.reading import MAX_NUMBER, unusable
 from penstock.weights.codes import Codes, Scales
 from penstock.weights.formats.parts import (
     CODES,
@@ -45,12 +46,18 @@ def read_config(config: Mapping[str, Any]) -> Format:
 
 
 def read_block(config: Mapping[str, Any], key: str) -> tuple[int, int] | None:
+    """Rows and columns; early files of compressed-tensors have them as "128x128"."""
     block = config.get(key)
     if block is None:
         return None
-    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-        raise unusable(key, block, "two whole numbers above 0")
-    return block[0], block[1]
+    sizes = block
+    if isinstance(block, str) and re.fullmatch(r"\d{1,8}x\d{1,8}", block, re.ASCII):
+        sizes = [int(size) for size in block.split("x")]
+    if not isinstance(sizes, list) or len(sizes) != 2:
+        raise unusable(key, block, "two whole numbers")
+    if not all(type(size) is int and 1 <= size <= MAX_NUMBER for size in sizes):
+        raise unusable(key, block, f"two whole numbers from 1 to {MAX_NUMBER:,}")
+    return sizes[0], sizes[1]
 
 
 def open_scaled(parts: Parts, block: tuple[int, int] | None, role: str) -> StoredTensor:
