@@ -93,10 +93,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any]) -> Path:
+def write_checkpoint(
+    folder: Path, config: dict[str, Any], state: dict[str, torch.Tensor] | None = None
+) -> Path:
     folder.mkdir()
-    placements = build_model(config, torch.float32, torch.device("meta")).placements()  # type: ignore[operator]
-    state = {name: torch.full(place.shape, 0.02) for name, place in placements.items()}
+    if state is None:
+        model: Any = build_model(config, torch.float32, torch.device("meta"))
+        state = {name: torch.full(place.shape, 0.02) for name, place in model.placements().items()}
     weight_map = {name: SHARDS[place % 2] for place, name in enumerate(state)}
     for shard in SHARDS:
         save_file({name: state[name] for name in state if weight_map[name] == shard}, folder / shard)

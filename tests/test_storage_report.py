@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from gguf_files import CONFIGS, random_state, write_embedded, write_folder, write_gguf
+from packed_checkpoints import FORMATS, in_mlx_form, pack_state, plain_state, write
 from penstock.cli import main
+from penstock.models.source import find_model
 from penstock.weights.gguf_reader import open_gguf
+from penstock.weights.quantized import find_format, open_weights
 from penstock.weights.storage_report import describe_storage
 from penstock.weights.stored import StoredTensor
 from serving import start_server
+from small_models import HYBRID_MOE, LLAMA
 
 
 def test_every_weight_is_counted_once_by_part_and_scheme(tmp_path: Path) -> None:
@@ -98,3 +102,39 @@ def test_a_server_of_a_gguf_file_answers_and_says_how_its_weights_are_stored(tmp
         }
         reply = server.http.post(f"{server.url}/v1/chat/completions", json=body).json()
         assert json.loads(reply["choices"][0]["message"]["content"]) == {"sum": 5}
+
+
+def write_packed(folder: Path) -> Path:
+    format = FORMATS["int4"]
+    packed, _ = pack_state(plain_state(LLAMA), format)
+    return write(folder, packed, {**LLAMA, "quantization_config": format.quantization})
+
+
+def test_bits_are_those_of_codes_and_scales_together(tmp_path: Path) -> None:
+    source = find_model(str(write_packed(tmp_path)))
+    storage = describe_storage(open_weights(source, find_format(source)))
+    assert storage.schemes[0] == "int4 g32"
+    groups = {group.part: group for group in storage.groups}
+    assert groups["embedding"].scheme == "float32"
+    mlp = groups["MLP"]
+    assert mlp.num_weights == 2 * 3 * 64 * 96
+    # Scales are bfloat16, and each of the six matrices stores its shape as two numbers of 8 bytes.
+    assert mlp.num_bytes == mlp.num_weights * (4 + 16 / 32) / 8 + 6 * 16
+
+
+def test_experts_that_were_stacked_are_counted_once(tmp_path: Path) -> None:
+    packed, _ = pack_state(plain_state(HYBRID_MOE), FORMATS["mlx"])
+    state = in_mlx_form(packed, "language_model.")
+    folder = write(tmp_path, state, {**HYBRID_MOE, "quantization": FORMATS["mlx"].quantization})
+    source = find_model(str(folder))
+    storage = describe_storage(open_weights(source, find_format(source)))
+    assert storage.num_bytes == sum(part.nbytes for part in state.values())
+    experts = {group.scheme: group.bits_per_weight for group in storage.groups if group.part == "experts"}
+    # 4, and a scale and a bias of 16 bits for each 32; a row of down_proj is as long as a group.
+    assert experts == {"int4 g32": 5.0, "int4 per channel": 5.0}
+
+
+def test_inspect_needs_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert main(["inspect", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stored"] is None

@@ -262,28 +262,6 @@ def test_integer_weights_are_refused_by_dtype(tmp_path: Path) -> None:
     assert "model.embed_tokens.weight is int8" in text
 
 
-MLX = {"group_size": 64, "bits": 4}
-
-
-@pytest.mark.parametrize(
-    ("changes", "method"),
-    [
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
-        ({"text_config": {"quantization_config": {"quant_method": "gptq"}}}, "gptq"),
-        ({"quantization": {"quant_algo": "NVFP4"}}, "NVFP4"),
-        ({"quantization": MLX, "quantization_config": MLX}, "by MLX, to 4 bits"),
-        ({"quantization": MLX}, "by MLX, to 4 bits"),
-        ({"quantization_config": {"x": 1}}, "by a method that config.json does not name"),
-    ],
-)
-def test_a_quantised_checkpoint_is_refused_by_its_method(
-    tmp_path: Path, changes: dict[str, Any], method: str
-) -> None:
-    text = error_of(lambda: load(write_checkpoint(tmp_path, make_state(), {**CONFIG, **changes})))
-    assert f"is quantised ({method}), which cannot be loaded yet" in text
-    assert "Loaded are float32, bfloat16 and float16 weights" in text
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.pt"])
 @pytest.mark.parametrize(
     ("content", "what", "todo"),

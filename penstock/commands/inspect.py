@@ -16,9 +16,7 @@ from penstock.commands.console import human_bytes, human_count, print_table
 from penstock.commands.flags import add_flags, add_model_argument, read_settings
 from penstock.commands.roofline import Roofline, text_config
 from penstock.config import EngineConfig, from_mapping
-from penstock.errors import CheckpointError
-from penstock.gguf.header import is_gguf
-from penstock.models.source import find_model
+from penstock.models.source import ModelSource, find_model, has_weight_files
 
 DESCRIPTION = "Parameters, bytes and what fits here, of a model folder or of a preset."
 USAGE = "penstock inspect [MODEL] [flags]"
@@ -69,7 +67,7 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
     torch_dtype = resolve_dtype(config.dtype, source.config, "cuda")
     model = build_model(source.config, torch_dtype, torch.device("meta"))
     roofline = Roofline.of(model, source.config, torch_dtype.itemsize, config.state_bytes)
-    storage = _find_storage(source.path)
+    storage = _find_storage(source)
     machine = find_machine()
     parameters = roofline.parameters
     free = int(machine.free_bytes * _MEMORY_SHARE) - roofline.weight_bytes
@@ -103,19 +101,14 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _find_storage(path: Path | None) -> dict[str, Any] | None:
+def _find_storage(source: ModelSource) -> dict[str, Any] | None:
     """How the files store the weights; None: there are none, or only their config."""
-    if path is None:
+    if source.path is None or not has_weight_files(source.path):
         return None
-    from penstock.weights.checkpoint import open_checkpoint
+    from penstock.weights.quantized import find_format, open_weights
     from penstock.weights.storage_report import describe_storage
 
-    try:
-        storage = describe_storage(open_checkpoint(path))
-    except CheckpointError:
-        if is_gguf(path):
-            raise
-        return None  # a folder with nothing but a config is told what its model would need
+    storage = describe_storage(open_weights(source, find_format(source)))
     return {
         "num_bytes": storage.num_bytes,
         "bits_per_weight": round(storage.bits_per_weight, 2),

@@ -76,6 +76,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def has_weight_files(path: Path) -> bool:
+    """Whether there are weights at all: a config.json alone has a size, too."""
+    files = path.iterdir() if path.is_dir() else [path]
+    return any(file.suffix in (*WEIGHT_SUFFIXES, ".gguf") for file in files)
+
+
 def _open_path(path: Path) -> ModelSource:
     if path.is_dir() and not any(entry.suffix in WEIGHT_SUFFIXES for entry in path.iterdir()):
         path = find_gguf(path) or path

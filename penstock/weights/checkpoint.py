@@ -39,7 +39,7 @@ def open_checkpoint(path: Path) -> list[StoredTensor]:
     try:
         return _open_file(path)
     except CheckpointError as error:
-        raise _damaged(path, [error]) from error
+        raise damaged(path, [error]) from error
 
 
 def list_some(names: list[str]) -> str:
@@ -109,11 +109,11 @@ def _open_indexed(folder: Path, index_path: Path) -> list[StoredTensor]:
             problems.append(CheckpointError(problem))
         tensors += in_shard
     if problems:
-        raise _damaged(folder, problems)
+        raise damaged(folder, problems)
     return tensors
 
 
-def _damaged(path: Path, problems: list[CheckpointError]) -> CheckpointError:
+def damaged(path: Path, problems: list[CheckpointError]) -> CheckpointError:
     """All of them in one error; what one of them says to do comes first, and once."""
     listed = [error.what for error in problems[:MAX_LISTED]]
     if len(problems) > MAX_LISTED:

@@ -7,7 +7,8 @@ numbers in fewer bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,12 +21,18 @@ class Scales:
     fine: Tensor  # [..., N / block_n, K / block_k]  any dtype
     coarse: Tensor | None = None  # broadcasts to `fine` after `repeat` of its last dimension
     repeat: int = 1  # blocks of `fine` in a row for each number of `coarse`
+    divides: bool = False  # `fine / coarse`, in the one format that stores the inverse
+
+    def to(self, device: torch.device) -> Scales:
+        coarse = None if self.coarse is None else self.coarse.to(device)
+        return replace(self, fine=self.fine.to(device), coarse=coarse)
 
     def expand(self) -> Tensor:  # float32, the shape of `fine`
         fine = self.fine.float()
         if self.coarse is None:
             return fine
-        return self.coarse.float().repeat_interleave(self.repeat, -1) * fine
+        coarse = self.coarse.float().repeat_interleave(self.repeat, -1)
+        return fine / coarse if self.divides else coarse * fine
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +51,40 @@ class Codes:
     levels: Tensor | None = None  # [2 ** bits] float32
     columns: Tensor | None = None  # [K]  column j holds input columns[j]; None: they are in order
 
+    def to(self, device: torch.device) -> Codes:
+        """The same codes on a device, where `dequantize` gives the same bits."""
+        moved = {
+            name: part.to(device)
+            for name in ("values", "scales", "zeros", "offsets", "levels", "columns")
+            if (part := getattr(self, name)) is not None
+        }
+        return replace(self, **moved)
+
     def dequantize(self) -> Tensor:  # [..., N, K] float32
-        values = self.values.float() if self.levels is None else self.levels[self.values.long()]
+        if self.levels is None:
+            weight = self.values.to(torch.float32, copy=True)  # it is changed in place
+        else:
+            weight = self.levels[self.values.long()]
         if self.zeros is not None:
-            values = values - self._spread(self.zeros.float())
-        weight = values * self._spread(self.scales.expand())
+            weight = self._each_block(torch.Tensor.sub_, weight, self.zeros.float())
+        weight = self._each_block(torch.Tensor.mul_, weight, self.scales.expand())
         if self.offsets is not None:
-            weight = weight + self._spread(self.offsets.expand())
+            weight = self._each_block(torch.Tensor.add_, weight, self.offsets.expand())
         if self.columns is None:
             return weight
         ordered = torch.empty_like(weight)
         ordered[..., self.columns.long()] = weight
         return ordered
 
-    def _spread(self, per_block: Tensor) -> Tensor:
-        """A number a block as a number an element; the last blocks may be cut off by the matrix's end."""
-        num_rows, num_columns = self.values.shape[-2:]
-        rows, columns = self.block
+    def _each_block(
+        self, change: Callable[[Tensor, Tensor], Tensor], weight: Tensor, per_block: Tensor
+    ) -> Tensor:
+        """Changes a weight by a number for each block; the last blocks may be cut off by the matrix's end."""
+        num_rows, num_columns = weight.shape[-2:]
+        rows, columns = min(self.block[0], num_rows), min(self.block[1], num_columns)
+        if weight.numel() and num_rows % rows == 0 and num_columns % columns == 0:
+            blocks = weight.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+            change(blocks, per_block[..., :, None, :, None])
+            return weight
         spread = per_block.repeat_interleave(columns, -1)[..., :num_columns]
-        return spread if rows == 1 else spread.repeat_interleave(rows, -2)[..., :num_rows, :]
+        return change(weight, spread.repeat_interleave(rows, -2)[..., :num_rows, :])

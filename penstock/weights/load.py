@@ -6,6 +6,7 @@ the checkpoint holds before a byte is read, then follows it. Knows no architectu
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -19,19 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CapacityError, CheckpointError
-from penstock.file_kinds import LOADABLE
 from penstock.models import build_model
 from penstock.models.placement import Placement
 from penstock.models.source import ModelSource
 from penstock.progress import OnPhase, Phase
-from penstock.weights.checkpoint import list_some, open_checkpoint
+from penstock.weights.checkpoint import list_some
+from penstock.weights.quantized import find_format, open_weights
 from penstock.weights.random_weights import fill_parameter
 from penstock.weights.storage_report import describe_storage
 from penstock.weights.stored import StoredTensor
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NEWS_INTERVAL_S = 0.2
-MAX_METHOD_CHARS = 64
+EXPANDED_ELEMENTS = 2**24  # of a quantised tensor that are expanded at a time, to 64 MB of float32
 
 
 def load_model(
@@ -50,8 +51,7 @@ def load_model(
             f"{source.name} is a preset: its shape is known, its weights are not here",
             todo="Give the folder of its checkpoint, or run it with --random-weights.",
         )
-    if not random_weights:
-        _refuse_quantized(source)
+    format = None if random_weights else find_format(source)
     torch_dtype = resolve_dtype(dtype, source.config, device)
     build = partial(build_model, source.config, torch_dtype, with_drafting_head=with_drafting_head)
     _check_fits(source, torch_dtype, torch.device(device), build)
@@ -60,7 +60,7 @@ def load_model(
     if random_weights or source.path is None:
         _fill(model, seed, progress)
     else:
-        _copy(model, source.path, progress)
+        _copy(model, source.path, open_weights(source, format), progress)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)  # the time reported is the time it took
     progress.finish()
@@ -91,31 +91,6 @@ def _stored_dtype(config: Mapping[str, Any]) -> str:
             if isinstance(value, str):
                 return value.removeprefix("torch.")
     return "bfloat16"
-
-
-def _refuse_quantized(source: ModelSource) -> None:
-    text_config = source.config.get("text_config")
-    for level in (source.config, text_config if isinstance(text_config, dict) else {}):
-        for key in ("quantization_config", "quantization"):
-            if quantization := level.get(key):
-                raise CheckpointError(
-                    f"{source.name} is quantised ({_quantization_method(quantization)}), "
-                    "which cannot be loaded yet",
-                    LOADABLE,
-                    "Use the unquantised checkpoint that it was made from.",
-                )
-
-
-def _quantization_method(quantization: Any) -> str:
-    """As its makers call it; MLX gives a number of bits and no name."""
-    if not isinstance(quantization, dict):
-        return str(quantization)[:MAX_METHOD_CHARS]
-    method = quantization.get("quant_method") or quantization.get("quant_algo")
-    if method:
-        return str(method)[:MAX_METHOD_CHARS]
-    if isinstance(quantization.get("bits"), int) and "group_size" in quantization:
-        return f"by MLX, to {quantization['bits']} bits"
-    return "by a method that config.json does not name"
 
 
 def _check_fits(
@@ -156,8 +131,7 @@ def _fill(model: nn.Module, seed: int, progress: _Progress) -> None:
         progress.advance(parameter.numel() * parameter.element_size())
 
 
-def _copy(model: nn.Module, path: Path, progress: _Progress) -> None:
-    stored = open_checkpoint(path)
+def _copy(model: nn.Module, path: Path, stored: list[StoredTensor], progress: _Progress) -> None:
     placements = model.placements([tensor.name for tensor in stored])  # type: ignore[operator]
     wanted = match_tensors(path, stored, placements, model.ignored)  # type: ignore[arg-type]
     model.storage = describe_storage(wanted)  # type: ignore[assignment]
@@ -173,8 +147,19 @@ def _copy(model: nn.Module, path: Path, progress: _Progress) -> None:
             _check_equal(path, filled_by[place], tensor, target, placement)
         else:
             filled_by[place] = tensor.name
-            target.copy_(_converted(tensor, placement))
+            _fill_place(target, tensor, placement)
         progress.advance(tensor.num_bytes)
+
+
+def _fill_place(target: Tensor, tensor: StoredTensor, placement: Placement) -> None:
+    """What is quantised grows up to sixteenfold when it is expanded: where it is needed, rows at a time."""
+    if tensor.read_codes is None or placement.convert is not None or placement.rows is not None:
+        target.copy_(_converted(tensor, placement))
+        return
+    num_rows = max(1, EXPANDED_ELEMENTS // math.prod(tensor.shape[1:]))
+    for first in range(0, tensor.shape[0], num_rows):
+        rows = slice(first, first + num_rows)
+        target[rows].copy_(tensor.read_codes(rows).to(target.device).dequantize())
 
 
 def targets_of(model: nn.Module) -> dict[str, Tensor]:
@@ -232,7 +217,7 @@ def match_tensors(
                 f"  {len(names)} {kind}: {list_some(names)}." for kind, names in kinds.items() if names
             ),
             "Check that the download is complete, that config.json belongs to these weights, "
-            "and that they are not quantised.",
+            "and that quantization_config says how they are quantised, if they are.",
         )
     return wanted
 

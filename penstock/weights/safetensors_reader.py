@@ -41,6 +41,7 @@ DTYPES = {
     "U32": torch.uint32,
     "U16": torch.uint16,
     "U8": torch.uint8,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "BOOL": torch.bool,
 }
 

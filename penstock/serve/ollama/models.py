@@ -102,11 +102,12 @@ class ModelCard:
     def _details(self) -> dict[str, Any]:
         info = self._serving.client.info
         dtype = "" if info is None else info.dtype
+        scheme = "" if info is None or not info.stored_as else info.stored_as[0]
         return {
             "parent_model": "",
             "format": "",
             "family": ARCHITECTURE,
             "families": [ARCHITECTURE],
             "parameter_size": "",
-            "quantization_level": PRECISIONS.get(dtype, dtype),
+            "quantization_level": PRECISIONS.get(dtype, dtype) if scheme in ("", *PRECISIONS) else scheme,
         }

@@ -1,0 +1,235 @@
+"""What the packed formats share: the parts of a weight, checked, and read for the rows that are asked for.
+
+A format says what the names of its parts end in and how they make a `StoredTensor`. Everything about a part
+that its header tells (presence, dtype, shape) is checked before a byte is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import CheckpointError
+from penstock.models.reading import read_size, unusable
+from penstock.weights.codes import Codes
+from penstock.weights.stored import StoredTensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INT32 = (torch.int32, torch.uint32)
+BYTES = (torch.uint8, torch.int8)
+CODES = "codes"  # the role of the part that holds a code for each element
+
+# About activations and the KV cache, which stay in the model's own dtype.
+UNUSED = frozenset(
+    f"{what}_{kind}"
+    for what in ("input", "activation", "output", "q", "k", "v", "kv")
+    for kind in ("scale", "zero_point", "global_scale")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What the names of a weight's parts end in, and what they make together."""
+
+    endings: Mapping[str, tuple[str, str]]  # of a part's name -> (its weight's ending, the part's role)
+    open: Callable[[Parts], StoredTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The stored tensors that make one weight, by their role."""
+
+    name: str  # of the weight
+    by_role: dict[str, StoredTensor]
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".weight")
+
+    def __contains__(self, role: str) -> bool:
+        return role in self.by_role
+
+    def take(
+        self, role: str, dtypes: Collection[torch.dtype], shape: tuple[int | None, ...] | None = None
+    ) -> StoredTensor:
+        """The part of a role, of one of these dtypes and of this shape (None: whatever size)."""
+        part = self.by_role.get(role)
+        if part is None:
+            present = ", ".join(sorted(part.name for part in self.by_role.values()))
+            raise CheckpointError(f"{self.name} lacks its {role} (there is {present})")
+        if part.dtype not in dtypes:
+            expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise CheckpointError(
+                f"{part.name} is {str(part.dtype).removeprefix('torch.')}, expected {expected}"
+            )
+        is_right = shape is None or (
+            len(part.shape) == len(shape)
+            and all(wanted in (None, size) for size, wanted in zip(part.shape, shape))
+        )
+        if not is_right:
+            raise wrong_shape(part, shape or ())
+        if role == CODES and len(part.shape) not in (2, 3):
+            raise CheckpointError(f"{part.name} is {list(part.shape)}, expected two dimensions or three")
+        if 0 in part.shape:
+            raise CheckpointError(f"{part.name} is {list(part.shape)}, which holds nothing")
+        return part
+
+    def make(
+        self, shape: tuple[int, ...], scheme: str, read_codes: Callable[[slice | None], Codes]
+    ) -> StoredTensor:
+        return StoredTensor(
+            self.name,
+            shape,
+            torch.float32,
+            read=lambda rows: read_codes(rows).dequantize(),
+            scheme=scheme,
+            stored_bytes=sum(part.num_bytes for part in self.by_role.values()),
+            read_codes=read_codes,
+        )
+
+
+def wrong_shape(part: StoredTensor, expected: tuple[int | None, ...]) -> CheckpointError:
+    sizes = ", ".join("any" if size is None else str(size) for size in expected)
+    return CheckpointError(f"{part.name} is {list(part.shape)}, expected [{sizes}]")
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """One stored number for each block of a weight [N, K] or [E, N, K]."""
+
+    part: StoredTensor
+    shape: tuple[int, ...]  # of the weight
+    block: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls,
+        parts: Parts,
+        role: str,
+        shape: tuple[int, ...],
+        block: tuple[int, int],
+        dtypes: Collection[torch.dtype] = FLOATS,
+    ) -> Grid:
+        grid = cls(parts.take(role, dtypes), shape, block)
+        # A number a tensor is stored as [], [1] or [1, 1], and one a row as [N] or [N, 1].
+        if _without_ones(grid.part.shape) != _without_ones(grid.stored_shape):
+            raise wrong_shape(grid.part, grid.stored_shape)
+        return grid
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        *stack, num_rows, num_columns = self.shape
+        return (*stack, math.ceil(num_rows / self.block[0]), math.ceil(num_columns / self.block[1]))
+
+    def read(self, rows: slice | None) -> tuple[Tensor, tuple[int, int]]:
+        """The numbers of these rows, and the block that each one is for."""
+        if rows is None or len(self.shape) > 2:
+            return self._load(rows), self.block
+        first, end = bounds(rows, self.shape[0])
+        height = self.block[0]
+        values = self._load(slice(first // height, math.ceil(end / height)))
+        if first % height == 0:
+            return values, self.block
+        return values[torch.arange(first, end) // height - first // height], (1, self.block[1])
+
+    def _load(self, rows: slice | None) -> Tensor:
+        if self.part.shape == self.stored_shape:
+            return self.part.load(rows)
+        whole = self.part.load().reshape(self.stored_shape)
+        return whole if rows is None else whole[rows]
+
+
+def _without_ones(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def bounds(rows: slice | None, num_rows: int) -> tuple[int, int]:
+    first, end, step = (rows or slice(None)).indices(num_rows)
+    assert step == 1, "rows are read as they lie"
+    return first, max(first, end)
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:  # [..., words] -> [..., count] uint8
+    """Codes out of a little-endian stream of bits, the lowest first."""
+    num_bytes = packed.shape[-1] * packed.itemsize
+    stream = packed.contiguous().flatten().view(torch.uint8).view(*packed.shape[:-1], num_bytes)
+    if bits == 8:
+        return stream[..., :count].contiguous()
+    if bits in (1, 2, 4):
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        codes = (stream.unsqueeze(-1) >> shifts).flatten(-2)
+        return codes[..., :count].bitwise_and_(2**bits - 1)
+    begins = torch.arange(count) * bits
+    wide = torch.nn.functional.pad(stream, (0, 1)).short()
+    pairs = wide[..., begins // 8] | (wide[..., begins // 8 + 1] << 8)
+    return ((pairs >> (begins % 8).short()) & (2**bits - 1)).to(torch.uint8)
+
+
+def check_width(part: StoredTensor, bits: int, num_columns: int) -> None:
+    """That the last dimension holds as many codes, in words of 32 bits."""
+    words = math.ceil(num_columns * bits / 32)
+    if part.shape[-1] != words:
+        raise wrong_shape(part, (*part.shape[:-1], words))
+
+
+def describe(kind: str, shape: tuple[int, ...], block: tuple[int, int]) -> str:
+    """Such as "fp8 128x128" or "int4 g64"."""
+    rows, columns = block
+    if columns >= shape[-1] and rows in (1, shape[-2]):
+        return f"{kind} per {'channel' if rows == 1 else 'tensor'}"
+    return f"{kind} g{columns}" if rows == 1 else f"{kind} {rows}x{columns}"
+
+
+def group_order(group_of: Tensor, group: int, name: str) -> Tensor | None:  # [K] -> [K]
+    """The columns sorted by group, where groups are not stretches of neighbours; None: they are."""
+    num_columns = group_of.numel()
+    in_order = torch.arange(num_columns) // group
+    groups = group_of.long()
+    if torch.equal(groups, in_order):
+        return None
+    columns = torch.argsort(groups, stable=True)
+    if not torch.equal(groups[columns], in_order):
+        raise CheckpointError(
+            f"{name} does not put {group} columns into each group",
+            f"A group of {num_columns} columns is a number from 0 to {int(in_order[-1])}.",
+            "Download or copy these files again.",
+        )
+    return columns
+
+
+def read_group(config: Mapping[str, Any], key: str = "group_size") -> int | None:
+    """Columns that share a scale; None: all of a row (-1 in most configs)."""
+    if config.get(key) in (None, -1):
+        return None
+    return read_size(config, key)
+
+
+def read_bits(config: Mapping[str, Any], allowed: Collection[int], key: str = "bits") -> int:
+    bits = read_size(config, key)
+    if bits not in allowed:
+        raise unusable(key, bits, f"one of {', '.join(map(str, allowed))}")
+    return bits
+
+
+def check_fields(method: str, config: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuses by name a field that might change what the stored numbers mean."""
+    unknown = sorted(key for key, value in config.items() if value and key not in known)
+    if unknown:
+        raise CheckpointError(
+            f"quantization_config of {method} has {', '.join(unknown[:20])}, which is not known here",
+            "A field that is not known may change what the stored numbers mean.",
+            "Remove it from config.json if it says nothing about how the weights are stored.",
+        )
+
+
+def check_values(method: str, config: Mapping[str, Any], expected: Mapping[str, Collection[Any]]) -> None:
+    """Fields that have one meaning here; an absent one has it."""
+    for key, values in expected.items():
+        value = config.get(key)
+        if value is not None and value not in values:
+            raise unusable(f"{key} of {method}", value, " or ".join(map(repr, values)))
