@@ -33,7 +33,7 @@ ALLOWED = {
     "ops": {"ops"},
     "layers": {"layers", "ops"},
     "models": {"models", "layers", "ops", "assets"},
-    "weights": {"weights", "models"},
+    "weights": {"weights", "models", "ops"},
     "cache": {"cache"},
     "engine": {"engine", "cache", "models", "weights", "layers", "ops", "wire"},
     "text": {"text", "assets"},

@@ -524,7 +524,7 @@ def test_gathered_experts_are_grouped_experts(monkeypatch: pytest.MonkeyPatch) -
     x, router, *experts = make_experts()
     x, _, ids, _ = ops.norm_route(x, torch.ones(40), EPS, router, 3)
     gate_up, down = (weight.values for weight in experts)
-    grouped = run_experts_grouped(x, ids, gate_up, down)
+    grouped = run_experts_grouped(x, ids, *experts)
     assert_close(run_experts_gathered(x, ids, gate_up, down), grouped)
     assert_close(run_experts_gathered(x, ids, gate_up, down, deterministic=True), grouped)
     monkeypatch.setattr("penstock.ops.reference.moe.GATHERED_BYTES", 200_000)  # blocks of a few tokens

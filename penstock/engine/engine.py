@@ -28,6 +28,7 @@ from penstock.errors import ConfigError, PenstockError, RequestError
 from penstock.gguf.folder import folder_of
 from penstock.layers.packing import pack_weights
 from penstock.models.source import ModelSource, find_model
+from penstock.ops.weight import bytes_of
 from penstock.progress import OnPhase, timed
 from penstock.types import EngineInfo, EngineStats, Request, SessionInfo, StepPlan, TokenDelta
 from penstock.weights.load import load_model
@@ -90,7 +91,7 @@ class Engine:
             num_pages=pools.num_pages,
             num_slots=pools.num_slots,
             cache_bytes=pools.num_bytes,
-            weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+            weight_bytes=bytes_of(model),
             hidden_size=model.config.hidden_size,
             has_head=model.has_head,
             num_labels=model.num_labels,

@@ -56,7 +56,7 @@ class SparseMLP(nn.Module):
         self.normalize = normalize
         self.eps = eps
         self.norm = norm_parameter(hidden_size, device)
-        self.router = new_weight(num_experts, hidden_size, dtype=dtype, device=device)
+        self.router = new_weight(num_experts, hidden_size, dtype=dtype, device=device, can_quantize=False)
         self.gate_up = new_weight(num_experts, 2 * expert_size, hidden_size, dtype=dtype, device=device)
         self.down = new_weight(num_experts, hidden_size, expert_size, dtype=dtype, device=device)
         self.register_buffer("counters", new_counters(num_experts, device), persistent=False)
@@ -65,7 +65,7 @@ class SparseMLP(nn.Module):
         self.shared_gate_up: Weight | None = None
         self.shared_down: Weight | None = None
         if shared_expert_size:
-            self.shared_gate = new_weight(1, hidden_size, dtype=dtype, device=device)
+            self.shared_gate = new_weight(1, hidden_size, dtype=dtype, device=device, can_quantize=False)
             self.shared_gate_up = new_weight(2 * shared_expert_size, hidden_size, dtype=dtype, device=device)
             self.shared_down = new_weight(hidden_size, shared_expert_size, dtype=dtype, device=device)
 

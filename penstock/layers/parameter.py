@@ -22,8 +22,10 @@ def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn
     return nn.Parameter(values, requires_grad=False)
 
 
-def new_weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> Weight:
-    return Weight(parameter(*shape, dtype=dtype, device=device).data)
+def new_weight(
+    *shape: int, dtype: torch.dtype, device: torch.device | str, can_quantize: bool = True
+) -> Weight:
+    return Weight(parameter(*shape, dtype=dtype, device=device).data, can_quantize=can_quantize)
 
 
 def norm_parameter(size: int, device: torch.device | str) -> nn.Parameter:

@@ -23,8 +23,10 @@ from penstock.errors import CapacityError, CheckpointError
 from penstock.models import build_model
 from penstock.models.placement import Placement
 from penstock.models.source import ModelSource
+from penstock.ops import Weight
 from penstock.progress import OnPhase, Phase
 from penstock.weights.checkpoint import list_some
+from penstock.weights.packing import WeightParts
 from penstock.weights.quantized import find_format, open_weights
 from penstock.weights.random_weights import fill_parameter
 from penstock.weights.storage_report import describe_storage
@@ -51,16 +53,16 @@ def load_model(
             f"{source.name} is a preset: its shape is known, its weights are not here",
             todo="Give the folder of its checkpoint, or run it with --random-weights.",
         )
-    format = None if random_weights else find_format(source)
+    stored = [] if random_weights else open_weights(source, find_format(source))
     torch_dtype = resolve_dtype(dtype, source.config, device)
     build = partial(build_model, source.config, torch_dtype, with_drafting_head=with_drafting_head)
-    _check_fits(source, torch_dtype, torch.device(device), build)
+    _check_fits(source, torch_dtype, torch.device(device), build, stored)
     progress = _Progress(on_phase)
     model = build(torch.device(device))
     if random_weights or source.path is None:
         _fill(model, seed, progress)
     else:
-        _copy(model, source.path, open_weights(source, format), progress)
+        _copy(model, source.path, stored, progress)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)  # the time reported is the time it took
     progress.finish()
@@ -94,7 +96,11 @@ def _stored_dtype(config: Mapping[str, Any]) -> str:
 
 
 def _check_fits(
-    source: ModelSource, dtype: torch.dtype, device: torch.device, build: Callable[[torch.device], nn.Module]
+    source: ModelSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    build: Callable[[torch.device], nn.Module],
+    stored: list[StoredTensor],
 ) -> None:
     """Before any memory is taken: a model that is too large would take the whole machine with it."""
     if device.type == "cuda":
@@ -114,6 +120,9 @@ def _check_fits(
             "Check that config.json belongs to this model.",
         ) from error
     needed = sum(parameter.numel() * parameter.element_size() for parameter in sizing.parameters())
+    for tensor in stored if device.type == "cpu" else []:  # where codes stay codes
+        if tensor.read_codes is not None:
+            needed -= max(0, math.prod(tensor.shape) * dtype.itemsize - tensor.num_bytes)
     if needed > available:
         raise CapacityError(
             f"{source.name} does not fit on {device}",
@@ -138,17 +147,34 @@ def _copy(model: nn.Module, path: Path, stored: list[StoredTensor], progress: _P
     progress.start(sum(tensor.num_bytes for tensor in wanted))
     parameters = targets_of(model)
     _assert_covered(parameters, placements.values())
-    filled_by: dict[tuple[str, str], str] = {}
+    quantized = _weights_that_stay_quantized(model, wanted, placements)
+    filled_by: dict[tuple[str, str], StoredTensor] = {}
     for tensor in wanted:
         placement = placements[tensor.name]
-        target = parameters[placement.parameter][placement.index]
         place = (placement.parameter, repr(placement.index))
         if place in filled_by:
-            _check_equal(path, filled_by[place], tensor, target, placement)
+            _check_equal(path, filled_by[place], tensor, placement, parameters[placement.parameter].dtype)
+        elif placement.parameter in quantized:
+            quantized[placement.parameter].add(tensor, placement)
         else:
-            filled_by[place] = tensor.name
-            _fill_place(target, tensor, placement)
+            _fill_place(parameters[placement.parameter][placement.index], tensor, placement)
+        filled_by.setdefault(place, tensor)
         progress.advance(tensor.num_bytes)
+    for parts in quantized.values():
+        parts.finish()
+
+
+def _weights_that_stay_quantized(
+    model: nn.Module, wanted: list[StoredTensor], placements: Mapping[str, Placement]
+) -> dict[str, WeightParts]:
+    """On a CPU, those of which the checkpoint quantises any rows."""
+    weights = {name: module for name, module in model.named_modules() if isinstance(module, Weight)}
+    names = {placements[tensor.name].parameter for tensor in wanted if tensor.read_codes is not None}
+    return {
+        name: WeightParts(weights[name])
+        for name in sorted(names & weights.keys())
+        if weights[name].can_quantize and weights[name].values.is_cpu
+    }
 
 
 def _fill_place(target: Tensor, tensor: StoredTensor, placement: Placement) -> None:
@@ -172,12 +198,14 @@ def _converted(tensor: StoredTensor, placement: Placement) -> Tensor:
     return placement.convert(values) if placement.convert else values
 
 
-def _check_equal(path: Path, first: str, tensor: StoredTensor, target: Tensor, placement: Placement) -> None:
+def _check_equal(
+    path: Path, first: StoredTensor, second: StoredTensor, placement: Placement, dtype: torch.dtype
+) -> None:
     """Two tensors for one place (a tied head stored as well) are fine as long as they are the same."""
-    values = _converted(tensor, placement).to(target.device, target.dtype)
-    if not torch.equal(values, target):
+    one, other = (_converted(tensor, placement).to(dtype) for tensor in (first, second))
+    if not torch.equal(one, other):
         raise CheckpointError(
-            f"{path} holds both {first} and {tensor.name}, and they differ",
+            f"{path} holds both {first.name} and {second.name}, and they differ",
             "config.json says they are one matrix (tie_word_embeddings).",
             "Set tie_word_embeddings to false if the head is its own matrix.",
         )

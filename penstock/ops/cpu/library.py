@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 
 @functools.cache
-def load(source: Path) -> ctypes.CDLL | None:
-    """The library of a source, or None where it cannot be made."""
+def load(source: Path, *options: str) -> ctypes.CDLL | None:
+    """The library of a source, or None where it cannot be made; `options` are the compiler's."""
     target = TARGETS.get(torch.backends.cpu.get_cpu_capability())
     compiler = _compiler()
     if target is None or compiler is None:
         return None
     try:
-        return ctypes.CDLL(str(_compiled(source, compiler, target)))
+        return ctypes.CDLL(str(_compiled(source, compiler, (*target, *options))))
     except (OSError, subprocess.SubprocessError) as error:
         log.info("No C++ kernels, slower ones take their place: %s", error)
         return None

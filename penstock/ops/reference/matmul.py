@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.ops.cpu import few_rows
+from penstock.ops.cpu import quantized as cpu_quantized
+from penstock.ops.quantized import QuantizedRows
 from penstock.ops.reference import one_token, packed
 from penstock.ops.reference.activation import silu
 from penstock.ops.reference.norm import norm_tokens
-from penstock.ops.weight import Weight
+from penstock.ops.weight import Part, Weight
 
 TILE = 16
 WIDENED_ELEMENTS = 2**20  # of a weight that are copied to a wider dtype at a time: 4 MB, which a cache holds
@@ -31,7 +33,39 @@ def linear(
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
+    if weight.parts:
+        out = multiply_parts(x, weight.parts, deterministic=deterministic)
+        out = out if bias is None else out.add_(bias)
+        return (out if residual is None else out.add_(residual)).to(x.dtype)
     return multiply(x, weight.values, bias, residual, deterministic=deterministic)
+
+
+def multiply_parts(
+    x: Tensor, parts: tuple[Part, ...], *, deterministic: bool = False
+) -> Tensor:  # [T, K] -> [T, N] float32
+    """Products with rows that are stored in different ways. Quantised ones are multiplied as they are with a
+    few tokens; for many, some rows after the other are expanded, and never leave the cache."""
+    out = torch.empty(len(x), sum(part.shape[0] for part in parts), device=x.device)
+    wide, first = x.float(), 0
+    for part in parts:
+        own = out[:, first : first + part.shape[0]]
+        first += part.shape[0]
+        if isinstance(part, Tensor):
+            own.copy_(multiply(x, part, deterministic=deterministic))
+        elif cpu_quantized.is_available(part) and (deterministic or len(x) <= cpu_quantized.MOST_TOKENS):
+            cpu_quantized.multiply(wide, part, own)
+        else:
+            rows_at_once = max(1, WIDENED_ELEMENTS // part.shape[1])
+            for begin in range(0, part.shape[0], rows_at_once):
+                some = _expanded(part, begin, min(begin + rows_at_once, part.shape[0]))
+                own[:, begin : begin + rows_at_once] = multiply(wide, some, deterministic=deterministic)
+    return out
+
+
+def _expanded(rows: QuantizedRows, begin: int, end: int) -> Tensor:
+    if cpu_quantized.is_available(rows):
+        return cpu_quantized.expand(rows, begin, end - begin)
+    return rows.slice(begin, end).dequantize()
 
 
 def multiply(
@@ -67,6 +101,9 @@ def norm_linear(
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
     normed = norm_tokens(x, norm_weight, eps, deterministic)
+    if weight.parts:
+        out = multiply_parts(normed, weight.parts, deterministic=deterministic)
+        return (out if bias is None else out.add_(bias)).to(out_dtype or x.dtype)
     if out_dtype is None or out_dtype == x.dtype:
         return linear(normed, weight, bias, deterministic=deterministic)
     if out_dtype == torch.float32 and not deterministic and few_rows.is_better(normed, weight.values):

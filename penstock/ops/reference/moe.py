@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.ops.reference import one_token
 from penstock.ops.reference.activation import sigmoid
-from penstock.ops.reference.matmul import linear, multiply, swiglu, swiglu_linear
+from penstock.ops.reference.matmul import linear, multiply, multiply_parts, swiglu, swiglu_linear
 from penstock.ops.reference.norm import norm_tokens
 from penstock.ops.weight import Weight
 
@@ -79,7 +79,9 @@ def sparse_mlp(
     deterministic: bool = False,
 ) -> Tensor:  # [T, H]
     """residual + the weighted sum of the chosen experts (+ the shared expert), summed in float32."""
-    if one_token.is_alone(x, deterministic):
+    stored = (gate_up, down, shared_gate_up, shared_down)
+    is_plain = not any(weight is not None and weight.parts for weight in stored)
+    if is_plain and one_token.is_alone(x, deterministic):
         return one_token.sparse_mlp(
             x,
             weights,
@@ -94,7 +96,7 @@ def sparse_mlp(
     if x.is_cuda:
         outputs = run_experts_gathered(x, ids, gate_up.values, down.values, deterministic=deterministic)
     else:
-        outputs = run_experts_grouped(x, ids, gate_up.values, down.values, deterministic=deterministic)
+        outputs = run_experts_grouped(x, ids, gate_up, down, deterministic=deterministic)
     total = (outputs.float() * weights[..., None]).sum(1)
     if shared_weight is not None:
         assert shared_gate_up is not None
@@ -106,21 +108,26 @@ def sparse_mlp(
 
 
 def run_experts_grouped(
-    x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, *, deterministic: bool = False
+    x: Tensor, ids: Tensor, gate_up: Weight, down: Weight, *, deterministic: bool = False
 ) -> Tensor:  # [T, k, H]
     if len(x) == 1:  # nothing to sort
         used, counts = ids[0].tolist(), [1] * ids.shape[1]
         rows = x.expand(ids.shape[1], -1)
     else:
         order = ids.flatten().argsort(stable=True)
-        by_expert = ids.flatten().bincount(minlength=len(gate_up)).tolist()
+        by_expert = ids.flatten().bincount(minlength=gate_up.shape[0]).tolist()
         used = [expert for expert, count in enumerate(by_expert) if count]
         counts = [by_expert[expert] for expert in used]
         rows = x[order // ids.shape[1]]
 
-    def each_expert(rows: Tensor, weights: Tensor) -> Tensor:
+    def one_expert(own: Tensor, weight: Weight, expert: int) -> Tensor:
+        if weight.parts:
+            return multiply_parts(own, weight.select(expert), deterministic=deterministic).to(own.dtype)
+        return multiply(own, weight.values[expert], deterministic=deterministic)
+
+    def each_expert(rows: Tensor, weight: Weight) -> Tensor:
         groups = zip(used, rows.split_with_sizes(counts))
-        return torch.cat([multiply(own, weights[e], deterministic=deterministic) for e, own in groups])
+        return torch.cat([one_expert(own, weight, expert) for expert, own in groups])
 
     outputs = each_expert(swiglu(each_expert(rows, gate_up), deterministic), down)
     if len(x) > 1:

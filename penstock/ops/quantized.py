@@ -1,0 +1,167 @@
+"""Rows of a weight that stay quantised in memory: codes in planes of bits, a scale for each group of columns.
+
+A plane holds 8, 4, 2 or 1 bits of each code, in words of 32 bits. 16 words are a block of 512 / bits columns:
+word `lane` holds columns lane, lane + 16, lane + 32, … from its lowest bits up, so that one shift of a vector
+of 16 words gives 16 neighbours. A code of 3, 5 or 6 bits has a low plane and a high one.
+
+`dequantize` is the specification of the kernels. Layout and numbers are lossless: a code, a scale and an
+offset are the ones of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+LANES = 16
+# bits of a code -> bits of its low and of its high plane
+PLANES = {1: (1, 0), 2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (8, 0)}
+NARROW_TYPES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A number for each group of columns of a row: `fine`, or `fine * coarse` of `repeat` groups."""
+
+    fine: Tensor  # [..., N, groups]
+    coarse: Tensor | None = None  # [..., N, groups / repeat] float32
+    repeat: int = 1
+
+    def expand(self) -> Tensor:  # [..., N, groups] float32
+        fine = self.fine.float()
+        if self.coarse is None:
+            return fine
+        return self.coarse.float().repeat_interleave(self.repeat, -1)[..., : fine.shape[-1]] * fine
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """[..., N, K]: `value * scale`, `(value - zero) * scale` or `value * scale + offset`."""
+
+    num_columns: int
+    bits: int
+    group: int  # columns that share a scale: a multiple of 16
+    low: Tensor  # [..., N, blocks, 16] int32
+    high: Tensor | None  # the same, of the upper bits
+    scales: Blocks
+    offsets: Blocks | None  # or zeros
+    are_zeros: bool  # what `offsets` holds is subtracted before the scale is applied
+    levels: Tensor | None  # [2 ** bits] float32  what codes stand for; None: code - bias
+    bias: int
+    columns: Tensor | None = None  # [K]  the input column of each of ours; None: in order
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.low.shape[:-2], self.num_columns)
+
+    @property
+    def num_rows(self) -> int:
+        return self.low.shape[-3]
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What rows must have in common to be stacked."""
+        blocks = (self.scales, self.offsets)
+        types = tuple(
+            None if one is None else (one.fine.dtype, one.coarse is None, one.repeat) for one in blocks
+        )
+        return (self.shape, self.bits, self.group, types, self.are_zeros, self.bias, self.columns is None)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._own_tensors())
+
+    @staticmethod
+    def stack(matrices: list[QuantizedRows]) -> QuantizedRows:
+        """One for each expert, all of a kind."""
+        tensors = [iter(matrix._own_tensors()) for matrix in matrices]
+        return matrices[0]._mapped(lambda _: torch.stack([next(one) for one in tensors]))
+
+    def select(self, expert: int) -> QuantizedRows:
+        """One matrix of a stack."""
+        return self._mapped(lambda tensor: tensor[expert])
+
+    def slice(self, first: int, end: int) -> QuantizedRows:
+        return self._mapped(lambda tensor: tensor[first:end], columns=False)
+
+    def rows(self, ids: Tensor) -> Tensor:  # [...] -> [..., K] float32
+        """Of an embedding: the rows of these tokens."""
+        flat = ids.flatten()
+        chosen = self._mapped(lambda tensor: tensor[flat], columns=False)
+        return chosen.dequantize().view(*ids.shape, self.num_columns)
+
+    def codes(self) -> Tensor:  # [..., N, K] int32
+        low_bits, high_bits = PLANES[self.bits]
+        codes = _read_plane(self.low, low_bits, self.num_columns)
+        if self.high is None:
+            return codes
+        return codes | _read_plane(self.high, high_bits, self.num_columns) << low_bits
+
+    def dequantize(self) -> Tensor:  # [..., N, K] float32
+        codes = self.codes()
+        values = codes.float() - self.bias if self.levels is None else self.levels[codes]
+        scales = self._spread(self.scales.expand())
+        if self.offsets is None:
+            weight = values * scales
+        elif self.are_zeros:
+            weight = (values - self._spread(self.offsets.expand())) * scales
+        else:
+            weight = values * scales + self._spread(self.offsets.expand())
+        if self.columns is None:
+            return weight
+        ordered = torch.empty_like(weight)
+        return ordered.scatter_(-1, self.columns.long().unsqueeze(-2).expand_as(weight), weight)
+
+    def _spread(self, by_group: Tensor) -> Tensor:
+        return by_group.repeat_interleave(self.group, -1)[..., : self.num_columns]
+
+    def _own_tensors(self, columns: bool = True) -> list[Tensor]:
+        """Of each matrix of a stack its own; `levels` are everybody's."""
+        blocks = [one for one in (self.scales, self.offsets) if one is not None]
+        found = [self.low, self.high, *(tensor for one in blocks for tensor in (one.fine, one.coarse))]
+        return [tensor for tensor in (*found, self.columns if columns else None) if tensor is not None]
+
+    def _mapped(self, change: Callable[[Tensor], Tensor], *, columns: bool = True) -> QuantizedRows:
+        """The same with its own tensors changed, in the order of `_own_tensors`."""
+
+        def changed(value: Tensor | None) -> Tensor | None:
+            return None if value is None else change(value)
+
+        def blocks(value: Blocks) -> Blocks:
+            return Blocks(change(value.fine), changed(value.coarse), value.repeat)
+
+        return replace(
+            self,
+            low=change(self.low),
+            high=changed(self.high),
+            scales=blocks(self.scales),
+            offsets=None if self.offsets is None else blocks(self.offsets),
+            columns=changed(self.columns) if columns else self.columns,
+        )
+
+
+def write_plane(codes: Tensor, bits: int) -> Tensor:  # [..., K] -> [..., blocks, 16] int32
+    """Columns that fill no block are followed by zeros."""
+    in_word = 32 // bits
+    padding = -codes.shape[-1] % (LANES * in_word)
+    wide = torch.nn.functional.pad(codes.to(torch.int32), (0, padding))
+    words = wide.unflatten(-1, (-1, in_word, LANES))
+    plane = torch.zeros_like(words[..., 0, :])
+    for place in range(in_word):
+        plane |= (words[..., place, :] & ((1 << bits) - 1)) << (bits * place)
+    return plane
+
+
+def _read_plane(plane: Tensor, bits: int, num_columns: int) -> Tensor:  # [..., blocks, 16] -> [..., K]
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=plane.device)
+    codes = (plane[..., None, :] >> shifts[:, None]) & ((1 << bits) - 1)
+    return codes.flatten(-3)[..., :num_columns]
+
+
+def pack_codes(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:  # [..., K] -> planes
+    low_bits, high_bits = PLANES[bits]
+    low = write_plane(codes.to(torch.int32) & ((1 << low_bits) - 1), low_bits)
+    return low, write_plane(codes.to(torch.int32) >> low_bits, high_bits) if high_bits else None

@@ -1,0 +1,129 @@
+"""Codes of a file as the rows that ops multiply with: the same numbers, in the order that kernels read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from penstock.models.placement import Placement
+from penstock.ops.quantized import NARROW_TYPES, PLANES, Blocks, QuantizedRows, pack_codes
+from penstock.ops.weight import Part, Weight
+from penstock.weights.codes import Codes, Scales
+from penstock.weights.stored import StoredTensor
+
+SMALLEST_GROUP = 16
+
+
+def can_pack(codes: Codes) -> bool:
+    """Whether kernels have a layout for them; others are expanded when they are loaded."""
+    types = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+    has_layout = codes.bits in PLANES and codes.values.dtype in types
+    return has_layout and codes.block[1] % SMALLEST_GROUP == 0
+
+
+def pack(codes: Codes, rows: Tensor | None = None) -> QuantizedRows:
+    """Lossless. `rows`: the stored row of each of ours, where they are in another order."""
+    values, levels, bias = codes.values, codes.levels, 0
+    if values.dtype == torch.float8_e4m3fn:
+        levels = torch.arange(256, dtype=torch.uint8).view(values.dtype).float()
+        values = values.view(torch.uint8)
+    elif values.dtype == torch.int8:  # from the lowest: codes are not negative
+        bias = 1 << (codes.bits - 1)
+        values = values.short() + bias
+    num_rows = values.shape[-2]
+    order = torch.arange(num_rows) if rows is None else rows
+    low, high = pack_codes(values[..., order, :], codes.bits)
+    offsets, are_zeros = None, codes.zeros is not None
+    if codes.zeros is not None:
+        zeros = codes.zeros.float() + bias if bias else codes.zeros
+        offsets = Blocks(_by_row(zeros, codes.block[0], order))
+        bias = 0  # it is part of them
+    elif codes.offsets is not None:
+        offsets = _blocks(codes.offsets, codes.block[0], order)
+    return QuantizedRows(
+        num_columns=values.shape[-1],
+        bits=codes.bits,
+        group=codes.block[1],
+        low=low,
+        high=high,
+        scales=_blocks(codes.scales, codes.block[0], order),
+        offsets=offsets,
+        are_zeros=are_zeros,
+        levels=levels,
+        bias=bias,
+        columns=codes.columns,
+    )
+
+
+def _blocks(scales: Scales, block_rows: int, order: Tensor) -> Blocks:
+    if scales.coarse is None or scales.divides:
+        return Blocks(_by_row(scales.expand() if scales.divides else scales.fine, block_rows, order))
+    fine = _by_row(scales.fine, block_rows, order)
+    shape = (*scales.fine.shape[:-1], scales.coarse.shape[-1])
+    coarse = _by_row(scales.coarse.float().expand(shape), block_rows, order)
+    num_groups = fine.shape[-1]
+    return Blocks(fine, coarse, num_groups if coarse.shape[-1] == 1 else scales.repeat)
+
+
+def _by_row(numbers: Tensor, block_rows: int, order: Tensor) -> Tensor:
+    """One row for each row of the weight, in our order, in a dtype that kernels read."""
+    if numbers.dtype not in NARROW_TYPES:
+        numbers = numbers.float()
+    if numbers.dtype == torch.float32 and torch.equal(numbers.bfloat16().float(), numbers):
+        numbers = numbers.bfloat16()  # as powers of two are
+    return numbers[..., order // block_rows, :].contiguous()
+
+
+class WeightParts:
+    """The parts of one weight, as its tensors come: rows, or rows of each expert."""
+
+    def __init__(self, weight: Weight) -> None:
+        self._weight = weight
+        self._found: dict[int, dict[int, Part]] = defaultdict(dict)  # by first row, then by expert
+        self._is_stack = False
+
+    def add(self, tensor: StoredTensor, placement: Placement) -> None:
+        expert, first = 0, 0
+        for place in placement.index:
+            if isinstance(place, slice):
+                first = place.start
+            else:
+                expert, self._is_stack = place, True
+        self._found[first][expert] = self._read(tensor, placement)
+
+    def finish(self) -> None:
+        parts = []
+        for _, by_expert in sorted(self._found.items()):
+            own = [part for _, part in sorted(by_expert.items())]
+            parts.append(self._stacked(own) if self._is_stack else own[0])
+        self._weight.quantize(tuple(parts))
+
+    def _read(self, tensor: StoredTensor, placement: Placement) -> Part:
+        order = _row_order(placement)
+        if tensor.read_codes is not None and (placement.convert is None or order is not None):
+            codes = tensor.read_codes(placement.rows)
+            if can_pack(codes):
+                return pack(codes, order)
+        values = tensor.load(placement.rows)
+        return self._plain(placement.convert(values) if placement.convert else values)
+
+    def _stacked(self, own: list[Part]) -> Part:
+        rows = [part for part in own if isinstance(part, QuantizedRows)]
+        if len(rows) == len(own) and len({part.kind for part in rows}) == 1:
+            return QuantizedRows.stack(rows)
+        values = [part if isinstance(part, Tensor) else part.dequantize() for part in own]
+        return torch.stack([self._plain(value) for value in values])
+
+    def _plain(self, values: Tensor) -> Tensor:
+        return values.to(self._weight.values.dtype).contiguous()
+
+
+def _row_order(placement: Placement) -> Tensor | None:
+    """The stored row of each of ours, if the conversion does nothing but put rows in another order."""
+    if placement.convert is None or len(placement.shape) != 2:
+        return None
+    numbers = torch.arange(placement.shape[0])[:, None]
+    order = placement.convert(numbers)
+    return order.flatten() if order.shape == numbers.shape and not order.is_floating_point() else None

@@ -1,0 +1,197 @@
+"""Rows that stay quantised in memory: the codes, scales and products of what was stored, in its bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from packed_checkpoints import FORMATS, pack_state, plain_state, write
+from penstock.config import EngineConfig
+from penstock.engine.engine import Engine
+from penstock.layers.linear import Linear
+from penstock.ops import Weight, linear, norm_linear
+from penstock.ops.cpu import library
+from penstock.ops.cpu import quantized as kernels
+from penstock.ops.quantized import QuantizedRows, pack_codes
+from penstock.ops.weight import bytes_of
+from penstock.weights.codes import Codes, Scales
+from penstock.weights.packing import can_pack, pack
+from small_models import HYBRID_MOE, LLAMA, logprobs_of, prompt, request, run
+
+WIDE_MOE = HYBRID_MOE | dict.fromkeys(  # rows that fill blocks of 128 columns
+    ("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 128
+)
+NEEDS_COMPILER = pytest.mark.skipif(library._compiler() is None, reason="no C++ compiler here")
+BYTE, SIGNED, HALF = torch.uint8, torch.int8, torch.float16
+
+
+def numbers(low: int, high: int, *shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def reals(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 1e-2
+
+
+def two_levels(bits: int, group: int, N: int, K: int, offsets: bool) -> Codes:
+    """As the K-quants of GGUF: scales of 6 bits times one for each 256 columns."""
+    repeat, low = 256 // group, 0 if offsets else -(1 << (bits - 1))
+    groups, dtype = K // group, BYTE if offsets else SIGNED
+
+    def scales(seed: int) -> Scales:
+        fine = numbers(0 if offsets else -32, 32, N, groups, dtype=dtype, seed=seed)
+        return Scales(fine, reals(N, K // 256, seed=seed).half(), repeat)
+
+    values = numbers(low, low + (1 << bits), N, K, dtype=dtype)
+    return Codes(values, bits, (1, group), scales(1), offsets=scales(2) if offsets else None)
+
+
+def make_codes(kind: str, N: int, K: int) -> Codes:
+    groups = -(-K // 128)
+    if kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"):
+        bits = int(kind[1])
+        return two_levels(bits, 16 if bits in (2, 3, 6) else 32, N, K, offsets=bits in (2, 4, 5))
+    if kind == "zeros":  # as GPTQ and AWQ
+        zeros = numbers(0, 16, N, groups, dtype=BYTE, seed=1)
+        values = numbers(0, 16, N, K, dtype=BYTE)
+        return Codes(values, 4, (1, 128), Scales(reals(N, groups).half()), zeros=zeros)
+    if kind == "order of activations":
+        columns = torch.randperm(K, generator=torch.Generator().manual_seed(5))
+        values = numbers(0, 16, N, K, dtype=BYTE)
+        return Codes(values, 4, (1, 128), Scales(reals(N, groups).half()), columns=columns)
+    if kind == "levels":
+        values, levels = numbers(0, 16, N, K, dtype=BYTE), torch.linspace(-1, 1, 16) ** 3
+        return Codes(values, 4, (1, 32), Scales(reals(N, -(-K // 32)).bfloat16()), levels=levels)
+    if kind == "int8":
+        return Codes(numbers(-128, 128, N, K, dtype=SIGNED), 8, (1, K), Scales(reals(N, 1)))
+    assert kind == "fp8"
+    values = (torch.randn(N, K, generator=torch.Generator().manual_seed(0)) * 100).to(torch.float8_e4m3fn)
+    return Codes(values, 8, (128, 128), Scales(reals(-(-N // 128), groups)))
+
+
+KINDS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "zeros", "order of activations", "levels", "int8", "fp8"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_rows_are_the_codes_and_take_their_bytes(kind: str) -> None:
+    codes = make_codes(kind, 130, 768)
+    assert can_pack(codes)
+    rows = pack(codes)
+    assert torch.equal(rows.dequantize(), codes.dequantize())
+    ideal = codes.values.numel() * codes.bits / 8
+    assert ideal <= rows.num_bytes <= 1.7 * ideal, "scales are half of the smallest kind"
+    order = torch.randperm(130, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(pack(codes, order).dequantize(), codes.dequantize()[order])
+    ids = torch.tensor([[3, 129], [0, 3]])
+    assert torch.equal(rows.rows(ids), codes.dequantize()[ids])
+    assert torch.equal(rows.slice(5, 31).dequantize(), codes.dequantize()[5:31])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("K", [16, 100, 512, 700])
+def test_planes_hold_any_number_of_columns(bits: int, K: int) -> None:
+    values = numbers(0, 1 << bits, 3, K, dtype=BYTE)
+    low, high = pack_codes(values, bits)
+    rows = pack(Codes(values, bits, (1, 1 << 20), Scales(torch.ones(3, 1))))
+    assert torch.equal(rows.low, low)
+    assert (rows.high is None) == (high is None)
+    assert torch.equal(rows.codes(), values.int())
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("N", "K"), [(37, 512), (130, 768)])
+def test_products_are_those_of_the_expanded_rows(kind: str, N: int, K: int) -> None:
+    codes = make_codes(kind, N, K)
+    rows, exact = pack(codes), codes.dequantize()
+    assert kernels.is_available(rows)
+    assert torch.equal(kernels.expand(rows, 0, N), exact)
+    assert torch.equal(kernels.expand(rows, 5, 7), exact[5:12])
+    x = torch.randn(9, K, generator=torch.Generator().manual_seed(1))
+    wide = torch.full((9, N + 8), torch.nan)
+    kernels.multiply(x, rows, wide[:, 3 : 3 + N])
+    expected = x.double() @ exact.double().T
+    assert (wide[:, 3 : 3 + N] - expected).abs().max() <= 2e-6 * expected.abs().max()
+    assert wide[:, :3].isnan().all()
+    for begin, end in ((0, 1), (3, 5), (2, 9)):  # the same bits, whatever stands beside a token
+        alone = torch.empty(end - begin, N)
+        kernels.multiply(x[begin:end], rows, alone)
+        assert torch.equal(alone, wide[begin:end, 3 : 3 + N])
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("K", [96, 1184])
+def test_columns_need_not_fill_a_block(K: int) -> None:
+    for kind in ("zeros", "levels", "int8", "fp8"):
+        codes = make_codes(kind, 20, K)
+        rows, exact = pack(codes), codes.dequantize()
+        assert torch.equal(kernels.expand(rows, 0, 20), exact), kind
+        x, out = torch.randn(3, K, generator=torch.Generator().manual_seed(1)), torch.empty(3, 20)
+        kernels.multiply(x, rows, out)
+        expected = x.double() @ exact.double().T
+        assert (out - expected).abs().max() <= 2e-6 * expected.abs().max(), kind
+
+
+@pytest.mark.parametrize("has_compiler", [pytest.param(True, marks=NEEDS_COMPILER), False])
+@pytest.mark.parametrize("num_tokens", [1, 8, 40])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_weight_may_be_rows_of_several_kinds(
+    has_compiler: bool, num_tokens: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_compiler:
+        monkeypatch.setattr(kernels, "is_available", lambda rows: False)
+    plain = torch.randn(20, 512, generator=torch.Generator().manual_seed(2)) / 20
+    some, others = make_codes("Q4_K", 50, 512), make_codes("Q6_K", 30, 512)
+    weight = Weight(torch.empty(100, 512))
+    weight.quantize((pack(some), plain, pack(others)))
+    exact = torch.cat([some.dequantize(), plain, others.dequantize()])
+    assert torch.equal(weight.dequantize(), exact)
+    x = torch.randn(num_tokens, 512, generator=torch.Generator().manual_seed(1))
+    bias, residual = torch.randn(100), torch.randn(num_tokens, 100)
+    given: dict[str, Any] = {"deterministic": deterministic}
+    seen = linear(x, weight, bias, residual.clone(), **given)
+    torch.testing.assert_close(seen, x @ exact.T + bias + residual, rtol=1e-4, atol=1e-4)
+    normed = norm_linear(x, torch.ones(512), 1e-6, weight, **given)
+    expected = torch.nn.functional.rms_norm(x, (512,), eps=1e-6) @ exact.T
+    torch.testing.assert_close(normed, expected, rtol=1e-4, atol=1e-4)
+
+
+def write_quantized(folder: Path, config: dict[str, Any], name: str) -> tuple[Path, Path, int]:
+    packed, expanded = pack_state(plain_state(config), FORMATS[name])
+    num_bytes = sum(part.nbytes for part in packed.values())
+    quantization = {FORMATS[name].key: FORMATS[name].quantization}
+    quantized = write(folder / "packed", packed, {**config, **quantization})
+    return quantized, write(folder / "plain", expanded, config), num_bytes
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8"])
+@pytest.mark.parametrize("config", [LLAMA, WIDE_MOE], ids=["llama", "hybrid_moe"])
+def test_an_engine_keeps_a_checkpoint_s_codes_and_says_what_its_values_say(
+    tmp_path: Path, name: str, config: dict[str, Any]
+) -> None:
+    quantized, plain, num_bytes = write_quantized(tmp_path, config, name)
+    given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 1024, "memory_gb": 0.1}
+
+    def say(folder: Path, **settings: Any) -> tuple[Any, list[float]]:
+        engine = Engine.from_config(EngineConfig(model=str(folder), **given, **settings))
+        said = logprobs_of(run(engine, request("one", prompt(40), max_tokens=6))["one"])
+        return engine, [one.logprob for one in said]
+
+    for settings in ({"deterministic": False}, {"deterministic": True}):
+        engine, seen = say(quantized, **settings)
+        assert seen == pytest.approx(say(plain, **settings)[1], abs=1e-3)
+        model = engine.runner.model
+        assert any(isinstance(module, Linear) and module.weight.parts for module in model.modules())
+        assert engine.info.weight_bytes == bytes_of(model) <= 1.25 * num_bytes
+
+
+def test_experts_of_one_kind_are_one_stack() -> None:
+    matrices = [make_codes("Q4_K", 24, 256), make_codes("Q4_K", 24, 256)]
+    stack = QuantizedRows.stack([pack(codes) for codes in matrices])
+    assert stack.shape == (2, 24, 256)
+    for expert, codes in enumerate(matrices):
+        assert torch.equal(stack.select(expert).dequantize(), codes.dequantize())
