@@ -270,19 +270,17 @@ def test_there_is_no_opening_where_launching_is_not_what_takes_time() -> None:
     assert opening(gpu_target("32x4096"), quick) is None
 
 
-def test_the_opening_on_a_cpu_saves_operations_all_at_once() -> None:
-    target, machine = Target.of(SMALL, Path("."), "cpu"), replace(H200, device="cpu", one_thread_gain=2.0)
+@pytest.mark.parametrize(("packed_gain", "is_packed"), [(2.0, True), (1.0, False)])
+def test_the_opening_on_a_cpu_saves_operations_all_at_once_and_packs_weights_where_that_is_quicker(
+    packed_gain: float, is_packed: bool
+) -> None:
+    target = Target.of(SMALL, Path("."), "cpu")
+    machine = replace(H200, device="cpu", one_thread_gain=2.0, packed_gain=packed_gain)
     guess = opening(target, machine)
     assert guess is not None
     changed = decisions.differences(decisions.plain_design(), guess[0])
-    assert [one.partition(":")[0] for one in changed] == [
-        "weights",
-        "norm",
-        "rope",
-        "prefill",
-        "decode",
-        "threads",
-    ]
+    names = ["weights", "norm", "rope", "prefill", "decode", *["products"] * is_packed, "threads"]
+    assert [one.partition(":")[0] for one in changed] == names
 
 
 @pytest.mark.parametrize("is_right", [True, False])

@@ -210,6 +210,21 @@ DECISIONS: tuple[Decision, ...] = (
         ),
     ),
     Decision(
+        "products",
+        "Whose products are those of the layers?",
+        (
+            Alternative("library", "torch's own", ("product_library",), requires=TORCH),
+            Alternative(
+                "packed",
+                "oneDNN's, with weights packed once",
+                ("product_packed",),
+                relieves={"decode.projection": 0.5, "prefill.projection": 0.2},
+                requires={"layers": ("torch",), "weights": ("fused",)},
+                devices=("cpu",),
+            ),
+        ),
+    ),
+    Decision(
         "vector_rows",
         "Up to how many rows are products computed in registers?",
         tuple(

@@ -49,4 +49,6 @@ def _opening_of_cpu(machine: Machine) -> tuple[dict[str, str], str]:
     design = first_design(machine)
     for name, choice in FEW_OPERATIONS.items():
         design = decisions.decide(design, name, choice)
+    if machine.is_quicker_with_packed_weights:
+        design = decisions.decide(design, "products", "packed")
     return design, "fewer operations, each of which saves too little to be measured alone"
