@@ -9,15 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.forge.fragments.cache_pages import Cache
-from penstock.forge.fragments.launch import (
+from penstock.forge.fragments.launch import launch
+from penstock.forge.fragments.shape import Shape, rope_angles
+from penstock.ops.triton.launch import (
     cdiv,
-    launch,
     launch_options,
     let_next_start,
     next_power_of_2,
     wait_for_previous,
 )
-from penstock.forge.fragments.shape import Shape, rope_angles
 
 FEW_TOKENS = 64
 HEADS_AT_ONCE = 16
