@@ -167,7 +167,8 @@ def _read_table(text: str) -> tuple[Decision, ...]:
         elif indent == 2:
             found[-1][1].append((line.strip(), {}))
         else:
-            found[-1][1][-1][1].update(word.split("=") for word in line.split())
+            words = (word.partition("=") for word in line.split())
+            found[-1][1][-1][1].update((key, value) for key, _, value in words)
     return tuple(_read_decision(line, alternatives) for line, alternatives in found)
 
 

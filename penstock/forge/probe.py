@@ -44,20 +44,13 @@ def settle(sandbox: Sandbox) -> Reach:
             obstacle,
             "Run `penstock inspect` to see whether it works at all.",
         )
-    for strongest_first in sandbox.forms:
-        _add_strongest(sandbox, strongest_first)
+    for restriction in sandbox.wanted:
+        kept = sandbox.restrictions
+        sandbox.restrictions = [*kept, restriction]
+        if obstacle := probe(sandbox).obstacle:
+            sandbox.given_up[restriction] = obstacle
+            sandbox.restrictions = kept
     return probe(sandbox)
-
-
-def _add_strongest(sandbox: Sandbox, forms: tuple[str, ...]) -> None:
-    kept = sandbox.restrictions
-    for form in forms:
-        sandbox.restrictions = [*kept, form]
-        obstacle = probe(sandbox).obstacle
-        if not obstacle:
-            return
-        sandbox.given_up[form] = obstacle
-    sandbox.restrictions = kept
 
 
 def probe(sandbox: Sandbox) -> Reach:
