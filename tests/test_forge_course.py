@@ -186,7 +186,7 @@ def test_a_profile_that_takes_too_long_costs_no_engine(
     def profile(*given: Any) -> None:
         raise OutOfTime("out of time: more than 7 s")
 
-    monkeypatch.setattr("penstock.forge.trial._profile", profile)
+    monkeypatch.setattr("penstock.forge.sandbox.Hosted.profile", profile)
     _, out = run_forge(tmp_path, SMALL, max_trials=1)
     assert [row["gate"] for row in read_ledger(out)] == ["passed"]
 

@@ -7,7 +7,6 @@ inside could then not do.
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,20 +53,13 @@ def settle(sandbox: Sandbox) -> Reach:
 
 
 def probe(sandbox: Sandbox) -> Reach:
-    """What can be done under the sandbox's present restrictions. The judge listens, to see what gets out."""
-    with (
-        tempfile.TemporaryDirectory(prefix="forge-outside-") as folder,
-        socket.create_server(("127.0.0.1", 0)) as listening,
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
-    ):
-        datagrams.bind(("127.0.0.1", 0))
+    """What can be done under the sandbox's present restrictions."""
+    with tempfile.TemporaryDirectory(prefix="forge-outside-") as folder:
         words = {
             "device": sandbox.target.device,
             "compiled": str(_kernel_cache(sandbox)),
             "weights": str(sandbox.target.weight_dir / "model.pt"),
             "outside": str(Path(folder) / "reached"),
-            "tcp": listening.getsockname()[1],
-            "udp": datagrams.getsockname()[1],
         }
         try:
             return Reach(**sandbox.reach(words, PROBE_S))
