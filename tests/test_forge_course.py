@@ -18,11 +18,10 @@ from penstock.cli import main
 from penstock.forge import decisions, gate
 from penstock.forge.emit import emit
 from penstock.forge.initial_design import first_design
-from penstock.forge.local import LocalPlayer, load_module
+from penstock.forge.local import LocalPlayer, ResidentPeak, load_module
 from penstock.forge.machine import Machine
 from penstock.forge.measure import draw_benches
 from penstock.forge.oracle import Case, Oracle, count_tokens
-from penstock.forge.resident import ResidentPeak
 from penstock.forge.sandbox import OutOfTime
 from penstock.forge.target import Target
 from penstock.forge.traces import Trace, correctness_traces

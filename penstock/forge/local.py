@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import math
 import time
 from collections.abc import Sequence
@@ -13,12 +16,14 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.forge.candidate_process import EnginePlayer, NoLogits, load_file
-from penstock.forge.resident import ResidentPeak
 from penstock.forge.sandbox import CandidateError, Played, encode_calls
 from penstock.forge.target import Target
 from penstock.forge.traces import Call
 
 FOUND_THREADS = torch.get_num_threads()
+STATUS = Path("/proc/self/status")
+RESET = Path("/proc/self/clear_refs")
+RESET_PEAK = "5"  # what the kernel takes as "forget the peak"
 
 
 def load_module(path: Path) -> ModuleType:
@@ -96,3 +101,28 @@ class LocalPlayer:
                 alive = {id: None for id in alive if id not in call.ids}
         if alive:
             self.engine.remove(list(alive))
+
+
+class ResidentPeak:
+    """The most memory this process has had since this was made, beyond what it had then. 0 where the kernel
+    does not tell."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # freed memory that is kept would hide new memory
+            ctypes.CDLL(None).malloc_trim(0)
+        with contextlib.suppress(OSError):
+            RESET.write_text(RESET_PEAK)
+        self.before = read_status("VmRSS")
+
+    def read_bytes(self) -> int:
+        return max(0, read_status("VmHWM") - self.before)
+
+
+def read_status(name: str) -> int:
+    """Bytes of a line of /proc/self/status, e.g. `VmHWM:   123456 kB`."""
+    try:
+        lines = STATUS.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)

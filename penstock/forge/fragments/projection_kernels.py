@@ -28,6 +28,7 @@ from penstock.ops.triton.launch import (
     wait_for_previous,
 )
 from penstock.ops.triton.matmul_product import load_inside
+from penstock.ops.triton.matmul_tensor import SUMMED_COLUMNS, sum_parts
 from penstock.ops.triton.matmul_vector import HELD_ELEMENTS, WARP_COLUMNS, _load_chunk, _stack
 
 VECTOR_ROWS = 4  # forge: value
@@ -36,7 +37,6 @@ WEIGHT_ROWS = 64  # forge: value
 SPARED_BYTES = 16 * 1024  # of shared memory, for what is not a stage of the loop
 MAX_STAGES = 8
 PREFETCHED_BYTES = 1024  # of every row, towards the cache, while the kernel before still runs
-SUMMED_COLUMNS = 512
 
 
 def project_normed(x: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -276,12 +276,14 @@ def multiply_tensors(
         **launch_options(x.device),
     )
     if parts is not out:
-        launch(sum_parts_kernel, (num_rows, cdiv(N, SUMMED_COLUMNS)))(
+        launch(sum_parts, (num_rows, cdiv(N, SUMMED_COLUMNS)))(
             parts,
+            None,  # no bias
             residual,
             out,
             num_rows,
             N,
+            N,  # from row to row of the residual
             NUM_SPLITS=tile.num_splits,
             BLOCK_N=SUMMED_COLUMNS,
             num_warps=4,
@@ -349,27 +351,3 @@ def tensor_product_kernel(
         b_sums += tl.load(p_taken, mask=inside, other=0.0).to(tl.float32)
     i_row = tl.program_id(1) * num_rows + tokens
     tl.store(p_out + i_row[None, :] * out_width + places, b_sums.to(p_out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def sum_parts_kernel(
-    p_parts,
-    p_residual,
-    p_out,
-    num_rows,
-    N,
-    NUM_SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    i_row = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = columns < N
-    wait_for_previous(PDL)
-    b_sums = tl.zeros([BLOCK_N], tl.float32)
-    for i in tl.static_range(NUM_SPLITS):
-        b_sums += tl.load(p_parts + (i * num_rows + i_row) * N + columns, mask=inside, other=0.0)
-    if p_residual is not None:
-        b_sums += tl.load(p_residual + i_row * N + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(p_out + i_row * N + columns, b_sums.to(p_out.dtype.element_ty), mask=inside)
