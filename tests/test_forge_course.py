@@ -236,6 +236,14 @@ def test_one_thread_is_enough_where_several_wait_for_each_other(gain: float, num
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(("gain", "products"), [(1.5, "packed"), (1.1, "library")])
+def test_the_first_version_packs_weights_where_that_is_clearly_quicker(gain: float, products: str) -> None:
+    """What it is, a short budget may end with."""
+    machine = Machine("CPU", "cpu", "", 0, 1e10, 1e11, 1e-6, packed_gain=gain)
+    assert first_design(machine)["products"] == products
+    assert ("_linear_pointwise" in emit(first_design(machine), "First.")) == (products == "packed")
+
+
 def test_threads_that_one_engine_chose_are_not_the_next_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
