@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,41 @@ def test_the_first_version_packs_weights_where_that_is_clearly_quicker(gain: flo
     machine = Machine("CPU", "cpu", "", 0, 1e10, 1e11, 1e-6, packed_gain=gain)
     assert first_design(machine)["products"] == products
     assert ("_linear_pointwise" in emit(first_design(machine), "First.")) == (products == "packed")
+
+
+def test_threads_are_chosen_for_the_products_that_are_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own may gain nothing from a second thread where packed ones are twice as fast with it."""
+    seconds = {(1, False): 1e-3, (2, False): 2e-3, (1, True): 1e-3, (2, True): 4e-4}
+
+    clock_s = 0.0
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        nonlocal clock_s
+        clock_s += seconds[torch.get_num_threads(), weight.is_mkldnn]
+        return x
+
+    def read_clock() -> float:
+        nonlocal clock_s
+        clock_s += 1e-6
+        return clock_s
+
+    monkeypatch.setattr("penstock.forge.machine.multiply", multiply)
+    monkeypatch.setattr("penstock.forge.machine.time.perf_counter", read_clock)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        machine = Machine.measure(
+            Target.of({**SMALL, "hidden_size": 512, "intermediate_size": 512}, Path("."), "cpu")
+        )
+    finally:
+        torch.set_num_threads(before)
+    assert machine.is_quicker_with_packed_weights
+    assert not machine.is_quicker_with_one_thread
+    slower = replace(machine, one_thread_gain=1.5)  # as a busy moment may look
+    back = [design["threads"] for _, design in decisions.moves(first_design(slower), "cpu")]
+    assert "found" in back
+    found = decisions.BY_NAME["threads"]["found"]
+    assert found.saves == decisions.BY_NAME["threads"]["one"].saves  # worth a trial in either direction
 
 
 def test_threads_that_one_engine_chose_are_not_the_next_ones(

@@ -130,6 +130,7 @@ passes=LONGEST_PASS: Up to how many tokens are passes over prompts captured?
     needs=graphs:all value=8192 saves=prefill.launch:0.8
 threads=NUM_THREADS: How many threads does torch compute with?
   found: as many as it finds
+    saves=decode.projection:0.2,decode.launch:0.2,decode.attention:0.2
   one: one: no thread waits for another
     device=cpu value=1 saves=decode.projection:0.2,decode.launch:0.2,decode.attention:0.2
 """
