@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,10 @@ from penstock.cli import main
 from penstock.forge import decisions, gate
 from penstock.forge.emit import emit
 from penstock.forge.initial_design import first_design
-from penstock.forge.local import LocalPlayer, load_module
+from penstock.forge.local import LocalPlayer, ResidentPeak, load_module
 from penstock.forge.machine import Machine
 from penstock.forge.measure import draw_benches
 from penstock.forge.oracle import Case, Oracle, count_tokens
-from penstock.forge.resident import ResidentPeak
 from penstock.forge.sandbox import OutOfTime
 from penstock.forge.target import Target
 from penstock.forge.traces import Trace, correctness_traces
@@ -186,7 +186,7 @@ def test_a_profile_that_takes_too_long_costs_no_engine(
     def profile(*given: Any) -> None:
         raise OutOfTime("out of time: more than 7 s")
 
-    monkeypatch.setattr("penstock.forge.trial._profile", profile)
+    monkeypatch.setattr("penstock.forge.sandbox.Hosted.profile", profile)
     _, out = run_forge(tmp_path, SMALL, max_trials=1)
     assert [row["gate"] for row in read_ledger(out)] == ["passed"]
 
@@ -235,6 +235,49 @@ def test_one_thread_is_enough_where_several_wait_for_each_other(gain: float, num
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("gain", "products"), [(1.5, "packed"), (1.1, "library")])
+def test_the_first_version_packs_weights_where_that_is_clearly_quicker(gain: float, products: str) -> None:
+    """What it is, a short budget may end with."""
+    machine = Machine("CPU", "cpu", "", 0, 1e10, 1e11, 1e-6, packed_gain=gain)
+    assert first_design(machine)["products"] == products
+    assert ("_linear_pointwise" in emit(first_design(machine), "First.")) == (products == "packed")
+
+
+def test_threads_are_chosen_for_the_products_that_are_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own may gain nothing from a second thread where packed ones are twice as fast with it."""
+    seconds = {(1, False): 1e-3, (2, False): 2e-3, (1, True): 1e-3, (2, True): 4e-4}
+
+    clock_s = 0.0
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        nonlocal clock_s
+        clock_s += seconds[torch.get_num_threads(), weight.is_mkldnn]
+        return x
+
+    def read_clock() -> float:
+        nonlocal clock_s
+        clock_s += 1e-6
+        return clock_s
+
+    monkeypatch.setattr("penstock.forge.machine.multiply", multiply)
+    monkeypatch.setattr("penstock.forge.machine.time.perf_counter", read_clock)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        machine = Machine.measure(
+            Target.of({**SMALL, "hidden_size": 512, "intermediate_size": 512}, Path("."), "cpu")
+        )
+    finally:
+        torch.set_num_threads(before)
+    assert machine.is_quicker_with_packed_weights
+    assert not machine.is_quicker_with_one_thread
+    slower = replace(machine, one_thread_gain=1.5)  # as a busy moment may look
+    back = [design["threads"] for _, design in decisions.moves(first_design(slower), "cpu")]
+    assert "found" in back
+    found = decisions.BY_NAME["threads"]["found"]
+    assert found.saves == decisions.BY_NAME["threads"]["one"].saves  # worth a trial in either direction
 
 
 def test_threads_that_one_engine_chose_are_not_the_next_ones(

@@ -51,6 +51,8 @@ def test_plans_are_read_for_what_can_be_decided_here() -> None:
 
 
 class Planner(Writer):
+    is_exhausted = True  # it plans, and edits nothing
+
     def plan(self, brief: str, choices: str, device: str, seconds: float) -> list[Step] | str:
         assert "Where time goes" in brief
         assert "weights=fused" in choices
@@ -70,7 +72,6 @@ def test_what_was_planned_is_tried_before_the_profile_chooses_and_once(
     box: Any = SimpleNamespace(enforced={}, given_up={})
     target, ledger = Target.of(SMALL, Path("."), "cpu"), Ledger(tmp_path)
     writer = Planner("http://127.0.0.1:1", "planner")
-    writer._num_failures = 9
     exam, out = Exam([], [], Distance(1.0)), tmp_path / "engine.py"
     search = Search(target, H200, exam, box, ledger, out, budget_s=60.0, writer=writer, max_trials=5)
     search.run()

@@ -19,13 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from command_line import ROOT, environment, fails
 from penstock.errors import CheckpointError, ConfigError, PenstockError
-from penstock.forge import decisions, naive_engine
+from penstock.forge import decisions, gate, naive_engine
 from penstock.forge.emit import emit
 from penstock.forge.fragments.shape import pick_dtype, read_shape
-from penstock.forge.local import load_module
+from penstock.forge.local import LocalPlayer, load_module
+from penstock.forge.oracle import Distance
 from penstock.forge.reference import Reference
 from penstock.forge.target import Target
-from test_forge import SMALL, make_target
+from test_forge import SMALL, draw_cases, make_target
 from test_forge_kernels import TINY
 
 CUDA = torch.device("cuda")
@@ -117,6 +118,24 @@ def test_tied_logits_are_computed_with_the_embedding(norm: str, tmp_path: Path) 
     torch.save({**both, "lm_head.weight": 2 * both["lm_head.weight"]}, path)
     with pytest.raises(CheckpointError, match="Nothing uses its lm_head"):
         Reference(target, torch.float32)
+
+
+@pytest.mark.parametrize(("has_onednn", "is_tied"), [(True, False), (True, True), (False, False)])
+def test_packed_weights_are_right_and_stay_as_they_are_where_torch_cannot_pack(
+    has_onednn: bool, is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(tmp_path, {**SMALL, "tie_word_embeddings": is_tied})
+    (tmp_path / "engine.py").write_text(
+        emit(decisions.decide(decisions.plain_design(), "products", "packed"), "Packed.")
+    )
+    module = load_module(tmp_path / "engine.py")
+    monkeypatch.setattr(module, "LEAST_ELEMENTS", 0)
+    if not has_onednn:
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    player = LocalPlayer(module, target)
+    assert player.engine.model.weights.head.is_mkldnn is has_onednn
+    verdict = gate.check(player, draw_cases(target, seed=5), Distance(1 / 3))
+    assert verdict.is_passed, verdict.fault
 
 
 def without(name: str) -> Callable[[dict[str, Tensor]], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,18 +31,19 @@ from penstock.forge.initial_design import opening
 from penstock.forge.ledger import Ledger, write_report
 from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.machine import Machine
-from penstock.forge.measure import FAMILIES, Bench, Timing, measure
+from penstock.forge.measure import Bench, Timing, measure
 from penstock.forge.oracle import Case, Distance, Oracle
 from penstock.forge.reference import Reference
 from penstock.forge.sandbox import Played
-from penstock.forge.search import Engine, Search, _key
+from penstock.forge.search import Search
 from penstock.forge.target import Target
 from penstock.forge.traces import Call, Trace
-from penstock.forge.trial import Bar, Exam, Outcome, count_slots, widest_batch
+from penstock.forge.trial import Exam, Outcome, count_slots, widest_batch
 from penstock.forge.writer import Proposal, Writer
 from test_forge import SIZES, SMALL, make_target
 
 H200 = Machine("NVIDIA H200", "cuda", "9.0", 141 << 30, 4.1e12, 7e14, 6.5e-6)
+NO_LAUNCHING = Machine("a GPU", "cuda", "9.0", 0, 1e12, 1e15, 1e-9)
 SHAPES = {  # layers, width, width of the feed-forward, heads, key heads, head_dim, vocabulary
     "6x768": (6, 768, 2048, 12, 4, 64, 32000),
     "32x4096": (32, 4096, 14336, 32, 8, 128, 128256),
@@ -83,6 +85,48 @@ def draw_benches() -> list[Bench]:
 
 def timings_of(seconds: float) -> dict[str, Timing]:
     return {name: Timing(family, seconds, 1, 1) for name, family in BENCHES.items()}
+
+
+class Scripted:
+    """A search whose trials are not run: one says how long each source takes, and what a profile shows."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        seconds_of: Callable[[str], float],
+        profile: Mapping[str, float],
+        trial_s: Callable[[str], float] = lambda source: 1e-3,
+    ) -> None:
+        self.seconds_of = seconds_of
+        self.profile = profile
+        self.trial_s = trial_s
+        self.tried: list[str] = []
+        self.allowed_s: list[float] = []
+        self.profiled: list[str] = []
+        monkeypatch.setattr("penstock.forge.search.run_trial", self.run_trial)
+        monkeypatch.setattr("penstock.forge.search.profile_engine", self.profile_engine)
+
+    def run_trial(
+        self, sandbox: Any, source: str, exam: Exam, *, seconds: float, is_profiled: bool = True, **rest: Any
+    ) -> Outcome:
+        self.tried.append(source)
+        self.allowed_s.append(seconds)
+        taken = self.seconds_of(source)
+        if math.isinf(taken):
+            return Outcome("no such kernel", "build", 1.0)
+        rest.get("when_right", lambda: None)()
+        profile = self.profile if is_profiled else {}
+        trial_s = self.trial_s(source)
+        return Outcome("", "passed", trial_s, timings=timings_of(taken), profile=profile)
+
+    def profile_engine(self, sandbox: Any, source: str, exam: Exam, *, seconds: float) -> Mapping[str, float]:
+        self.profiled.append(source)
+        return self.profile
+
+    def search(self, target: Target, machine: Machine, folder: Path, **more: Any) -> Search:
+        box: Any = SimpleNamespace(enforced={}, given_up={})
+        words = {"ledger": Ledger(folder), "out": folder / "engine.py", "budget_s": 60.0, **more}
+        return Search(target, machine, Exam([], [], Distance(1.0)), box, **words)
 
 
 def test_a_bench_is_repeated_until_it_has_been_seen_for_long_enough() -> None:
@@ -136,15 +180,20 @@ def test_what_an_engine_remembers_of_a_play_does_not_help_it_in_the_next(tmp_pat
     benches = measuring.draw_benches(target, Oracle(target), 3, replace(SIZES, repeats=3))
     path = tmp_path / "engine.py"
     path.write_text(emit(decisions.plain_design(), "An engine."))
-    player = LocalPlayer(load_module(path), target)
-    plain = player.engine
-    player.engine = memory = Memory(plain, is_lazy=False)
+    module: Any = load_module(path)
+
+    def player_of(is_lazy: bool) -> LocalPlayer:
+        create: Any = SimpleNamespace(
+            create_engine=lambda *words: Memory(module.create_engine(*words), is_lazy)
+        )
+        return LocalPlayer(create, target)
+
+    player = player_of(is_lazy=False)
     _, fault, _ = measure(player, benches, Distance(1 / 3))
     assert not fault
-    assert memory.num_prefills > 2 * len(benches)
-    assert memory.num_known == 0
-    player.engine = Memory(plain, is_lazy=True)
-    _, fault, _ = measure(player, benches, Distance(1 / 3))
+    assert player.engine.num_prefills > 2 * len(benches)
+    assert player.engine.num_known == 0
+    _, fault, _ = measure(player_of(is_lazy=True), benches, Distance(1 / 3))
     assert "prefill 8, while timed" in fault
     assert "logits are off" in fault
 
@@ -173,7 +222,7 @@ def test_a_candidate_that_may_catch_up_is_timed_to_the_end(
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_opening_on_a_gpu_is_what_a_profile_full_of_launches_leads_to(name: str, tmp_path: Path) -> None:
+def test_the_opening_on_a_gpu_captures_steps(name: str) -> None:
     """Kernels, fused weights and captured steps together: one trial, with or without a profile."""
     target = gpu_target(name)
     guess = opening(target, H200)
@@ -184,63 +233,54 @@ def test_the_opening_on_a_gpu_is_what_a_profile_full_of_launches_leads_to(name: 
     assert chosen == {**expected, "graphs": "all"}
     assert design["passes"] == ("all" if name == "6x768" else "short")
     assert "launching" in why
-    nobody: Any = None
-    search = Search(
-        target, H200, Exam([], [], Distance(1.0)), nobody, Ledger(tmp_path), tmp_path, budget_s=1.0
-    )
+
+
+def test_a_profile_full_of_launches_leads_to_captured_steps_and_not_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the design that the facts suggest, then to longer passes; never to what captures less."""
     profile = {
         "decode.launch": 0.9,
         "decode.attention": 0.1,
         "prefill.launch": 0.8,
         "prefill.projection": 0.2,
     }
-    plain, alike = decisions.plain_design(), dict.fromkeys(FAMILIES, 1.0)
-    search.best = Engine("", plain, Outcome("", "passed", 1.0, profile=profile), "plain", alike)
-    idea = search._most_promising()
-    assert idea is not None
-    assert idea[1] == {**design, "passes": "short"}
-    search.best = Engine("", idea[1], Outcome("", "passed", 1.0, profile=profile), "captured", alike)
-    moves = decisions.moves(idea[1], "cuda")
-    ideas = {alternative.name: search._promise(alternative, moved) for alternative, moved in moves}
-    assert max(ideas, key=lambda name: ideas[name]) == "all"  # passes
-    assert ideas["decode"] <= 0.0  # it captures less than is captured now
-    assert ideas["flash"] <= 0.0  # it cannot be captured
+    judge = Scripted(monkeypatch, lambda source: 1.0 if "CUDAGraph" not in source else 0.5, profile)
+    search = judge.search(gpu_target("6x768"), NO_LAUNCHING, tmp_path)
+    search.run()
+    ideas = [row.idea for row in search.ledger.rows]
+    guess = opening(gpu_target("6x768"), H200)
+    assert guess is not None
+    suggested = decisions.differences(decisions.plain_design(), {**guess[0], "passes": "short"})
+    assert set(ideas[1].split("; ")) == set(suggested)
+    assert ideas[2] == "passes: short → all"
+    assert not any("graphs: all" in idea for idea in ideas[2:])
 
 
-def test_what_no_profiler_has_seen_may_be_anything(tmp_path: Path) -> None:
+def test_what_no_profiler_has_seen_may_be_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then alternatives are tried by what they promise at best."""
-    nobody: Any = None
-    exam, out = Exam([], [], Distance(1.0)), tmp_path / "engine.py"
-    search = Search(gpu_target("6x768"), H200, exam, nobody, Ledger(tmp_path), out, budget_s=1.0)
-    profile, alike = {"decode.unseen": 0.7, "prefill.unseen": 0.3}, dict.fromkeys(FAMILIES, 1.0)
-    outcome = Outcome("", "passed", 1.0, profile=profile)
-    search.best = Engine("", decisions.plain_design(), outcome, "plain", alike)
-    assert search._share("decode.launch") == search._share("prefill.attention") == 1 / 8
-    idea = search._most_promising()
-    assert idea is not None
-    assert idea[0].name == "kernels"
+    judge = Scripted(monkeypatch, lambda source: 1.0, {"decode.unseen": 0.7, "prefill.unseen": 0.3})
+    search = judge.search(gpu_target("6x768"), NO_LAUNCHING, tmp_path, max_trials=2)
+    search.run()
+    assert "layers: torch → kernels" in search.ledger.rows[1].idea
 
 
 def test_what_has_disappointed_waits_for_what_was_never_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside another best engine it may be worth a second try, but not the next one."""
-    box: Any = SimpleNamespace(enforced=())
-    exam, out = Exam([], [], Distance(1.0)), tmp_path / "engine.py"
-    profile = {"decode.projection": 1.0, "prefill.projection": 1.0}
-    outcome = Outcome("", "passed", 1.0, profile=profile, timings=timings_of(1.0))
-    search = Search(gpu_target("6x768"), H200, exam, box, Ledger(tmp_path), out, budget_s=60.0, max_trials=4)
-    captured = decisions.decide(decisions.plain_design(), "graphs", "all")
-    search.best = Engine("", captured, outcome, "captured", dict.fromkeys(FAMILIES, 1.0))
-    search.tried.add(_key(captured))
-    search.judged_s = [1e-3]
 
-    def run_trial(sandbox: Any, source: str, *given: Any, **rest: Any) -> Outcome:
-        return replace(outcome, timings=timings_of(0.5 if "VECTOR_ROWS = 2" in source else 2.0))
+    def seconds_of(source: str) -> float:
+        if "CUDAGraph" not in source:
+            return 3.0
+        if len(judge.tried) <= 2:  # the first guess
+            return 1.0
+        return 0.5 if "VECTOR_ROWS = 2" in source else 2.0
 
-    monkeypatch.setattr("penstock.forge.search.run_trial", run_trial)
-    search._improve_by_decisions()
-    ideas = [(row.idea.partition(":")[0], row.verdict) for row in search.ledger.rows]
+    judge = Scripted(monkeypatch, seconds_of, {"decode.projection": 1.0, "prefill.projection": 1.0})
+    search = judge.search(gpu_target("6x768"), H200, tmp_path, max_trials=6)
+    search.run()
+    ideas = [(row.idea.partition(":")[0], row.verdict) for row in search.ledger.rows[2:]]
     assert ideas[:3] == [("weight_rows", "discarded")] * 2 + [("vector_rows", "kept")]
     assert ideas[3][0] != "weight_rows"
 
@@ -266,100 +306,66 @@ def test_an_exam_has_no_more_requests_than_captured_engines_have_place_for(
 
 
 def test_there_is_no_opening_where_launching_is_not_what_takes_time() -> None:
-    quick = Machine("a GPU", "cuda", "9.0", 0, 1e12, 1e15, 1e-9)
-    assert opening(gpu_target("32x4096"), quick) is None
+    assert opening(gpu_target("32x4096"), NO_LAUNCHING) is None
 
 
-def test_the_opening_on_a_cpu_saves_operations_all_at_once() -> None:
-    target, machine = Target.of(SMALL, Path("."), "cpu"), replace(H200, device="cpu", one_thread_gain=2.0)
+@pytest.mark.parametrize(("packed_gain", "is_packed"), [(2.0, True), (1.0, False)])
+def test_the_opening_on_a_cpu_saves_operations_all_at_once_and_packs_weights_where_that_is_quicker(
+    packed_gain: float, is_packed: bool
+) -> None:
+    target = Target.of(SMALL, Path("."), "cpu")
+    machine = replace(H200, device="cpu", one_thread_gain=2.0, packed_gain=packed_gain)
     guess = opening(target, machine)
     assert guess is not None
     changed = decisions.differences(decisions.plain_design(), guess[0])
-    assert [one.partition(":")[0] for one in changed] == [
-        "weights",
-        "norm",
-        "rope",
-        "prefill",
-        "decode",
-        "threads",
-    ]
+    names = ["weights", "norm", "rope", "prefill", "decode", *["products"] * is_packed, "threads"]
+    assert [one.partition(":")[0] for one in changed] == names
 
 
 @pytest.mark.parametrize("is_right", [True, False])
 def test_after_the_first_version_the_opening_is_tried_and_the_first_is_profiled_only_if_it_fails(
     is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    profile = {"decode.projection": 1.0, "prefill.projection": 1.0}
-    tried: list[tuple[str, bool]] = []
-
-    def run_trial(
-        sandbox: Any,
-        source: str,
-        exam: Exam,
-        *,
-        bar: Bar | None = None,
-        is_profiled: bool = True,
-        **rest: Any,
-    ) -> Outcome:
-        tried.append((source, is_profiled))
-        if bar is None:
-            rest["when_right"]()
-            return Outcome("", "passed", 1.0, timings=timings_of(1.0))
+    def seconds_of(source: str) -> float:
         if "CUDAGraph" in source and is_right:
-            return Outcome("", "passed", 1.0, timings=timings_of(0.1), profile=profile)
-        return Outcome("no such kernel", "build", 1.0)
+            return 0.1
+        return 1.0 if len(judge.tried) == 1 else math.inf
 
-    profiled: list[str] = []
-
-    def profile_engine(sandbox: Any, source: str, exam: Exam, *, seconds: float) -> dict[str, float]:
-        profiled.append(source)
-        return profile
-
-    monkeypatch.setattr("penstock.forge.search.run_trial", run_trial)
-    monkeypatch.setattr("penstock.forge.search.profile_engine", profile_engine)
-    sandbox: Any = SimpleNamespace(enforced={}, given_up={})
-    out = tmp_path / "engine.py"
-    exam, ledger = Exam([], [], Distance(1.0)), Ledger(tmp_path)
-    search = Search(gpu_target("6x768"), H200, exam, sandbox, ledger, out, budget_s=60.0, max_trials=3)
+    judge = Scripted(monkeypatch, seconds_of, {"decode.projection": 1.0, "prefill.projection": 1.0})
+    search = judge.search(gpu_target("6x768"), H200, tmp_path, max_trials=3)
     search.run()
-    first, second, *_ = tried
-    assert "CUDAGraph" not in first[0]
-    assert not first[1]
-    assert "CUDAGraph" in second[0]
-    assert "launching" in ledger.rows[1].why
-    assert [row.verdict for row in ledger.rows[:2]] == ["kept", "kept" if is_right else "discarded"]
-    assert profiled == ([] if is_right else [first[0]])
-    assert len(ledger.rows) == 3
-    assert ("CUDAGraph" in out.read_text()) == is_right
+    first, second, *_ = judge.tried
+    assert "CUDAGraph" not in first
+    assert "CUDAGraph" in second
+    rows = search.ledger.rows
+    assert "launching" in rows[1].why
+    assert [row.verdict for row in rows[:2]] == ["kept", "kept" if is_right else "discarded"]
+    assert judge.profiled == ([] if is_right else [first])
+    assert len(rows) == 3
+    assert ("CUDAGraph" in search.out.read_text()) == is_right
 
 
-@pytest.mark.parametrize(("left_s", "num_trials"), [(30.0, 2), (3.0, 1)])
+@pytest.mark.parametrize(("left_s", "num_trials"), [(30.0, 3), (3.0, 1)])
 def test_a_slow_first_version_leaves_the_opening_what_time_there_is(
     left_s: float, num_trials: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its trial took all but 30 seconds; the opening takes 2, and those after it are expected to."""
-    allowed: list[float] = []
 
-    def run_trial(sandbox: Any, source: str, *given: Any, seconds: float, **rest: Any) -> Outcome:
-        allowed.append(seconds)
-        is_first = "CUDAGraph" not in source
-        if is_first:
-            rest["when_right"]()
-            search.ledger = Ledger(tmp_path, time.monotonic() - (100.0 - left_s))
-        return Outcome(
-            "", "passed", 100.0 - left_s if is_first else 2.0, timings=timings_of(1.0 if is_first else 0.1)
-        )
+    def trial_s(source: str) -> float:
+        if "CUDAGraph" in source:
+            return 2.0
+        search.ledger = Ledger(tmp_path, time.monotonic() - (100.0 - left_s))
+        return 100.0 - left_s
 
-    monkeypatch.setattr("penstock.forge.search.run_trial", run_trial)
-    monkeypatch.setattr("penstock.forge.search.profile_engine", lambda *given, **rest: {})
-    box: Any = SimpleNamespace(enforced={}, given_up={})
-    exam, out = Exam([], [], Distance(1.0)), tmp_path / "engine.py"
-    search = Search(gpu_target("32x4096"), H200, exam, box, Ledger(tmp_path), out, budget_s=100.0)
+    profile = {"decode.projection": 1.0, "prefill.projection": 1.0}
+    judge = Scripted(
+        monkeypatch, lambda source: 0.1 if "CUDAGraph" in source else 1.0, profile, trial_s=trial_s
+    )
+    search = judge.search(gpu_target("32x4096"), H200, tmp_path, budget_s=100.0, max_trials=3)
     search.run()
-    assert len(allowed) == num_trials
-    assert allowed[-1] <= (100.0 if num_trials == 1 else left_s)
-    assert ("CUDAGraph" in out.read_text()) == (num_trials == 2)
-    assert num_trials == 1 or search._has_time(1.0)
+    assert len(search.ledger.rows) == num_trials
+    assert judge.allowed_s[-1] <= (100.0 if num_trials == 1 else left_s)
+    assert ("CUDAGraph" in search.out.read_text()) == (num_trials > 1)
 
 
 def test_who_interrupts_twice_waits_for_the_report_and_for_nothing_else(
@@ -367,13 +373,7 @@ def test_who_interrupts_twice_waits_for_the_report_and_for_nothing_else(
 ) -> None:
     """On a CPU the first version and the best would be timed again for it."""
     profile = {"decode.projection": 1.0, "prefill.projection": 1.0}
-    tried: list[str] = []
-
-    def run_trial(sandbox: Any, source: str, *given: Any, seconds: float, **rest: Any) -> Outcome:
-        assert seconds <= 60.0
-        tried.append(source)
-        timings = timings_of(1.0 if source == tried[0] else 0.5)
-        return Outcome("", "passed", 1e-3, timings=timings, profile=profile)
+    judge = Scripted(monkeypatch, lambda source: 1.0 if source == judge.tried[0] else 0.5, profile)
 
     def interrupt(line: str) -> None:
         if "trial 1" in line:
@@ -383,40 +383,38 @@ def test_who_interrupts_twice_waits_for_the_report_and_for_nothing_else(
         os.kill(os.getpid(), signal.SIGINT)
         write_report(*words)
 
-    monkeypatch.setattr("penstock.forge.search.run_trial", run_trial)
     monkeypatch.setattr("penstock.forge.search.write_report", interrupted_report)
-    box: Any = SimpleNamespace(enforced={}, given_up={})
-    exam, out = Exam([], [], Distance(1.0)), tmp_path / "engine.py"
     target, machine = Target.of(SMALL, Path("."), "cpu"), Machine("CPU", "cpu", "", 0, 1e10, 1e11, 1e-6)
-    search = Search(target, machine, exam, box, Ledger(tmp_path), out, budget_s=60.0, say=interrupt)
+    search = judge.search(target, machine, tmp_path, say=interrupt)
     try:
         search.run()
     except KeyboardInterrupt:
         pytest.fail("the second interrupt came through")
     assert [row.verdict for row in search.ledger.rows] == ["kept", "kept"]
-    assert len(tried) == 3  # the second time the first version, to confirm the gain
+    assert len(judge.tried) == 3  # the second time the first version, to confirm the gain
     assert "interrupted" in (tmp_path / "report.md").read_text()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_reply_is_waited_for_as_long_as_it_leaves_time_for_its_trial(tmp_path: Path) -> None:
+def test_a_reply_is_waited_for_as_long_as_it_leaves_time_for_its_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waited: list[float] = []
 
     class Silent(Writer):
+        is_exhausted = property(lambda self: bool(waited))  # type: ignore[assignment]
+
+        def plan(self, *words: Any) -> str:
+            return "no plan"
+
         def propose(self, source: str, brief: str, seconds: float = 0.0) -> Proposal | str:
             waited.append(seconds)
-            self._num_failures = 9
             return "no answer"
 
-    box: Any = SimpleNamespace(enforced=())
-    exam, out = Exam([], [], Distance(1.0)), tmp_path / "engine.py"
-    ledger = Ledger(tmp_path, time.monotonic() - 400.0)
-    target = Target.of(SMALL, Path("."), "cpu")
-    search = Search(target, H200, exam, box, ledger, out, budget_s=1000.0)
-    outcome = Outcome("", "passed", 1.0, timings=timings_of(1.0))
-    search.best = Engine("", decisions.plain_design(), outcome, "plain", dict.fromkeys(FAMILIES, 1.0))
-    search.judged_s = [100.0]
-    search.improve_by_writing(Silent("http://127.0.0.1:1", "silent"))
+    judge = Scripted(monkeypatch, lambda source: 1.0, {}, trial_s=lambda source: 100.0)
+    ledger, writer = Ledger(tmp_path, time.monotonic() - 400.0), Silent("http://127.0.0.1:1", "silent")
+    target = gpu_target("6x768")
+    judge.search(target, NO_LAUNCHING, tmp_path, budget_s=1000.0, ledger=ledger, writer=writer).run()
     assert waited == [pytest.approx(1000.0 - 400.0 - 120.0, abs=5.0)]
 
 

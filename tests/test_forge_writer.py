@@ -62,7 +62,7 @@ def proposals() -> dict[str, str]:
     file = "        open('/etc/hostname').read()\n"
     endless = "        torch.futures.Future().wait()\n"
     greedy = "        kept = torch.ones(1 << 30)\n"
-    logits = "return F.linear(x, model.weights.head)"
+    logits = "return multiply(x, model.weights.head)"
     tampering = "import sys\nsys.modules['__main__'].kind_of_work = None\n"
     files = {
         "wrong": good.replace(logits, f"{logits} * 1.02"),

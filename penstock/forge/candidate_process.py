@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -128,14 +128,84 @@ def _live(connection: socket.socket, limits: dict[str, Any], confine: Confine) -
             session.send({"error": f"{type(error).__name__}: {error}"[:2000]})
 
 
+class EnginePlayer:
+    """Plays calls with an engine; the same in a candidate's process and in an evaluator's own."""
+
+    def __init__(self, engine: Any, device: str) -> None:
+        self.engine = engine
+        self.device = device
+
+    def play(
+        self,
+        calls: Sequence[Any],  # kind, ids, tokens, and whether these are on the device
+        keep: Container[int],
+        timed: Sequence[int],  # the first of the timed calls, and the one behind the last
+        start: Callable[[], Any],
+        stop: Callable[[], Any],
+        is_enough: Callable[[], bool] = lambda: False,
+    ) -> tuple[list[Any], dict[int, Any]]:
+        """By call what was raised, the shape of the answer, or None; and the kept logits. Ends early, behind
+        a timed call, once it is enough."""
+        outcomes: list[Any] = []
+        kept: dict[int, Any] = {}
+        for number, call in enumerate([self.prepare(*call) for call in calls]):
+            if number == timed[0]:
+                self.wait()
+                start()
+            try:
+                logits = self.call(*call)
+            except NoLogits:
+                raise
+            except Exception as error:  # a refusal, or a fault: the gate knows which was due
+                outcomes.append(f"{type(error).__name__}: {error}"[:300])
+            else:
+                outcomes.append(None if logits is None else list(logits.shape))
+                if logits is not None and number in keep:
+                    kept[number] = logits
+            is_cut = timed[0] <= number < timed[1] and is_enough()
+            if is_cut or number == timed[1] - 1:
+                self.wait()
+                kept = {one: logits.clone() for one, logits in kept.items()}  # a thread's are too late
+                self.wait()
+                stop()
+            if is_cut:
+                break
+        return outcomes, kept
+
+    def prepare(
+        self, kind: str, ids: Sequence[str], tokens: Any, on_device: bool
+    ) -> tuple[str, list[str], Any]:
+        import torch
+
+        place = self.device if on_device else "cpu"
+        if kind == "prefill":
+            prompts = [torch.tensor(prompt, dtype=torch.int64, device=place) for prompt in tokens]
+            return kind, list(ids), prompts
+        return kind, list(ids), torch.tensor([one for (one,) in tokens], dtype=torch.int64, device=place)
+
+    def call(self, kind: str, ids: list[str], tokens: Any) -> Any:
+        if kind == "remove":
+            self.engine.remove(ids)
+            return None
+        logits = self.engine.prefill(ids, tokens) if kind == "prefill" else self.engine.decode(ids, tokens)
+        if fault := fault_of_answer(logits, self.device):
+            raise NoLogits(fault)
+        return logits
+
+    def wait(self) -> None:
+        import torch
+
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+
 class Session:
     """One candidate's life: its engine, and the conversation with the judge."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.lines = connection.makefile("rb")
-        self.engine: Any = None
-        self.device = "cpu"
+        self.player = EnginePlayer(None, "cpu")
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
         self.connection.sendall(json.dumps({**message, "bytes": len(payload)}).encode() + b"\n" + payload)
@@ -159,78 +229,40 @@ class Session:
     def _start(self, command: dict[str, Any]) -> None:
         import torch
 
-        self.device = command["device"]
-        if self.device != "cpu":
+        self.player.device = command["device"]
+        if self.player.device != "cpu":
             torch.cuda.set_per_process_memory_fraction(command["memory_share"])
-            torch.zeros(1, device=self.device)
+            torch.zeros(1, device=self.player.device)
             torch.cuda.reset_peak_memory_stats()
         self.send({"started": True})
 
     def _build(self, command: dict[str, Any]) -> None:
-        module = load_file("engine", command["path"])
-        self.engine = module.create_engine(command["config"], command["weights"], self.device)
-        self._wait()
+        build = load_file("engine", command["path"]).create_engine
+        self.player.engine = build(command["config"], command["weights"], self.player.device)
+        self.player.wait()
         self.send({"built": True})
 
     def _play(self, command: dict[str, Any]) -> None:
-        """Calls in their order; the timed ones between two words with the judge, who has the clock."""
-        calls, (start, stop) = [self._prepare(call) for call in command["calls"]], command["timed"]
-        keep, kept = set(command["keep"]), []
-        outcomes: list[Any] = []
-        for number, call in enumerate(calls):
-            if number == start:
-                self._wait()
-                self.send({"ready": True})
-                self.receive()
-            try:
-                logits = self._call(call)
-            except NoLogits:
-                raise
-            except Exception as error:
-                outcomes.append(f"{type(error).__name__}: {error}"[:300])
-            else:
-                outcomes.append(None if logits is None else list(logits.shape))
-                if logits is not None and number in keep:
-                    kept.append(logits)
-            if number == stop - 1:
-                self._wait()
-                kept = [logits.clone() for logits in kept]  # what a thread fills in later is too late
-                self._wait()
-                self.send({"done": True})
-        payload = b"".join(logits.float().cpu().numpy().tobytes() for logits in kept)
+        """The timed calls are between two words with the judge, who has the clock."""
+
+        def ask_to_start() -> None:
+            self.send({"ready": True})
+            self.receive()
+
+        outcomes, kept = self.player.play(
+            command["calls"],
+            command["keep"],
+            command["timed"],
+            start=ask_to_start,
+            stop=lambda: self.send({"done": True}),
+        )
+        payload = b"".join(logits.float().cpu().numpy().tobytes() for _, logits in sorted(kept.items()))
         self.send({"outcomes": outcomes, "peak_bytes": self._peak_bytes()}, payload)
-
-    def _prepare(self, call: list[Any]) -> tuple[str, list[str], Any]:
-        import torch
-
-        kind, ids, tokens, is_on_device = call
-        place = self.device if is_on_device else "cpu"
-        if kind == "prefill":
-            return kind, ids, [torch.tensor(prompt, dtype=torch.int64, device=place) for prompt in tokens]
-        if kind == "decode":
-            return kind, ids, torch.tensor([one for (one,) in tokens], dtype=torch.int64, device=place)
-        return kind, ids, None
-
-    def _call(self, call: tuple[str, list[str], Any]) -> Any:
-        kind, ids, tokens = call
-        if kind == "remove":
-            self.engine.remove(ids)
-            return None
-        logits = self.engine.prefill(ids, tokens) if kind == "prefill" else self.engine.decode(ids, tokens)
-        if fault := fault_of_answer(logits, self.device):
-            raise NoLogits(fault)
-        return logits
-
-    def _wait(self) -> None:
-        import torch
-
-        if self.device != "cpu":
-            torch.cuda.synchronize()
 
     def _peak_bytes(self) -> int:
         import torch
 
-        if self.device != "cpu":
+        if self.player.device != "cpu":
             return int(torch.cuda.max_memory_allocated())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -240,18 +272,18 @@ class Session:
         from torch.autograd import DeviceType
         from torch.autograd.profiler import profile  # torch.profiler would import a compiler first
 
-        prepared, (start, stop) = [self._prepare(call) for call in calls], part
-        on_gpu = self.device != "cpu"
+        player, (start, stop) = self.player, part
+        prepared, on_gpu = [player.prepare(*call) for call in calls], player.device != "cpu"
 
         def play(profiler: Any) -> float:
             for call in prepared[:start]:
-                self._call(call)
-            self._wait()
+                player.call(*call)
+            player.wait()
             with profiler or contextlib.nullcontext():
                 began = time.perf_counter()
                 for call in prepared[start:stop]:
-                    self._call(call)
-                self._wait()
+                    player.call(*call)
+                player.wait()
                 return time.perf_counter() - began
 
         wall = play(None)  # the second time, the same requests replace themselves

@@ -1,8 +1,8 @@
 """What a process gives up before a stranger's code runs in it. Imports no Penstock and no torch.
 
-Each restriction stands alone, because each may be missing (an old kernel, a container) or in the way (a GPU
-driver that needs what it takes): `probe` finds out which go together. `confine` applies the ones it is asked
-for, in an order in which none locks out the next, and tells in words which are in force.
+Each restriction guards something else, and each may be missing (an old kernel) or in the way (a GPU driver
+that needs what it takes): `probe` finds out which go together. `confine` applies the ones it is asked for, in
+an order in which none locks out the next, and tells in words which are in force.
 """
 
 from __future__ import annotations
@@ -15,28 +15,16 @@ import platform
 import resource
 import signal
 import socket
-import stat
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 READ_ACCESS = 0b1101  # execute, read a file, list a folder
 FILE_ACCESS = 0b111 | 1 << 14 | 1 << 15  # what can be done to a file, or to a device, rather than to a folder
-MOVE_ACCESS = 1 << 13  # from one folder to another
 MAX_CAPABILITIES = 64
-# By worth, the first first; of several forms of one thing the strongest first.
-FORMS = (
-    ("system calls",),
-    ("files", "files and devices"),
-    ("privileges",),
-    ("network",),
-    ("signals",),
-    ("connections",),
-    ("file sizes",),
-)
-CPU_FORMS = (*FORMS, ("addresses",))  # a CUDA driver reserves addresses without end
+RESTRICTIONS = ("system calls", "files", "privileges", "file sizes")  # by worth, the first first
+CPU_RESTRICTIONS = (*RESTRICTIONS, "addresses")  # a CUDA driver reserves addresses without end
 
 
 def confine(restrictions: Iterable[str], limits: Mapping[str, Any]) -> dict[str, str]:
@@ -58,24 +46,6 @@ def _let_memory_be_locked() -> None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def _own_network(libc: Any, limits: Mapping[str, Any]) -> str:
-    """Root needs no user namespace for it, and some drivers do not work in one."""
-    if os.geteuid() == 0 and libc.unshare(CLONE_NEWNET) == 0:
-        return "a network namespace of its own"
-    user, group = os.getuid(), os.getgid()
-    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNET):
-        return ""
-    identity = (
-        ("setgroups", "deny"),
-        ("uid_map", f"{user} {user} 1"),
-        ("gid_map", f"{group} {group} 1"),
-    )
-    for name, line in identity:  # in a user namespace one is nobody until one says who one is outside
-        with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
-            file.write(line)
-    return "a user and a network namespace of its own"
-
-
 class _Ruleset(ctypes.Structure):
     _fields_ = (("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
 
@@ -89,74 +59,36 @@ def landlock_version(libc: Any) -> int:
     return int(libc.syscall(LANDLOCK_CREATE, None, 0, 1))
 
 
-def _enter_landlock(libc: Any, rules: _Ruleset, allowed: Iterable[tuple[str, int]] = ()) -> bool:
-    """A domain that these rules are the walls of, with doors for the allowed paths.
-
-    Every domain forbids to move files between folders unless it is told otherwise, even one that is about
-    something else; and moving is how Triton puts a kernel into its cache.
-    """
-    version = landlock_version(libc)
-    if not rules.files and version >= 2:
-        rules.files, allowed = MOVE_ACCESS, [("/", MOVE_ACCESS)]
-    size = 8 if version < 4 else 16 if version < 6 else 24
-    ruleset = libc.syscall(LANDLOCK_CREATE, ctypes.byref(rules), size, 0)
-    if ruleset < 0:
-        return False
-    for path, access in allowed:
-        with contextlib.suppress(OSError):  # what is not there needs no door
-            opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            access &= rules.files & (~0 if os.path.isdir(path) else FILE_ACCESS)
-            libc.syscall(LANDLOCK_ADD, ruleset, 1, ctypes.byref(_PathRule(access, opened)), 0)
-            os.close(opened)
-    failed = libc.syscall(LANDLOCK_RESTRICT, ruleset, 0)
-    os.close(ruleset)
-    return not failed
-
-
 def _only_files(libc: Any, limits: Mapping[str, Any]) -> str:
-    return _restrict_files(libc, limits["readable"], limits["writable"])
-
-
-def _only_files_and_devices(libc: Any, limits: Mapping[str, Any]) -> str:
-    """For a driver that opens more than its own devices: every device but disks, and the kernel's own."""
-    devices = (f"/dev/{name}" for name in sorted(os.listdir("/dev")))
-    harmless = [path for path in devices if not _is_disk(path)]
-    return _restrict_files(libc, limits["readable"], [*limits["writable"], "/proc", "/run", *harmless])
-
-
-def _is_disk(path: str) -> bool:
-    try:
-        return stat.S_ISBLK(os.stat(path).st_mode)
-    except OSError:  # a link to nowhere
-        return True
-
-
-def _restrict_files(libc: Any, readable: list[str], writable: list[str]) -> str:
+    """One domain of Landlock with doors for these paths. It also keeps the memory of processes outside of it
+    out of reach, newer kernels TCP (4) and signals and abstract sockets (6) of others."""
     version = landlock_version(libc)
     if version < 1:
         return ""
     num_rights = 13 if version == 1 else 14 if version == 2 else 15 if version < 5 else 16
     everything = (1 << num_rights) - 1
+    rules = _Ruleset(everything, 0b11 if version >= 4 else 0, 0b11 if version >= 6 else 0)
+    ruleset = libc.syscall(
+        LANDLOCK_CREATE, ctypes.byref(rules), 8 if version < 4 else 16 if version < 6 else 24, 0
+    )
+    readable, writable = limits["readable"], limits["writable"]
     doors = [(path, READ_ACCESS) for path in readable] + [(path, everything) for path in writable]
-    if not _enter_landlock(libc, _Ruleset(everything, 0, 0), doors):
+    for path, access in doors:
+        with contextlib.suppress(OSError):  # what is not there needs no door
+            opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            access &= ~0 if os.path.isdir(path) else FILE_ACCESS
+            libc.syscall(LANDLOCK_ADD, ruleset, 1, ctypes.byref(_PathRule(access, opened)), 0)
+            os.close(opened)
+    if libc.syscall(LANDLOCK_RESTRICT, ruleset, 0):
         return ""
-    return f"Landlock: reads below {_some(readable)}; writes below {_some(writable)}"
+    os.close(ruleset)
+    more = ", no TCP" * (version >= 4) + ", signals to itself only" * (version >= 6)
+    return f"Landlock: reads below {_some(readable)}; writes below {_some(writable)}{more}"
 
 
 def _some(paths: list[str]) -> str:
     rest = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     return ", ".join(paths[:3]) + rest
-
-
-def _no_connections(libc: Any, limits: Mapping[str, Any]) -> str:
-    is_possible = landlock_version(libc) >= 4
-    return "Landlock: no TCP" if is_possible and _enter_landlock(libc, _Ruleset(0, 0b11, 0)) else ""
-
-
-def _no_signals(libc: Any, limits: Mapping[str, Any]) -> str:
-    is_possible = landlock_version(libc) >= 6
-    words = "Landlock: signals and abstract sockets of its own only"
-    return words if is_possible and _enter_landlock(libc, _Ruleset(0, 0, 0b11)) else ""
 
 
 def _no_privileges(libc: Any, limits: Mapping[str, Any]) -> str:
@@ -241,12 +173,8 @@ def _limit(kind: int, most: int) -> None:
 
 _RESTRICTIONS: dict[str, Callable[[Any, Mapping[str, Any]], str]] = {
     "addresses": _few_addresses,  # first: it reads what is in use
-    "network": _own_network,
     "files": _only_files,
-    "files and devices": _only_files_and_devices,
-    "connections": _no_connections,
-    "signals": _no_signals,
     "file sizes": _small_files,
     "privileges": _no_privileges,
-    "system calls": _few_system_calls,  # last: it also refuses to unshare
+    "system calls": _few_system_calls,  # last: it takes away what the others need
 }

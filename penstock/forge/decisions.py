@@ -7,344 +7,196 @@ and `search` asks which alternatives promise something where time is spent.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 Design = Mapping[str, str]  # decision -> alternative
+
+# A decision, with the constant of a fragment that carries its value; below it its alternatives, the plain one
+# first; below each what it consists of. `files`: the fragments that define it. `needs`: what it requires of
+# other decisions. `saves`: the share it could save of a part of a profile. `value`: of the constant.
+# `stand_in`: what takes its place where it no longer fits. `device`: the only one it is for.
+TABLE = """
+layers: Who computes a layer?
+  torch: torch operations
+    files=forward_torch
+  kernels: Triton kernels that fuse what stands between the products
+    files=launch,kernel_rows,forward_kernels device=cuda
+    saves=decode.launch:0.5,decode.small:0.8,prefill.small:0.7
+weights: Are projections of the same input one product?
+  separate: as stored, one by one
+    files=weights_separate needs=layers:torch
+  fused: queries, keys and values in one product, gate and up in another
+    files=weights_fused saves=decode.projection:0.2,decode.launch:0.2,prefill.projection:0.1
+norm: How is a norm computed?
+  plain: as defined, in float32
+    files=norm_plain needs=layers:torch
+  library: torch's own, one call
+    files=norm_library needs=layers:torch
+    saves=decode.small:0.3,decode.launch:0.2,prefill.small:0.3
+  folded: its weight multiplied into the columns of the projection behind it
+    files=norm_folded needs=layers:torch saves=decode.small:0.15,prefill.small:0.2
+  in_kernel: its weight in the columns of the projection behind it, its scale in that one's kernel
+    needs=layers:kernels
+rope: In which form do queries and keys turn?
+  pairs: even and odd dimensions
+    files=rope_pairs needs=layers:torch
+  complex: pairs as complex numbers: one product
+    files=rope_complex needs=layers:torch
+    saves=decode.small:0.35,decode.launch:0.15,prefill.small:0.3
+  halves: halves of a head; the projections' rows are reordered at loading
+    files=rope_halves needs=layers:torch
+    saves=decode.small:0.3,decode.launch:0.1,prefill.small:0.4
+  in_kernel: in the kernel that stores keys and values
+    needs=layers:kernels
+prefill: How do several prompts go through the layers?
+  one_by_one: one after the other
+    files=prefill_one_by_one needs=layers:torch
+  packed: end to end in one pass, attention one by one
+    files=prefill_packed needs=layers:torch
+    saves=prefill.projection:0.4,prefill.launch:0.6,prefill.small:0.2
+  padded: side by side in one pass, padded to the longest
+    files=prefill_padded needs=layers:torch saves=prefill.attention:0.3,prefill.launch:0.7
+  kernel: end to end, a Triton kernel over tiles of prompts
+    files=prefill_kernel,prefill_pass needs=layers:kernels
+    saves=prefill.attention:0.4,prefill.launch:0.3
+  flash: end to end, torch's attention over packed rows
+    files=prefill_lengths,prefill_flash,prefill_pass needs=layers:kernels
+    saves=prefill.attention:0.4,prefill.launch:0.3
+  looped: end to end, torch's attention one by one
+    files=prefill_lengths,prefill_looped,prefill_pass needs=layers:kernels
+    saves=prefill.attention:0.2
+decode: How do the rows of a decode step attend?
+  each: torch's attention, row by row
+    files=decode_each needs=layers:torch
+  padded: torch's attention for all rows, over as many keys as the longest has
+    files=decode_padded needs=layers:torch saves=decode.attention:0.4,decode.launch:0.6
+  grouped: two batched products for all rows, queries grouped by key head
+    files=decode_grouped needs=layers:torch saves=decode.attention:0.6,decode.launch:0.6
+  split_kv: a Triton kernel; long rows are cut into splits that a second one merges
+    files=decode_split_kv needs=layers:kernels
+projection: Whose products are those of a decode step?
+  kernels: Triton kernels that read each weight once, norm and activation inside
+    files=projection_kernels needs=layers:kernels saves=decode.projection:0.3,decode.small:0.3
+  library: cuBLAS behind a norm kernel
+    files=projection_library needs=layers:kernels saves=decode.projection:0.1
+products: Whose products are those of the layers?
+  library: torch's own
+    files=product_library needs=layers:torch
+  packed: oneDNN's, with weights packed once
+    files=product_packed needs=layers:torch,weights:fused device=cpu
+    saves=decode.projection:0.5,prefill.projection:0.2
+vector_rows=VECTOR_ROWS: Up to how many rows are products computed in registers?
+  4: up to 4
+    needs=projection:kernels value=4 saves=decode.projection:0.08
+  2: up to 2
+    needs=projection:kernels value=2 saves=decode.projection:0.08
+  8: up to 8
+    needs=projection:kernels value=8 saves=decode.projection:0.08
+weight_rows=WEIGHT_ROWS: How many rows of a weight does a program of the tensor cores own?
+  64: 64 rows
+    needs=projection:kernels value=64 saves=decode.projection:0.1
+  128: 128 rows
+    needs=projection:kernels value=128 saves=decode.projection:0.1
+  32: 32 rows
+    needs=projection:kernels value=32 saves=decode.projection:0.1
+split_keys=SPLIT_KEYS: How many keys make a split of a row worth merging?
+  512: 512 keys
+    needs=decode:split_kv value=512 saves=decode.attention:0.15
+  256: 256 keys
+    needs=decode:split_kv value=256 saves=decode.attention:0.15
+  1024: 1024 keys
+    needs=decode:split_kv value=1024 saves=decode.attention:0.15
+cache: Where do keys and values lie?
+  slots: a slot of the longest length for each request
+    files=cache_slots
+  pages: pages of one pool, found through a table
+    files=cache_pages needs=layers:kernels,decode:split_kv device=cuda saves=memory:0.5
+page_size=PAGE_SIZE: How many tokens does a page hold?
+  64: 64 tokens
+    needs=cache:pages value=64 saves=decode.attention:0.05
+  256: 256 tokens
+    needs=cache:pages value=256 saves=decode.attention:0.05
+graphs: Which steps are captured once and replayed?
+  none: none
+  decode: decode steps, by number of rows and by length
+    files=graphs,graphs_decode needs=layers:kernels device=cuda saves=decode.launch:0.9
+  all: decode steps, and prompts by number of tokens
+    files=graphs,graphs_decode,graphs_prefill needs=layers:kernels,prefill:kernel device=cuda stand_in=decode
+    saves=prefill.launch:0.9,decode.launch:0.9
+passes=LONGEST_PASS: Up to how many tokens are passes over prompts captured?
+  short: up to 2048; longer ones are launched as they come
+    needs=graphs:all value=2048
+  all: up to 8192; more are several passes
+    needs=graphs:all value=8192 saves=prefill.launch:0.8
+threads=NUM_THREADS: How many threads does torch compute with?
+  found: as many as it finds
+    saves=decode.projection:0.2,decode.launch:0.2,decode.attention:0.2
+  one: one: no thread waits for another
+    device=cpu value=1 saves=decode.projection:0.2,decode.launch:0.2,decode.attention:0.2
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
     name: str
     says: str  # for the engine's own docstring and the report
-    files: tuple[str, ...] = ()  # fragments that define it
-    # What it may make cheaper, by part of a profile ("decode.attention"), and the share it could save there.
-    relieves: Mapping[str, float] = field(default_factory=dict)
-    requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # or else the first of them
-    devices: tuple[str, ...] = ("cpu", "cuda")
-    value: str = ""  # what the decision's constant becomes
-    stand_in: str = ""  # what takes its place where it no longer fits
+    files: tuple[str, ...]
+    needs: Mapping[str, str]
+    saves: Mapping[str, float]
+    devices: tuple[str, ...]
+    value: str
+    stand_in: str
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     name: str
     question: str
-    alternatives: tuple[Alternative, ...]  # the plain one first
-    constant: str = ""  # the constant of a fragment that carries the value
+    constant: str
+    alternatives: tuple[Alternative, ...]
 
     def __getitem__(self, name: str) -> Alternative:
         return next(alternative for alternative in self.alternatives if alternative.name == name)
 
 
-KERNELS = {"layers": ("kernels",)}
-TORCH = {"layers": ("torch",)}
-CUDA = ("cuda",)
+def _read_table(text: str) -> tuple[Decision, ...]:
+    found: list[tuple[str, list[tuple[str, dict[str, str]]]]] = []
+    for line in text.strip().splitlines():
+        indent = len(line) - len(line.lstrip())
+        if indent == 0:
+            found.append((line, []))
+        elif indent == 2:
+            found[-1][1].append((line.strip(), {}))
+        else:
+            words = (word.partition("=") for word in line.split())
+            found[-1][1][-1][1].update((key, value) for key, _, value in words)
+    return tuple(_read_decision(line, alternatives) for line, alternatives in found)
 
-DECISIONS: tuple[Decision, ...] = (
-    Decision(
-        "layers",
-        "Who computes a layer?",
-        (
-            Alternative("torch", "torch operations", ("forward_torch",)),
-            Alternative(
-                "kernels",
-                "Triton kernels that fuse what stands between the products",
-                ("launch", "kernel_rows", "forward_kernels"),
-                relieves={
-                    "decode.launch": 0.5,
-                    "decode.small": 0.8,
-                    "prefill.small": 0.7,
-                },
-                devices=CUDA,
-            ),
-        ),
-    ),
-    Decision(
-        "weights",
-        "Are projections of the same input one product?",
-        (
-            Alternative("separate", "as stored, one by one", ("weights_separate",), requires=TORCH),
-            Alternative(
-                "fused",
-                "queries, keys and values in one product, gate and up in another",
-                ("weights_fused",),
-                relieves={"decode.projection": 0.2, "decode.launch": 0.2, "prefill.projection": 0.1},
-            ),
-        ),
-    ),
-    Decision(
-        "norm",
-        "How is a norm computed?",
-        (
-            Alternative("plain", "as defined, in float32", ("norm_plain",), requires=TORCH),
-            Alternative(
-                "library",
-                "torch's own, one call",
-                ("norm_library",),
-                relieves={"decode.small": 0.3, "decode.launch": 0.2, "prefill.small": 0.3},
-                requires=TORCH,
-            ),
-            Alternative(
-                "folded",
-                "its weight multiplied into the columns of the projection behind it",
-                ("norm_folded",),
-                relieves={"decode.small": 0.15, "prefill.small": 0.2},
-                requires=TORCH,
-            ),
-            Alternative(
-                "in_kernel",
-                "its weight in the columns of the projection behind it, its scale in that one's kernel",
-                requires=KERNELS,
-            ),
-        ),
-    ),
-    Decision(
-        "rope",
-        "In which form do queries and keys turn?",
-        (
-            Alternative("pairs", "even and odd dimensions", ("rope_pairs",), requires=TORCH),
-            Alternative(
-                "complex",
-                "pairs as complex numbers: one product",
-                ("rope_complex",),
-                relieves={"decode.small": 0.35, "decode.launch": 0.15, "prefill.small": 0.3},
-                requires=TORCH,
-            ),
-            Alternative(
-                "halves",
-                "halves of a head; the projections' rows are reordered at loading",
-                ("rope_halves",),
-                relieves={"decode.small": 0.3, "decode.launch": 0.1, "prefill.small": 0.4},
-                requires=TORCH,
-            ),
-            Alternative("in_kernel", "in the kernel that stores keys and values", requires=KERNELS),
-        ),
-    ),
-    Decision(
-        "prefill",
-        "How do several prompts go through the layers?",
-        (
-            Alternative("one_by_one", "one after the other", ("prefill_one_by_one",), requires=TORCH),
-            Alternative(
-                "packed",
-                "end to end in one pass, attention one by one",
-                ("prefill_packed",),
-                relieves={"prefill.projection": 0.4, "prefill.launch": 0.6, "prefill.small": 0.2},
-                requires=TORCH,
-            ),
-            Alternative(
-                "padded",
-                "side by side in one pass, padded to the longest",
-                ("prefill_padded",),
-                relieves={"prefill.attention": 0.3, "prefill.launch": 0.7},
-                requires=TORCH,
-            ),
-            Alternative(
-                "kernel",
-                "end to end, a Triton kernel over tiles of prompts",
-                ("prefill_kernel", "prefill_pass"),
-                relieves={"prefill.attention": 0.4, "prefill.launch": 0.3},
-                requires=KERNELS,
-            ),
-            Alternative(
-                "flash",
-                "end to end, torch's attention over packed rows",
-                ("prefill_lengths", "prefill_flash", "prefill_pass"),
-                relieves={"prefill.attention": 0.4, "prefill.launch": 0.3},
-                requires=KERNELS,
-            ),
-            Alternative(
-                "looped",
-                "end to end, torch's attention one by one",
-                ("prefill_lengths", "prefill_looped", "prefill_pass"),
-                relieves={"prefill.attention": 0.2},
-                requires=KERNELS,
-            ),
-        ),
-    ),
-    Decision(
-        "decode",
-        "How do the rows of a decode step attend?",
-        (
-            Alternative("each", "torch's attention, row by row", ("decode_each",), requires=TORCH),
-            Alternative(
-                "padded",
-                "torch's attention for all rows, over as many keys as the longest has",
-                ("decode_padded",),
-                relieves={"decode.attention": 0.4, "decode.launch": 0.6},
-                requires=TORCH,
-            ),
-            Alternative(
-                "grouped",
-                "two batched products for all rows, queries grouped by key head",
-                ("decode_grouped",),
-                relieves={"decode.attention": 0.6, "decode.launch": 0.6},
-                requires=TORCH,
-            ),
-            Alternative(
-                "split_kv",
-                "a Triton kernel; long rows are cut into splits that a second one merges",
-                ("decode_split_kv",),
-                requires=KERNELS,
-            ),
-        ),
-    ),
-    Decision(
-        "projection",
-        "Whose products are those of a decode step?",
-        (
-            Alternative(
-                "kernels",
-                "Triton kernels that read each weight once, norm and activation inside",
-                ("projection_kernels",),
-                relieves={"decode.projection": 0.3, "decode.small": 0.3},
-                requires=KERNELS,
-            ),
-            Alternative(
-                "library",
-                "cuBLAS behind a norm kernel",
-                ("projection_library",),
-                relieves={"decode.projection": 0.1},
-                requires=KERNELS,
-            ),
-        ),
-    ),
-    Decision(
-        "vector_rows",
-        "Up to how many rows are products computed in registers?",
-        tuple(
-            Alternative(
-                rows,
-                f"up to {rows}",
-                relieves={"decode.projection": 0.08},
-                requires={"projection": ("kernels",)},
-                value=rows,
-            )
-            for rows in ("4", "2", "8")
-        ),
-        constant="VECTOR_ROWS",
-    ),
-    Decision(
-        "weight_rows",
-        "How many rows of a weight does a program of the tensor cores own?",
-        tuple(
-            Alternative(
-                rows,
-                f"{rows} rows",
-                relieves={"decode.projection": 0.1},
-                requires={"projection": ("kernels",)},
-                value=rows,
-            )
-            for rows in ("64", "128", "32")
-        ),
-        constant="WEIGHT_ROWS",
-    ),
-    Decision(
-        "split_keys",
-        "How many keys make a split of a row worth merging?",
-        tuple(
-            Alternative(
-                keys,
-                f"{keys} keys",
-                relieves={"decode.attention": 0.15},
-                requires={"decode": ("split_kv",)},
-                value=keys,
-            )
-            for keys in ("512", "256", "1024")
-        ),
-        constant="SPLIT_KEYS",
-    ),
-    Decision(
-        "cache",
-        "Where do keys and values lie?",
-        (
-            Alternative("slots", "a slot of the longest length for each request", ("cache_slots",)),
-            Alternative(
-                "pages",
-                "pages of one pool, found through a table",
-                ("cache_pages",),
-                relieves={"memory": 0.5},
-                requires={"layers": ("kernels",), "decode": ("split_kv",)},
-                devices=CUDA,
-            ),
-        ),
-    ),
-    Decision(
-        "page_size",
-        "How many tokens does a page hold?",
-        tuple(
-            Alternative(
-                size,
-                f"{size} tokens",
-                relieves={"decode.attention": 0.05},
-                requires={"cache": ("pages",)},
-                value=size,
-            )
-            for size in ("64", "256")
-        ),
-        constant="PAGE_SIZE",
-    ),
-    Decision(
-        "graphs",
-        "Which steps are captured once and replayed?",
-        (
-            Alternative("none", "none"),
-            Alternative(
-                "decode",
-                "decode steps, by number of rows and by length",
-                ("graphs", "graphs_decode"),
-                relieves={"decode.launch": 0.9},
-                requires=KERNELS,
-                devices=CUDA,
-            ),
-            Alternative(
-                "all",
-                "decode steps, and prompts by number of tokens",
-                ("graphs", "graphs_decode", "graphs_prefill"),
-                relieves={"prefill.launch": 0.9, "decode.launch": 0.9},
-                requires={"layers": ("kernels",), "prefill": ("kernel",)},
-                devices=CUDA,
-                stand_in="decode",
-            ),
-        ),
-    ),
-    Decision(
-        "passes",
-        "Up to how many tokens are passes over prompts captured?",
-        (
-            Alternative(
-                "short",
-                "up to 2048; longer ones are launched as they come",
-                requires={"graphs": ("all",)},
-                value="2048",
-            ),
-            Alternative(
-                "all",
-                "up to 8192; more are several passes",
-                relieves={"prefill.launch": 0.8},
-                requires={"graphs": ("all",)},
-                value="8192",
-            ),
-        ),
-        constant="LONGEST_PASS",
-    ),
-    Decision(
-        "threads",
-        "How many threads does torch compute with?",
-        (
-            Alternative("found", "as many as it finds"),
-            Alternative(
-                "one",
-                "one: no thread waits for another",
-                relieves={"decode.projection": 0.2, "decode.launch": 0.2, "decode.attention": 0.2},
-                devices=("cpu",),
-                value="1",
-            ),
-        ),
-        constant="NUM_THREADS",
-    ),
-)
 
+def _read_decision(line: str, alternatives: list[tuple[str, dict[str, str]]]) -> Decision:
+    names, _, question = line.partition(": ")
+    name, _, constant = names.partition("=")
+    return Decision(name, question, constant, tuple(_read_alternative(*each) for each in alternatives))
+
+
+def _read_alternative(line: str, words: Mapping[str, str]) -> Alternative:
+    def pairs(key: str) -> dict[str, str]:
+        return dict(pair.split(":") for pair in words[key].split(",")) if key in words else {}
+
+    name, _, says = line.partition(": ")
+    return Alternative(
+        name,
+        says,
+        files=tuple(words["files"].split(",")) if "files" in words else (),
+        needs=pairs("needs"),
+        saves={part: float(share) for part, share in pairs("saves").items()},
+        devices=(words["device"],) if "device" in words else ("cpu", "cuda"),
+        value=words.get("value", ""),
+        stand_in=words.get("stand_in", ""),
+    )
+
+
+DECISIONS = _read_table(TABLE)
 BY_NAME = {decision.name: decision for decision in DECISIONS}
 
 
@@ -356,8 +208,7 @@ def plain_design() -> dict[str, str]:
 def fits(alternative: Alternative, design: Design) -> bool:
     """Whether all that it requires is chosen, and has itself what it requires."""
     return all(
-        design[other] in allowed and not is_idle(other, design)
-        for other, allowed in alternative.requires.items()
+        design[other] == choice and not is_idle(other, design) for other, choice in alternative.needs.items()
     )
 
 
@@ -380,9 +231,9 @@ def decide(design: Design, name: str, choice: str) -> dict[str, str]:
 
 
 def _demand(name: str, design: dict[str, str]) -> None:
-    for other, allowed in BY_NAME[name][design[name]].requires.items():
-        if design[other] not in allowed:
-            design[other] = allowed[0]
+    for other, choice in BY_NAME[name][design[name]].needs.items():
+        if design[other] != choice:
+            design[other] = choice
             _demand(other, design)
 
 
@@ -400,13 +251,13 @@ def moves(design: Design, device: str) -> Iterator[tuple[Alternative, dict[str, 
 
 
 def forgone(before: Design, after: Design) -> dict[str, float]:
-    """What choices that were given up relieved, and their successors do not."""
+    """What choices that were given up save, and their successors do not."""
     lost: dict[str, float] = {}
     for name, decision in BY_NAME.items():
         if before[name] == after[name] or is_idle(name, before):
             continue
-        old = decision[before[name]].relieves
-        new = {} if is_idle(name, after) else decision[after[name]].relieves
+        old = decision[before[name]].saves
+        new = {} if is_idle(name, after) else decision[after[name]].saves
         is_less = old != new and all(save <= old.get(part, 0.0) for part, save in new.items())
         for part, save in old.items():
             kept = 0.0 if is_less else new.get(part, 0.0)  # a part of what was there is nothing new

@@ -1,7 +1,8 @@
 """Writes an engine: links the definitions that a design needs out of the fragments into one readable file.
 
 Like any linker it starts at one name, `create_engine`, and takes what that reaches: a definition no other
-needs is not in the file. Knows Python's syntax, not what an engine does.
+needs is not in the file. What fragments import from `ops/triton` is copied from there, so that the engine
+stands alone. Knows Python's syntax, not what an engine does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from penstock.forge import decisions
 from penstock.forge.decisions import Design
 
 FRAGMENTS = Path(__file__).parent / "fragments"
+LIBRARY_FOLDER = Path(__file__).parents[1] / "ops" / "triton"
 PACKAGE = "penstock.forge.fragments"
+LIBRARY = "penstock.ops.triton."
 ENTRY = "create_engine"
 ORDER = ("shape", "weights_separate", "weights_fused", "weights")  # first; what is chosen; then the engine
 LAST = ("engine",)
@@ -51,8 +54,12 @@ def emit(design: Design, says: str) -> str:
     for name in _files(design):
         text = keep_lines((FRAGMENTS / f"{name}.py").read_text(), design, values)
         found, imported = _read_fragment(text)
+        linked = [each for each in imported if each.module.startswith(LIBRARY)]
+        for definition, needs in (one for each in linked for one in _take(each.module, each.name)):
+            imports |= {each.alias: each for each in needs}
+            definitions += [definition] if definition not in definitions else []
         definitions += found
-        imports |= {each.alias: each for each in imported}
+        imports |= {each.alias: each for each in imported if each not in linked}
     needed = _reach(definitions)
     used = frozenset().union(*(definition.uses for definition in needed))
     parts = [f'"""{says.strip()}\n"""', "from __future__ import annotations"]
@@ -117,6 +124,24 @@ def _read_fragment(text: str) -> tuple[tuple[Definition, ...], tuple[Import, ...
             uses = frozenset(each.id for each in ast.walk(node) if isinstance(each, ast.Name))
             definitions.append(Definition(names, source, uses, is_constant))
     return tuple(definitions), tuple(imports)
+
+
+@functools.cache
+def _take(module: str, name: str) -> tuple[tuple[Definition, tuple[Import, ...]], ...]:
+    """The definition of a name in the library, behind those it needs there; each with what that file imports
+    from elsewhere."""
+    path = LIBRARY_FOLDER / (module.removeprefix(LIBRARY) + ".py")
+    definitions, imported = _read_fragment(path.read_text())
+    by_name = {each: definition for definition in definitions for each in definition.names}
+    linked = {each.alias: each for each in imported if each.module.startswith(LIBRARY)}
+    external = tuple(each for each in imported if each.alias not in linked)
+    taken: dict[Definition, tuple[Import, ...]] = {}
+    for use in sorted(by_name[name].uses - {name}):
+        if use in by_name:
+            taken.update(_take(module, use))
+        elif use in linked:
+            taken.update(_take(linked[use].module, use))
+    return *taken.items(), (by_name[name], external)
 
 
 def _comment_behind(line: str, node: ast.stmt) -> str:

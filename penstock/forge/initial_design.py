@@ -18,9 +18,14 @@ LEAST_SHARE = 0.2  # of a step's time: with less, launching is not where one wou
 
 
 def first_design(machine: Machine) -> dict[str, str]:
-    """Plain torch with a cache; with one thread where several wait for each other."""
-    plain = decisions.plain_design()
-    return decisions.decide(plain, "threads", "one") if machine.is_quicker_with_one_thread else plain
+    """Plain torch with a cache; with one thread where several wait for each other, and with packed weights
+    where they are clearly quicker: a short budget may end with it."""
+    design = decisions.plain_design()
+    if machine.is_quicker_with_one_thread:
+        design = decisions.decide(design, "threads", "one")
+    if machine.is_quicker_with_packed_weights:
+        design = decisions.decide(design, "products", "packed")
+    return design
 
 
 def opening(target: Target, machine: Machine) -> tuple[dict[str, str], str] | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import math
 import time
 from collections.abc import Sequence
@@ -10,16 +13,17 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from penstock.errors import PenstockError
-from penstock.forge.candidate_process import fault_of_answer, load_file
-from penstock.forge.resident import ResidentPeak
-from penstock.forge.sandbox import CandidateError, Played
+from penstock.forge.candidate_process import EnginePlayer, NoLogits, load_file
+from penstock.forge.sandbox import CandidateError, Played, encode_calls
 from penstock.forge.target import Target
 from penstock.forge.traces import Call
 
 FOUND_THREADS = torch.get_num_threads()
+STATUS = Path("/proc/self/status")
+RESET = Path("/proc/self/clear_refs")
+RESET_PEAK = "5"  # what the kernel takes as "forget the peak"
 
 
 def load_module(path: Path) -> ModuleType:
@@ -40,7 +44,6 @@ class LocalPlayer:
     """A fresh engine of a module's."""
 
     def __init__(self, module: ModuleType, target: Target) -> None:
-        self.device = target.device
         self.is_cuda = target.is_cuda
         torch.set_num_threads(FOUND_THREADS)  # an engine before this one may have changed it
         self.resident = ResidentPeak()
@@ -49,7 +52,8 @@ class LocalPlayer:
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         self.engine: Any = module.create_engine(dict(target.config), str(target.weight_dir), target.device)
-        self._wait()
+        self.player = EnginePlayer(self.engine, target.device)
+        self.player.wait()
         self.build_s = time.perf_counter() - started
 
     def play(
@@ -63,52 +67,29 @@ class LocalPlayer:
     ) -> Played:
         """Timed calls end early once they have taken `enough_s`: the engine is then emptied, and there are
         outcomes of the calls that were played."""
-        prepared = [self._prepare(call, on_device) for call in calls]
-        errors: list[str | None] = []
-        kept: dict[int, Tensor] = {}
-        started = seconds = 0.0
-        for number, (call, tokens) in enumerate(zip(calls, prepared)):
-            if number == timed[0]:
-                self._wait()
-                started = time.perf_counter()
-            try:
-                logits = self._call(call, tokens)
-            except CandidateError:
-                raise
-            except Exception as error:  # a refusal, or a fault: the gate knows which was due
-                errors.append(f"{type(error).__name__}: {error}")
-            else:
-                errors.append(None)
-                if logits is not None and number in keep:
-                    kept[number] = logits
-            is_timed = timed[0] <= number < timed[1]
-            is_enough = is_timed and enough_s < math.inf and self._seconds_since(started) >= enough_s
-            if number == timed[1] - 1 or is_enough:
-                self._wait()
-                kept = {one: logits.clone() for one, logits in kept.items()}  # before the clock stops
-                seconds = self._seconds_since(started)
-            if is_enough:
-                self._empty(calls[: number + 1])
-                break
-        logits_here = {number: logits.float().cpu() for number, logits in kept.items()}
-        return Played(seconds, errors, logits_here, self._peak_bytes())
+        clock: list[float] = []
 
-    def _prepare(self, call: Call, on_device: bool) -> Any:
-        place = self.device if on_device else "cpu"
-        if call.kind == "prefill":
-            return [torch.tensor(prompt, dtype=torch.int64, device=place) for prompt in call.tokens]
-        return torch.tensor([one for (one,) in call.tokens], dtype=torch.int64, device=place)
+        def is_enough() -> bool:
+            if enough_s == math.inf:
+                return False
+            self.player.wait()
+            return time.perf_counter() - clock[0] >= enough_s
 
-    def _call(self, call: Call, tokens: Any) -> Tensor | None:
-        ids = list(call.ids)
-        if call.kind == "remove":
-            self.engine.remove(ids)
-            return None
-        run = self.engine.prefill if call.kind == "prefill" else self.engine.decode
-        logits: Tensor = run(ids, tokens)
-        if fault := fault_of_answer(logits, self.device):
-            raise CandidateError(fault)
-        return logits
+        def tick() -> None:
+            clock.append(time.perf_counter())
+
+        try:
+            outcomes, kept = self.player.play(
+                encode_calls(calls, on_device), keep, timed, start=tick, stop=tick, is_enough=is_enough
+            )
+        except NoLogits as error:
+            raise CandidateError(str(error)) from None
+        if len(outcomes) < len(calls):
+            self._empty(calls[: len(outcomes)])
+        errors = [outcome if isinstance(outcome, str) else None for outcome in outcomes]
+        logits = {number: answer.float().cpu() for number, answer in kept.items()}
+        peak_bytes = torch.cuda.max_memory_allocated() if self.is_cuda else self.resident.read_bytes()
+        return Played(clock[1] - clock[0] if clock else 0.0, errors, logits, peak_bytes)
 
     def _empty(self, played: Sequence[Call]) -> None:
         """Removes the requests that these calls have left."""
@@ -121,13 +102,27 @@ class LocalPlayer:
         if alive:
             self.engine.remove(list(alive))
 
-    def _seconds_since(self, started: float) -> float:
-        self._wait()
-        return time.perf_counter() - started
 
-    def _wait(self) -> None:
-        if self.is_cuda:
-            torch.cuda.synchronize()
+class ResidentPeak:
+    """The most memory this process has had since this was made, beyond what it had then. 0 where the kernel
+    does not tell."""
 
-    def _peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated() if self.is_cuda else self.resident.read_bytes()
+    def __init__(self) -> None:
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # freed memory that is kept would hide new memory
+            ctypes.CDLL(None).malloc_trim(0)
+        with contextlib.suppress(OSError):
+            RESET.write_text(RESET_PEAK)
+        self.before = read_status("VmRSS")
+
+    def read_bytes(self) -> int:
+        return max(0, read_status("VmHWM") - self.before)
+
+
+def read_status(name: str) -> int:
+    """Bytes of a line of /proc/self/status, e.g. `VmHWM:   123456 kB`."""
+    try:
+        lines = STATUS.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)

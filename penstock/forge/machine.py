@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from penstock.forge.fragments.product_packed import multiply, pack
 from penstock.forge.target import Target
 
-CLEAR_GAIN = 1.2  # of one thread over all: below it they stay as they are
+CLEAR_GAIN = 1.2  # of one thread over all, of packed weights over plain ones: below it neither is chosen
 PROBED_ROWS = 8
-PROBED_PRODUCTS = 20
+PROBED_PRODUCTS = 10
 PROBED_STRETCHES = 5
 
 
@@ -29,6 +31,7 @@ class Machine:
     flops_per_second: float  # of a product in the model's type
     launch_s: float  # of the smallest operation, from Python
     one_thread_gain: float = 1.0  # on a CPU: times as fast as with all threads, for a few rows of the model
+    packed_gain: float = 1.0  # on a CPU: of products with packed weights, times as fast as torch's own
 
     @classmethod
     def measure(cls, target: Target) -> Machine:
@@ -47,12 +50,16 @@ class Machine:
         product_s = _least_s(lambda: square @ square, device)
         launch_s = _least_s(lambda: [small.add_(1) for _ in range(100)], device) / 100
         bandwidth, flops = 2 * num_bytes / copy_s, 2 * width**3 / product_s
-        gain = 1.0 if target.is_cuda else _one_thread_gain(target)
-        return cls(name, target.device, capability, memory, bandwidth, flops, launch_s, gain)
+        gains = (1.0, 1.0) if target.is_cuda else _gains_on_cpu(target)
+        return cls(name, target.device, capability, memory, bandwidth, flops, launch_s, *gains)
 
     @property
     def is_quicker_with_one_thread(self) -> bool:
         return self.one_thread_gain >= CLEAR_GAIN
+
+    @property
+    def is_quicker_with_packed_weights(self) -> bool:
+        return self.packed_gain >= CLEAR_GAIN
 
     @contextlib.contextmanager
     def quickest_threads(self) -> Iterator[None]:
@@ -82,26 +89,33 @@ class Machine:
         return 2 * weights * num_tokens / self.flops_per_second
 
 
-def _one_thread_gain(target: Target) -> float:
-    """Small products are where threads cost more than they give, and most of all where others use the CPU:
-    each waits for the one that is not running. Whole stretches are compared, since that comes and goes."""
+def _gains_on_cpu(target: Target) -> tuple[float, float]:
+    """Of one thread over all, in the products that are quicker, and of packed weights over plain ones, for a
+    few rows.
+
+    Small products are where threads cost more than they give, and most of all where others use the CPU: each
+    waits for the one that is not running. Whole stretches are compared, since that comes and goes.
+    """
     before = torch.get_num_threads()
-    if before == 1:
-        return 1.0
     rows = torch.randn(PROBED_ROWS, target.shape.hidden_size)
-    weight = torch.randn(target.shape.intermediate_size, target.shape.hidden_size)
-    seconds: dict[int, list[float]] = {1: [], before: []}
+    plain = torch.randn(target.shape.intermediate_size, target.shape.hidden_size)
+    weights = {"plain": plain, "packed": pack(plain)}
+    seconds: dict[tuple[int, str], list[float]] = {}
     try:
-        for _ in range(PROBED_STRETCHES):
-            for num_threads, taken in seconds.items():
-                torch.set_num_threads(num_threads)
+        for num_threads in PROBED_STRETCHES * (1, before):
+            torch.set_num_threads(num_threads)
+            for name, weight in weights.items():
                 started = time.perf_counter()
                 for _ in range(PROBED_PRODUCTS):
-                    torch.nn.functional.silu(rows @ weight.T)
-                taken.append(time.perf_counter() - started)
+                    F.silu(multiply(rows, weight))
+                seconds.setdefault((num_threads, name), []).append(time.perf_counter() - started)
     finally:
         torch.set_num_threads(before)
-    return statistics.median(seconds[before]) / statistics.median(seconds[1])
+    usual = {way: statistics.median(taken) for way, taken in seconds.items()}
+    best = {name: min(usual[1, name], usual[before, name]) for name in weights}
+    of_packed = best["plain"] / best["packed"]
+    chosen = "packed" if of_packed >= CLEAR_GAIN else "plain"
+    return usual[before, chosen] / usual[1, chosen], of_packed
 
 
 def _least_s(run: Callable[[], Any], device: torch.device) -> float:

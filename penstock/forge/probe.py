@@ -7,7 +7,6 @@ inside could then not do.
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,37 +43,23 @@ def settle(sandbox: Sandbox) -> Reach:
             obstacle,
             "Run `penstock inspect` to see whether it works at all.",
         )
-    for strongest_first in sandbox.forms:
-        _add_strongest(sandbox, strongest_first)
+    for restriction in sandbox.wanted:
+        kept = sandbox.restrictions
+        sandbox.restrictions = [*kept, restriction]
+        if obstacle := probe(sandbox).obstacle:
+            sandbox.given_up[restriction] = obstacle
+            sandbox.restrictions = kept
     return probe(sandbox)
 
 
-def _add_strongest(sandbox: Sandbox, forms: tuple[str, ...]) -> None:
-    kept = sandbox.restrictions
-    for form in forms:
-        sandbox.restrictions = [*kept, form]
-        obstacle = probe(sandbox).obstacle
-        if not obstacle:
-            return
-        sandbox.given_up[form] = obstacle
-    sandbox.restrictions = kept
-
-
 def probe(sandbox: Sandbox) -> Reach:
-    """What can be done under the sandbox's present restrictions. The judge listens, to see what gets out."""
-    with (
-        tempfile.TemporaryDirectory(prefix="forge-outside-") as folder,
-        socket.create_server(("127.0.0.1", 0)) as listening,
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
-    ):
-        datagrams.bind(("127.0.0.1", 0))
+    """What can be done under the sandbox's present restrictions."""
+    with tempfile.TemporaryDirectory(prefix="forge-outside-") as folder:
         words = {
             "device": sandbox.target.device,
             "compiled": str(_kernel_cache(sandbox)),
             "weights": str(sandbox.target.weight_dir / "model.pt"),
             "outside": str(Path(folder) / "reached"),
-            "tcp": listening.getsockname()[1],
-            "udp": datagrams.getsockname()[1],
         }
         try:
             return Reach(**sandbox.reach(words, PROBE_S))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.forge.confine import CPU_FORMS, FORMS
+from penstock.forge.confine import CPU_RESTRICTIONS, RESTRICTIONS
 from penstock.forge.fork_server import ForkServer
 from penstock.forge.phases import Phases
 from penstock.forge.target import Target
@@ -70,8 +70,8 @@ class Sandbox:
         self.limits = limits
         self.server = server
         self.scratch = server.scratch
-        self.forms = FORMS if target.is_cuda else CPU_FORMS
-        self.restrictions = [strongest for strongest, *_ in self.forms]
+        self.wanted = RESTRICTIONS if target.is_cuda else CPU_RESTRICTIONS
+        self.restrictions = list(self.wanted)  # those that `probe` has left
         self.enforced: dict[str, str] = {}  # by restriction, in words
         self.given_up: dict[str, str] = {}  # and what did not work under those that are not
 

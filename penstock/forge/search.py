@@ -1,8 +1,8 @@
 """The loop: from a first correct version, change one decision, try, keep what is faster, until time is up.
 
 What to try next follows from the profile of the best engine so far: an alternative promises its share of the
-parts it relieves. Optionally a writing model proposes edits, judged by the same trial. At any moment the best
-engine is on disk.
+parts it could save. Optionally a writing model proposes edits, judged by the same trial. At any moment the
+best engine is on disk.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class Search:
             self.tried.add(_key(design))
             changed = decisions.differences(best.design, design)
             source = self._write(design)
-            part = max(alternative.relieves, key=lambda part: self._share(part) * alternative.relieves[part])
+            part = max(alternative.saves, key=lambda part: self._share(part) * alternative.saves[part])
             why = f"{part} is {self._share(part):.0%} of the time; promises {promise:.1%}"
             self._judge("search", "; ".join(changed), why, source, design)
             if self._best().design == best.design:
@@ -294,7 +294,7 @@ class Search:
     def _promise(self, alternative: Alternative, design: Design) -> float:
         """The share of all time that it may save, less what is given up for it."""
         lost = decisions.forgone(self._best().design, design)
-        saved = sum(self._share(part) * save for part, save in alternative.relieves.items())
+        saved = sum(self._share(part) * save for part, save in alternative.saves.items())
         promise = saved - sum(self._share(part) * save for part, save in lost.items())
         return FADED * promise if alternative in self.disappointing else promise
 

@@ -9,24 +9,15 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-ALLOWED_MODULES = {
-    "__future__",
-    "bisect",
-    "collections",
-    "concurrent",
-    "contextlib",
-    "dataclasses",
-    "enum",
-    "functools",
-    "heapq",
-    "itertools",
-    "math",
-    "operator",
-    "os",
-    "torch",
-    "triton",
-    "typing",
-}
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ALLOWED_MODULES = _words("""
+    __future__ bisect collections concurrent contextlib dataclasses enum functools heapq itertools
+    math operator os torch triton typing
+""")
 REFUSED_MODULES = (
     "concurrent.futures.Process",  # threads wait for compilers; an engine is one process
     "concurrent.futures.process",
@@ -41,69 +32,18 @@ REFUSED_MODULES = (
     "torch.package",
     "torch.testing",
 )
-REFUSED_NAMES = {
-    "__builtins__",
-    "__import__",
-    "breakpoint",
-    "compile",
-    "delattr",
-    "eval",
-    "exec",
-    "getattr",
-    "globals",
-    "input",
-    "locals",
-    "open",
-    "print",
-    "setattr",
-    "vars",
-}
+REFUSED_NAMES = _words("""
+    __builtins__ __import__ breakpoint compile delattr eval exec getattr globals input locals open
+    print setattr vars
+""")
 # Also with an underscore before them, as some modules name what they import.
-REFUSED_ATTRIBUTES = {
-    "ForwardRef",
-    "ProcessPoolExecutor",
-    "TorchDispatchMode",
-    "TorchFunctionMode",
-    "add_safe_globals",
-    "attrgetter",
-    "benchmark",
-    "builtins",
-    "cpp_extension",
-    "ctypes",
-    "distributed",
-    "dynamo",
-    "evaluate_forward_ref",
-    "from_file",
-    "fx",
-    "gc",
-    "get_type_hints",
-    "hub",
-    "importlib",
-    "inductor",
-    "inspect",
-    "io",
-    "load_library",
-    "load_inline",
-    "methodcaller",
-    "multiprocessing",
-    "os",
-    "overrides",
-    "pathlib",
-    "pickle",
-    "posix",
-    "python_dispatch",
-    "save",
-    "set_default_device",
-    "shutil",
-    "socket",
-    "subprocess",
-    "sys",
-    "tempfile",
-    "testing",
-    "tofile",
-    "update_wrapper",
-    "wraps",
-}
+REFUSED_ATTRIBUTES = _words("""
+    ForwardRef ProcessPoolExecutor TorchDispatchMode TorchFunctionMode add_safe_globals attrgetter
+    benchmark builtins cpp_extension ctypes distributed dynamo evaluate_forward_ref from_file fx gc
+    get_type_hints hub importlib inductor inspect io load_library load_inline methodcaller
+    multiprocessing os overrides pathlib pickle posix python_dispatch save set_default_device shutil
+    socket subprocess sys tempfile testing tofile update_wrapper wraps
+""")
 # What the judge's side of the process does to answers, and when the clock stops.
 JUDGES_OWN = {"Tensor", "clone", "cpu", "float", "is_floating_point", "numpy", "synchronize"}
 MAX_CHARACTERS = 200_000

@@ -6,7 +6,6 @@ judged it; nothing of it runs here.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from dataclasses import dataclass
 
@@ -51,7 +50,7 @@ class Writer:
         """Raises where no server of the API answers: before a search begins that would come to it late. A
         model without a name is the server's first."""
         try:
-            models = HttpClient(self._base_url, timeout_s=GREETING_S).json("GET", "/v1/models")
+            models = HttpClient(self._base_url, timeout_s=GREETING_S).models()
         except PenstockError as error:
             raise PenstockError(
                 f"No writing model can be asked: {error.what}",
@@ -59,9 +58,8 @@ class Writer:
                 "Correct --llm-base-url, or leave it and PENSTOCK_LLM_BASE_URL away."
                 " A key is taken from PENSTOCK_API_KEY.",
             ) from error
-        with contextlib.suppress(KeyError, IndexError, TypeError):  # a server may not list what it has
-            self.name = self.name or str(models["data"][0]["id"])
-        self.name = self.name or "default"
+        listed = [str(model["id"]) for model in models if "id" in model]
+        self.name = self.name or next(iter(listed), "default")
 
     @property
     def is_exhausted(self) -> bool:

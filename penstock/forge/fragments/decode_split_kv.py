@@ -12,16 +12,16 @@ from torch import Tensor
 
 from penstock.forge.fragments.cache_pages import Cache
 from penstock.forge.fragments.forward_kernels import Model, compute_logits, run_layers
-from penstock.forge.fragments.launch import (
+from penstock.forge.fragments.launch import launch
+from penstock.forge.fragments.shape import Shape
+from penstock.ops.triton.launch import (
     cdiv,
-    launch,
     launch_options,
     let_next_start,
     next_power_of_2,
     num_processors,
     wait_for_previous,
 )
-from penstock.forge.fragments.shape import Shape
 
 SPLIT_KEYS = 512  # forge: value
 MAX_SPLITS = 32

@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.forge.fragments.cache_slots import Cache
 from penstock.forge.fragments.norm_folded import scale_to_unit
 from penstock.forge.fragments.norm_plain import rms_norm
+from penstock.forge.fragments.product_packed import multiply
 from penstock.forge.fragments.shape import Shape
 from penstock.forge.fragments.weights import Weights
 from penstock.forge.fragments.weights_fused import feed_forward, project_heads
@@ -36,7 +37,7 @@ def run_layers(model: Model, tokens: Tensor, attend: Attend) -> Tensor:
         x = rms_norm(hidden, layer.input_norm, shape.eps)  # forge: when norm!=folded
         x = scale_to_unit(hidden, shape.eps)  # forge: when norm=folded
         mixed = attend(index, *project_heads(x, layer, shape))
-        hidden = hidden + F.linear(mixed, layer.output)
+        hidden = hidden + multiply(mixed, layer.output)
         x = rms_norm(hidden, layer.post_norm, shape.eps)  # forge: when norm!=folded
         x = scale_to_unit(hidden, shape.eps)  # forge: when norm=folded
         hidden = hidden + feed_forward(x, layer)
@@ -47,7 +48,7 @@ def compute_logits(model: Model, hidden: Tensor) -> Tensor:
     """[R, H] -> [R, V]"""
     x = rms_norm(hidden, model.weights.norm, model.shape.eps)  # forge: when norm!=folded
     x = scale_to_unit(hidden, model.shape.eps)  # forge: when norm=folded
-    return F.linear(x, model.weights.head)
+    return multiply(x, model.weights.head)
 
 
 def attend_causally(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

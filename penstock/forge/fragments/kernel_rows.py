@@ -9,15 +9,16 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.forge.fragments.cache_pages import Cache
-from penstock.forge.fragments.launch import (
+from penstock.forge.fragments.launch import launch
+from penstock.forge.fragments.shape import Shape, rope_angles
+from penstock.ops.triton.launch import (
     cdiv,
-    launch,
     launch_options,
     let_next_start,
     next_power_of_2,
     wait_for_previous,
 )
-from penstock.forge.fragments.shape import Shape, rope_angles
+from penstock.ops.triton.matmul import _swiglu_kernel
 
 FEW_TOKENS = 64
 HEADS_AT_ONCE = 16
@@ -76,21 +77,10 @@ def gate_rows(gate_up: Tensor) -> Tensor:
     out = torch.empty(len(gate_up), width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (len(gate_up), cdiv(width, COLUMNS_AT_ONCE))
     options = launch_options(gate_up.device)
-    launch(gate_kernel, grid)(gate_up, out, WIDTH=width, BLOCK=COLUMNS_AT_ONCE, num_warps=4, **options)
+    launch(_swiglu_kernel, grid)(
+        gate_up, out, 2 * width, M=width, BLOCK_M=COLUMNS_AT_ONCE, num_warps=4, **options
+    )
     return out
-
-
-@triton.jit
-def gate_kernel(p_x, p_out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    let_next_start(PDL)
-    wait_for_previous(PDL)
-    i_row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    b_gate = tl.load(p_x + i_row * 2 * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    b_up = tl.load(p_x + i_row * 2 * WIDTH + WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    b_out = b_gate / (1.0 + tl.exp(-b_gate)) * b_up
-    tl.store(p_out + i_row * WIDTH + columns, b_out.to(p_out.dtype.element_ty), mask=inside)
 
 
 def rope_table(shape: Shape, device: torch.device) -> Tensor:

@@ -1,9 +1,5 @@
-# mypy: disable-error-code="no-untyped-def"
-"""How kernels are launched: on cards that can, each starts while the one before it still runs.
-
-A kernel first lets the next one start, may read weights, then waits for the one before, and only then reads
-activations and writes. Every program waits, so a kernel that is complete implies that all before it are.
-"""
+"""How kernels are launched: at once, or compiled first, many at a time. How one follows the other is as in
+`ops/triton/launch.py`, out of which the linker takes it."""
 
 from __future__ import annotations
 
@@ -13,22 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda as tl_cuda
-
-
-@triton.jit
-def let_next_start(PDL: tl.constexpr):
-    if PDL:
-        tl_cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_previous(PDL: tl.constexpr):
-    if PDL:
-        tl_cuda.gdc_wait()
 
 
 class Compilers:
@@ -72,34 +53,3 @@ def launch(kernel: Any, grid: Any) -> Callable[..., Any]:
     # forge: end
     started: Callable[..., Any] = kernel[grid]
     return started
-
-
-@functools.cache
-def launch_options(device: torch.device) -> dict[str, Any]:
-    """Kernels of cards from sm_90 on start early; PDL tells them so."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
-
-
-@functools.cache
-def num_processors(device: torch.device) -> int:
-    """What a grid should fill. An interpreter pretends to have a few."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-@functools.cache
-def shared_bytes(device: torch.device) -> int:
-    """What one program may have of a processor's memory."""
-    if device.type != "cuda":
-        return 99 * 1024
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def next_power_of_2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()

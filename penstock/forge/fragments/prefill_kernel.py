@@ -13,16 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.forge.fragments.launch import (
+from penstock.forge.fragments.launch import launch
+from penstock.forge.fragments.shape import Shape
+from penstock.ops.triton.launch import (
     cdiv,
-    launch,
     launch_options,
     let_next_start,
     next_power_of_2,
-    shared_bytes,
+    shared_memory,
     wait_for_previous,
 )
-from penstock.forge.fragments.shape import Shape
 
 TILE_TOKENS = 64
 LOWEST = tl.constexpr(-1e30)  # below every score; unlike infinity it can be subtracted from itself
@@ -86,7 +86,7 @@ def choose_blocks(group: int, padded_dim: int, dtype: torch.dtype, device: torch
         return 1, max(16, min(64, 4096 // padded_dim))
     for heads, keys in ((2, 64), (2, 32), (1, 64)):
         rows = TILE_TOKENS * heads + 4 * keys
-        if heads <= group and rows * padded_dim * dtype.itemsize <= shared_bytes(device):
+        if heads <= group and rows * padded_dim * dtype.itemsize <= shared_memory(device):
             return heads, keys
     return 1, 32
 

@@ -16,27 +16,27 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.forge.fragments.kernel_rows import gate_rows, scale_rows
-from penstock.forge.fragments.launch import (
+from penstock.forge.fragments.launch import launch
+from penstock.ops.triton.launch import (
+    ask_for,
     cdiv,
-    launch,
     launch_options,
     let_next_start,
     next_power_of_2,
     num_processors,
-    shared_bytes,
+    shared_memory,
     wait_for_previous,
 )
+from penstock.ops.triton.matmul_product import load_inside
+from penstock.ops.triton.matmul_tensor import SUMMED_COLUMNS, sum_parts
+from penstock.ops.triton.matmul_vector import HELD_ELEMENTS, WARP_COLUMNS, _load_chunk, _stack
 
 VECTOR_ROWS = 4  # forge: value
 TENSOR_ROWS = 64
 WEIGHT_ROWS = 64  # forge: value
-WARP_COLUMNS = 256  # what a warp loads of a row at once: 32 threads, 16 bytes each, of a 16-bit type
 SPARED_BYTES = 16 * 1024  # of shared memory, for what is not a stage of the loop
 MAX_STAGES = 8
 PREFETCHED_BYTES = 1024  # of every row, towards the cache, while the kernel before still runs
-SUMMED_COLUMNS = 512
-# Weights a thread has in flight, by rows: two a register, beside the rows' sums.
-HELD_ELEMENTS = {1: 160, 2: 160, 4: 128, 8: 64}
 
 
 def project_normed(x: Tensor, eps: float, weight: Tensor) -> Tensor:
@@ -78,36 +78,6 @@ def gate_pairs(b_out, T: tl.constexpr, BLOCK_N: tl.constexpr):
     """[T, BLOCK_N] -> silu(gate) * up, [T, BLOCK_N / 2]"""
     b_gate, b_up = tl.split(tl.reshape(b_out, [T, BLOCK_N // 2, 2]))
     return b_gate / (1.0 + tl.exp(-b_gate)) * b_up
-
-
-@triton.jit
-def load_inside(pointers, inside, IS_WHOLE: tl.constexpr):
-    """Zeros outside; without a mask where all of the block is inside."""
-    if IS_WHOLE:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=inside, other=0.0)
-
-
-@triton.jit
-def load_weights_once(p_rows, columns, M: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """They shall not push out of the cache what is read again."""
-    if IS_WHOLE:
-        return tl.load(p_rows + columns, eviction_policy="evict_first")
-    else:
-        return tl.load(p_rows + columns, mask=columns < M, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def stack(parts, COUNT: tl.constexpr):
-    """COUNT tensors [..], a power of two -> [.., 2, 2, ..]: in their order once the new dims are one."""
-    if COUNT == 1:
-        return parts[0]
-    else:
-        pairs = ()
-        for i in tl.static_range(COUNT // 2):
-            pairs += (tl.join(parts[i], parts[i + COUNT // 2]),)
-        return stack(pairs, COUNT // 2)
 
 
 def multiply_vectors(
@@ -199,7 +169,7 @@ def vector_product_kernel(
     weights = ()
     for i in tl.static_range(HELD):
         columns = i * BLOCK_M + tl.arange(0, BLOCK_M)
-        weights += (load_weights_once(p_rows, columns[None, :], M, IS_WHOLE),)
+        weights += (_load_chunk(p_rows, columns[None, :], M, IS_WHOLE),)
 
     WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
     out_width = N // 2 if IS_GATED else N
@@ -234,14 +204,14 @@ def vector_product_kernel(
                 squares = new_squares
             if STRIDE < M:
                 columns += STRIDE
-                next_weights += (load_weights_once(p_rows, columns[None, :], M, False),)
+                next_weights += (_load_chunk(p_rows, columns[None, :], M, False),)
         if STRIDE < M:
             weights = next_weights
 
     # All rows at once: a sum across the program's threads takes them to a barrier.
-    b_out = tl.trans(tl.sum(tl.reshape(stack(sums, BLOCK_T), [BLOCK_N, NUM_GROUPS, BLOCK_T]), axis=1))
+    b_out = tl.trans(tl.sum(tl.reshape(_stack(sums, BLOCK_T), [BLOCK_N, NUM_GROUPS, BLOCK_T]), axis=1))
     if norm_eps is not None:
-        b_squares = tl.sum(tl.reshape(stack(squares, BLOCK_T), [NUM_GROUPS, BLOCK_T]), axis=0)
+        b_squares = tl.sum(tl.reshape(_stack(squares, BLOCK_T), [NUM_GROUPS, BLOCK_T]), axis=0)
         b_out = b_out * tl.rsqrt(b_squares / M + norm_eps)[:, None]
     if IS_GATED:
         b_out = gate_pairs(b_out, BLOCK_T, BLOCK_N)
@@ -265,7 +235,7 @@ def choose_tile(weight: Tensor, num_rows: int, can_split: bool) -> Tile:
     num_programs, filling = cdiv(N, WEIGHT_ROWS), num_processors(weight.device)
     most_splits = max(1, M // (4 * block_m)) if can_split else 1  # fewer than four steps fill no pipeline
     num_splits = min(max(1, round(filling / num_programs)), most_splits)
-    room = (shared_bytes(weight.device) - SPARED_BYTES) // (1 if num_programs * num_splits <= filling else 2)
+    room = (shared_memory(weight.device) - SPARED_BYTES) // (1 if num_programs * num_splits <= filling else 2)
     num_stages = max(2, min(MAX_STAGES, room // ((WEIGHT_ROWS + block_t) * 256)))
     return Tile(block_t, WEIGHT_ROWS, block_m, num_splits, num_stages)
 
@@ -306,32 +276,20 @@ def multiply_tensors(
         **launch_options(x.device),
     )
     if parts is not out:
-        launch(sum_parts_kernel, (num_rows, cdiv(N, SUMMED_COLUMNS)))(
+        launch(sum_parts, (num_rows, cdiv(N, SUMMED_COLUMNS)))(
             parts,
+            None,  # no bias
             residual,
             out,
             num_rows,
             N,
+            N,  # from row to row of the residual
             NUM_SPLITS=tile.num_splits,
             BLOCK_N=SUMMED_COLUMNS,
             num_warps=4,
             **launch_options(x.device),
         )
     return out
-
-
-@triton.jit
-def ask_for(pointers, PDL: tl.constexpr):
-    """Brings 128-byte lines towards the L2 cache; waits for nothing."""
-    if PDL:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [pointers.to(tl.uint64, bitcast=True)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -393,27 +351,3 @@ def tensor_product_kernel(
         b_sums += tl.load(p_taken, mask=inside, other=0.0).to(tl.float32)
     i_row = tl.program_id(1) * num_rows + tokens
     tl.store(p_out + i_row[None, :] * out_width + places, b_sums.to(p_out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def sum_parts_kernel(
-    p_parts,
-    p_residual,
-    p_out,
-    num_rows,
-    N,
-    NUM_SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    i_row = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = columns < N
-    wait_for_previous(PDL)
-    b_sums = tl.zeros([BLOCK_N], tl.float32)
-    for i in tl.static_range(NUM_SPLITS):
-        b_sums += tl.load(p_parts + (i * num_rows + i_row) * N + columns, mask=inside, other=0.0)
-    if p_residual is not None:
-        b_sums += tl.load(p_residual + i_row * N + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(p_out + i_row * N + columns, b_sums.to(p_out.dtype.element_ty), mask=inside)

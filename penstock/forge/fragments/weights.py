@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.forge.fragments.product_packed import pack
 from penstock.forge.fragments.shape import Shape
 from penstock.forge.fragments.weights_fused import Layer, load_layer
 
@@ -55,4 +56,5 @@ def load_weights(shape: Shape, weight_dir: str, dtype: torch.dtype, device: torc
     if shape.has_own_head:
         head = state.take("lm_head", shape.vocab_size, shape.hidden_size)
     head = head * norm  # forge: when norm=folded|in_kernel
+    head = pack(head)  # forge: when products=packed
     return Weights(embedding, layers, norm, head)

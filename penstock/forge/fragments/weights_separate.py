@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.forge.fragments.product_packed import multiply
 from penstock.forge.fragments.rope_halves import swap_pairs_for_halves
 from penstock.forge.fragments.shape import Shape
 
@@ -46,12 +47,12 @@ def load_layer(state: StateDict, prefix: str, shape: Shape) -> Layer:
 
 def project_heads(x: Tensor, layer: Layer, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """[.., H] -> queries [.., Hq, D], keys and values [.., Hkv, D]"""
-    query = F.linear(x, layer.query).unflatten(-1, (shape.num_heads, shape.head_dim))
-    key = F.linear(x, layer.key).unflatten(-1, (shape.num_kv_heads, shape.head_dim))
-    value = F.linear(x, layer.value).unflatten(-1, (shape.num_kv_heads, shape.head_dim))
+    query = multiply(x, layer.query).unflatten(-1, (shape.num_heads, shape.head_dim))
+    key = multiply(x, layer.key).unflatten(-1, (shape.num_kv_heads, shape.head_dim))
+    value = multiply(x, layer.value).unflatten(-1, (shape.num_kv_heads, shape.head_dim))
     return query, key, value
 
 
 def feed_forward(x: Tensor, layer: Layer) -> Tensor:
     """[.., H] -> [.., H]"""
-    return F.linear(F.silu(F.linear(x, layer.gate)) * F.linear(x, layer.up), layer.down)
+    return multiply(F.silu(multiply(x, layer.gate)) * multiply(x, layer.up), layer.down)
