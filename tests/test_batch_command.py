@@ -84,11 +84,11 @@ def test_ctrl_c_leaves_a_valid_file_and_the_next_run_goes_on_from_it(server: Ser
 def test_a_file_or_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:
     missing = penstock("batch", str(tmp_path / "none.jsonl"))
     assert missing.returncode == 1
-    assert "There is no file" in error_in(missing.stderr)
+    assert "does not exist" in error_in(missing.stderr)
     source = tmp_path / "in.jsonl"
     source.write_bytes(jsonl([chat_line("a")]))
     same = penstock("batch", str(source), "-o", str(source))
-    assert "would go into the file of requests" in error_in(same.stderr)
+    assert "The output file is the file of requests" in error_in(same.stderr)
     both = penstock("batch", str(source), "--base-url", "http://127.0.0.1:9", "--max-rows", "2")
     assert "--max-rows and --base-url are both given" in error_in(both.stderr)
     nobody = penstock("batch", str(source), "--base-url", "http://127.0.0.1:9")

@@ -114,7 +114,7 @@ def test_a_whole_completion_is_read_without_times() -> None:
 
 
 FAULTS = {
-    "close": "Hung up without an answer.",
+    "close": "The connection closed without an answer.",
     "hang": "No end after 1 s.",
     "stall": "No end after 1 s. 2 events with text had come.",
     "garbage": "The answer is not HTTP",
@@ -208,7 +208,8 @@ def test_tokens_without_text_count_but_are_not_timed(clients: LoadClients) -> No
     assert (summary.ttft, summary.itl, summary.tpot) == (None, None, None)
     assert summary.e2e is not None
     assert remarks(summary) == [
-        "Only 0 of 8 tokens came with text: TTFT and ITL are about those. Is the tokenizer the model's? "
+        "Only 0 of 8 tokens came with text: TTFT and ITL count only those. Is the tokenizer the "
+        "model's? "
         "See --tokenizer."
     ]
 
