@@ -145,9 +145,7 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["bench", "step", "--json", "/"],
             1,
-            "error: --json / cannot be written\n"
-            "  Is a directory.\n"
-            "  Name a file in a folder of yours, or leave --json out.\n",
+            "error: --json / cannot be written\n  Is a directory.\n  Use a writable file, or omit --json.\n",
         ),
         (
             ["bench", "step", "--batch", "1", "--context", "100k"],

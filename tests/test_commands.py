@@ -148,9 +148,7 @@ def test_unknown_slash_command_gets_the_nearest(
     monkeypatch.setattr("sys.stdin", io.StringIO("/stat\n"))
     exit_code, said = fails(capsys, "chat", *SMALL)
     assert exit_code == 1
-    assert (
-        error_in(said) == "error: There is no command /stat\n  Did you mean 'stats'?\n  /help lists them.\n"
-    )
+    assert error_in(said) == "error: /stat is not a command\n  Did you mean 'stats'?\n  /help lists them.\n"
 
 
 class Pty:
@@ -271,7 +269,7 @@ def test_chat_over_http_shows_the_servers_error(server: tuple[str, str]) -> None
     result = penstock("chat", "--base-url", f"{url}/v1", "--max-tokens", "1m", stdin="Hello\n")
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
-    assert f"So said {url}/v1 (HTTP 400)." in result.stderr
+    assert f"{url}/v1 reported this error (HTTP 400)." in result.stderr
 
 
 def test_bench_ends_with_one_json_line_that_says_where_it_was_born(

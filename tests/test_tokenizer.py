@@ -209,7 +209,7 @@ def test_a_pattern_that_gives_up_is_a_request_error_and_spoils_nothing_else(
     }[part]
     (tmp_path / "tokenizer.json").write_text(json.dumps(written))
     tokenizer = Tokenizer.load(tmp_path, is_quick=is_quick)
-    with pytest.raises(RequestError, match=r"The tokenizer failed on this text\nIt says: .*retry-limit"):
+    with pytest.raises(RequestError, match=r"The tokenizer failed on this text\nIts error is: .*retry-limit"):
         tokenizer.encode("a" * 5000)
     assert tokenizer.encode("Hello")
 

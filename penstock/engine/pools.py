@@ -74,7 +74,7 @@ def size_pools(
             raise CapacityError(
                 f"The cache budget of {budget_bytes / GB:.3g} GB is too small for one sequence",
                 f"One sequence's state takes {slot_bytes / GB:.3g} GB; states may use half of the budget.",
-                f"Use --memory-gb {1.005 * 4 * slot_bytes / GB:.3g} or more.",  # 3 digits may round down
+                f"Use at least --memory-gb {1.005 * 4 * slot_bytes / GB:.3g}.",  # 3 digits may round down
             )
         num_kept = affordable // CHECKPOINT_SHARE if prefix_cache and checkpoint_bytes is None else 0
         max_rows = min(max_rows, affordable - num_kept)

@@ -20,7 +20,7 @@ from penstock.eval.recount import TokenCounter
 from penstock.http_client import HttpClient
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
-HOW_TO_VERIFY = "Set --tokenizer to the served model's folder, with its tokenizer.json."
+HOW_TO_VERIFY = "Use --tokenizer FOLDER, the folder of the served model with its tokenizer.json."
 
 
 class ServerCounter:
