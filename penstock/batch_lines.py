@@ -1,7 +1,8 @@
-"""The lines of batch files, as OpenAI's batches have them: requests in, results out, one JSON object a line.
+"""The lines of OpenAI's batch files: requests in, results out, one JSON object per line.
 
-Used by the server's batches and by `penstock batch`. Files may have millions of lines, so they are read one
-line at a time, and what is remembered of a line is a bit or eight bytes. Knows no HTTP and no engine.
+Used by the server's batches and by `penstock batch`. Files may have millions of lines, so they are
+read one line at a time, and only a bit or eight bytes of each are remembered. Knows no HTTP and no
+engine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from msgspec import Meta
 from penstock.errors import RequestError
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-MAX_PROBLEMS = 100  # that a scan lists
+MAX_PROBLEMS = 100  # listed by a scan
 _TAIL_BYTES = 64 * 1024
 _BUCKETS = 1024
 
@@ -46,7 +47,7 @@ class _Response(msgspec.Struct):
 
 
 class Result(msgspec.Struct):
-    """What can be told of a result without reading its answer."""
+    """The parts of a result that are needed without its answer."""
 
     id: str
     custom_id: str | None = None
@@ -58,7 +59,7 @@ class Result(msgspec.Struct):
 
     @property
     def number(self) -> int:
-        """Of the line that it answers."""
+        """The number of the line that it answers."""
         number = self.id.rpartition("_")[2]
         return int(number) if number.isdigit() else 0
 
@@ -68,7 +69,7 @@ class _Streamed(msgspec.Struct):
 
 
 class LineError(RequestError):
-    """A line that is no request; `code` says in which way."""
+    """A line that is not a request; `code` says why."""
 
     def __init__(self, code: str, what: str, why: str = "", param: str | None = None) -> None:
         super().__init__(what, why, param=param)
@@ -76,8 +77,8 @@ class LineError(RequestError):
 
 
 def numbered_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, numbered from 1. One that is too long comes one byte longer than may be;
-    the rest of it is skipped."""
+    """The lines that are not blank, numbered from 1. A line that is too long is cut to one byte
+    more than allowed; the rest of it is skipped."""
     number = 0
     while line := file.readline(max_bytes + 2):
         number += 1
@@ -90,7 +91,7 @@ def numbered_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]
 
 
 def read_line(line: bytes, max_bytes: int, endpoints: Collection[str]) -> BatchLine:
-    """Raises `LineError` for what is no request to one of the endpoints."""
+    """Raises `LineError` if it is not a request to one of the endpoints."""
     if len(line) > max_bytes:
         raise LineError("line_too_long", f"The line has more than {max_bytes} bytes")
     try:
@@ -111,13 +112,13 @@ def read_line(line: bytes, max_bytes: int, endpoints: Collection[str]) -> BatchL
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LineError("invalid_request", f"body: {error}", param="body") from error
     if is_streamed:
-        why = "A line of a batch has a whole answer."
+        why = "A batch cannot stream answers."
         raise LineError("invalid_request", "body.stream is true", why, "body.stream")
     return asked
 
 
 def custom_id_of(line: bytes) -> str | None:
-    """Also of a line that is no request, if it has one."""
+    """Also for a line that is not a request, if it has one."""
     try:
         return msgspec.json.decode(line, type=_Named).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -125,13 +126,13 @@ def custom_id_of(line: bytes) -> str | None:
 
 
 def result_line(id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """`body`: the answer, which is JSON if its sender is what it should be."""
+    """`body`: the answer, which is JSON if its sender is correct."""
     if not _is_json(body):
         message = body.decode("utf-8", "replace")[:2000]
         body = msgspec.json.encode({"error": {"message": message, "type": "server_error"}})
     head = msgspec.json.encode({"id": id, "custom_id": custom_id})[:-1]
     response = msgspec.json.encode({"status_code": status, "request_id": request_id})[:-1]
-    body = body.replace(b"\r", b" ").replace(b"\n", b" ")  # in JSON these are blanks
+    body = body.replace(b"\r", b" ").replace(b"\n", b" ")  # in JSON these are white space
     return b'%b,"response":%b,"body":%b},"error":null}\n' % (head, response, body)
 
 
@@ -149,7 +150,7 @@ def _is_json(body: bytes) -> bool:
 
 
 class LineSet:
-    """Numbers of lines, a bit each."""
+    """Numbers of lines, one bit each."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
@@ -166,7 +167,7 @@ class LineSet:
 
 
 class HashedTexts:
-    """Which texts came more than once, by their hashes: eight bytes a text."""
+    """Which texts came more than once, by their hashes: eight bytes per text."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, array[int]] = defaultdict(lambda: array("q"))
@@ -176,7 +177,7 @@ class HashedTexts:
         self._buckets[value % _BUCKETS].append(value)
 
     def repeated(self) -> set[int]:
-        """The hashes that came again; two texts may have the same."""
+        """The hashes that came again; two texts may have the same hash."""
         found: set[int] = set()
         for bucket in self._buckets.values():
             if len(set(bucket)) < len(bucket):
@@ -187,10 +188,11 @@ class HashedTexts:
 
 @dataclass(slots=True)
 class Scan:
-    """What a whole file of requests is."""
+    """The result of reading a whole file of requests."""
 
     num_lines: int = 0
-    problems: list[dict[str, Any]] = field(default_factory=list)  # the first ones, as OpenAI lists them
+    # The first ones, in OpenAI's format.
+    problems: list[dict[str, Any]] = field(default_factory=list)
 
     def note(self, number: int | None, error: LineError) -> None:
         message = str(error).replace("\n", ". ").replace("..", ".")
@@ -208,7 +210,7 @@ def scan(
     endpoints: Collection[str],
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> Scan:
-    """Reads all of a file of requests, once or, if ids are not unique, twice."""
+    """Reads a whole file of requests, once or, if ids are not unique, twice."""
     found, ids = Scan(), HashedTexts()
     with path.open("rb") as file:
         for number, line in numbered_lines(file, max_bytes):
@@ -222,7 +224,7 @@ def scan(
     if repeated := ids.repeated():
         _name_repeated(path, max_bytes, repeated, found)
     if not found.num_lines:
-        found.note(None, LineError("empty_file", "The file has no lines", "Each is a request."))
+        found.note(None, LineError("empty_file", "The file has no lines", "Each line must be a request."))
     return found
 
 
@@ -235,7 +237,7 @@ def _name_repeated(path: Path, max_bytes: int, repeated: set[int], found: Scan) 
                 continue
             if custom_id in first_at:
                 what = f"custom_id is {custom_id[:64]!r}, as on line {first_at[custom_id]}"
-                why = "Results are told apart by it."
+                why = "Results are identified by it."
                 found.note(number, LineError("duplicate_custom_id", what, why, "custom_id"))
             first_at.setdefault(custom_id, number)
             if found.is_full:
@@ -243,7 +245,7 @@ def _name_repeated(path: Path, max_bytes: int, repeated: set[int], found: Scan) 
 
 
 def mend_tail(path: Path) -> None:
-    """Cuts off a last line that was not written to its end."""
+    """Cuts off an incomplete last line."""
     with path.open("rb+") as file:
         end = file.seek(0, os.SEEK_END)
         while end:
@@ -258,7 +260,7 @@ def mend_tail(path: Path) -> None:
 
 
 def results_in(path: Path) -> Iterator[Result]:
-    """Lines that are no results are passed over."""
+    """Skips lines that are not results."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -1,7 +1,9 @@
-"""Python processes that we start: they run our own files and import nothing from the working directory.
+"""Python processes that we start: they run our own files and import nothing from the working
+directory.
 
-`python -m` would put that folder in front of everything, and PYTHONPATH the folder of a checkout: a timeit.py
-in either would be imported instead of the real one. Run as a program, this file begins such a process.
+`python -m` would put that folder before all others, and PYTHONPATH the folder of a checkout: a
+timeit.py in either would be imported instead of the real one. Run as a program, this file starts
+such a process.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from pathlib import Path
 
 
 def module_command(module: str, *words: str) -> list[str]:
-    """What `python -m` with these words would be."""
+    """The equivalent of `python -m` with these arguments."""
     return [sys.executable, "-P", __file__, module, *words]
 
 

@@ -1,7 +1,8 @@
-"""The `penstock` command: finds the subcommand, hands over, and turns what went wrong into three lines.
+"""The `penstock` command: finds the subcommand, runs it, and prints errors in three lines.
 
-Exit codes: 0 done, 1 an error, 2 a command line that cannot be understood, 130 stopped with Ctrl-C. Only the
-subcommand that runs is imported, and torch only by one that needs it: help answers at once.
+Exit codes: 0 done, 1 an error, 2 a command line that cannot be parsed, 130 stopped with Ctrl-C.
+Only the subcommand that runs is imported, and torch only by one that needs it, so help is
+immediate.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ COMMANDS = {
     "chat": "talk to a model in this terminal",
     "generate": "continue one text and print it",
     "batch": "answer a file of requests into another file",
-    "inspect": "what a model weighs and how much of it fits here",
+    "inspect": "show the size of a model and what fits this machine",
     "bench": "time decode steps and prefills against the memory floor, or a server under load",
     "tune": "measure the tiles of the kernels on this GPU",
-    "eval": "what the model behind a server can do, on problems it has never seen",
+    "eval": "measure any server of the OpenAI API: conformance, quality, speed",
     "forge": "write a specialised engine for one model on this machine",
 }
 
@@ -114,7 +115,8 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output has gone, as `| head` does. Python would complain again at exit.
+        # The reader of our output has closed the pipe, as `| head` does. Python would complain
+        # again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:

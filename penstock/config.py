@@ -1,8 +1,8 @@
-"""Every setting of an engine and of a server, once: its name, type, default and what it does.
+"""Every setting of an engine and of a server: its name, type, default and help text.
 
-Command-line flags are generated from these fields, so a name exists in one place only. `aliases` are vLLM's
-names of a flag, `inverse` those that turn a switch off (docs/vllm.md). Values are never written back; what
-follows from them is a property. Nothing here imports torch.
+Command-line flags are generated from these fields, so each name is written once. `aliases` are
+vLLM's names for a flag, `inverse` are the names that turn a switch off (docs/vllm.md). A config is
+never changed after it is built; properties derive other values from it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ STATE_DTYPES = {"float32": 4, "float16": 2}  # bytes of an element
 LOG_FORMATS = ("text", "json")
 REASONING_PLACES = ("separate", "content")
 ROUTING_POLICIES = ("prefix", "least-pending", "round-robin")
-SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # an operator's, too
+# Sampling parameters that an operator may set.
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 POOLINGS = ("auto", "last", "mean")
 SCORINGS = ("auto", "yes-no", "classifier", "cosine")
 SCORE_PROMPTS = ("auto", "qwen3", "pair", "template")
@@ -31,10 +32,10 @@ def setting(default: Any, help: str, **extra: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What one engine runs and how much of the machine it may use."""
+    """What one engine runs, and how much of the machine it may use."""
 
     model: str = setting("", "folder of a checkpoint, a .gguf or .pt file, or a preset like Qwen3.5-35B-A3B")
-    random_weights: bool = setting(False, "make up seeded weights instead of reading them")
+    random_weights: bool = setting(False, "use random weights from a seed instead of the checkpoint's")
     weights_seed: int = setting(0, "seed of --random-weights")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = setting("auto", "type of weights, activations and KV", choices=DTYPES)
@@ -62,7 +63,7 @@ class EngineConfig:
     )
     bulk_share: float = setting(
         0.1,
-        "least share of the time for long prompts while short requests, which go first, are running; "
+        "least share of time for long prompts while short requests, which run first, are present; "
         "1: all requests take part in every step",
     )
     page_size: int = setting(64, "tokens in one page of KV", aliases=("--block-size",))
@@ -76,7 +77,7 @@ class EngineConfig:
         aliases=("--gpu-memory-utilization",),
     )
     prefix_cache: bool = setting(
-        True, "reuse KV and states of prompts that begin alike", aliases=("--enable-prefix-caching",)
+        True, "reuse the KV and states of prompts that share a prefix", aliases=("--enable-prefix-caching",)
     )
     checkpoint_gb: float | None = setting(
         None,
@@ -86,7 +87,7 @@ class EngineConfig:
         None, "GB of the cache that sessions may keep between their requests (default: half of it; 0: none)"
     )
     session_minutes: float = setting(30.0, "minutes after which an unused session ends")
-    deterministic: bool = setting(False, "results that never depend on other requests; slower")
+    deterministic: bool = setting(False, "make results independent of other requests in the batch; slower")
     graphs: bool | None = setting(
         None,
         "capture decode steps as CUDA graphs at start (default: on a GPU)",
@@ -99,20 +100,20 @@ class EngineConfig:
     )
     pooling: str = setting(
         "auto",
-        "embeddings from the last token's hidden state or the mean of all (default: as the checkpoint says, "
-        "else last)",
+        "pool embeddings from the last token's hidden state or from the mean (default: "
+        "the checkpoint's, else last)",
         choices=POOLINGS,
     )
     scoring: str = setting(
         "auto",
-        "scores of a query with a document: by the model's answer yes or no, by its classifier, or the "
-        "cosine of two embeddings (default: as the checkpoint says)",
+        "score a query and a document by the model's answer yes or no, by its classifier, or by "
+        "the cosine of two embeddings (default: as the checkpoint says)",
         choices=SCORINGS,
     )
     score_prompt: str = setting(
         "auto",
-        "prompt of yes-no and classifier scores: Qwen3-Reranker's, the tokenizer's for pairs, or the chat "
-        "template's with roles query and document (default: as the checkpoint says)",
+        "prompt for yes-no and classifier scores: Qwen3-Reranker's, the tokenizer's pairs, or the "
+        "chat template's with roles query and document (default: as the checkpoint says)",
         choices=SCORE_PROMPTS,
     )
 
@@ -136,22 +137,24 @@ class EngineConfig:
         if self.memory_share is not None and self.memory_gb is not None:
             raise ConfigError(
                 f"memory_share is {self.memory_share} and memory_gb is {self.memory_gb}",
-                "Both say how large the cache becomes.",
-                "Leave one of them out.",
+                "Both set the size of the cache.",
+                "Set only one of them.",
             )
         if self.session_gb is not None and not self.session_gb >= 0:
             raise ConfigError(f"session_gb is {self.session_gb}", "It must be 0, for no sessions, or more.")
         if self.deterministic and self.page_size % 64:
             raise ConfigError(
                 f"page_size is {self.page_size} and deterministic is on",
-                "States are computed in chunks of 64 tokens; a prefix ending inside one rounds differently.",
+                "The delta rule works on blocks of 64 tokens; a prefix that ends inside a block "
+                "rounds differently.",
                 "Use a multiple of 64.",
             )
         if self.deterministic and self.state_dtype != "float32":
             raise ConfigError(
                 f"state_dtype is {self.state_dtype} and deterministic is on",
-                "Such states are rounded where a step ends, which depends on what else is served.",
-                "Leave one of them out.",
+                "A float16 state is rounded at the end of each step, and where steps end depends "
+                "on other requests.",
+                "Set only one of them.",
             )
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("state_dtype", self.state_dtype, tuple(STATE_DTYPES))
@@ -161,22 +164,22 @@ class EngineConfig:
 
     @property
     def state_bytes(self) -> int:
-        """Of an element of a recurrent state."""
+        """Bytes of one element of a recurrent state."""
         return STATE_DTYPES[self.state_dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig(EngineConfig):
-    """What the engine process of a server is told."""
+    """The settings that a server sends to its engine process."""
 
-    tokenizer: str | None = setting(None, "the server's, which says what the tokens of a grammar spell")
+    tokenizer: str | None = setting(None, "the server's tokenizer, which grammars are compiled for")
     warm_prompt: tuple[int, ...] = setting((), "token ids to prefill before the first request")
-    warm_tenants: tuple[str, ...] = setting(("",), "for whom: tenants do not share what is cached")
+    warm_tenants: tuple[str, ...] = setting(("",), "tenants to prefill it for: tenants share no cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Where the server listens, whom it answers, and what it promises them."""
+    """Where the server listens, which clients it answers, and within which limits."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = setting(8000, "port to listen on")
@@ -190,7 +193,7 @@ class ServeConfig:
     gpus: tuple[int, ...] = setting((), "GPUs to use, one engine process on each")
     routing: str = setting(
         "prefix",
-        "which of several engines gets a request: the least busy one or one that has its beginning cached, "
+        "how to choose an engine for a request: the least busy or one that has its prefix cached, "
         "the one with the fewest requests, or each in turn",
         choices=ROUTING_POLICIES,
     )
@@ -206,46 +209,46 @@ class ServeConfig:
         None, "text file with the system prompt of chats that have none, computed before the first request"
     )
     chat_template: str | None = setting(
-        None, "file with a chat template, or no-think: Qwen's without thoughts (default: the model's own)"
+        None, "file with a chat template, or no-think: Qwen's without thinking (default: the model's own)"
     )
     session_mb: float = setting(
-        256.0, "MB of messages kept for sessions, so that a request may send new messages only (0: none)"
+        256.0, "MB of messages kept for sessions, so that a request can send only new messages (0: none)"
     )
     enable_thinking: bool | None = setting(
-        None, "whether the model thinks when a request does not say (default: as the chat template has it)"
+        None, "whether the model thinks by default (default: what the chat template does)"
     )
     thinking_share: float = setting(
         0.5,
-        "share of max_tokens after which thinking is closed if a request sets no budget, at least 16 tokens; "
-        "1: never",
+        "share of max_tokens after which thinking ends if a request sets no budget, at least 16 "
+        "tokens; 1: never",
     )
     reasoning: str = setting(
         "separate",
-        "where chat completions put thoughts: reasoning_content, or content between <think> tags",
+        "where chat completions put thinking: reasoning_content, or content between <think> tags",
         choices=REASONING_PLACES,
     )
     loop_guard: bool = setting(
         False,
-        "end thoughts and replies that only repeat themselves, unless a request says otherwise",
+        "end thinking and replies that only repeat themselves, unless a request sets otherwise",
     )
     generation_config: str = setting(
         "auto",
-        "default sampling parameters: auto reads the checkpoint's generation_config.json, off (or vllm) "
-        "reads no file; or a file or folder",
+        "default sampling parameters: auto reads the checkpoint's generation_config.json, off (or "
+        "vllm) reads no file; or a file or folder",
     )
     temperature: float | None = setting(
-        None, "of requests that set none (default: as --generation-config says, or 0, the likeliest token)"
+        None, "default of requests (default: from --generation-config, or 0, the likeliest token)"
     )
-    top_p: float | None = setting(None, "of requests that set none (default: as the file says, or 1)")
-    top_k: int | None = setting(None, "of requests that set none (default: as the file says, or 0, all)")
-    min_p: float | None = setting(None, "of requests that set none (default: as the file says, or 0)")
+    top_p: float | None = setting(None, "default of requests (default: from --generation-config, or 1)")
+    top_k: int | None = setting(None, "default of requests (default: from --generation-config, or 0, off)")
+    min_p: float | None = setting(None, "default of requests (default: from --generation-config, or 0)")
     repetition_penalty: float | None = setting(
-        None, "of requests that set none (default: as the file says, or 1, none)"
+        None, "default of requests (default: from --generation-config, or 1, off)"
     )
     greedy: bool = setting(False, "the same as --temperature 0")
     sampling_seed: int | None = setting(
         None,
-        "seed from which requests without a seed get theirs, in order of arrival (default: random)",
+        "seed that gives requests without a seed theirs, in order of arrival (default: random)",
         aliases=("--seed",),
     )
     open_schemas: bool = setting(
@@ -261,9 +264,9 @@ class ServeConfig:
     api_key: tuple[str, ...] = dataclasses.field(
         default=(),
         repr=False,
-        metadata={"help": "a key that clients must send; may be repeated, and seen by others in `ps`"},
+        metadata={"help": "a key that clients must send; may be repeated; other users can see it in `ps`"},
     )
-    api_key_file: str | None = setting(None, "file with such keys, one a line")
+    api_key_file: str | None = setting(None, "file with API keys, one per line")
     cors_origin: tuple[str, ...] = setting(
         (), "web origin whose pages may call this server, or *; may be repeated"
     )
@@ -276,13 +279,14 @@ class ServeConfig:
     max_queue: int = setting(
         1024, "most requests at a time, queued ones included; more are answered 429 with Retry-After"
     )
-    min_priority: int = setting(0, "lowest `priority` that clients may ask for; lower runs earlier")
-    max_body_mb: float = setting(32.0, "MB of a request's body; more is answered 413")
+    min_priority: int = setting(0, "lowest `priority` that clients may set; lower runs earlier")
+    max_body_mb: float = setting(32.0, "largest request body in MB; a larger one is answered 413")
     max_bodies_mb: float = setting(
-        512.0, "MB of all bodies that are being read and prepared; more are answered 429 with Retry-After"
+        512.0,
+        "MB of all request bodies in preparation; beyond it, requests are answered 429 with Retry-After",
     )
     read_timeout: float = setting(
-        30.0, "seconds for a client to send its body (headers: at most 10); then the connection is closed"
+        30.0, "seconds for a client to send a body (headers: at most 10); then the connection is closed"
     )
     request_timeout: float | None = setting(
         None, "seconds a request may wait and run; a request's own `timeout` may only be shorter"
@@ -290,9 +294,13 @@ class ServeConfig:
     batch_folder: str | None = setting(
         None, "folder for /v1/files and /v1/batches, one for each server (default: no files and batches)"
     )
-    batch_file_mb: float = setting(1024.0, "MB of a file that is uploaded there; more is answered 413")
-    batch_gb: float = setting(16.0, "GB of all files there, results included; more is answered 507")
-    log_format: str = setting("text", "of the log on stderr, one line per request", choices=LOG_FORMATS)
+    batch_file_mb: float = setting(1024.0, "largest uploaded file in MB; a larger one is answered 413")
+    batch_gb: float = setting(
+        16.0, "GB of all files in it, results included; beyond it, uploads are answered 507"
+    )
+    log_format: str = setting(
+        "text", "format of the log on stderr, one line per request", choices=LOG_FORMATS
+    )
 
     def __post_init__(self) -> None:
         positive: dict[str, float | None] = {
@@ -325,7 +333,7 @@ class ServeConfig:
         if self.min_priority > 0:
             raise ConfigError(
                 f"min_priority is {self.min_priority}",
-                "It must be 0 or less: requests that do not say have the priority 0.",
+                "It must be 0 or less: the default priority of requests is 0.",
             )
         _require_choice("log_format", self.log_format, LOG_FORMATS)
         _require_choice("routing", self.routing, ROUTING_POLICIES)
@@ -339,24 +347,25 @@ class ServeConfig:
         if self.greedy and self.temperature:
             raise ConfigError(
                 f"greedy is on and temperature is {self.temperature}",
-                "Greedy decoding has the temperature 0.",
-                "Leave one of them out.",
+                "Greedy decoding means temperature 0.",
+                "Set only one of them.",
             )
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """What requests that do not say are drawn with; what is not in it is as `SamplingParams` has it."""
+        """Sampling parameters for requests that set none; for the rest, the defaults of
+        `SamplingParams` hold."""
         given = {name: value for name in SAMPLING_NAMES if (value := getattr(self, name)) is not None}
         return {**given, "temperature": 0.0} if self.greedy else given
 
     @property
     def silent_sampling(self) -> dict[str, float]:
-        """The same, with those that are neither a flag's nor the checkpoint's."""
+        """The same, completed with the defaults that neither a flag nor the checkpoint sets."""
         plain = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
         return {**plain, **self.sampling_defaults}
 
     def with_sampling_of(self, checkpoint: dict[str, Any]) -> ServeConfig:
-        """The same, with a checkpoint's sampling parameters where the operator has not said."""
+        """A copy with the checkpoint's sampling parameters where the operator set none."""
         return dataclasses.replace(
             self, **{name: value for name, value in checkpoint.items() if name not in self.sampling_defaults}
         )
@@ -382,14 +391,15 @@ class ServeConfig:
         return int(self.session_mb * 1024**2)
 
     def load_api_keys(self) -> tuple[str, ...]:
-        """The keys of flags and file; empty: everybody is answered."""
+        """The keys from flags and file. Empty: every client is answered."""
         keys = self.api_key
         if self.api_key_file is not None:
             keys += _keys_in(Path(self.api_key_file).expanduser())
         for key in keys:
             if not (key.isascii() and key.isprintable() and key.strip() == key and key):
                 raise ConfigError(
-                    "An API key cannot be used", "It is empty, or has blanks around it or odd characters."
+                    "An API key cannot be used",
+                    "It is empty, has spaces around it, or has characters that a header cannot carry.",
                 )
         return keys
 
@@ -410,14 +420,15 @@ def _keys_in(path: Path) -> tuple[str, ...]:
     if not keys:
         raise ConfigError(
             f"{path} has no API keys",
-            "Without any, everybody would be answered.",
-            "Write one a line, or leave --api-key-file out.",
+            "Without a key, the server would answer everyone.",
+            "Write one key per line, or omit --api-key-file.",
         )
     return keys
 
 
 def from_mapping(cls: type[Any], values: dict[str, Any]) -> Any:
-    """A config from names and values; a name that does not exist is answered with the nearest one."""
+    """Builds a config from names and values; an unknown name raises an error with the nearest known
+    one."""
     known = [field.name for field in dataclasses.fields(cls)]
     for name in values:
         if name not in known:

@@ -1,9 +1,10 @@
-"""Chained digests of a prompt's full pages: engines find cached prefixes by them, the router finds engines.
+"""Chained digests of a prompt's full pages: engines find cached prefixes by them, the router finds
+engines.
 
-A page's digest covers its own tokens, those of all pages before it and the scope (a tenant, and the salt of
-its request if it has one), so one lookup compares a whole prefix. A long prompt takes a millisecond, so the
-server computes them where the request arrives, in a thread, and the engine only extends them. Knows nothing
-about caches.
+A page's digest covers its own tokens, those of all pages before it and the scope (a tenant, and the
+salt of its request if there is one), so one lookup compares a whole prefix. A long prompt takes a
+millisecond, so the server computes the digests when the request arrives, in a thread, and the
+engine only extends them. Knows nothing about caches.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ ROOT = blake2b(digest_size=DIGEST_BYTES).digest()
 
 
 def scope_of(tenant: str, cache_salt: str | None) -> str:
-    """Requests of one scope share what is cached."""
+    """Requests of one scope share the cache."""
     return tenant if cache_salt is None else f"{tenant}\0{cache_salt}"
 
 
 @dataclass(frozen=True, slots=True)
 class PageDigests:
-    """Digests of a prompt's first full pages, in one piece because they travel with the request."""
+    """Digests of a prompt's first full pages, in one object because they travel with the request."""
 
     page_size: int
     data: bytes = b""
@@ -40,7 +41,8 @@ class PageDigests:
 
 
 def extend_digests(digests: list[bytes], tokens: Sequence[int], page_size: int, scope: str = "") -> None:
-    """Adds the digests of full pages of `tokens` that `digests` lacks. Those of two scopes differ."""
+    """Adds the digests of full pages of `tokens` that `digests` lacks. Different scopes have
+    different digests."""
     num_known, num_full = len(digests), len(tokens) // page_size
     if num_known == num_full:
         return

@@ -1,7 +1,8 @@
-"""Everything Penstock raises on purpose. An error says what was seen, why it is wrong and what to do.
+"""Every error that Penstock raises on purpose. An error says what was seen, why it is wrong and
+what to do.
 
-Validation happens at three borders (HTTP, checkpoint, configuration); inside them, `assert` states
-invariants. Nothing here knows about HTTP: `status` is the one column the server reads.
+Input is validated at three borders (HTTP, checkpoint, configuration); inside them, `assert` states
+invariants. Nothing here knows HTTP: `status` is the only attribute for the server.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class ConfigError(PenstockError):
 
 
 class CheckpointError(PenstockError):
-    """A model folder whose files are missing, damaged or not what its config promises."""
+    """The files of a model folder are missing or damaged, or do not match its config."""
 
 
 class ModelNotFoundError(PenstockError):
-    """No folder, file or preset has the name that was asked for."""
+    """No folder, file or preset has the requested name."""
 
     status = 404
     code = "model_not_found"
@@ -47,7 +48,8 @@ class RequestError(PenstockError):
 
     status = 400
     code = "invalid_value"
-    details: ClassVar[dict[str, Any] | None] = None  # for programs, where the API has a place for them
+    # For programs, where the API has a field for them.
+    details: ClassVar[dict[str, Any] | None] = None
 
     def __init__(self, what: str, why: str = "", todo: str = "", *, param: str | None = None) -> None:
         super().__init__(what, why, todo)
@@ -55,27 +57,27 @@ class RequestError(PenstockError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt, or the prompt plus the reply asked for, does not fit the context."""
+    """The prompt, or the prompt and the requested reply together, do not fit the context."""
 
     code = "context_length_exceeded"
 
 
 class AuthenticationError(PenstockError):
-    """A request without a key where one is needed, or with one that is not known."""
+    """A request without an API key where one is required, or with an unknown key."""
 
     status = 401
     code = "invalid_api_key"
 
 
 class DeadlineError(PenstockError):
-    """The request's own time limit, or the server's, passed before it was done."""
+    """The request's own time limit, or the server's, passed before the reply was complete."""
 
     status = 408
     code = "deadline_exceeded"
 
 
 class CapacityError(PenstockError):
-    """Memory for weights, pages or slots is too small for what was asked."""
+    """Weights, pages or slots need more memory than there is."""
 
     status = 503
     code = "insufficient_memory"
@@ -96,14 +98,14 @@ class EngineDeadError(PenstockError):
 
 
 class TemplateProcessError(PenstockError):
-    """The process that renders a chat died or stood still, and so did the one after it."""
+    """The process that renders chats died or hung, and so did its successor."""
 
     status = 503
     code = "template_unavailable"
 
 
 class EngineLossError(EngineDeadError):
-    """Engines ended while they worked on the request, and it is not given to another."""
+    """Several engines died while they ran the request, so it is not tried again."""
 
     status = 500
     code = "engines_lost"

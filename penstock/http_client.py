@@ -1,8 +1,7 @@
-"""A client of servers of the OpenAI API over plain HTTP, with the standard library only.
+"""A client for servers of the OpenAI API over plain HTTP, with the standard library only.
 
-Owns connections, JSON bodies, event streams, and what is said when a server does not answer or answers with
-an error. Any server of that API will do; nothing here is particular to ours, and nothing here knows what is
-asked.
+Owns connections, JSON bodies, event streams, and the errors when a server does not answer or
+answers with an error. Works with any server of that API and knows nothing about the requests.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from penstock.errors import ConfigError, PenstockError
 
 
 def key_header() -> dict[str, str]:
-    """What a server with keys wants to see: the first of PENSTOCK_API_KEY, which sets a server's own, too."""
+    """The API key for a server: the first of PENSTOCK_API_KEY, which also sets a server's own keys."""
     key = os.environ.get("PENSTOCK_API_KEY", "").split(",")[0].strip()
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def read_address(base_url: str) -> SplitResult:
-    """A server's address as people write it, which may leave http:// out."""
+    """A server's address, which may omit http://."""
     try:
         url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
-        _ = url.port  # is read from the text only now
+        _ = url.port  # is parsed only now
         if url.scheme not in ("http", "https"):
-            raise ValueError(f"It begins with {url.scheme}://, and servers are asked by http:// or https://")
+            raise ValueError(f"It begins with {url.scheme}://; http:// or https:// is expected")
     except ValueError as error:
         raise ConfigError(
             f"{base_url} is not the address of a server",
             f"{error}.",
-            "Write one such as http://127.0.0.1:8000.",
+            "Use an address such as http://127.0.0.1:8000.",
         ) from error
     return url
 
@@ -47,9 +46,9 @@ def lost_connection_is_said(base_url: str) -> Iterator[None]:
         yield
     except ssl.SSLError as error:
         raise PenstockError(
-            f"{base_url} cannot be asked by https",
+            f"{base_url} does not answer to https",
             f"{error}.",
-            "A server without TLS, such as `penstock serve`, is asked by http://.",
+            "Use http:// for a server without TLS, such as `penstock serve`.",
         ) from error
     except (OSError, http.client.HTTPException) as error:
         raise PenstockError(
@@ -60,7 +59,7 @@ def lost_connection_is_said(base_url: str) -> Iterator[None]:
 
 
 def message_in(body: bytes) -> str:
-    """A server's own words, from the error body of the API or from whatever it sent."""
+    """A server's own message, from the API's error body or from whatever it sent."""
     try:
         parsed = json.loads(body)
     except ValueError:
@@ -85,12 +84,12 @@ class HttpClient:
     def read(
         self, method: str, path: str, body: Mapping[str, Any] | bytes | None = None
     ) -> tuple[int, bytes]:
-        """The status, whatever it is, and the whole answer. A body of bytes is JSON already."""
+        """The status, whatever it is, and the whole answer. A body of bytes is already JSON."""
         with lost_connection_is_said(self.base_url), self._open(method, path, body) as answer:
             return answer.status, answer.read()
 
     def json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The answer of a server that has no objection."""
+        """The answer, if the server reports no error."""
         status, answer = self.read(method, path, body)
         if status != 200:
             raise self._objection(answer, status)
@@ -104,7 +103,7 @@ class HttpClient:
             ) from error
 
     def events(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The events of a streamed answer. Closing the iterator tells the server that nobody listens."""
+        """The events of a streamed answer. Closing the iterator closes the connection."""
         with lost_connection_is_said(self.base_url), self._open("POST", path, body) as answer:
             if answer.status != 200:
                 raise self._objection(answer.read(), answer.status)
@@ -119,11 +118,12 @@ class HttpClient:
                     raise self._objection(data.encode())
                 yield event
         raise PenstockError(
-            f"{self.base_url} hung up in the middle of its answer", "The stream ended without [DONE]."
+            f"{self.base_url} closed the connection in the middle of its answer",
+            "The stream ended without [DONE].",
         )
 
     def models(self) -> list[dict[str, Any]]:
-        """What the server lists of its models; nothing where the list has another form."""
+        """The server's list of models; empty if the list has another format."""
         answer = self.json("GET", "/v1/models")
         cards = answer.get("data") if isinstance(answer, dict) else None
         return [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
@@ -134,12 +134,12 @@ class HttpClient:
             raise PenstockError(
                 f"{self.base_url} lists no model",
                 f"/v1/models has {json.dumps(cards)[:200]} as data; a model with an id was expected.",
-                "Name the model with --model.",
+                "Set the model with --model.",
             )
         return str(cards[0]["id"])
 
     def metric(self, name: str) -> float | None:
-        """The sum of a metric over its labels, where /metrics has it."""
+        """The sum of a metric over its labels, if /metrics has it."""
         status, answer = self.read("GET", "/metrics")
         lines = answer.decode(errors="replace").splitlines() if status == 200 else []
         found = [line.rpartition(" ")[2] for line in lines if line.startswith((f"{name}{{", f"{name} "))]
@@ -160,9 +160,9 @@ class HttpClient:
             raise
 
     def _objection(self, answer: bytes, status: int | None = None) -> PenstockError:
-        """What the server said is wrong, in its own words."""
+        """The error that the server reported, in its own words."""
         what, _, rest = message_in(answer).partition("\n")
-        said_by = f"So said {self.base_url}" + (f" (HTTP {status})." if status else ".")
+        said_by = f"{self.base_url} reported this error" + (f" (HTTP {status})." if status else ".")
         if status == 401:
             said_by += " Set PENSTOCK_API_KEY to a key of that server."
         return PenstockError(what, rest.replace("\n", " "), said_by)

@@ -31,7 +31,7 @@ from penstock.types import FinishReason, Pooling, Request, SamplingParams, Token
 Prompt = str | Sequence[int]
 Conversation = Sequence[dict[str, Any]]  # its messages
 
-OFFLINE = {"bulk_share": 1.0}  # nobody reads along: no request goes before another
+OFFLINE = {"bulk_share": 1.0}  # no reader waits: no request goes before another
 PROGRESS_INTERVAL_S = 0.1
 
 
@@ -43,12 +43,12 @@ class Completion:
     num_prompt_tokens: int
     num_cached_tokens: int
     logprobs: tuple[TokenLogprob, ...] = ()
-    error: str | None = None  # why, where finish is "error"
+    error: str | None = None  # the reason if finish is "error"
 
 
 @dataclass(slots=True)
 class _Reply:
-    """One request on its way: what has been decoded and what nobody has read yet."""
+    """One request: what has been decoded, and what the caller has not read yet."""
 
     request: Request
     decoder: StreamDecoder
@@ -120,7 +120,7 @@ class LLM:
         )
         self.engine = Engine.from_source(source, config, on_phase, tokenizer)
         self._replies: dict[str, _Reply] = {}
-        self._vectors: dict[str, bytes] = {}  # by the ids of requests that are being waited for
+        self._vectors: dict[str, bytes] = {}  # by the ids of requests that a call waits for
         self._ids = itertools.count()
 
     def generate(
@@ -130,7 +130,7 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[Completion]:
-        """One completion per prompt, in their order; with n > 1, n of them for each prompt.
+        """One completion per prompt, in their order; with n > 1, n completions for each prompt.
 
         `progress` shows how many are done: a bar on a terminal, a line every few seconds in a log.
         """
@@ -211,7 +211,7 @@ class LLM:
         texts: Prompt | Sequence[Prompt],
         *,
         prompt_name: str | None = None,
-        normalize: bool | None = None,  # None: as the checkpoint says
+        normalize: bool | None = None,  # None: what the checkpoint's configuration says
         dimensions: int | None = None,
     ) -> list[list[float]]:
         """One vector per text, in their order."""
@@ -224,7 +224,7 @@ class LLM:
         return [array("f", vector).tolist() for vector in self._pool(prompts, pooling)]
 
     def score(self, query: str, documents: Sequence[str], *, instruction: str | None = None) -> list[float]:
-        """How relevant each document is to the query, as /v1/rerank has it."""
+        """How relevant each document is to the query, as in /v1/rerank."""
         text, info = self.vector_text, self.engine.info
         pairs = [(query, document) for document in documents]
         prompts, scores = text.encode_pairs(pairs, info, instruction)
@@ -251,13 +251,13 @@ class LLM:
                     self.engine.abort(id)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[str, None, None]:
-        """Pieces of text as they come. Leaving the loop early stops the request."""
+        """Pieces of text as they are generated. Leaving the loop early stops the request."""
         return self._stream(self._encode(prompt), sampling, continues_text=True)
 
     def _stream(
         self, prompt: list[int], sampling: SamplingParams | None, *, continues_text: bool
     ) -> Generator[str, None, None]:
-        _expect_one(sampling, "Use generate or chat, or one stream after the other.")
+        _expect_one(sampling, "Use generate or chat, or start one stream after the other.")
         (reply,) = replies = self._prepare(prompt, sampling, continues_text)
         try:
             self._submit(replies)
@@ -269,7 +269,9 @@ class LLM:
             if reply.unread:
                 yield reply.unread
             if reply.finish == "error":
-                raise PenstockError("The reply ended with an error", reply.error or "The engine gave none.")
+                raise PenstockError(
+                    "The reply ended with an error", reply.error or "The engine gave no reason."
+                )
         finally:
             self._forget(replies)
 
@@ -286,7 +288,7 @@ class LLM:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """Control tokens in the messages are text, unless `allow_special_tokens_in_content` was set."""
+        """Control tokens in the messages are text, unless `allow_special_tokens_in_content` is set."""
         chat = self.chat_encoder.render(messages, tools, add_generation_prompt, variables=variables)
         return self.chat_encoder.encode(chat)
 
@@ -296,7 +298,8 @@ class LLM:
     def _prepare(
         self, token_ids: list[int], sampling: SamplingParams | None, continues_text: bool
     ) -> list[_Reply]:
-        """`sampling.n` replies to a prompt. Raises what is wrong with it, submits nothing."""
+        """`sampling.n` replies to a prompt. Raises an error for a wrong prompt, and submits
+        nothing."""
         sampling = sampling or SamplingParams(**self.sampling_defaults)
         token_ids = truncated(token_ids, sampling, self.engine.info.max_model_len)
         continues_text = continues_text and self.tokenizer.has_text(token_ids)
@@ -325,7 +328,7 @@ class LLM:
                 self.engine.abort(delta.request_id)
 
     def _forget(self, replies: Iterable[_Reply]) -> None:
-        """Those that are not complete are stopped."""
+        """Stops those that are not complete."""
         for reply in replies:
             if self._replies.pop(reply.request.id, None) and reply.finish is None:
                 self.engine.abort(reply.request.id)
@@ -342,11 +345,11 @@ def _progress_of(replies: list[_Reply], seconds: float) -> Phase:
 
 def _expect_one(sampling: SamplingParams | None, todo: str) -> None:
     if sampling is not None and sampling.n > 1:
-        raise RequestError(f"n is {sampling.n}", "This call gives one completion.", todo, param="n")
+        raise RequestError(f"n is {sampling.n}", "This call returns one completion.", todo, param="n")
 
 
 def _conversations(messages: Conversation | Sequence[Conversation]) -> tuple[list[Conversation], bool]:
-    """What `chat` was given, as a list, and whether it was a single conversation."""
+    """What `chat` received, as a list, and whether it was a single conversation."""
     if not _is_list(messages):
         raise _no_conversation("messages", messages)
     items: list[Any] = list(messages)
@@ -367,6 +370,6 @@ def _no_conversation(name: str, value: object) -> RequestError:
         f"{name} is a {type(value).__name__}",
         "A conversation is a list of messages, and a message is a dict with role and content; "
         "several conversations are a list of such lists.",
-        'Give [{"role": "user", "content": "..."}], or a list of these.',
+        'Pass [{"role": "user", "content": "..."}], or a list of these.',
         param="messages",
     )

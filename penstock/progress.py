@@ -1,4 +1,5 @@
-"""How long work reports where it is: named phases, and the bars or log lines that show them.
+"""How long-running work reports its progress: named phases, and the bars or log lines that show
+them.
 
 rich is imported when a bar is drawn. Knows nothing about engines, models or servers.
 """
@@ -17,16 +18,16 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-_SILENCE_S = 5.0  # a log hears of a long phase at least this often
+_SILENCE_S = 5.0  # a log reports a long phase at least this often
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One piece of news of a named phase; it has ended when `seconds` is set."""
+    """One report of a named phase; the phase has ended when `seconds` is set."""
 
     name: str
     detail: str = ""
-    fraction: float | None = None  # 0 to 1, or None when it cannot be known
+    fraction: float | None = None  # 0 to 1; None: unknown
     seconds: float | None = None
 
 
@@ -35,7 +36,7 @@ OnPhase = Callable[[Phase], None]
 
 @contextmanager
 def timed(name: str, on_phase: OnPhase) -> Iterator[OnPhase]:
-    """Reports a phase's start, whatever its body reports, and its end with the time it took."""
+    """Reports a phase's start, the reports of its body, and its end with the time it took."""
     started = time.perf_counter()
     last = Phase(name)
 
@@ -54,7 +55,8 @@ def wants_color(stream: TextIO) -> bool:
 
 
 class PhaseList:
-    """Start-up news as a list of named, timed phases: a live bar on a terminal, plain lines in a log."""
+    """The phases of a start as a list of names and times: a live bar on a terminal, plain lines in
+    a log."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stderr
@@ -75,14 +77,14 @@ class PhaseList:
         self.close()
 
     def close(self) -> None:
-        """What has ended stays on the terminal, the bar goes. May be called twice."""
+        """Ended phases stay on the terminal, the bar is removed. May be called twice."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     def __call__(self, phase: Phase) -> None:
         if phase.name in self._ended:
-            return  # one name may be timed by two parts; the first to end has the details
+            return  # two parts may time one name; the first to end has the details
         if phase.seconds is not None:
             self._ended.add(phase.name)
             self._clear_bar(phase)

@@ -36,7 +36,7 @@ GRAMMAR_LIMITS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one reply is drawn. The defaults give greedy decoding until the model ends its turn."""
+    """How to sample one reply. The defaults give greedy decoding until the model ends its turn."""
 
     max_tokens: int | None = None  # None: until the context is full
     min_tokens: int = 0
@@ -51,16 +51,20 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[str, ...] = ()  # that a reply does not contain; text/prompt.py makes tokens of them
+    # Texts that a reply must not contain; text/prompt.py tokenises them.
+    bad_words: tuple[str, ...] = ()
     ignore_eos: bool = False
-    include_stop_str_in_output: bool = False  # the stop that ended a reply, at its end
+    include_stop_str_in_output: bool = False  # keep the stop string that ended a reply at its end
     skip_special_tokens: bool = True  # in a reply's text
-    truncate_prompt_tokens: int | None = None  # as many of the prompt's last tokens; -1: as fit
-    logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely ones'
-    prompt_logprobs: int | None = None  # the same for the prompt, all of which is computed anew for that
+    # Keep so many of the prompt's last tokens; -1: as many as fit.
+    truncate_prompt_tokens: int | None = None
+    logprobs: int | None = None  # None: none; k: of the sampled token and the k likeliest ones
+    # The same for the prompt, which is then computed without the prefix cache.
+    prompt_logprobs: int | None = None
     n: int = 1
-    grammar: str | None = None  # what the reply is held to, as penstock.text.grammar writes it
-    grammar_starts_after: tuple[int, ...] = ()  # free until one of these token ids came, as thinking ends
+    grammar: str | None = None  # that the reply must follow, as penstock.text.grammar writes it
+    # The grammar starts after one of these token ids, the end of thinking.
+    grammar_starts_after: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, lowest, highest in _RANGES:
@@ -75,11 +79,11 @@ class SamplingParams:
             if token_id < 0 or not -100 <= bias <= 100:
                 raise RequestError(
                     f"logit_bias has {{{token_id}: {bias}}}",
-                    "Keys are token ids (0 or more) and values lie between -100 and 100.",
+                    "Keys are token ids (0 or more) and values are between -100 and 100.",
                     param="logit_bias",
                 )
         if "" in self.bad_words:
-            raise RequestError("bad_words holds an empty text", "It has no tokens.", param="bad_words")
+            raise RequestError("bad_words has an empty string", "It has no tokens.", param="bad_words")
         if self.truncate_prompt_tokens == 0:
             raise RequestError(
                 "truncate_prompt_tokens is 0",
@@ -89,8 +93,8 @@ class SamplingParams:
         if self.grammar is not None and self.min_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens} and the reply has a grammar",
-                "When the grammar is fulfilled only the end can follow.",
-                "Leave min_tokens out; ask for lengths in the grammar.",
+                "When the grammar is complete, only an end token can follow.",
+                "Omit min_tokens, and put lengths into the grammar.",
                 param="min_tokens",
             )
 
@@ -119,35 +123,39 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooling:
-    """The vector that is wanted of a prompt, in place of a reply."""
+    """Which vector to compute for a prompt, instead of a reply."""
 
-    kind: PoolingKind = "last"  # of the hidden states behind the final norm: the last token's, or their mean
-    normalize: bool = True  # to the length 1
-    dimensions: int | None = None  # the first of them; None: all
-    # In place of the hidden state, what a head makes of it: the classifier's logits, or these tokens'.
+    kind: PoolingKind = "last"  # of the final hidden states: the last token's, or their mean
+    normalize: bool = True  # to length 1
+    dimensions: int | None = None  # keep only the first so many; None: all
+    # Instead of the hidden state, a head's output for it: the classifier's logits, or these
+    # tokens'.
     is_classified: bool = False
     logit_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt and how to continue it; `n > 1` has been split into `n` requests before this."""
+    """One prompt and how to continue it; `n > 1` was split into `n` requests before."""
 
     id: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
-    pooling: Pooling | None = None  # then it is not continued: its last delta has a vector
+    pooling: Pooling | None = None  # if set, there is no reply: its last delta has a vector
     end_token_ids: tuple[int, ...] = ()  # any of these ends the reply with "stop"
-    banned: tuple[tuple[int, ...], ...] = ()  # tokens that never follow each other in the reply
-    boundaries: tuple[int, ...] = ()  # prompt positions where messages start: good places for checkpoints
+    banned: tuple[tuple[int, ...], ...] = ()  # token sequences that may not occur in the reply
+    # Prompt positions where messages start: good places for state checkpoints.
+    boundaries: tuple[int, ...] = ()
     priority: int = 0  # lower runs earlier
-    session_id: str | None = None  # the conversation that the cache keeps for its next turn
-    tenant: str = ""  # whose it is: it finds nothing in the cache that another's prompt has left there
-    cache_salt: str | None = None  # nor what requests with another salt have left
-    num_resumed_tokens: int = 0  # the last of token_ids are its reply so far, generated before this request
-    num_scored_tokens: int = 0  # of its prompt, those behind the first whose scores another engine has sent
+    session_id: str | None = None  # the conversation whose prefix the cache keeps for the next turn
+    tenant: str = ""  # the owner: tenants share nothing in the cache
+    cache_salt: str | None = None  # requests with different salts share nothing in the cache either
+    # So many of the last token_ids are the reply so far, generated before this request.
+    num_resumed_tokens: int = 0
+    # Tokens after the prompt's first whose scores another engine has sent.
+    num_scored_tokens: int = 0
     page_digests: PageDigests | None = None  # of its first pages; None: the engine computes them
-    age_s: float = 0.0  # since its client asked: it is due that much earlier
+    age_s: float = 0.0  # since its client sent it: it is due that much earlier
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -169,7 +177,7 @@ class Sequence:
 
     request: Request
     arrival: int
-    due_s: float  # who is due earlier runs earlier
+    due_s: float  # an earlier due time runs earlier
     tokens: list[int]
     num_prompt_tokens: int
     num_computed: int = 0  # tokens whose keys, values and state are in the cache once planned steps ran
@@ -181,11 +189,12 @@ class Sequence:
     initial_slot: int | None = None  # checkpoint to start from, for the first step after a prefix hit
     digests: list[bytes] = field(default_factory=list)  # of the full pages of `tokens`, from the start
     num_registered_pages: int = 0
-    targets: dict[int, float] = field(default_factory=dict)  # num_tokens -> chance that its state is wanted
+    # Num_tokens -> chance that a state there is used.
+    targets: dict[int, float] = field(default_factory=dict)
     checkpoints: dict[int, int] = field(default_factory=dict)  # num_tokens -> slot, not yet registered
     reply_checkpoint: int | None = None  # num_tokens of the last one within the reply
     num_preemptions: int = 0
-    num_scored: int = 0  # of the prompt, those behind the first whose scores have been sent
+    num_scored: int = 0  # tokens after the prompt's first whose scores have been sent
     finish: FinishReason | None = None
 
     @classmethod
@@ -218,13 +227,14 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Whether scores of its prompt are wanted that have not been sent yet."""
+        """Whether scores of its prompt are requested and not sent yet."""
         is_asked = self.request.sampling.prompt_logprobs is not None
         return is_asked and self.num_scored < self.num_prompt_tokens - 1
 
     @property
     def needs_every_token(self) -> bool:
-        """Whether hidden states of its prompt are wanted that no cache has: the prefix is computed again."""
+        """Whether it needs hidden states of its prompt, which no cache has: its prefix is computed
+        again."""
         pooling = self.request.pooling
         return self.is_scored or (pooling is not None and pooling.kind == "mean")
 
@@ -241,19 +251,20 @@ class PrefixHit:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence takes a row: what the device must know about it for longer than one step."""
+    """A sequence takes a row: what the device must know about it beyond one step."""
 
     row: int
     sampling: SamplingParams
-    seed: int  # resolved: never None, so that every draw has a reproducible key
+    seed: int  # never None, so that every sample has a reproducible key
     num_prompt_tokens: int
-    history: tuple[int, ...] = ()  # tokens so far; given only when penalties need them
-    end_token_ids: tuple[int, ...] = ()  # given only when min_tokens forbids them for a while
+    history: tuple[int, ...] = ()  # tokens so far; set only if penalties need them
+    end_token_ids: tuple[int, ...] = ()  # set only while min_tokens forbids them
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTargets:
-    """What comes after tokens of a prompt: their log-probabilities are wanted, and of the likeliest there."""
+    """The next tokens of a chunk of a prompt, whose log-probabilities are requested, with the
+    likeliest."""
 
     token_ids: tuple[int, ...]
     num_top: int
@@ -261,7 +272,8 @@ class PromptTargets:
 
 @dataclass(frozen=True, slots=True)
 class PooledChunk:
-    """A chunk whose hidden states are pooled: the last of its prompt, and of a mean all others, too."""
+    """A chunk whose hidden states are pooled: the last of its prompt, and for a mean all others
+    too."""
 
     pooling: Pooling
     is_last: bool
@@ -274,7 +286,7 @@ class RowPlan:
     row: int
     start: int  # position of the first token
     token_ids: tuple[int, ...]  # empty: one token, the row's last sample, still on the device
-    samples: bool  # False: a chunk that does not reach the end of what is known
+    samples: bool  # False: the chunk ends before the known tokens do
     slot: int = 0  # where the state goes
     initial_slot: int = 0  # where the state comes from, unless start is 0 (then it is zero)
     checkpoints: tuple[tuple[int, int], ...] = ()  # (tokens of this row, slot): save the state after them
@@ -287,7 +299,7 @@ class RowPlan:
 
     @property
     def is_decode(self) -> bool:
-        """A single token of a prompt is none: it is computed like the others of its prompt."""
+        """A chunk of one prompt token is no decode: it is computed like the rest of its prompt."""
         return not self.token_ids
 
 
@@ -316,16 +328,17 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of one generated token, and of the most likely ones at its place."""
+    """The log-probability of one generated token, and those of the likeliest tokens at its place."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
-# Packed, as a prefill chunk of a long prompt has hundreds of thousands: the engine makes no object of any.
+# Packed, because a prefill chunk of a long prompt has hundreds of thousands: no Python object each.
 class PromptScores(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities of consecutive prompt tokens (int32, float32) and of the likeliest at each place."""
+    """Log-probabilities of consecutive prompt tokens (int32, float32) and of the likeliest at each
+    place."""
 
     token_ids: bytes = b""  # [T]
     logprobs: bytes = b""  # [T]
@@ -368,13 +381,13 @@ class StepOutput:
     token_ids: Mapping[int, int]
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
     prompt_scores: Mapping[int, PromptScores] = field(default_factory=dict)
-    vectors: Mapping[int, bytes] = field(default_factory=dict)  # float32, of prompts that were pooled
+    vectors: Mapping[int, bytes] = field(default_factory=dict)  # float32, of pooled prompts
 
 
-# Made and sent for every token: as a dataclass it would take eight times as long to make.
+# Created and sent for every token: a dataclass would take eight times as long to create.
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """News of one request: scores of its prompt, then its tokens and, with the last, why it ended. One that
-    has nothing of these says that the request takes part in the next step."""
+    """A change of one request: scores of its prompt, then its tokens and, with the last, why it
+    ended. An empty one says that the request takes part in the next step."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -382,13 +395,13 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish: FinishReason | None = None
     num_cached_tokens: int = 0
     error: str | None = None
-    prompt_scores: PromptScores | None = None  # the next of the prompt behind its first token
-    vector: bytes | None = None  # float32, of a prompt that was pooled
+    prompt_scores: PromptScores | None = None  # of the next tokens of the prompt, after its first
+    vector: bytes | None = None  # float32, of a pooled prompt
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What an attention layer keeps for every token."""
+    """What an attention layer stores for every token."""
 
     num_kv_heads: int
     head_dim: int
@@ -400,7 +413,8 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What a DeltaNet layer keeps for every sequence: S, and a ring of the last inputs of its convolution."""
+    """What a DeltaNet layer stores for every sequence: S, and a ring of the last inputs of its
+    convolution."""
 
     num_value_heads: int
     key_dim: int
@@ -417,7 +431,7 @@ class StateSpec:
         return self.conv_channels * self.conv_width
 
     def num_bytes(self, element_bytes: int, state_bytes: int) -> int:
-        """The ring is in the model's dtype, S in one of its own."""
+        """The ring has the model's dtype, S one of its own."""
         return state_bytes * self.num_recurrent_elements + element_bytes * self.num_conv_elements
 
 
@@ -426,7 +440,7 @@ CacheSpec = KVSpec | StateSpec
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine turned out to be, for people and for the server."""
+    """The facts about a running engine, for people and for the server."""
 
     model_name: str
     device: str
@@ -440,7 +454,7 @@ class EngineInfo:
     cache_bytes: int
     weight_bytes: int
     hidden_size: int = 0
-    has_head: bool = True  # False: it gives vectors, and no text
+    has_head: bool = True  # False: it gives vectors, no text
     num_labels: int = 0  # of its classifier; 0: it has none
     stored_as: tuple[str, ...] = ()  # how its files store weights, such as Q4_K: what holds the most first
     bits_per_weight: float = 0.0  # in its files; 0: it has none
@@ -453,14 +467,14 @@ class SessionInfo:
     id: str
     num_tokens: int
     num_bytes: int
-    num_hits: int  # requests that found a part of their prompt
+    num_hits: int  # requests that reused a part of their prompt
     age_s: float
     idle_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine is doing now. The free counts include what an idle prefix cache would give back."""
+    """What an engine is doing now. The free counts include what evicting idle prefixes would free."""
 
     num_waiting: int
     num_running: int
@@ -472,4 +486,4 @@ class EngineStats:
     prefix: Mapping[str, int]  # hits, misses by reason, tokens reused
     num_sessions: int = 0
     session_bytes: int = 0
-    num_kv_tokens: int = 0  # that all pages hold together
+    num_kv_tokens: int = 0  # capacity of all pages together

@@ -1,8 +1,8 @@
-"""What a server and its engine process say to each other: msgpack messages in length-prefixed frames.
+"""The protocol between a server and its engine process: msgpack messages in length-prefixed frames.
 
-Owns the messages and their bytes, for a blocking side (the engine) and an asyncio side (the server). Never
-unpickles anything: a frame decodes to one of the messages below or to a `WireError`. Knows nothing of what
-the messages lead to.
+Owns the messages and their bytes, for a blocking side (the engine) and an asyncio side (the server).
+Never unpickles anything: a frame decodes to one of the messages below or to a `WireError`. Knows
+nothing of what the messages cause.
 
     frame = [length of the rest, 4 bytes big-endian | msgpack of one message]
 """
@@ -28,7 +28,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class WireError(PenstockError):
-    """Bytes that are not one of our messages, or a frame longer than any of them may be."""
+    """Bytes that are not one of our messages, or a frame that is too long."""
 
 
 class FrameTooLongError(WireError):
@@ -36,7 +36,7 @@ class FrameTooLongError(WireError):
 
 
 class UnreadableRequestError(WireError):
-    """A frame that asks for something which no request may have; the next frame may be read."""
+    """A frame with a request that cannot be decoded; the next frame can be read."""
 
     def __init__(self, request_id: str, why: str) -> None:
         super().__init__("The engine could not read the request", why)
@@ -109,7 +109,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Deltas(msgspec.Struct, tag=True, frozen=True):
-    """Everything one step has to say."""
+    """All deltas of one step."""
 
     deltas: list[TokenDelta]
 
@@ -125,20 +125,21 @@ class StatsAnswer(msgspec.Struct, tag=True, frozen=True):
 
 
 class SessionsAnswer(msgspec.Struct, tag=True, frozen=True):
-    """The sessions there are, or the one that was dropped."""
+    """All sessions, or the one that was dropped."""
 
     query_id: int
     sessions: list[SessionInfo]
 
 
 class Pong(msgspec.Struct, tag=True, frozen=True):
-    """The engine's process runs; `step_s` is how long it has been in its present step, 0 between steps."""
+    """The engine's process runs; `step_s` is how long it has been in its current step, 0 between
+    steps."""
 
     step_s: float
 
 
 class Dying(msgspec.Struct, tag=True, frozen=True):
-    """The engine's last words."""
+    """The engine's last message, with the reason."""
 
     error: ErrorFields
 
@@ -157,7 +158,7 @@ def _check_length(num_bytes: int) -> None:
     if num_bytes > MAX_FRAME_BYTES:
         raise FrameTooLongError(
             "A message between server and engine is too long",
-            f"It has {num_bytes} bytes; a frame holds at most {MAX_FRAME_BYTES}.",
+            f"It has {num_bytes} bytes; the limit is {MAX_FRAME_BYTES}.",
         )
 
 
@@ -169,7 +170,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytearray | memoryvi
 
 
 def _request_id_in(payload: bytearray) -> str | None:
-    """Whose a `Submit` is that does not decode otherwise."""
+    """The id of a `Submit` that does not decode otherwise."""
     try:
         found = msgspec.msgpack.decode(payload)["request"]["id"]
     except (msgspec.DecodeError, TypeError, KeyError):
@@ -192,7 +193,7 @@ class EngineChannel:
         return cls(connection)
 
     def send(self, message: FromEngine) -> None:
-        """Waits only for a server that is far behind: that is what keeps its memory bounded."""
+        """Waits only for a server that is far behind: that keeps its memory bounded."""
         frame = encode_frame(message)
         try:
             with self._sending:
@@ -238,10 +239,10 @@ class EngineChannel:
 
 
 class ServerChannel(asyncio.Protocol):
-    """The server's end: an asyncio protocol that hands messages over as they are read.
+    """The server's end: an asyncio protocol that delivers messages as they are read.
 
-    It reads only as often as the loop comes round to it, so an engine that is faster than its server waits
-    in `send`.
+    It reads only when the loop gets to it, so an engine that is faster than its server waits in
+    `send`.
     """
 
     def __init__(self, on_connect: Callable[[ServerChannel], None]) -> None:
@@ -252,7 +253,7 @@ class ServerChannel(asyncio.Protocol):
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def send(self, message: ToEngine) -> None:
-        """Never waits. What is said to an engine that is gone is dropped: `listen` tells of its end."""
+        """Never waits. Messages to an engine that is gone are dropped: `listen` reports its end."""
         if not self._transport.is_closing():
             self._transport.write(encode_frame(message))
 
@@ -283,7 +284,7 @@ class ServerChannel(asyncio.Protocol):
             del self._unread[:num_taken]
 
     def _take_frames(self, unread: memoryview, take: Callable[[FromEngine], None]) -> int:
-        """Hands over every message that is complete; gives the number of bytes they took."""
+        """Delivers every complete message; returns the number of bytes they took."""
         start = 0
         while len(unread) - start >= _LENGTH.size:
             (num_bytes,) = _LENGTH.unpack_from(unread, start)

@@ -54,7 +54,7 @@ def test_a_model_is_loaded_for_the_file_and_bad_lines_have_error_lines(tmp_path:
     assert by_line["batch_req_6"]["response"]["status_code"] == 400
     again = penstock("batch", str(source), *SMALL)
     assert again.returncode == 1
-    assert "all 5 lines have results" in again.stderr
+    assert "all 5 lines already have results" in again.stderr
 
 
 @pytest.mark.slow
@@ -84,13 +84,13 @@ def test_ctrl_c_leaves_a_valid_file_and_the_next_run_goes_on_from_it(server: Ser
 def test_a_file_or_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:
     missing = penstock("batch", str(tmp_path / "none.jsonl"))
     assert missing.returncode == 1
-    assert "There is no file" in error_in(missing.stderr)
+    assert "does not exist" in error_in(missing.stderr)
     source = tmp_path / "in.jsonl"
     source.write_bytes(jsonl([chat_line("a")]))
     same = penstock("batch", str(source), "-o", str(source))
-    assert "would go into the file of requests" in error_in(same.stderr)
+    assert "The output file is the file of requests" in error_in(same.stderr)
     both = penstock("batch", str(source), "--base-url", "http://127.0.0.1:9", "--max-rows", "2")
-    assert "--max-rows and --base-url are both given" in error_in(both.stderr)
+    assert "--max-rows and --base-url are both set" in error_in(both.stderr)
     nobody = penstock("batch", str(source), "--base-url", "http://127.0.0.1:9")
     assert nobody.returncode == 1
     assert "Nothing answers at" in error_in(nobody.stderr)

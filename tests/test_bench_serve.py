@@ -114,13 +114,13 @@ def test_a_whole_completion_is_read_without_times() -> None:
 
 
 FAULTS = {
-    "close": "Hung up without an answer.",
+    "close": "The connection closed without an answer.",
     "hang": "No end after 1 s.",
     "stall": "No end after 1 s. 2 events with text had come.",
     "garbage": "The answer is not HTTP",
     "500": "HTTP 500: out of pages",
     "drop": "",  # reset or end, as the network has it
-    "error": "The stream broke off: the engine died",
+    "error": "The stream failed: the engine died",
     "bad json": "An event is not a chat completion chunk",
     "no usage": "The server sent no usage",
     "no done": "The stream ended without [DONE].",
@@ -208,7 +208,8 @@ def test_tokens_without_text_count_but_are_not_timed(clients: LoadClients) -> No
     assert (summary.ttft, summary.itl, summary.tpot) == (None, None, None)
     assert summary.e2e is not None
     assert remarks(summary) == [
-        "Only 0 of 8 tokens came with text: TTFT and ITL are about those. Is the tokenizer the model's? "
+        "Only 0 of 8 tokens came with text: TTFT and ITL count only those. Is the tokenizer the "
+        "model's? "
         "See --tokenizer."
     ]
 
@@ -471,7 +472,7 @@ def test_bench_serve_says_what_was_reused_of_a_block_trace_beside_what_was_possi
     assert row["possible_cached_tokens_same_memory"] == row["possible_cached_tokens"]
     assert row["server_kv_tokens"] > 2048
     assert 0.6 * 1920 <= row["cached_tokens"] <= 1920
-    assert "prefix cache; 1,920 could be in one that forgets nothing, 1,920 in one of" in said
+    assert "prefix cache; 1,920 could be in one that evicts nothing, 1,920 in one of" in said
 
 
 def test_bench_serve_says_when_lengths_or_caches_spoil_the_numbers(
@@ -487,17 +488,17 @@ def test_bench_serve_says_when_lengths_or_caches_spoil_the_numbers(
         _, report, said = bench(capsys, *shapes, "--base-url", server.url, "--warmup", "0")
     lengths = report["rows"][0]["prompt_tokens"]
     assert lengths["off"] > 0
-    assert f"{lengths['off']} prompts have another length than was asked for: " in said
+    assert f"{lengths['off']} prompts have another length than requested: " in said
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--base-url", "http://127.0.0.1:9"], "Nothing answers at http://127.0.0.1:9"),
-        (["--base-url", "http://127.0.0.1:9", "--max-rows", "3"], "--max-rows and --base-url are both given"),
-        (["--rate", "2", "--concurrency", "3"], "--rate and --concurrency are both given"),
-        (["--trace", "x", "--input-len", "3"], "--trace and --input-len are both given"),
-        (["--limit", "2"], "--limit is given without --trace"),
+        (["--base-url", "http://127.0.0.1:9", "--max-rows", "3"], "--max-rows and --base-url are both set"),
+        (["--rate", "2", "--concurrency", "3"], "--rate and --concurrency are both set"),
+        (["--trace", "x", "--input-len", "3"], "--trace and --input-len are both set"),
+        (["--limit", "2"], "--limit needs --trace"),
         (["--rate", "0"], "--rate is 0"),
         (["--requests", "0"], "--requests is 0"),
         (["--concurrency", "4,-1"], "--concurrency has -1"),

@@ -92,26 +92,26 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             "error: penstock serve has no flag --max-row\n"
             "  Did you mean '--max-rows'?\n"
-            "  Run `penstock serve --help` for everything it takes.\n",
+            "  Run `penstock serve --help` for all flags.\n",
         ),
         (
             ["generate", "a", "b"],
             2,
-            "error: penstock generate has no place for 'b'\n"
-            "  Text with spaces in it needs quotes.\n"
-            "  Run `penstock generate --help` for everything it takes.\n",
+            "error: penstock generate takes no argument 'b'\n"
+            "  Text with spaces needs quotes.\n"
+            "  Run `penstock generate --help` for all flags.\n",
         ),
         (
             ["generate"],
             2,
             "error: the following arguments are required: TEXT\n"
-            "  Run `penstock generate --help` for everything it takes.\n",
+            "  Run `penstock generate --help` for all flags.\n",
         ),
         (
             ["serve", "--port", "many"],
             2,
             "error: --port: 'many' is not a whole number; write 4096 or 4k\n"
-            "  Run `penstock serve --help` for everything it takes.\n",
+            "  Run `penstock serve --help` for all flags.\n",
         ),
         (
             ["generate", "x", "--n", "200"],
@@ -145,28 +145,27 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["bench", "step", "--json", "/"],
             1,
-            "error: --json / cannot be written\n"
-            "  Is a directory.\n"
-            "  Name a file in a folder of yours, or leave --json out.\n",
+            "error: --json / cannot be written\n  Is a directory.\n  Use a writable file, or omit --json.\n",
         ),
         (
             ["bench", "step", "--batch", "1", "--context", "100k"],
             1,
             "error: --context 102,400 is too long for penstock-tiny\n"
-            "  The model knows 8,192 positions; with the steps that are timed, it would need 102,446.\n"
-            "  Give --context 8146 or less.\n",
+            "  The model has 8,192 positions; with the timed steps, it would need "
+            "102,446.\n"
+            "  Use --context 8146 or less.\n",
         ),
         (
             ["generate", "x", "--logprobs", "2"],
             1,
-            "error: --logprobs is given without --json\n  Plain text has no place for them.\n  Add --json.\n",
+            "error: --logprobs needs --json\n  Plain text cannot contain log-probabilities.\n  Add --json.\n",
         ),
         (
             ["generate", "x", "--grammar", "y"],
             2,
             "error: penstock generate has no flag --grammar\n"
             "  Did you mean '--graphs'?\n"
-            "  Run `penstock generate --help` for everything it takes.\n",
+            "  Run `penstock generate --help` for all flags.\n",
         ),
     ],
 )
@@ -366,7 +365,7 @@ def test_wrong_variable_is_named() -> None:
     ("settings", "word"),
     [
         ({"state_dtype": "bfloat16"}, "float32, float16"),
-        ({"state_dtype": "float16", "deterministic": True}, "where a step ends"),
+        ({"state_dtype": "float16", "deterministic": True}, "where steps end"),
     ],
 )
 def test_states_that_cannot_be_are_refused(settings: dict[str, Any], word: str) -> None:

@@ -77,19 +77,19 @@ def test_an_answer_that_ends_with_an_error_is_one(
 @pytest.mark.parametrize(
     ("line", "what", "why", "todo"),
     [
-        ("/save", "/save needs a file", "None was named.", "Name one: /save talk.json"),
-        ("/load ", "/load needs a file", "None was named.", "Name one: /load talk.json"),
+        ("/save", "/save needs a file", "The command has no file name.", "Add one: /save talk.json"),
+        ("/load ", "/load needs a file", "The command has no file name.", "Add one: /load talk.json"),
         (
             "/load /nope.json",
             "/nope.json cannot be read",
             "No such file or directory.",
-            "Name a file that /save has written: /load talk.json",
+            "Choose a file that /save wrote: /load talk.json",
         ),
         (
             "/save /",
             "/ cannot be written",
             "Is a directory.",
-            "Name a file in a folder of yours: /save talk.json",
+            "Choose a writable file: /save talk.json",
         ),
     ],
 )
@@ -148,9 +148,7 @@ def test_unknown_slash_command_gets_the_nearest(
     monkeypatch.setattr("sys.stdin", io.StringIO("/stat\n"))
     exit_code, said = fails(capsys, "chat", *SMALL)
     assert exit_code == 1
-    assert (
-        error_in(said) == "error: There is no command /stat\n  Did you mean 'stats'?\n  /help lists them.\n"
-    )
+    assert error_in(said) == "error: /stat is not a command\n  Did you mean 'stats'?\n  /help lists them.\n"
 
 
 class Pty:
@@ -220,7 +218,7 @@ def server() -> Iterator[tuple[str, str]]:
     )
     assert process.stderr is not None
     said = ""
-    while "Ctrl-C ends" not in said:
+    while "Ctrl-C stops" not in said:
         line = process.stderr.readline()
         assert line, f"the server ended: {said}"
         said += line
@@ -234,7 +232,7 @@ def server() -> Iterator[tuple[str, str]]:
 
 def test_the_curl_line_works_as_it_is_shown(server: tuple[str, str], tmp_path: Path) -> None:
     _, said = server
-    line = said[said.index("  curl ") : said.index("Ctrl-C ends")]
+    line = said[said.index("  curl ") : said.index("Ctrl-C stops")]
     script = tmp_path / "try.sh"
     script.write_text(line)
     answer = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60, check=True)
@@ -271,7 +269,7 @@ def test_chat_over_http_shows_the_servers_error(server: tuple[str, str]) -> None
     result = penstock("chat", "--base-url", f"{url}/v1", "--max-tokens", "1m", stdin="Hello\n")
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
-    assert f"So said {url}/v1 (HTTP 400)." in result.stderr
+    assert f"{url}/v1 reported this error (HTTP 400)." in result.stderr
 
 
 def test_bench_ends_with_one_json_line_that_says_where_it_was_born(

@@ -227,9 +227,9 @@ def test_an_engine_is_at_fault_unless_somebody_killed_it(
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 def test_a_client_is_told_in_its_apis_words_that_asking_again_will_not_help(path: str) -> None:
     scope = {"path": path, "record": SimpleNamespace(id="r")}
-    answer = answer_error(scope, EngineLossError("The request is not tried again", "Why.", "What to do."))
+    answer = answer_error(scope, EngineLossError("The request is not retried", "Why.", "What to do."))
     assert answer.status_code == 500
     assert answer.headers["x-should-retry"] == "false"
     error = json.loads(bytes(answer.body))["error"]
-    assert error["message"] == "The request is not tried again\nWhy.\nWhat to do."
+    assert error["message"] == "The request is not retried\nWhy.\nWhat to do."
     assert error["type"] == ("api_error" if path == "/v1/messages" else "server_error")

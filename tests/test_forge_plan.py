@@ -138,7 +138,7 @@ def test_a_model_named_by_variables_plans_and_edits_in_run_sh(tmp_path: Path) ->
             ["bash", str(ROOT / "run.sh"), *words], capture_output=True, text=True, env=variables
         )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "no such setting" not in done.stderr
+    assert "no setting has that name" not in done.stderr
     assert asked[0] == plan.TASK
     rows = read_ledger(out)
     assert any(row["why"].startswith("planned by scripted") for row in rows)

@@ -317,7 +317,7 @@ def test_levels_that_were_not_measured_count_for_nothing(
             ["score", "--correctness", "absent", "--throughput", str(VLLM)],
             "--correctness absent cannot be read",
         ),
-        (["score", "--correctness", str(VLLM), "--throughput", str(VLLM)], "holds no share of right answers"),
+        (["score", "--correctness", str(VLLM), "--throughput", str(VLLM)], "has no share of right answers"),
         (["throughput", "--baseline", str(ROOT / "pyproject.toml")], "cannot be read"),
         (["throughput", "--concurrency", "0"], "--concurrency is 0"),
         (["throughput", "--tokenizer", "absent"], "--tokenizer absent cannot be read"),
@@ -326,7 +326,7 @@ def test_levels_that_were_not_measured_count_for_nothing(
         (["latency", "--output", "/proc/x.json"], "--output /proc/x.json cannot be written"),
         (["gates", "--output", "/proc/x/y.json"], "--output /proc/x/y.json cannot be written"),
         (["gates", "--json", "/proc/x.json"], "--json /proc/x.json cannot be written"),
-        (["gates", "--json", "a", "--output", "b"], "--output and --json are both given"),
+        (["gates", "--json", "a", "--output", "b"], "--output and --json are both set"),
         (["gates", "--limit", "0"], "--limit is 0"),
         (["gates", "--base-url", "htp://127.0.0.1"], "htp://127.0.0.1 is not the address of a server"),
         (["correctness", "--problems", "hard"], "--problems is 'hard'"),
@@ -376,7 +376,7 @@ def test_the_seed_of_the_help_is_the_seed_that_is_used() -> None:
     }
     (said,) = [flag.field.metadata["help"] for flag in flags_of(CorrectnessSettings) if flag.name == "--seed"]
     assert [name for name, seed in seeds.items() if seed is not None] == ["gates"]
-    assert said.endswith(f"(default: drawn anew, and reported; embedded: 1234; gates: {seeds['gates']})")
+    assert said.endswith(f"(default: random, and reported; embedded: 1234; gates: {seeds['gates']})")
 
 
 def test_a_seed_that_was_not_given_is_another_each_time_and_reported(

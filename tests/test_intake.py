@@ -383,7 +383,7 @@ def test_whoever_sends_slowly_holds_a_place_from_its_head_on_until_others_need_i
         answer = connections[0].recv(2**16)
         assert answer.startswith(b"HTTP/1.1 429 ")
         assert b"retry-after: 1" in answer
-        assert b"came slowly" in answer
+        assert b"arrived slowly" in answer
     finally:
         for connection in connections:
             connection.close()

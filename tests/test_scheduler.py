@@ -508,7 +508,7 @@ def test_a_resumed_sequence_keeps_its_seed_and_brings_its_history() -> None:
 
 def test_what_can_never_fit_is_refused_with_numbers() -> None:
     world = World(Setup(num_pages=6, max_model_len=40))
-    with pytest.raises(ContextLengthError, match=r"(?s)40 tokens.*holds 40"):
+    with pytest.raises(ContextLengthError, match=r"(?s)40 tokens.*is 40"):
         world.scheduler.submit(ask("a", prompt(40)))
     with pytest.raises(ContextLengthError, match=r"(?s)22 tokens.*holds 21 in 5 pages of 4"):
         world.scheduler.submit(ask("b", prompt(12), max_tokens=10))
@@ -528,7 +528,7 @@ def test_a_reply_without_a_limit_ends_when_the_pool_is_full() -> None:
 def test_an_id_in_use_is_refused_and_free_again_afterwards() -> None:
     world = World(PLAIN)
     world.submit(ask("a", prompt(5)))
-    with pytest.raises(RequestError, match="already here"):
+    with pytest.raises(RequestError, match="already running or queued"):
         world.scheduler.submit(ask("a", prompt(5)))
     world.run()
     del world.finishes["a"]

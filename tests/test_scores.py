@@ -405,7 +405,7 @@ def completion_of(tokenizer: Tokenizer, reply: list[int], **fields: Any) -> str:
 def test_an_echo_too_long_for_all_replies_together_is_refused(tokenizer: Tokenizer) -> None:
     prompt = "x" * (MAX_ECHO_CHARS // 64)
     assert len(completion_of(tokenizer, [5], prompt=prompt, echo=True, n=64)) > MAX_ECHO_CHARS
-    with pytest.raises(RequestError, match="the echo would have") as refusal:
+    with pytest.raises(RequestError, match="The echo would have") as refusal:
         completion_of(tokenizer, [5], prompt=prompt, echo=True, n=65)
     assert refusal.value.param == "echo"
 

@@ -342,7 +342,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (user(CALL_BLOCK), "messages[0].content[0] is of type 'tool_use'"),
     ({"messages": [*QUESTION, {"role": "assistant", "content": [CALL_BLOCK]}]}, "messages[1]"),
     ({"messages": [*QUESTION, {"role": "assistant", "content": "4 "}]}, "messages[1]"),
-    ({"messages": LAST, "thinking": THINKING}, "thought"),
+    ({"messages": LAST, "thinking": THINKING}, "thinking"),
     ({"system": [IMAGE]}, "system[0] is of type 'image'"),
     ({"system": 5}, "system"),
     ({"max_tokens": None}, "max_tokens"),

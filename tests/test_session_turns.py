@@ -306,8 +306,8 @@ def test_a_deleted_session_is_gone_and_begins_anew(server: Server) -> None:
     status, said = say(server, QUESTION, "deleted")
     assert (status, "Alice" in said) == ("deleted", False)
     assert say(server, "Hello!", "deleted")[0] == "continued"
-    never = session(server, "never was").json()["error"]["message"]
-    assert "It never was" in never
+    never = session(server, "never existed").json()["error"]["message"]
+    assert "It never existed" in never
 
 
 def test_a_session_that_no_longer_fits_the_context_says_what_to_do(server: Server) -> None:

@@ -170,7 +170,7 @@ def test_a_missing_tokenizer_is_told_by_the_name_that_was_given(
     with pytest.raises(CheckpointError) as caught:
         Tokenizer.load(tmp_path / named)
     assert caught.value.what == f"{tmp_path / named} has no tokenizer"
-    assert caught.value.why == f"There is no file {tmp_path / missing}."
+    assert caught.value.why == f"{tmp_path / missing} does not exist."
 
 
 def test_a_file_that_cuts_and_pads_texts_does_neither_to_prompts(tiny_folder: Path, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_pattern_that_gives_up_is_a_request_error_and_spoils_nothing_else(
     }[part]
     (tmp_path / "tokenizer.json").write_text(json.dumps(written))
     tokenizer = Tokenizer.load(tmp_path, is_quick=is_quick)
-    with pytest.raises(RequestError, match=r"The tokenizer failed on this text\nIt says: .*retry-limit"):
+    with pytest.raises(RequestError, match=r"The tokenizer failed on this text\nIts error is: .*retry-limit"):
         tokenizer.encode("a" * 5000)
     assert tokenizer.encode("Hello")
 

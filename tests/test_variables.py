@@ -67,7 +67,7 @@ def test_a_variable_that_cannot_be_read_is_named(
     what, why, todo = said.splitlines()
     assert what == "error: PENSTOCK_EVAL_LIMIT is 'some'"
     assert "not a whole number" in why
-    assert "--limit would beat it" in todo
+    assert "--limit would override it" in todo
 
 
 def test_a_variable_of_a_sibling_measurement_is_neither_used_nor_refused(
@@ -87,7 +87,7 @@ def test_a_misspelt_variable_of_the_running_command_is_said(
     monkeypatch.setenv("PENSTOCK_FORGE_BUDGET", "3s")
     main(["eval", "score"])
     said = capsys.readouterr().err
-    assert "PENSTOCK_EVAL_LIMITS is set, but there is no such setting" in said
+    assert "PENSTOCK_EVAL_LIMITS is set, but no setting has that name" in said
     assert "PENSTOCK_EVAL_LIMIT" in said
     assert "PENSTOCK_FORGE_BUDGET" not in said
     assert unknown_variables({"PENSTOCK_EVAL_LIMIT": "3"}) != []

@@ -1,4 +1,6 @@
-"""Who owns which page and which slot, and which prefixes can be reused. Integers only: never a tensor."""
+"""Which sequence owns which page and slot, and which prefixes can be reused. Integers only, no
+tensors.
+"""
 
 from penstock.cache.manager import Cache
 from penstock.cache.sessions import SessionLimits

@@ -1,13 +1,14 @@
-"""State checkpoints: where each one stands, what it is worth, and which one gives way to another.
+"""State checkpoints: their places, what each one is worth, and which one is evicted for another.
 
-A slot is worth the tokens it saves, those beyond the checkpoint below it, times the chance that a prompt goes
-on from there. The checkpoint with the lowest rank goes first:
+A checkpoint is worth the tokens it saves, those beyond the checkpoint below it, times the chance that
+a prompt continues from there. The checkpoint with the lowest rank is evicted first:
 
-    rank = floor + chance * saved tokens        floor: the rank of the last one that had to go
+    rank = floor + chance * saved tokens        floor: the rank of the last evicted one
 
-A use renews the rank and raises the chance. The floor rises with every loss, so a checkpoint that is not used
-sinks without being touched: guesses first, the small ones before the large, what was used much later. A new
-one that ranks below all others is refused, which raises the floor too: nothing stays for ever.
+A use renews the rank and raises the chance. The floor rises with every eviction, so an unused
+checkpoint sinks without being touched: guesses first, small ones before large ones, much used ones
+last. A new one that ranks below all others is refused, which raises the floor too: nothing stays for
+ever.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator, KeysView, Sequence
 from dataclasses import dataclass
 
-# Chances that a prompt goes on from a place; only their ratios count.
-LADDER = 0.01  # a rung of a long prompt: a place like any other
+# Chances that a prompt continues from a place; only their ratios matter.
+LADDER = 0.01  # a rung of a long prompt: no reason to expect it here
 GUESS = 0.1  # where messages begin and prompts end
-PROVEN = 1.0  # two prompts have parted there
-MOST = 4.0  # after uses, each of which adds PROVEN
+PROVEN = 1.0  # two prompts have diverged there
+MOST = 4.0  # after several uses, each of which adds PROVEN
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """All checkpoints that prompts can go on from, by the digest of the last page before them."""
+    """All checkpoints that prompts can continue from, by the digest of the last page before them."""
 
     def __init__(self) -> None:
         self._all: dict[bytes, Checkpoint] = {}
@@ -65,7 +66,7 @@ class Checkpoints:
         return None if checkpoint is None else checkpoint.slot
 
     def nearest(self, digests: Sequence[bytes], num_pages: int) -> int:
-        """The number of pages, at most `num_pages`, after which the longest checkpoint stands."""
+        """The number of pages, at most `num_pages`, before the longest checkpoint."""
         while num_pages > 0 and digests[num_pages - 1] not in self._all:
             num_pages -= 1
         return num_pages
@@ -75,16 +76,15 @@ class Checkpoints:
         self._all[digest] = Checkpoint(slot, base, saved, chance, self._floor + chance * saved)
 
     def use(self, digest: bytes) -> None:
-        """A prompt goes on from it."""
+        """A prompt continues from it."""
         checkpoint = self._all.get(digest)
         if checkpoint is not None:
             checkpoint.chance = min(checkpoint.chance + PROVEN, MOST)
             checkpoint.rank = self._floor + checkpoint.chance * checkpoint.saved
 
     def evict_for(self, worth: float, keep: Collection[int | None]) -> int | None:
-        """Forgets the lowest one that is neither pinned nor in `keep`, for one of this worth. Returns its
-        slot; None if there is none, or if the new one would rank below it.
-        """
+        """Forgets the lowest one that is neither pinned nor in `keep`, for a new one of this worth.
+        Returns its slot. None: there is no such checkpoint, or the new one would rank below it."""
         digest = self._lowest(keep)
         if digest is None:
             return None
@@ -96,7 +96,7 @@ class Checkpoints:
         return self.forget(digest)
 
     def forget(self, digest: bytes) -> int | None:
-        """Forgets this one, if it is there. Returns its slot; those above it save more from now on."""
+        """Forgets this one, if it exists. Returns its slot; the checkpoints above it now save more."""
         gone = self._all.pop(digest, None)
         if gone is None:
             return None
@@ -120,7 +120,7 @@ class Checkpoints:
         return digest in self._pins
 
     def check(self) -> None:
-        """Asserts that ranks agree with what they are made of."""
+        """Asserts that all ranks are consistent."""
         assert self._pins.keys() <= self._all.keys(), "a pinned checkpoint was evicted"
         for checkpoint in self._all.values():
             assert checkpoint.saved > 0, "a checkpoint saves nothing"
@@ -128,7 +128,7 @@ class Checkpoints:
             assert checkpoint.base is None or checkpoint.base in self._all, "a base is gone"
 
     def _lowest(self, keep: Collection[int | None]) -> bytes | None:
-        """Of equal ranks the oldest."""
+        """Among equal ranks, the oldest."""
         candidates = (
             (checkpoint.rank, digest)
             for digest, checkpoint in self._all.items()

@@ -1,10 +1,11 @@
-"""The cache as the scheduler sees it: pages and a slot for every running sequence, prefixes for the next.
+"""The cache as the scheduler sees it: pages and a slot for every running sequence, prefixes for the
+next.
 
-Owns both pools, the prefix index and the sessions in it, and is the only writer of a sequence's pages, slot
-and checkpoints. Works for plain models (pages only), hybrids (both) and purely recurrent ones (slots only).
-It decides nothing about order: which sequence runs, waits or is preempted is the scheduler's business.
-Everything here takes effect on the host at once; the device executes plans in order, so memory that is given
-back now may be handed to the next plan while the step in flight still uses it.
+Owns both pools, the prefix index and its sessions, and is the only writer of a sequence's pages,
+slot and checkpoints. Works for plain models (pages only), hybrids (both) and purely recurrent ones
+(slots only). It decides nothing about order: the scheduler decides which sequence runs, waits or is
+preempted. Everything here takes effect on the host at once; the device executes plans in order, so
+memory that is given back now may be handed to the next plan while the step in flight still uses it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ COUNTERS = (
     "miss_short_prompt",
     "miss_disabled",
     "tokens_reused",
-    "missed_tokens_no_prefix",  # with these, all tokens of all prompts
+    "missed_tokens_no_prefix",  # together with these, all tokens of all prompts
     "missed_tokens_no_checkpoint",
     "missed_tokens_evicted",
     "missed_tokens_partial_page",
@@ -48,19 +49,20 @@ class Cache:
         self,
         *,
         page_size: int,
-        num_pages: int = 0,  # with the reserved one; 0: the model has no attention layers
-        num_slots: int = 0,  # with the reserved one; 0: the model has no recurrent layers
+        num_pages: int = 0,  # including the reserved one; 0: the model has no attention layers
+        num_slots: int = 0,  # including the reserved one; 0: the model has no recurrent layers
         max_checkpoints: int | None = None,  # None: half of the slots
-        prefix_cache: bool = True,  # False: nothing is ever reused
-        reply_states: bool = True,  # False: only states of prompts are, which rounded as another prefill does
+        prefix_cache: bool = True,  # False: nothing is reused
+        # False: reuses only states of prompts, which were rounded as in another prefill.
+        reply_states: bool = True,
         session_limits: SessionLimits = NO_SESSIONS,
         clock: Clock = time.monotonic,
     ) -> None:
         for name, size in (("pages", num_pages), ("slots", num_slots)):
             if size == 1:
                 raise CapacityError(
-                    f"The cache has 1 of {name}.",
-                    "One is reserved, so at least 2 are needed to run anything.",
+                    f"The cache has only 1 of {name}.",
+                    "One is reserved, so at least 2 are needed.",
                     "Give the cache more memory with --memory-gb.",
                 )
         self.page_size = page_size
@@ -76,7 +78,7 @@ class Cache:
         self._checkpoints = self._index.checkpoints
         self.sessions = Sessions(self._index, session_limits, clock)
         self._owners: set[Sequence] = set()
-        self._pinned: set[int] = set()  # checkpoints that rows of the plan being made read from
+        self._pinned: set[int] = set()  # checkpoints that rows of the current plan read from
         self._num_planned_checkpoints = 0
 
     @property
@@ -89,7 +91,7 @@ class Cache:
 
     @property
     def num_free_pages(self) -> int:
-        """Those that sessions keep are not free, though they give way to who runs already."""
+        """Pages that sessions keep are not free, although running sequences may evict them."""
         return self._pages.num_free + self._index.num_idle
 
     @property
@@ -109,22 +111,21 @@ class Cache:
         return -(-num_tokens // self.page_size) if self.has_pages else 0
 
     def num_free_tokens(self, sequence: Sequence) -> int:
-        """How many more tokens of this sequence, which runs, could be computed with what it may have now."""
+        """How many more tokens of this running sequence fit into the memory that it may use now."""
         if not self.has_pages:
             return sys.maxsize
         num_pages = len(sequence.pages) + self.num_free_pages + self._index.num_kept
         return num_pages * self.page_size - sequence.num_computed
 
     def max_hit(self, sequence: Sequence) -> int:
-        """The longest prefix that may be reused: one token at least must run to give logits, and all must
-        whose logits are still to be scored, or whose hidden states are to be averaged."""
+        """The longest prefix that may be reused: at least one token must run to give logits, and so
+        must all tokens whose logits are still to be scored or whose hidden states are averaged."""
         num_tokens = sequence.num_scored if sequence.needs_every_token else len(sequence.tokens) - 1
         return num_tokens // self.page_size * self.page_size
 
     def take_digests(self, sequence: Sequence) -> None:
-        """Those of its prompt: what the request brings, and the rest, which is nothing where it came from a
-        server. At submit, so that no plan has to hash.
-        """
+        """The digests of its prompt: those that the request brings, and the rest, which is empty if
+        it comes from a server. Computed at submit, so that no plan has to hash."""
         given = sequence.request.page_digests
         if not self.is_enabled:
             return
@@ -153,22 +154,24 @@ class Cache:
         )
 
     def learn(self, sequence: Sequence, num_tokens: int) -> None:
-        """Another prompt has parted from this one here: its prefill leaves a checkpoint when it passes."""
+        """Another prompt diverged from this one here: its prefill leaves a checkpoint there."""
         if self.keeps_checkpoints and num_tokens:
             sequence.targets[num_tokens] = PROVEN
 
     def admit(
         self,
         sequence: Sequence,
-        hit: PrefixHit | None = None,  # what `match` has just found; None: it is looked up
+        hit: PrefixHit | None = None,  # what `match` has just found; None: look it up
         *,
         spare_pages: int = 0,
-        ends_sessions: bool = False,  # when nobody runs: then waiting for memory would be in vain
+        ends_sessions: bool = False,  # if nothing runs: no memory would become free otherwise
     ) -> bool:
-        """Gives the sequence the pages of its hit and a slot, or answers False and no sequence has changed.
+        """Gives the sequence the pages of its hit and a slot, or returns False and changes no
+        sequence.
 
-        All known tokens and `spare_pages` must find room, so that a prefill that starts can be completed.
-        The checkpoint it continues from is pinned until `end_plan`: its first row must be in this plan.
+        All known tokens and `spare_pages` must fit, so that a prefill that starts can be completed.
+        The checkpoint it continues from is pinned until `end_plan`: its first row must be in this
+        plan.
         """
         self.sessions.expire()
         hit = self.match(sequence) if hit is None else hit
@@ -193,7 +196,7 @@ class Cache:
         sequence.num_registered_pages = len(hit.pages)
         sequence.num_computed = hit.num_tokens
         self._owners.add(sequence)
-        if not sequence.num_preemptions:  # on coming back, its own pages are not a hit
+        if not sequence.num_preemptions:  # when it comes back, its own pages are not a hit
             self._count(sequence, hit, reason)
             if hit.num_known_tokens > hit.num_tokens:
                 self.learn(sequence, hit.num_known_tokens)
@@ -216,7 +219,8 @@ class Cache:
     def reserve(self, sequence: Sequence, num_tokens: int) -> list[int] | None:
         """Pages for the next `num_tokens` tokens. None, and no change, when there are not enough.
 
-        Sessions end for it, the least recently used first: nobody is preempted for one.
+        Evicts sessions if necessary, the least recently used first: no sequence is preempted for a
+        session.
         """
         num_new = self.pages_for(sequence.num_computed + num_tokens) - len(sequence.pages)
         if num_new > self.num_free_pages + self._index.num_kept:
@@ -228,9 +232,10 @@ class Cache:
         return pages
 
     def plan_checkpoint(self, sequence: Sequence, num_tokens: int) -> int | None:
-        """A slot for the state after `num_tokens` tokens, at the cost of a checkpoint that is worth less.
+        """A slot for the state after `num_tokens` tokens, at the cost of a checkpoint that is worth
+        less.
 
-        None when the state is saved already or nothing may be given up for it.
+        None: the state is already saved, or no checkpoint may be given up for it.
         """
         if not self.keeps_checkpoints or num_tokens in sequence.checkpoints:
             return None
@@ -243,10 +248,10 @@ class Cache:
         return slot
 
     def keep_reply_state(self, sequence: Sequence) -> None:
-        """The sequence decodes on from a page boundary: the state there becomes a checkpoint.
+        """The sequence decodes past a page boundary: the state there becomes a checkpoint.
 
-        Nothing is copied: its slot is the checkpoint's from now on, the next step reads it and writes to
-        another. The checkpoint at the boundary before, of the same reply, is given up for that.
+        Nothing is copied: its slot becomes the checkpoint's, and the next step reads it and writes
+        to another slot. The checkpoint of the same reply at the previous boundary is given up.
         """
         if (
             not (self.keeps_checkpoints and self._reply_states)
@@ -263,15 +268,16 @@ class Cache:
         sequence.initial_slot, sequence.slot = sequence.slot, slot
 
     def end_plan(self) -> None:
-        """The plan is made: later plans run after it, so what its rows read may be overwritten by them."""
+        """The plan is complete. Later plans run after it, so they may overwrite what its rows read."""
         self._pinned.clear()
 
     def commit(self, sequence: Sequence) -> list[tuple[int, int]]:
         """Registers what the sequence has computed, for others to reuse.
 
-        A page that somebody else registered first is used instead of the sequence's own, which is given
-        back. So whoever uses a registered page uses all pages before it, and idle pages can always be
-        evicted. Returns where the sequence's page table changed so, as (first, one past the last) entries.
+        If another sequence registered a page first, this sequence uses that page and gives its own
+        back. So a sequence that uses a registered page uses all pages before it, and idle pages can
+        always be evicted. Returns the changed parts of the sequence's page table, as (first, one
+        past the last) entries.
         """
         if not self.is_enabled or sequence not in self._owners:
             return []
@@ -283,7 +289,8 @@ class Cache:
         return replaced
 
     def keep_session(self, sequence: Sequence) -> None:
-        """The sequence has ended and is committed: pins what its session's next request can go on from."""
+        """The sequence has ended and is committed: pins the prefix that its session's next request
+        continues from."""
         session_id = sequence.request.session_id
         if session_id is None or not self.is_enabled:
             return
@@ -301,10 +308,11 @@ class Cache:
         )
 
     def _session_states(self, sequence: Sequence, num_pages: int) -> list[int]:
-        """After how many pages the states lie that a next request may go on from.
+        """After how many pages the states lie that a next request may continue from.
 
-        It has the reply in it, or it has not: the same is asked again, or its thoughts are left out. Then the
-        last message, which was begun for the model to go on, is not the same either.
+        Its prompt may contain the reply, or not: the same request may come again, or without the
+        thinking. In the second case the last message, which was opened for the model to continue,
+        differs too.
         """
         prompt_end = max(sequence.request.boundaries, default=sequence.num_prompt_tokens - 1)
         limits = {min(num_pages, prompt_end // self.page_size), num_pages}
@@ -312,7 +320,7 @@ class Cache:
 
     def release(self, sequence: Sequence) -> None:
         """Takes everything from the sequence. Registered pages stay, idle, until memory is short."""
-        for page in reversed(sequence.pages):  # the index wants the last page to become idle first
+        for page in reversed(sequence.pages):  # the index needs the last page to become idle first
             self._drop_page(page)
         if self.is_enabled and not self.has_pages:
             for digest in sequence.digests[: sequence.num_computed // self.page_size]:
@@ -365,7 +373,8 @@ class Cache:
         return "miss_evicted" if self._index.num_past_pages(sequence.digests, 1) else "miss_no_prefix"
 
     def _missed_tokens(self, sequence: Sequence, hit: PrefixHit) -> dict[str, int]:
-        """Why tokens of a prompt have to be computed; with those that are reused, these are all of them."""
+        """Why tokens of a prompt must be computed; with the reused ones, these are all of its
+        tokens."""
         if not self.is_enabled or sequence.needs_every_token:
             return {"disabled": len(sequence.tokens)}
         limit = self.max_hit(sequence)
@@ -382,16 +391,17 @@ class Cache:
         extend_digests(sequence.digests, sequence.tokens, self.page_size, sequence.request.cache_scope)
 
     def _take_slot(self, hit: PrefixHit) -> int | None:
-        """A free slot, else that of a checkpoint: running comes before remembering."""
+        """A free slot, or else a checkpoint's: running sequences come before cached ones."""
         if not self._slots.num_free:
-            # Its own goes last: when it does, the sequence continues in the very slot that it reads from.
+            # Its own goes last: then the sequence continues in the very slot that it reads from.
             others = self._pinned | {hit.checkpoint_slot}
             if not (self._evict_checkpoint(others) or self._evict_checkpoint(self._pinned)):
                 return None
         return self._slots.take()
 
     def _take_checkpoint_slot(self, sequence: Sequence, num_tokens: int) -> int | None:
-        """A free slot, else that of a checkpoint which is worth less; what a session keeps is worth any."""
+        """A free slot, or else that of a checkpoint which is worth less; a session's checkpoint is
+        worth any."""
         has_budget = len(self._checkpoints) + self._num_planned_checkpoints < self.max_checkpoints
         if not (has_budget and self._slots.num_free):
             worth = math.inf
@@ -407,7 +417,8 @@ class Cache:
         return self._checkpoints.nearest(sequence.digests, num_tokens // self.page_size - 1) * self.page_size
 
     def _next_reply_slot(self, sequence: Sequence) -> int | None:
-        """That of the reply's checkpoint before, else another, but not more than half for such replies."""
+        """The slot of the reply's previous checkpoint, or else another, but at most half of the
+        slots for such replies."""
         previous = sequence.reply_checkpoint
         if previous in sequence.checkpoints:
             self._num_planned_checkpoints -= 1
@@ -441,7 +452,7 @@ class Cache:
                 self._pages.give_back(page)
 
     def _evict_checkpoint(self, keep: Collection[int | None], worth: float = math.inf) -> bool:
-        """Of the rest, the one that is worth least, if that is less than `worth`."""
+        """Evicts the least valuable of the rest, if it is worth less than `worth`."""
         slot = self._checkpoints.evict_for(worth, keep)
         if slot is None:
             return False

@@ -1,7 +1,8 @@
 """The pool of KV pages: which are free and how many sequences use each of the others.
 
-Page 0 is reserved for padding rows and never handed out. A page that nobody uses is not free by itself:
-the prefix index may keep it, so giving it back is a separate step. Knows nothing about tokens.
+Page 0 is reserved for padding rows and never handed out. A page without users is not automatically
+free: the prefix index may keep it, so giving it back is a separate step. Knows nothing about
+tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class PagePool:
         self._num_users[page] += 1
 
     def drop(self, page: int) -> bool:
-        """One user less. True when that was the last one; the caller then keeps the page or gives it back."""
+        """Removes one user. Returns True if it was the last one; the caller then keeps the page or
+        gives it back."""
         assert self._num_users[page] > 0, f"page {page} is dropped more often than it was taken"
         self._num_users[page] -= 1
         return self._num_users[page] == 0

@@ -1,17 +1,17 @@
-"""What has been computed before: pages and state checkpoints by the tokens that lead to them.
+"""The prefix index: computed pages and state checkpoints, by the tokens that lead to them.
 
-A full page is known by its chained digest (penstock.digests), so one lookup compares the whole prefix. The
-index does not count users: its owner says when a page becomes idle and when it is used again. Two rules of
-the owner keep it simple. A sequence that uses a page uses all pages before it, and pages become idle from the
-last to the first. Hence a page is never idle before the pages after it, and the order of becoming idle is
-both least recently used first and leaves first:
+A full page is identified by its chained digest (penstock.digests), so one lookup compares the whole
+prefix. The index does not count users: its owner says when a page becomes idle and when it is used
+again. Two rules of the owner keep it simple. A sequence that uses a page uses all pages before it,
+and pages become idle from the last to the first. Hence a page is never idle before the pages after
+it, and the order of becoming idle is both least recently used first and leaves first:
 
     idle:  [oldest leaf, its parent, ..., | next leaf, ...]  evicted from the left, no search, no tree
 
-A page may be pinned, together with all pages before it; then it is kept apart from the idle ones while nobody
-uses it, and is never evicted. Checkpoints have an order and pins of their own (checkpoints.py), because slots
-run out independently of pages. Digests of evicted pages are remembered for a while: by them a prompt learns
-that it was known once.
+A page may be pinned, together with all pages before it; then it is kept apart from the idle ones
+while it has no users, and is never evicted. Checkpoints have an order and pins of their own
+(checkpoints.py), because slots run out independently of pages. The index remembers the digests of
+evicted pages for a while, to tell a miss by eviction from an unknown prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from penstock.cache.checkpoints import Checkpoints
 from penstock.digests import ROOT
 
-MAX_PAST_PAGES = 2**16  # digests of pages that are gone, some 10 MB
+MAX_PAST_PAGES = 2**16  # digests of evicted pages, about 10 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,12 @@ class PrefixIndex:
         self.checkpoints = Checkpoints()
         self._nodes: dict[bytes, Node] = {}
         self._digests: dict[int, bytes] = {}  # page -> digest
-        self._idle: OrderedDict[int, None] = OrderedDict()  # pages without users, next to be evicted first
+        # Pages without users, next to be evicted first.
+        self._idle: OrderedDict[int, None] = OrderedDict()
         self._kept: set[int] = set()  # pages without users that are pinned
         self._page_pins: Counter[bytes] = Counter()
-        self._past: OrderedDict[bytes, None] = OrderedDict()  # known once, the latest last
+        # Digests of evicted pages, the latest last.
+        self._past: OrderedDict[bytes, None] = OrderedDict()
 
     @property
     def num_idle(self) -> int:
@@ -62,15 +64,16 @@ class PrefixIndex:
         return not self._nodes and not self.checkpoints
 
     def num_known_pages(self, digests: Sequence[bytes], limit: int) -> int:
-        """How many of the first `limit` pages are registered. A page's ancestors always are: bisect."""
+        """How many of the first `limit` pages are registered. All ancestors of a registered page
+        are: bisect."""
         return longest_prefix(digests, limit, self._nodes.__contains__)
 
     def num_past_pages(self, digests: Sequence[bytes], limit: int) -> int:
-        """How many of them are or were registered, as far as that is remembered."""
+        """How many of them are or were registered, as far as the index remembers."""
         return longest_prefix(digests, limit, lambda digest: digest in self._nodes or digest in self._past)
 
     def remember(self, digest: bytes) -> None:
-        """A page that is gone, or was never kept."""
+        """Remembers a page that is evicted, or was never kept."""
         self._past[digest] = None
         self._past.move_to_end(digest)
         if len(self._past) > MAX_PAST_PAGES:
@@ -121,7 +124,8 @@ class PrefixIndex:
             self._idle[page] = None
 
     def evict_page(self) -> tuple[int, int | None]:
-        """Forgets the least recently used idle page. Returns it and the slot of its checkpoint, if any."""
+        """Forgets the least recently used idle page. Returns it and the slot of its checkpoint, if
+        any."""
         page, _ = self._idle.popitem(last=False)
         digest = self._digests.pop(page)
         del self._nodes[digest]
@@ -135,7 +139,7 @@ class PrefixIndex:
         return frozenset(self._kept)
 
     def check(self, has_pages: bool) -> None:
-        """Asserts what the docstring of this module promises."""
+        """Asserts the rules of this module's docstring."""
         self.checkpoints.check()
         assert not self._past.keys() & self._nodes.keys(), "a page is gone and here"
         assert {node.page: digest for digest, node in self._nodes.items()} == self._digests
@@ -160,7 +164,7 @@ class PrefixIndex:
             assert self.checkpoints.digests() <= self._nodes.keys(), "a checkpoint outlived its page"
 
     def check_pins(self, pages: list[bytes], checkpoints: list[bytes]) -> None:
-        """Asserts that these are all the pins, and that what is pinned is there and is not idle."""
+        """Asserts that these are all pins, and that every pinned page exists and is not idle."""
         assert self._page_pins == Counter(pages)
         assert self.checkpoints.pinned == Counter(checkpoints)
         assert self._page_pins.keys() <= self._nodes.keys(), "a pinned page was evicted"
@@ -171,7 +175,8 @@ class PrefixIndex:
 def longest_prefix(
     digests: Sequence[bytes], limit: int, is_known: Callable[[bytes], bool], low: int = 0
 ) -> int:
-    """How many of the first `limit` pages are known, at least `low`. Those before a known one are: bisect."""
+    """How many of the first `limit` pages are known, at least `low`. All pages before a known one
+    are: bisect."""
     high = min(limit, len(digests))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,10 +1,12 @@
-"""Conversations that stay in the prefix cache between their turns, each for as long as the limits allow.
+"""Conversations that stay in the prefix cache between their turns, each for as long as the limits
+allow.
 
-A session pins the pages that its last request has registered and, for models with recurrent state, a few
-checkpoints among them: the prefix index evicts neither. Sessions end when they were not used for a while,
-when all of them together take more than they may, when somebody deletes them, and when a running request
-needs their memory; the least recently used goes first. What an ended session pinned stays in the index, but
-like any other prefix. The table knows digests and counts bytes; a session's tokens it does not know.
+A session pins the pages that its last request registered and, for models with recurrent state, a
+few checkpoints among them: the prefix index evicts neither. A session ends when it was unused for a
+while, when all sessions together exceed their limit, when a client deletes it, and when a running
+request needs its memory; the least recently used one goes first. What an ended session pinned stays
+in the index like any other prefix. The table knows digests and counts bytes; it does not know a
+session's tokens.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from dataclasses import dataclass
 from penstock.cache.prefix import PrefixIndex
 from penstock.types import SessionInfo
 
-MAX_SESSIONS = 4096  # one of a conversation shorter than a page takes no bytes
+MAX_SESSIONS = 4096  # a conversation shorter than a page takes no bytes
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """What all sessions together may hold, and how long one is kept that nobody uses."""
+    """What all sessions together may hold, and how long an unused one is kept."""
 
     max_bytes: int = 0  # 0: nothing is kept
     max_idle_s: float = 1800.0
@@ -60,7 +62,7 @@ class Sessions:
 
     @property
     def num_bytes(self) -> int:
-        """What sessions share counts once."""
+        """Pages that sessions share count once."""
         return self._bytes_of(self._index.num_pinned_pages, self._index.checkpoints.num_pinned)
 
     def use(self, session_id: str, is_hit: bool) -> None:
@@ -78,7 +80,7 @@ class Sessions:
         page_digests: Sequence[bytes],
         checkpoints: Sequence[bytes],
     ) -> None:
-        """A request of this session has ended: from now on this is what the session pins."""
+        """A request of this session has ended: from now on the session pins this prefix."""
         if not self.limits.max_bytes:
             return
         now = self._clock()
@@ -87,14 +89,15 @@ class Sessions:
         session.page_digests, session.checkpoints = page_digests, checkpoints
         session.num_tokens, session.used_at = num_tokens, now
         self._sessions.move_to_end(session_id)
-        self._pin(page_digests, checkpoints)  # before the old pins go: most of them are the same
+        # Before the old pins are removed: most of them are the same.
+        self._pin(page_digests, checkpoints)
         self._unpin(old_pages, old_checkpoints)
         self.expire()
         while self._is_over_limit():
             self.evict_oldest()
 
     def drop(self, session_id: str) -> SessionInfo | None:
-        """Ends a session; says what it was. None: there is none."""
+        """Ends a session and returns what it was. None: there is no such session."""
         self.expire()
         session = self._sessions.get(session_id)
         if session is None:
@@ -104,7 +107,7 @@ class Sessions:
         return info
 
     def evict_oldest(self) -> bool:
-        """Ends the session that was not used for longest."""
+        """Ends the least recently used session."""
         if not self._sessions:
             return False
         self._end(next(iter(self._sessions)))
@@ -163,7 +166,7 @@ class Sessions:
             self._index.checkpoints.pin(digest)
 
     def _unpin(self, page_digests: Sequence[bytes], checkpoints: Sequence[bytes]) -> None:
-        for digest in reversed(page_digests):  # the index wants the last page to become idle first
+        for digest in reversed(page_digests):  # the index needs the last page to become idle first
             self._index.unpin_page(digest)
         for digest in checkpoints:
             self._index.checkpoints.unpin(digest)

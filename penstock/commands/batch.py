@@ -1,8 +1,9 @@
-"""`penstock batch`: answers a file of requests into a file of results, both as OpenAI's batches have them.
+"""`penstock batch`: answers a file of requests into a file of results, in the format of OpenAI's
+batches.
 
-The requests go to a running server, or to a `penstock serve` that is started for the occasion. Each result is
-appended as one whole line, so that the file is valid whenever the command ends, and the next run goes on
-where this one stopped: requests whose custom_id has a result are left out.
+The requests go to a running server, or to a `penstock serve` that it starts. Each result is
+appended as one whole line, so that the file is valid whenever the command ends, and the next run
+continues where this one stopped: requests whose custom_id has a result are skipped.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from penstock.http_client import HttpClient
 from penstock.progress import OnPhase, Phase, PhaseList, timed
 
 USAGE = "penstock batch FILE [-o OUT] [-m MODEL | --base-url URL] [flags]"
-DESCRIPTION = "Answer a file of requests, JSONL in and out. Run it again to go on where it stopped."
+DESCRIPTION = "Answer a file of requests, JSONL in and out. Run it again to continue where it stopped."
 EXAMPLES = [
     "penstock batch requests.jsonl -m ~/models/Qwen3.5-4B       into requests.results.jsonl",
     "penstock batch requests.jsonl -o out.jsonl --base-url http://127.0.0.1:8000",
@@ -48,16 +49,16 @@ EXAMPLES = [
 MAX_LINE_BYTES = 64 * 1024**2
 SERVERS_WORDS = ["--max-queue", "4096", "--drain-timeout", "1"]
 NEWS_S = 0.1
-RETRIED = (429, 502, 503, 504)  # passes
+RETRIED = (429, 502, 503, 504)  # temporary
 RETRY_S, MAX_RETRY_S = 0.5, 10.0
-PATIENCE_S = 600.0  # with a server that says it cannot now
-LOST_S = 30.0  # and with one that does not answer: it may be starting again
+PATIENCE_S = 600.0  # with a server that is temporarily unavailable
+LOST_S = 30.0  # with a server that does not answer: it may be restarting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="requests, one JSON object a line")
+    parser.add_argument("file", metavar="FILE", help="requests, one JSON object per line")
     parser.add_argument("-o", "--output", metavar="OUT", help="results (default: FILE's name .results.jsonl)")
-    parser.add_argument("--base-url", metavar="URL", help="of a running server (default: one is started)")
+    parser.add_argument("--base-url", metavar="URL", help="a running server (default: starts one)")
     parser.add_argument(
         "--concurrency", type=read_count, default=128, metavar="N", help="requests at a time (default: 128)"
     )
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=read_number,
         default=3600.0,
         metavar="X",
-        help="seconds of a request (default: 3600)",
+        help="seconds for one request (default: 3600)",
     )
     add_engine_flags(parser)
 
@@ -74,16 +75,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     source = Path(arguments.file).expanduser()
     if not source.is_file():
-        raise ConfigError(f"There is no file {source}", "It should have a request on each line.")
+        raise ConfigError(f"{source} does not exist", "The file must have one request per line.")
     if arguments.concurrency < 1:
         raise ConfigError(f"--concurrency is {arguments.concurrency}", "It must be 1 or more.")
     output = Path(arguments.output).expanduser() if arguments.output else source.with_suffix(".results.jsonl")
     if output.exists() and output.samefile(source):
-        raise ConfigError("The results would go into the file of requests", todo="Name another with -o.")
+        raise ConfigError("The output file is the file of requests", todo="Choose another file with -o.")
     with source.open("rb") as lines, _opened(output) as results:
         batch = _Batch(lines, results, _Progress.of(source, output))
         if batch.progress.is_complete(source):
-            print_note(f"all {batch.progress.num_total} lines have results in {output} already")
+            print_note(f"all {batch.progress.num_total} lines already have results in {output}")
             return batch.progress.exit_code
         with (
             PhaseList() as phases,
@@ -98,7 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _opened(output: Path) -> Iterator[BinaryIO]:
-    """The file of results, of this command alone, behind the last result that was written to its end."""
+    """Opens the file of results for this command alone, after the last result that was written
+    completely."""
     try:
         with output.open("ab", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,13 +112,13 @@ def _opened(output: Path) -> Iterator[BinaryIO]:
 
 @dataclass(slots=True)
 class _Progress:
-    """What has a result, of this run or of one before."""
+    """The requests that have a result, from this run or an earlier one."""
 
     num_total: int
     num_good: int = 0
     num_bad: int = 0
     done_ids: set[int] = field(default_factory=set)  # hashes of custom ids
-    done_lines: LineSet = field(default_factory=LineSet)  # that have no custom id
+    done_lines: LineSet = field(default_factory=LineSet)  # those without a custom id
 
     @classmethod
     def of(cls, source: Path, output: Path) -> _Progress:
@@ -163,7 +165,7 @@ class _Batch:
 
     def answer(self, client: HttpClient, arguments: argparse.Namespace, report: OnPhase) -> None:
         model = _Model(client, getattr(arguments, "model", "") if arguments.base_url else "")
-        num_asked = num_threads = 0  # now; and so far
+        num_asked = num_threads = 0  # running now, and started so far
         for number, line in self._left():
             if num_threads < arguments.concurrency:
                 self._start_thread(client, model)
@@ -178,7 +180,7 @@ class _Batch:
         report(Phase("batch", str(self.progress), 1.0))
 
     def _left(self) -> Iterator[tuple[int, bytes]]:
-        """Lines that have no result. What comes twice gets one here, and is not asked."""
+        """Lines without a result. A duplicate gets an error here, and is not sent."""
         seen: set[int] = set()
         for number, line in numbered_lines(self.lines, MAX_LINE_BYTES):
             custom_id = custom_id_of(line)
@@ -193,7 +195,7 @@ class _Batch:
             yield number, line
 
     def _start_thread(self, client: HttpClient, model: _Model) -> None:
-        """A daemon: Ctrl-C must not wait for replies that nobody will read."""
+        """A daemon thread: Ctrl-C must not wait for replies that are no longer needed."""
 
         def work() -> None:
             while True:
@@ -222,7 +224,7 @@ class _Batch:
 
 
 class _Model:
-    """Fills in the model of a body that names none, which servers of others want."""
+    """Fills in the model of a body that names none, which other servers require."""
 
     def __init__(self, client: HttpClient, name: str) -> None:
         self._name = name or client.first_model()
@@ -235,7 +237,7 @@ class _Model:
 
 
 def _answer(client: HttpClient, model: _Model, number: int, line: bytes) -> tuple[bytes, bool]:
-    """A line of the results, and whether it is a good one. Raises if there is no server any more."""
+    """A line of the results, and whether it succeeded. Raises an error if the server is gone."""
     try:
         asked = read_line(line, MAX_LINE_BYTES, ENDPOINTS)
     except LineError as error:

@@ -1,8 +1,9 @@
-"""`penstock bench`: times decode steps and prefills of the engine, next to the floor the memory sets.
+"""`penstock bench`: times decode steps and prefills of the engine, next to the memory-bandwidth
+floor.
 
-A table for people and, as the last line of stdout, one JSON object that says where the numbers were born.
-How they are taken is in `measure`, where a step's time goes in `breakdown`; a server under load is measured
-by `bench_serve`.
+Prints a table for people and, as the last line of stdout, one JSON object with the provenance of
+the numbers. `measure` takes the times, `breakdown` shows the kernels of a step; `bench_serve`
+measures a server under load.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ EXAMPLES = [
 ]
 
 OWN_DEFAULTS = {"batch": (1,), "context": (1024,), "repeats": 20, "sampled": False, "breakdown": False}
-SAMPLED = SamplingParams(temperature=0.7, top_p=0.8, top_k=20)  # makes every filter work, as chats do
+SAMPLED = SamplingParams(temperature=0.7, top_p=0.8, top_k=20)  # uses every filter, as chats do
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context", type=read_counts, metavar="N,N", help="tokens in the cache, or in a prompt"
     )
     parser.add_argument("--repeats", type=read_count, metavar="N", help="timed runs of a shape")
-    parser.add_argument("--warmup", type=read_count, default=3, metavar="N", help="runs before these")
-    parser.add_argument("--sampled", action="store_true", help="draw with temperature, top_k and top_p")
+    parser.add_argument("--warmup", type=read_count, default=3, metavar="N", help="untimed runs before these")
+    parser.add_argument("--sampled", action="store_true", help="sample with temperature, top_k and top_p")
     parser.add_argument("--breakdown", action="store_true", help="time a step's kernels too (GPU)")
     parser.add_argument("--json", metavar="FILE", help="write the JSON object to this file too")
     add_flags(parser, EngineConfig, title="the engine", skip=bench_serve.SERVER_FLAGS)
@@ -123,7 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(
     arguments: argparse.Namespace, bench: Bench, batch: int, context: int
 ) -> tuple[Measurement, breakdown.Breakdown | None, dict[str, Any]]:
-    """One shape, checked, then timed, and said at once: a Ctrl-C loses only those that were not measured."""
+    """Checks, times and prints one shape at once: a Ctrl-C loses only the shapes that were not
+    measured."""
     sampling = SAMPLED if arguments.sampled else SamplingParams()
     found, name = None, f"{batch} x {context:,}"
     with PhaseList() as phases, timed(name, phases) as report:
@@ -148,19 +150,20 @@ def _refuse_own_flags(arguments: argparse.Namespace) -> None:
 
 
 def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    """The shapes that are timed decide what the engine needs room for."""
+    """The timed shapes decide how much memory the engine needs."""
     settings = read_settings(EngineConfig, arguments)
     settings["max_rows"] = max(arguments.batch)
     longest = max(arguments.context) + arguments.warmup + arguments.repeats + PROFILED_STEPS + 2
-    longest += max(arguments.batch)  # steps of the whole engine, while the last prompts are computed
+    # Steps of the whole engine, while the last prompts are computed.
+    longest += max(arguments.batch)
     settings["max_model_len"] = max(longest, CHECK_TOKENS + 1)
-    settings["prefix_cache"] = False  # the second repeat would find the first one's work
+    settings["prefix_cache"] = False  # the second repeat would reuse the first one's prefix
     config: EngineConfig = from_mapping(EngineConfig, settings)
     return config
 
 
 def _require_positions(arguments: argparse.Namespace, config: EngineConfig, source: ModelSource) -> None:
-    """Before the weights are loaded: a context that the model does not have."""
+    """Refuses a context that the model does not have, before the weights are loaded."""
     known, longest = text_config(source.config).get("max_position_embeddings"), config.max_model_len
     if not isinstance(known, int) or longest is None or longest <= known:
         return
@@ -168,13 +171,13 @@ def _require_positions(arguments: argparse.Namespace, config: EngineConfig, sour
     room = known - (longest - context)
     raise ConfigError(
         f"--context {context:,} is too long for {source.name}",
-        f"The model knows {known:,} positions; with the steps that are timed, it would need {longest:,}.",
-        f"Give --context {room} or less." if room > 0 else "Give fewer --repeats.",
+        f"The model has {known:,} positions; with the timed steps, it would need {longest:,}.",
+        f"Use --context {room} or less." if room > 0 else "Use fewer --repeats.",
     )
 
 
 def _most_tokens(arguments: argparse.Namespace, config: EngineConfig) -> int:
-    """That one request of the longest shape has in the cache."""
+    """The tokens that one request of the longest shape has in the cache."""
     if arguments.what == "engine":
         return config.max_model_len or 0
     num_steps = 0 if arguments.what == "prefill" else arguments.warmup + arguments.repeats

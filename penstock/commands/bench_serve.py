@@ -1,8 +1,8 @@
 """`penstock bench serve`: what clients of a server see under load, over HTTP only.
 
-Requests come c at a time, at random, or as a recorded trace has them; the server is a running one, or a
-`penstock serve` that is started for the occasion. Prints a table for each level and one JSON line last; draws
-a picture on request. The load generator, prompts and summaries are in penstock.eval.
+Requests come c at a time, at random times, or as in a recorded trace; the server is a running one,
+or a `penstock serve` that it starts. Prints a table for each level and one JSON line last; draws a
+chart on request. The load generator, prompts and summaries are in penstock.eval.
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ from penstock.eval.reuse import PossibleReuse, possible_reuse
 from penstock.eval.traces import Arrival
 from penstock.progress import Phase, PhaseList, timed
 
-SERVER_FLAGS = ("max_rows", "max_model_len", "prefix_cache")  # of the engine; other benches decide them
+# Of the engine; other benches set them themselves.
+SERVER_FLAGS = ("max_rows", "max_model_len", "prefix_cache")
 TEXT_FLAGS = ("tokenizer", "max_queue")  # of the server
-BUSY_CLIENT = 0.8  # of a core: from here on the client may be what is measured
+BUSY_CLIENT = 0.8  # of a core: beyond this the client may limit the result
 LATE_MS = 50.0
-FEW_TEXTS = 8.0  # tokens an event: more than any speculation gives
+FEW_TEXTS = 8.0  # tokens per event: more than any speculation gives
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, LoadSettings, title="bench serve: the load")
-    group = "bench serve: the server it starts, beside the engine's flags"
+    group = "bench serve: the server that it starts, beside the engine's flags"
     add_flags(parser, EngineConfig, title=group, only=SERVER_FLAGS)
     add_flags(parser, ServeConfig, title="bench serve: its text", only=TEXT_FLAGS)
 
 
 def refuse_flags(arguments: argparse.Namespace) -> None:
-    """For the other benches: a flag of this one must not pass unheard."""
+    """For the other benches: a flag of this one must not be ignored."""
     names = [flag.field.name for flag in flags_of(LoadSettings)] + [*SERVER_FLAGS, *TEXT_FLAGS]
     for name in names:
         if hasattr(arguments, name) and not is_given_by_variable(arguments, name):
@@ -119,7 +120,7 @@ def _server(settings: LoadSettings, arguments: argparse.Namespace) -> Iterator[S
     if not settings.base_url and not settings.rate and not settings.trace:
         max_rows = from_mapping(EngineConfig, read_settings(EngineConfig, arguments)).max_rows
         if max_rows is not None and max(settings.concurrency) > max_rows:
-            print_note(f"--max-rows is {max_rows}: of more requests at a time, the rest wait in the server.")
+            print_note(f"--max-rows is {max_rows}: beyond that, requests wait in the server.")
     with (
         PhaseList() as phases,
         running_or_started_server(settings.base_url, arguments, phases) as server,
@@ -141,7 +142,8 @@ def _measure(
     )
     summary, possible = summarise(result), _possible_reuse(level.arrivals, api)
     print(
-        f"\n{level.name}: {summary.num_ok} of {summary.num_requests} requests in {summary.wall_s:,.2f} s, "
+        f"\n{level.name}: {summary.num_ok} of {summary.num_requests} requests in "
+        f"{summary.wall_s:,.2f} s, "
         f"{summary.tok_s:,.1f} tok/s in and out, {summary.output_tok_s:,.1f} out"
     )
     print_table(["ms", *PERCENTILES], _latency_rows(summary))
@@ -151,7 +153,7 @@ def _measure(
 
 
 def _possible_reuse(arrivals: Sequence[Arrival], api: ChatRequests) -> PossibleReuse | None:
-    """Of a trace that says what its prompts share; others share nothing that is known here."""
+    """For a trace that says what its prompts share; other prompts share nothing that is known here."""
     if not any(arrival.block_ids for arrival in arrivals):
         return None
     kv_tokens = api.kv_tokens()
@@ -160,23 +162,25 @@ def _possible_reuse(arrivals: Sequence[Arrival], api: ChatRequests) -> PossibleR
 
 
 def remarks(summary: LoadSummary, possible: PossibleReuse | None = None) -> list[str]:
-    """Whatever a reader of the numbers has to know to believe them."""
+    """What a reader must know to interpret the numbers."""
     found = [f"{count} failed: {message}" for message, count in summary.errors.most_common(5)]
     for what, lengths in (("prompts", summary.prompt), ("replies", summary.completion)):
         if lengths.num_off:
             found.append(
-                f"{lengths.num_off} {what} have another length than was asked for: "
+                f"{lengths.num_off} {what} have another length than requested: "
                 f"{lengths.min:,} to {lengths.max:,} tokens."
             )
     if summary.num_cached_tokens or possible is not None:
         found.append(
-            f"{summary.num_cached_tokens:,} of {summary.prompt.total:,} prompt tokens were in the server's "
+            f"{summary.num_cached_tokens:,} of {summary.prompt.total:,} prompt tokens were in the "
+            "server's "
             f"prefix cache{'.' if possible is None else f'; {possible.in_words()}.'}"
         )
     num_tokens, num_events = summary.completion.total, summary.num_events
     if num_tokens > FEW_TEXTS * num_events:
         found.append(
-            f"Only {num_events:,} of {num_tokens:,} tokens came with text: TTFT and ITL are about those. "
+            f"Only {num_events:,} of {num_tokens:,} tokens came with text: TTFT and ITL count only "
+            "those. "
             "Is the tokenizer the model's? See --tokenizer."
         )
     elif num_tokens > 1.05 * num_events:
@@ -220,12 +224,13 @@ def _ms(spread: Spread | None, name: str) -> str:
 
 
 def _short(number: float) -> str:
-    """Four digits or more: small numbers keep what tells them apart, large ones stay narrow."""
+    """Four digits or more: small numbers keep their precision, large ones stay narrow."""
     return f"{number:,.{2 if number < 100 else 1 if number < 1000 else 0}f}"
 
 
 def _describe(prompts: PromptMaker) -> str:
-    exact = "" if prompts.is_exact else ", lengths only about right: no word is one token for this server"
+    about = ", lengths are approximate: no word is one token for this server"
+    exact = "" if prompts.is_exact else about
     return f"{prompts.num_probes} probes, {prompts.num_template_tokens} tokens of chat template{exact}"
 
 
@@ -235,7 +240,7 @@ def require_matplotlib() -> None:
         raise PenstockError(
             "--plot needs matplotlib",
             "It is not installed.",
-            "Run `pip install matplotlib`, or leave --plot out.",
+            "Run `pip install matplotlib`, or omit --plot.",
         )
 
 
@@ -247,7 +252,7 @@ def plot_levels(path: Path, title: str, rows: Sequence[Mapping[str, Any]]) -> No
     throughput, latency = figure.subplots(1, 2)
     throughput.plot(names, [row["tok_s"] for row in rows], marker="o", label="in and out")
     throughput.plot(names, [row["output_tok_s"] for row in rows], marker="o", label="out")
-    throughput.set(ylabel="tokens a second", ylim=(0, None))
+    throughput.set(ylabel="tokens per second", ylim=(0, None))
     for share in ("p50", "p99"):
         gaps = [row["itl_ms"][share] if row["itl_ms"] else None for row in rows]
         latency.plot(names, gaps, marker="o", label=share)

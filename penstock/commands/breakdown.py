@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: kernel by kernel, and how much of it the GPU was busy at all."""
+"""Where the time of a decode step goes: kernel by kernel, and the share in which the GPU was busy."""
 
 from __future__ import annotations
 
@@ -76,5 +76,5 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 
 
 def _short(name: str) -> str:
-    """A C++ kernel's name without its template arguments, which fill lines."""
+    """A C++ kernel's name without its long template arguments."""
     return name.split("<")[0].removeprefix("void ")[:60]

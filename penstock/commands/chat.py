@@ -1,7 +1,7 @@
 """`penstock chat`: a conversation in the terminal, with a model in this process or behind a URL.
 
-Owns reading messages, slash commands and showing the answer as it comes. The model is anything that streams
-pieces of text for a list of messages; this file knows neither engines nor HTTP.
+Reads messages, runs slash commands and prints the answer as it comes. The model is anything that
+streams pieces of text for a list of messages; this file knows neither engines nor HTTP.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from penstock.errors import PenstockError, nearest
 DESCRIPTION = "Talk to a model. It runs in this process, or behind --base-url."
 USAGE = "penstock chat [-m MODEL] [flags]"
 EXAMPLES = [
-    "penstock chat                                  the tiny model that comes along",
-    "penstock chat -m ~/models/Qwen3.5-4B           a checkpoint of yours",
-    "penstock chat --base-url http://127.0.0.1:8000 a server that is running",
+    "penstock chat                                  the embedded tiny model",
+    "penstock chat -m ~/models/Qwen3.5-4B           your checkpoint",
+    "penstock chat --base-url http://127.0.0.1:8000 a running server",
 ]
 
 HELP = '''Type a message and press Enter. """ starts and ends a message of several lines.
@@ -56,7 +56,7 @@ class ChatModel(Protocol):
         """Of the last answer, if it was complete."""
 
     def stream(self, messages: list[Message], thinking: bool | None) -> Generator[tuple[str, bool]]:
-        """Pieces of the answer, each with whether it belongs to the reasoning."""
+        """Pieces of the answer, each with whether it is reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class AnswerStats:
 
 
 class StopSwitch:
-    """Ctrl-C while an answer comes: noticed between two pieces, so an engine step is never cut in half.
+    """Ctrl-C during an answer: noticed between two pieces, so that no engine step is interrupted.
 
     The second Ctrl-C raises at once, for an answer that does not come.
     """
@@ -101,7 +101,7 @@ class StopSwitch:
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages so far and what the slash commands change."""
+    """The messages so far and the settings that slash commands change."""
 
     model: ChatModel
     messages: list[Message] = field(default_factory=list)
@@ -110,7 +110,8 @@ class Conversation:
     stats: AnswerStats | None = None
 
     def answer(self, text: str) -> None:
-        """Shows the model's answer to `text`; both join the conversation unless the model failed."""
+        """Prints the model's answer to `text`; both are added to the conversation unless the model
+        failed."""
         asked = [*self.messages, {"role": "user", "content": text}]
         told = [{"role": "system", "content": self.system}] if self.system else []
         with StopSwitch() as stop:
@@ -146,22 +147,22 @@ class Conversation:
             "system": self._system,
             "clear": self._clear,
             "think": self._think,
-            "stats": lambda _: print(self.stats or "Nothing was answered yet."),
+            "stats": lambda _: print(self.stats or "There is no answer yet."),
             "save": self._save,
             "load": self._load,
             "exit": _leave,
         }
         if name not in commands:
-            raise PenstockError(f"There is no command /{name}", nearest(name, commands), "/help lists them.")
+            raise PenstockError(f"/{name} is not a command", nearest(name, commands), "/help lists them.")
         commands[name](rest.strip())
 
     def _system(self, text: str) -> None:
         self.system = text or self.system
-        print(f"system: {self.system}" if self.system else "The model was told nothing.")
+        print(f"system: {self.system}" if self.system else "There is no system prompt.")
 
     def _clear(self, _: str) -> None:
         self.messages = []
-        print("The conversation is forgotten.")
+        print("The conversation is cleared.")
 
     def _think(self, choice: str) -> None:
         if choice not in ("on", "off"):
@@ -172,13 +173,13 @@ class Conversation:
     def _save(self, path: str) -> None:
         _require_path("save", path)
         saved = {"system": self.system, "messages": self.messages}
-        with _file_errors(path, "written", "Name a file in a folder of yours: /save talk.json"):
+        with _file_errors(path, "written", "Choose a writable file: /save talk.json"):
             Path(path).expanduser().write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n")
         print(f"Saved {len(self.messages)} messages to {path}.")
 
     def _load(self, path: str) -> None:
         _require_path("load", path)
-        with _file_errors(path, "read", "Name a file that /save has written: /load talk.json"):
+        with _file_errors(path, "read", "Choose a file that /save wrote: /load talk.json"):
             saved = json.loads(Path(path).expanduser().read_text())
             messages = [{"role": m["role"], "content": m["content"]} for m in saved["messages"]]
             self.system, self.messages = saved.get("system", ""), messages
@@ -191,7 +192,9 @@ def _leave(_: str) -> None:
 
 def _require_path(command: str, path: str) -> None:
     if not path:
-        raise PenstockError(f"/{command} needs a file", "None was named.", f"Name one: /{command} talk.json")
+        raise PenstockError(
+            f"/{command} needs a file", "The command has no file name.", f"Add one: /{command} talk.json"
+        )
 
 
 @contextlib.contextmanager
@@ -210,7 +213,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="talk to this server instead of loading a model; its key is read from PENSTOCK_API_KEY",
     )
-    parser.add_argument("--system", metavar="TEXT", default="", help="tell the model who it is")
+    parser.add_argument("--system", metavar="TEXT", default="", help="system prompt")
     add_sampling_flags(parser, skip=("n", "logprobs"))
     add_engine_flags(parser)
 
@@ -227,13 +230,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _open_model(arguments: argparse.Namespace) -> ChatModel:
     if arguments.base_url:
         return RemoteModel(arguments.base_url, getattr(arguments, "model", ""), given_sampling(arguments))
-    read_sampling(arguments)  # a wrong number should not wait for the weights
+    read_sampling(arguments)  # check these before the weights are loaded
     llm = load_llm(arguments)
     return LocalModel(llm, read_sampling(arguments, llm.sampling_defaults))
 
 
 def _converse(conversation: Conversation, prompt: str, more_prompt: str) -> int:
-    """Reads and answers until the input ends. On a terminal an error ends a turn, otherwise the program."""
+    """Reads and answers until the input ends. On a terminal an error ends a turn, otherwise the
+    program."""
     while True:
         try:
             text = read_message(prompt, more_prompt)

@@ -1,7 +1,7 @@
-"""How Penstock speaks to a terminal: tables, notes, and errors in three lines. Phases are in progress.py.
+"""Terminal output: tables, notes, and errors in three lines. Phases are in progress.py.
 
-Colour only on a terminal and never against NO_COLOR. Knows nothing about engines, models or servers. rich is
-imported when a table is drawn, so that help and errors are immediate.
+Colour only on a terminal and never against NO_COLOR. Knows nothing about engines, models or
+servers. rich is imported when a table is drawn, so that help and errors are immediate.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def print_note(text: str) -> None:
 
 
 def human_count(number: float) -> str:
-    """1234 -> 1.23 k, 35e9 -> 35.0 B: three digits, as people say model sizes."""
+    """1234 -> 1.23 k, 35e9 -> 35.0 B: three digits, as in model sizes."""
     for scale, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
         if abs(number) >= scale:
             return _three_digits(number / scale) + suffix
@@ -49,7 +49,7 @@ def human_count(number: float) -> str:
 
 
 def human_bytes(number: float) -> str:
-    """Decimal units, the ones bandwidths are stated in: 69321221376 -> 69.3 GB."""
+    """Decimal units, as bandwidths are stated: 69321221376 -> 69.3 GB."""
     for scale, suffix in ((1e12, " TB"), (1e9, " GB"), (1e6, " MB"), (1e3, " kB")):
         if abs(number) >= scale:
             return _three_digits(number / scale) + suffix
@@ -71,7 +71,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: st
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    # A pipe has no width: never fold a table that a program or a file will read.
+    # A pipe has no width: never wrap a table that a program or a file will read.
     width = None if sys.stdout.isatty() else 200
     console = Console(no_color=not wants_color(sys.stdout), highlight=False, width=width)
     console.print(table, crop=False)

@@ -1,7 +1,7 @@
-"""`penstock eval`: measures a running server, this one or any other that speaks the OpenAI API.
+"""`penstock eval`: measures a running server, ours or any other of the OpenAI API.
 
-Only what the server answers counts; nothing here knows an engine. What is measured and how is in
-penstock.eval; here is which flags it has and where its bars are drawn.
+It uses only HTTP and knows no engine. penstock.eval has the measurements; this file has their flags
+and draws their progress bars.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.eval.report import run_report
 from penstock.eval.results import Reporter
 from penstock.progress import PhaseList
 
-DESCRIPTION = """Judge any server of the OpenAI API over HTTP.
+DESCRIPTION = """Evaluate any server of the OpenAI API over HTTP.
 
   check-server  does it conform to the chat API? one [PASS] or [FAIL] line a check
   correctness   GSM8K-CoT through lm-evaluation-harness, or problems made up here; gate 87.5 %
@@ -72,11 +72,11 @@ MEASUREMENTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag that several measurements have stands with the first of them, and means the same in all."""
+    """A flag of several measurements is listed with the first of them, and means the same in all."""
     parser.add_argument("what", choices=MEASUREMENTS, metavar="WHAT", help="which measurement")
     parser.add_argument(
         "--concurrency",
-        nargs="+",  # both spellings: 1,2,4 and 1 2 4
+        nargs="+",  # both formats: 1,2,4 and 1 2 4
         type=read_counts,
         metavar="N",
         default=argparse.SUPPRESS,
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=read_limit,
         metavar="N",
         default=argparse.SUPPRESS,
-        help="problems to ask, a count or a fraction such as 0.1 "
+        help="problems to run, a count or a fraction such as 0.1 "
         "(default: 200; quality: QUALITY_LIMIT, or 100 of a task)",
     )
     parser.add_argument(
@@ -104,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_limit(text: str) -> int | float:
-    """A count as people write it, 4k included, or a fraction of what there is."""
+    """A count, 4k included, or a fraction of all."""
     return read_number(text) if "." in text and not text[-1:].isalpha() else read_count(text)
 
 
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_flags_of_others(arguments: argparse.Namespace, measurement: Measurement) -> None:
-    """A flag of another measurement must not pass unheard."""
+    """A flag of another measurement must not be ignored."""
     own = {flag.field.name for flag in flags_of(measurement.settings)}
     owners: dict[str, list[str]] = {}
     for name, other in MEASUREMENTS.items():

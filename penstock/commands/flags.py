@@ -1,7 +1,9 @@
-"""Turns the fields of a settings dataclass into command-line flags and environment variables, and back.
+"""Turns the fields of a settings dataclass into command-line flags and environment variables, and
+back.
 
-A field `max_rows` becomes `--max-rows` and, for the classes of config.py, `PENSTOCK_MAX_ROWS`. A flag beats
-the variable, the variable beats the default. Knows types and spellings; never what a setting means.
+A field `max_rows` becomes `--max-rows` and, for the classes of config.py, `PENSTOCK_MAX_ROWS`. A
+flag overrides the variable, the variable overrides the default. Knows types and formats, never what
+a setting means.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ _BOOLEANS |= {"0": False, "false": False, "no": False, "off": False}
 
 
 class UsageError(PenstockError):
-    """A command line that cannot be understood; the program ends with exit code 2."""
+    """A command line that cannot be parsed; the program exits with code 2."""
 
 
 def foreign_flag(command: str, flag: str, owners: str) -> UsageError:
-    """For a flag that is known, but to others of the same family of commands."""
+    """For a flag that belongs to another command of the same family."""
     family = command.partition(" ")[0]
-    help_line = f"Run `penstock {family} --help` for everything they take."
+    help_line = f"Run `penstock {family} --help` for all flags."
     return UsageError(f"{command} has no flag {flag}", f"It belongs to {owners}.", help_line)
 
 
@@ -45,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (\S+): ", r"\1: ", message)
-        raise UsageError(message, todo=f"Run `{self.prog} --help` for everything it takes.")
+        raise UsageError(message, todo=f"Run `{self.prog} --help` for all flags.")
 
     def parse_strictly(self, words: Sequence[str]) -> argparse.Namespace:
         # Intermixed: `serve --port 8001 MODEL` must work as `serve MODEL --port 8001` does.
@@ -57,14 +59,14 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("-"):
                 what, hint = f"{self.prog} has no flag {word}", nearest(word, flags)
             else:
-                what = f"{self.prog} has no place for {word!r}"
-                hint = "Text with spaces in it needs quotes."
-            raise UsageError(what, hint, f"Run `{self.prog} --help` for everything it takes.")
+                what = f"{self.prog} takes no argument {word!r}"
+                hint = "Text with spaces needs quotes."
+            raise UsageError(what, hint, f"Run `{self.prog} --help` for all flags.")
         return arguments
 
 
 class Switch(argparse.BooleanOptionalAction):
-    """`--x`, `--no-x`, and the other names by which `--no-x` is known."""
+    """`--x`, `--no-x`, and other names for `--no-x`."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, inverse: Sequence[str] = (), **rest: Any
@@ -87,7 +89,7 @@ class Switch(argparse.BooleanOptionalAction):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
-    """One field as a flag: how its text becomes a value, and whether it is a switch."""
+    """One field as a flag: how to parse its text, and whether it is a switch."""
 
     field: dataclasses.Field[Any]
     read: Callable[[str], Any]
@@ -104,7 +106,7 @@ class Flag:
 
 
 def read_count(text: str) -> int:
-    """A whole number a person may write short: 4k is 4096, 1.5k is 1536."""
+    """An integer, which may be written short: 4k is 4096, 1.5k is 1536."""
     match = _COUNT.fullmatch(text.strip().replace("_", "").replace(",", ""))
     value = float(match[1]) * _SCALES[match[2].lower()] if match else 0.5
     if match and not match[2] and "." not in match[1]:
@@ -123,7 +125,7 @@ def read_number(text: str) -> float:
 
 def read_boolean(text: str) -> bool:
     if text.lower() not in _BOOLEANS:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither on nor off; write 1 or 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a switch; write 1 or 0")
     return _BOOLEANS[text.lower()]
 
 
@@ -132,7 +134,7 @@ def read_counts(text: str) -> tuple[int, ...]:
 
 
 def read_texts(text: str) -> tuple[str, ...]:
-    """As a variable has them, `a,b`; a flag is repeated instead."""
+    """A variable's format, `a,b`; a flag is repeated instead."""
     return tuple(part.strip() for part in text.split(","))
 
 
@@ -142,7 +144,7 @@ def read_biases(text: str) -> dict[int, float]:
     return {read_count(token_id): read_number(bias) for token_id, _, bias in pairs}
 
 
-# By the field's type without None: how its text is read, and what stands for the value in the help.
+# By the field's type without None: how to parse its text, and its placeholder in the help.
 _READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
     str: (str, ""),  # the field's own name
     int: (read_count, "N"),
@@ -160,7 +162,8 @@ def flags_of(settings: type[Any]) -> list[Flag]:
     for field in dataclasses.fields(settings):
         kind = _without_none(hints[field.name])
         read, metavar = _READERS[kind]
-        if choices := field.metadata.get("choices"):  # checked by the settings, which know the nearest one
+        # The settings check them, and suggest the nearest one.
+        if choices := field.metadata.get("choices"):
             metavar = f"{{{','.join(choices)}}}"
         metavar = metavar or field.name.rpartition("_")[2].upper()
         flags.append(Flag(field, read, metavar, is_switch=kind is bool))
@@ -182,7 +185,7 @@ def add_flags(
     only: Collection[str] | None = None,
     skip: Collection[str] = (),
 ) -> None:
-    """One flag a field. A flag that is not given leaves no trace, so that a variable can speak."""
+    """One flag per field. A flag that is not given sets nothing, so that the variable applies."""
     group = parser.add_argument_group(title)
     for flag in flags_of(settings):
         if flag.field.name in skip or (only is not None and flag.field.name not in only):
@@ -204,19 +207,19 @@ def add_flags(
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """For the commands that load a model into their own process."""
+    """For commands that load a model into their own process."""
     add_flags(parser, EngineConfig, title="the engine")
     add_flags(parser, ServeConfig, title="the text", only=TEXT_SETTINGS)
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """The model as a plain word, for commands that are about a model; --model says the same."""
+    """The model as a positional argument, for commands about a model; --model means the same."""
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs="?",
         default=argparse.SUPPRESS,
-        help="a folder, a GGUF file or a preset (default: the tiny model that comes along)",
+        help="a folder, a GGUF file or a preset (default: the embedded tiny model)",
     )
 
 
@@ -234,7 +237,7 @@ def read_settings(
     arguments: argparse.Namespace,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The values that were given, by flag or by variable; what was not given is not in it."""
+    """The values that were given, by flag or by variable, and no others."""
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     for flag in flags_of(settings):
@@ -252,16 +255,18 @@ def _read_variable(flag: Flag, text: str) -> Any:
         return flag.read(text)
     except argparse.ArgumentTypeError as error:
         raise ConfigError(
-            f"{flag.variable} is {text!r}", f"{error}.", f"Correct or unset it; {flag.name} would beat it."
+            f"{flag.variable} is {text!r}",
+            f"{error}.",
+            f"Correct or unset it; {flag.name} would override it.",
         ) from None
 
 
 def unknown_variables(
     environ: Mapping[str, str], own: Collection[str] = (), others: tuple[str, ...] = ()
 ) -> list[str]:
-    """A sentence for each PENSTOCK_ variable that no setting answers to: a misspelt one must not pass.
+    """A sentence for each PENSTOCK_ variable that no setting has: a misspelt one must be reported.
 
-    `own` are the running command's, and `others` what those of other commands begin with.
+    `own`: the variables of the running command; `others`: prefixes of other commands' variables.
     """
     known = [flag.variable for settings in (EngineConfig, ServeConfig) for flag in flags_of(settings)]
     known += [*own, *FORGE_VARIABLES]
@@ -271,5 +276,5 @@ def unknown_variables(
         if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(others)
     )
     return [
-        f"{name} is set, but there is no such setting. {nearest(name, known)}".strip() for name in unknown
+        f"{name} is set, but no setting has that name. {nearest(name, known)}".strip() for name in unknown
     ]

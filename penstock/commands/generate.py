@@ -1,6 +1,6 @@
-"""`penstock generate`: one prompt, its continuation on stdout as it comes, nothing else there.
+"""`penstock generate`: one prompt; prints its continuation to stdout as it comes, and nothing else.
 
-Several answers (--n) come when all are complete, each after its number.
+Several answers (--n) are printed when all are complete, each after its number.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ EXAMPLES = [
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", metavar="TEXT", help="the prompt; - reads it from stdin")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--raw", action="store_true", help="continue the text as it stands (the default)")
+    form.add_argument("--raw", action="store_true", help="continue the text as it is (the default)")
     form.add_argument(
-        "--chat", action="store_true", help="put it through the chat template as a user's message"
+        "--chat", action="store_true", help="send it through the chat template as a user message"
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object when the answer is complete"
@@ -39,10 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    sampling = read_sampling(arguments)  # a wrong number should not wait for the weights
+    sampling = read_sampling(arguments)  # check these before the weights are loaded
     if sampling.logprobs is not None and not arguments.json:
         raise ConfigError(
-            "--logprobs is given without --json", "Plain text has no place for them.", "Add --json."
+            "--logprobs needs --json", "Plain text cannot contain log-probabilities.", "Add --json."
         )
     text = sys.stdin.read() if arguments.text == "-" else arguments.text
     llm = load_llm(arguments)
@@ -62,5 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"[{number}] {completion.text}")
     for completion in completions:
         if completion.finish == "error":
-            raise PenstockError("An answer ended with an error", completion.error or "The engine gave none.")
+            raise PenstockError(
+                "An answer ended with an error", completion.error or "The engine gave no reason."
+            )
     return 0

@@ -1,6 +1,7 @@
-"""`penstock inspect`: what a model weighs, what a request costs, and how many of them fit on this machine.
+"""`penstock inspect`: the size of a model, the cost of a request, and how many requests fit this
+machine.
 
-The model is built without memory (torch's meta device), so a preset of any size is answered in seconds.
+The model is built without memory (torch's meta device), so a preset of any size takes seconds.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ EXAMPLES = [
 ]
 
 CONTEXTS = (1024, 4096, 16384, 65536, 262144)
-_MEMORY_SHARE = 0.9  # what an engine takes of the memory it finds free
+_MEMORY_SHARE = 0.9  # the share of free memory that an engine takes
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The memory a model would run in."""
+    """The memory that a model would run in."""
 
     name: str
     total_bytes: int
@@ -63,7 +64,7 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
     from penstock.models import build_model
     from penstock.weights.load import resolve_dtype
 
-    # What is stored, whatever this machine would compute in: a size should not depend on who asks.
+    # The stored size, whatever this machine would compute in: it should not depend on the machine.
     torch_dtype = resolve_dtype(config.dtype, source.config, "cuda")
     model = build_model(source.config, torch_dtype, torch.device("meta"))
     roofline = Roofline.of(model, source.config, torch_dtype.itemsize, config.state_bytes)
@@ -153,7 +154,7 @@ def _print_report(report: dict[str, Any]) -> None:
         print(f"The weights and one request do not fit in {_MEMORY_SHARE:.0%} of that.")
         return
     print_table(
-        ["tokens each", "requests at once"],
+        ["tokens each", "requests at a time"],
         [[f"{int(context):,}", f"{count:,}"] for context, count in report["fits"].items()],
     )
 

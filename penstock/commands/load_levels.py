@@ -1,4 +1,6 @@
-"""What `penstock bench serve` can be asked to send: settings, their contradictions, the levels they mean."""
+"""The load of `penstock bench serve`: settings, contradictions between them, and the levels they
+give.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +25,22 @@ class LoadSettings:
     concurrency: tuple[int, ...] = setting(
         (1, 2, 4, 8), "requests at a time, one level each; 0 is all at once (default: 1,2,4,8)"
     )
-    requests: int = setting(64, "in a level")
+    requests: int = setting(64, "requests in a level")
     input_len: int = setting(1024, "tokens of a prompt, chat template included")
     output_len: int = setting(1024, "tokens of a reply")
     shared_prefix: int = setting(0, "tokens of text that all prompts begin with")
-    rate: float | None = setting(None, "requests a second at random times instead; inf is all at once")
+    rate: float | None = setting(None, "requests per second at random times instead; inf: all at once")
     trace: str | None = setting(None, "replay a trace instead: Azure's CSV or Mooncake's JSON lines")
-    speedup: float = setting(1.0, "of the trace's clock")
+    speedup: float = setting(1.0, "factor by which the trace's clock runs faster")
     limit: int | None = setting(None, "requests of the trace to send (default: all)")
-    scale: float = setting(1.0, "of the trace's lengths, shared blocks included: 0.25 is a quarter")
+    scale: float = setting(1.0, "factor of the trace's lengths, shared blocks included: 0.25 is a quarter")
     max_input_len: int | None = setting(
-        None, "cut the trace's longer prompts (default: what the server takes)"
+        None, "truncate the trace's prompts to this (default: the server's limit)"
     )
-    max_output_len: int | None = setting(None, "cut the trace's longer replies (default: no)")
-    seed: int = setting(0, "of prompts and random times")
+    max_output_len: int | None = setting(None, "truncate the trace's replies to this (default: no limit)")
+    seed: int = setting(0, "seed of prompts and random times")
     timeout: float = setting(300.0, "seconds after which a request has failed")
-    clients: int = setting(1, "processes that send")
+    clients: int = setting(1, "client processes")
     body: str = setting("", 'fields for every request, as JSON: {"temperature": 0.7}')
     plot: str | None = setting(None, "draw throughput and latency by level into this file (matplotlib)")
 
@@ -53,7 +55,7 @@ class LoadSettings:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One load: its arrivals, and how many may run at a time (0: however many have come)."""
+    """One load: its arrivals, and how many may run at a time (0: no limit)."""
 
     name: str
     short_name: str
@@ -67,7 +69,7 @@ def flag_name(name: str) -> str:
 
 
 def refuse_contradictions(given: Mapping[str, Any]) -> None:
-    """A flag that another one makes meaningless is a mistake, not a detail."""
+    """Refuses a flag that another one makes meaningless."""
     beside = {
         "trace": ("rate", "concurrency", "requests", "input_len", "output_len", "shared_prefix"),
         "rate": ("concurrency",),
@@ -76,15 +78,15 @@ def refuse_contradictions(given: Mapping[str, Any]) -> None:
         for other in others:
             if name in given and other in given:
                 raise ConfigError(
-                    f"{flag_name(name)} and {flag_name(other)} are both given", "They exclude each other."
+                    f"{flag_name(name)} and {flag_name(other)} are both set", "They exclude each other."
                 )
     for name in ("speedup", "limit", "scale", "max_input_len", "max_output_len"):
         if name in given and "trace" not in given:
-            raise ConfigError(f"{flag_name(name)} is given without --trace", "It is about a trace.")
+            raise ConfigError(f"{flag_name(name)} needs --trace", "It only applies to a trace.")
 
 
 def read_recorded(settings: LoadSettings) -> list[Arrival]:
-    """What --trace names, read before a server starts for it; nothing where there is no trace."""
+    """The arrivals of --trace, read before a server starts; empty without a trace."""
     if not settings.trace:
         return []
     return read_trace(
@@ -108,7 +110,7 @@ def plan_levels(
         raise ConfigError(
             f"--input-len is {settings.input_len}",
             f"The server's chat template alone takes {prompts.num_template_tokens} tokens.",
-            f"Give --input-len {prompts.min_len} or more.",
+            f"Use --input-len {prompts.min_len} or more.",
         )
     if settings.shared_prefix >= settings.input_len - prompts.num_template_tokens:
         raise ConfigError(
@@ -119,7 +121,7 @@ def plan_levels(
     lengths = (settings.input_len, settings.output_len)
     if settings.rate and settings.rate != math.inf:
         arrivals = poisson_arrivals(settings.requests, settings.rate, *lengths, settings.seed)
-        return [Level(f"{settings.rate:g} a second", f"{settings.rate:g}/s", 0, settings.rate, arrivals)], 0
+        return [Level(f"{settings.rate:g} per second", f"{settings.rate:g}/s", 0, settings.rate, arrivals)], 0
     at_once = [Arrival(0.0, *lengths)] * settings.requests
     concurrencies = (0,) if settings.rate else settings.concurrency
     names = {c: (f"{c} at a time", str(c)) if c else ("all at once", "all") for c in concurrencies}
@@ -134,7 +136,7 @@ def load_in_words(settings: LoadSettings, num_clamped: int) -> str:
 
 
 def load_fields(settings: LoadSettings) -> dict[str, Any]:
-    """The settings that shaped the load; not those that name files to write."""
+    """The settings that define the load, without those that name output files."""
     shared = {"seed": settings.seed, "timeout_s": settings.timeout, "clients": settings.clients}
     if settings.trace:
         names = ["speedup", "limit", "scale", "max_input_len", "max_output_len"]

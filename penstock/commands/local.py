@@ -1,4 +1,6 @@
-"""A model in this process, for the commands that talk to one. Imports the engine only when it is loaded."""
+"""A model in this process, for the commands that use one. Imports the engine only when it is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def load_llm(arguments: argparse.Namespace) -> LLM:
-    """The model that flags and variables ask for; its loading is shown as it goes."""
+    """Loads the model that flags and variables name, and shows the progress."""
     settings = read_settings(EngineConfig, arguments)
     text = read_settings(ServeConfig, arguments)
     text = {name: text[name] for name in TEXT_SETTINGS if name in text}
@@ -32,7 +34,7 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
 
 @dataclass(slots=True)
 class LocalModel:
-    """What `penstock chat` talks to. Tokens are counted by encoding the answer again."""
+    """The model of `penstock chat`. Counts tokens by tokenising the answer again."""
 
     llm: LLM
     sampling: SamplingParams
@@ -43,7 +45,7 @@ class LocalModel:
         return self.llm.engine.info.model_name
 
     def stream(self, messages: list[dict[str, str]], thinking: bool | None) -> Generator[tuple[str, bool]]:
-        """Pieces of the answer, each with whether it belongs to the reasoning."""
+        """Pieces of the answer, each with whether it is reasoning."""
         variables: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         prompt = self.llm.chat_encoder.render(messages, variables=variables)
         dialect = dialect_of(self.llm.template.source)

@@ -1,11 +1,12 @@
-"""How `penstock bench` takes a number: a check first, warm-up, the median of repeats, the spread, the floor.
+"""How `penstock bench` measures: a check first, warm-up, the median of repeats, the spread, the
+floor.
 
-A time of wrong results is worth nothing. So decoding is compared with prefilling before anything is timed,
-which finds a cache that is read or written at the wrong place, and then each shape with the references before
-it is timed, op by op (`op_check`), which finds a kernel that is wrong for it.
+A time of wrong results is worthless. So decoding is compared with prefilling before anything is
+timed, which finds a cache that is read or written at the wrong place, and then each shape is
+compared with the references, op by op (`op_check`), which finds a kernel that is wrong for it.
 
-Decode steps are timed from the end of one to the end of the next, as a client would see them: on a GPU by its
-own clock, with the host free to run ahead as it does in the engine.
+Decode steps are timed from the end of one to the end of the next, as a client would see them: on a
+GPU by its own clock, with the host free to run ahead as it does in the engine.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this machine can do at best, measured with the plainest code there is."""
+    """What this machine can do at best, measured with the simplest code."""
 
     bytes_per_s: float  # of a large copy, read + write
     operations_per_s: float  # of a large matmul in the model's dtype
@@ -47,7 +48,7 @@ class Measurement:
 
     batch: int
     context: int
-    num_tokens: int  # that one repeat puts through the model
+    num_tokens: int  # that one repeat processes
     seconds: tuple[float, ...]
     num_bytes: int
     floor_s: float
@@ -65,7 +66,7 @@ class Measurement:
         return (deciles[-1] - deciles[0]) / (2 * self.median_s)
 
     def in_words(self) -> str:
-        """For whoever watches, or stops the bench before its table comes."""
+        """For a user who watches, or stops the bench before its table is printed."""
         return (
             f"{self.median_s * 1e3:.3f} ms, {self.num_tokens / self.median_s:,.1f} tok/s, "
             f"{self.floor_s / self.median_s:.1%} of the floor"
@@ -101,9 +102,9 @@ class Measurement:
 
 COLUMNS = ["batch", "context", "ms", "spread", "tok/s", "GB/s", "floor ms", "of floor"]
 
-# How far the median row's decode may be from a prefill of the same tokens, relative to the size of the
-# logits; unrelated ones differ by 1.4. Through all layers, made-up weights and a router that flips near ties
-# need the room in half precision: it is the comparison op by op that is strict.
+# How far the median row's decode may be from a prefill of the same tokens, relative to the size of
+# the logits; unrelated ones differ by 1.4. In half precision, random weights and routers that flip
+# near ties need this room over all layers: the strict comparison is the one op by op.
 TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.4}
 PROFILED_STEPS = 20
 CHECK_TOKENS = 100  # more than one page and no multiple of anything
@@ -112,7 +113,7 @@ CHECK_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """An engine and the floor it is measured against."""
+    """An engine and the floor that it is measured against."""
 
     engine: LogitsEngine
     roofline: Roofline
@@ -135,7 +136,8 @@ class Bench:
         return Measurement(batch, context, batch, seconds, num_bytes, num_bytes / self.limits.bytes_per_s)
 
     def check_decodes(self, batch: int, context: int) -> dict[str, Any]:
-        """A decode step of the shape: its ops against their references and, on a GPU, its graph."""
+        """Checks a decode step of the shape: its ops against their references and, on a GPU, its
+        graph."""
         engine, shape = self.engine.engine, f"{batch} x {context:,}"
         dtype = engine.info.dtype
         decoding = Decoding(engine, batch, context, 1, SamplingParams())
@@ -150,7 +152,7 @@ class Bench:
         return report
 
     def check_prefills(self, batch: int, context: int) -> dict[str, Any]:
-        """The first step of the shape's prompts, or as much of each as one step takes."""
+        """Checks the first step of the shape's prompts, or as much of each as one step takes."""
         engine, shape = self.engine.engine, f"{batch} x {context:,}"
         budget = engine.scheduler.max_step_tokens if batch == 1 else engine.scheduler.shared_step_tokens
         prompts = random_prompts(self.engine, batch, max(1, min(context, budget // batch)))
@@ -170,7 +172,7 @@ class Bench:
         return found
 
     def prefills(self, batch: int, context: int) -> Measurement:
-        """Whole prompts from nothing; a known id is replaced, so every repeat is the first."""
+        """Whole prompts without a cache; a known id is replaced, so every repeat is the first."""
         ids, prompts = list(range(batch)), random_prompts(self.engine, batch, context)
         seconds = time_each(self.engine, lambda: self.engine.prefill(ids, prompts), self.warmup, self.repeats)
         self.engine.remove(ids)
@@ -182,10 +184,11 @@ class Bench:
     def whole_engine(
         self, batch: int, context: int, sampling: SamplingParams
     ) -> tuple[Measurement, Breakdown | None]:
-        """Decode steps through `Engine.step`, scheduler and all; on a GPU, how busy it kept the device."""
+        """Decode steps through `Engine.step`, including the scheduler; on a GPU, how busy it kept
+        the device."""
         engine = self.engine.engine
         num_steps = self.warmup + self.repeats + PROFILED_STEPS
-        # The first to decode must not be done before the last has been measured.
+        # The first request to decode must not end before the last one has been measured.
         engine.scheduler.mixed_step_tokens = engine.scheduler.shared_step_tokens
         sampling = dataclasses.replace(sampling, max_tokens=num_steps + batch + 2, ignore_eos=True)
         for row, prompt in enumerate(random_prompts(self.engine, batch, context)):
@@ -211,10 +214,9 @@ class Bench:
 
 
 class Decoding:
-    """Requests in the middle of their replies, with a context that was claimed and never computed: noise
-    fills the cache, because for the time of a step it only matters that the rows differ. Equal ones would
-    choose the same experts, and read a fraction of what they should.
-    """
+    """Requests in the middle of their replies, with a context that was never computed: noise fills
+    the cache, because the time of a step only requires that the rows differ. Equal rows would
+    choose the same experts, and read a fraction of the weights."""
 
     def __init__(
         self, engine: Engine, batch: int, context: int, num_steps: int, sampling: SamplingParams
@@ -270,26 +272,27 @@ def fill_with_noise(engine: Engine, seed: int = 0) -> None:
 
 
 def require_room(engine: LogitsEngine, batch: int, num_tokens: int) -> None:
-    """The shapes to come must fit: an engine gives itself fewer rows and pages where memory is short."""
+    """The planned shapes must fit: an engine chooses fewer rows and pages if memory is short."""
     info = engine.engine.info
     if batch > info.max_rows:
         raise CapacityError(
             f"A batch of {batch} does not fit the cache",
-            f"In its {info.cache_bytes / 1e9:.2f} GB there is room for {info.max_rows} requests.",
-            f"Give --batch {info.max_rows} or less, or raise --memory-gb.",
+            f"Its {info.cache_bytes / 1e9:.2f} GB have room for {info.max_rows} requests.",
+            f"Use --batch {info.max_rows} or less, or raise --memory-gb.",
         )
-    num_needed, num_free = batch * -(-num_tokens // info.page_size), info.num_pages - 1  # page 0 is nobody's
+    # Page 0 is reserved.
+    num_needed, num_free = batch * -(-num_tokens // info.page_size), info.num_pages - 1
     if info.num_pages and num_needed > num_free:
         raise CapacityError(
             f"A batch of {batch} with {num_tokens:,} tokens each does not fit the cache",
-            f"It takes {num_needed:,} pages of {info.page_size} tokens, and there are {num_free:,}.",
+            f"It needs {num_needed:,} pages of {info.page_size} tokens; {num_free:,} are free.",
             "Lower --batch or --context, or raise --memory-gb.",
         )
 
 
 def check_decode(engine: LogitsEngine) -> float:
-    """The relative difference between decoded rows of unequal lengths, and prefills that end with the same
-    tokens: the median row's, because a router may flip in some."""
+    """The relative difference between decoded rows of unequal lengths, and prefills that end with
+    the same tokens: the median row's, because a router may flip in some."""
     import torch
 
     info = engine.engine.info
@@ -310,7 +313,7 @@ def check_decode(engine: LogitsEngine) -> float:
         raise PenstockError(
             "Decoding gives other logits than prefilling the same tokens",
             f"They differ by {difference:.2%} of their size; the limit is {TOLERANCES[dtype]:.1%} ({dtype}).",
-            "This is a bug: a time of wrong results is worth nothing, so none was taken.",
+            "This is a bug. Times of wrong results are worthless, so nothing was timed.",
         )
     return difference
 
@@ -330,7 +333,8 @@ def measure_limits(engine: LogitsEngine) -> Limits:
 
 
 def time_chain(launch: Callable[[], object], repeats: int) -> tuple[float, ...]:
-    """Seconds from the end of each launch to the end of the next, by the GPU's clock, without waiting."""
+    """Seconds from the end of each launch to the end of the next, by the GPU's clock, without
+    waiting."""
     import torch
 
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]

@@ -1,9 +1,10 @@
-"""Whether a step computes what the references say: every op of it, on the inputs that it has in that step.
+"""Checks whether a step computes what the references compute: every op, on its inputs in that step.
 
-Run before a shape is timed, in the form that will be timed: the same rows, contexts and kernels. Layers of
-each kind run once with every op done twice, by what the device chooses and by its reference. Both see the
-same inputs, so nothing adds up and no router flips: a row may differ by the rounding of one op, and the
-limits are those of the dtype. Graphs are then held against the same step launched kernel by kernel.
+Runs before a shape is timed, in the form that will be timed: the same rows, contexts and kernels.
+One layer of each kind runs once with every op done twice, by the device's choice and by its
+reference. Both get the same inputs, so errors do not add up and no router flips: a row may differ
+by the rounding of one op, and the limits are those of the dtype. Graphs are then compared with the
+same step launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -25,19 +26,22 @@ if TYPE_CHECKING:
 Run = Callable[..., Any]
 Given = dict[str, Any]
 
-# Of what an op adds to a row, relative to its size: half a dozen roundings of the dtype. A row that is a
-# tenth too large, or that has met one wrong expert of eight, is several times further off.
+# Of what an op adds to a row, relative to its size: half a dozen roundings of the dtype. A row that
+# is a tenth too large, or that used one wrong expert of eight, is several times further off.
 TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
-ROUNDINGS = {"float32": 2**-22, "float16": 2**-10, "bfloat16": 2**-7}  # of two results to their own dtype
-WHOLE_CHUNK_FACTOR = 3.0  # of the delta rule over whole chunks, which keeps products in the model's dtype
-FEW_TOKENS = 512  # of more, fixed tiles would take the reference minutes
+# Two results rounded to their own dtype.
+ROUNDINGS = {"float32": 2**-22, "float16": 2**-10, "bfloat16": 2**-7}
+# For the delta rule over whole blocks, which keeps products in the model's dtype.
+WHOLE_CHUNK_FACTOR = 3.0
+FEW_TOKENS = 512  # with more, fixed tiles would take the reference minutes
 ROWS_AT_ONCE = 2048
-FAR_ROWS = 0.1  # share of rows that may be anywhere: a graph's step passes all layers, where routers may flip
+# Share of rows that may be anywhere: a graph's step runs all layers, where routers may flip.
+FAR_ROWS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class OpError:
-    """The row of an op that was the furthest off."""
+    """The row of an op with the largest error."""
 
     op: str
     error: float  # relative to what the op adds to the row
@@ -48,7 +52,7 @@ class OpError:
 
 @dataclass(slots=True)
 class OpCheck:
-    """Stands where ops are chosen, and runs both."""
+    """Replaces the choice of ops, and runs both."""
 
     dtype: str
     found: list[OpError] = field(default_factory=list)  # in the order of the step
@@ -88,13 +92,13 @@ class OpCheck:
         self.found.append(found)
 
     def worst(self) -> OpError:
-        """The first that is wrong, since others may have got its NaN, or else the furthest off."""
+        """The first wrong one, since others may have inherited its NaN, or else the largest error."""
         wrong = (found for found in self.found if not found.of_limit <= 1)
         return next(wrong, None) or max(self.found, key=lambda found: found.of_limit)
 
 
 def _expected(reference: Run, given: Given) -> Any:
-    """Of few tokens in fixed tiles and row by row: other sums than those of any quick form."""
+    """With few tokens, in fixed tiles and row by row: other sums than those of any fast form."""
     first: Tensor = next(iter(given.values()))
     if "deterministic" in given and len(first) <= FEW_TOKENS:
         given = {**given, "deterministic": True}
@@ -112,7 +116,7 @@ def _compare_results(check: OpCheck, reference: Run, run: Run, given: Given) -> 
 
 
 def _compare_route(check: OpCheck, reference: Run, run: Run, given: Given) -> Any:
-    """Experts that are nearly as likely may be chosen for each other, with their own weights."""
+    """Experts that are nearly as likely may replace each other, with their own weights."""
     import torch
 
     expected_x, expected_weights, _, expected_shared = _expected(reference, given)
@@ -131,7 +135,7 @@ def _compare_route(check: OpCheck, reference: Run, run: Run, given: Given) -> An
 
 
 def _compare_rope(check: OpCheck, reference: Run, run: Run, given: Given) -> Any:
-    """Also the keys and values that are written; in between nothing is in their places."""
+    """Also compares the written keys and values; their places are cleared in between."""
     places, pools = given["kv_index"], [given[name].flatten(0, 1) for name in ("keys", "values")]
     expected = _expected(reference, given)
     stored = [pool[places] for pool in pools]
@@ -145,7 +149,7 @@ def _compare_rope(check: OpCheck, reference: Run, run: Run, given: Given) -> Any
 
 
 def _compare_delta_net(check: OpCheck, reference: Run, run: Run, given: Given) -> Any:
-    """Also the states, which the op finds as the reference found them."""
+    """Also compares the states, which both start from the same values."""
     slots, pools = given["state_slots"], (given["conv"], given["recurrent"])
     before = [pool[slots] for pool in pools]
     expected = _expected(reference, given)
@@ -171,7 +175,7 @@ _COMPARISONS: dict[str, Callable[[OpCheck, Run, Run, Given], Any]] = {
 
 
 def layers_of_each_kind(runner: Runner) -> Runner:
-    """Launches kernel by kernel, in as many layers as there are kinds, and the last."""
+    """Launches kernel by kernel, one layer of each kind, and the last one."""
     from penstock.engine.graphs import warmup_layers
 
     caches: Any = warmup_layers(runner.model, runner.caches)
@@ -179,7 +183,7 @@ def layers_of_each_kind(runner: Runner) -> Runner:
 
 
 def check_ops(dtype: str, shape: str, step: Callable[[], object]) -> OpError:
-    """The worst of the ops that a step launches one by one. Raises where one is wrong."""
+    """The worst op of a step that is launched op by op. Raises an error if one is wrong."""
     from penstock.ops.dispatch import watched
 
     check = OpCheck(dtype)
@@ -188,16 +192,18 @@ def check_ops(dtype: str, shape: str, step: Callable[[], object]) -> OpError:
     found = check.worst()
     if not found.of_limit <= 1:
         raise PenstockError(
-            f"{found.op} computes something else than its reference at {shape}",
-            f"{found.num_wrong:,} of {found.num_rows:,} rows differ, the worst by {found.error:.2%} of what "
+            f"{found.op} differs from its reference at {shape}",
+            f"{found.num_wrong:,} of {found.num_rows:,} rows differ, the worst by "
+            f"{found.error:.2%} of what "
             f"the op adds to it: {found.of_limit:.1f} times the limit of {dtype}.",
-            "This is a bug: a time of wrong results is worth nothing, so none was taken.",
+            "This is a bug. Times of wrong results are worthless, so nothing was timed.",
         )
     return found
 
 
 def check_graphs(dtype: str, shape: str, runner: Runner, plan: StepPlan, reset: Callable[[], None]) -> float:
-    """The median row's difference between a captured step and the same one launched kernel by kernel."""
+    """The median row's difference between a captured step and the same one launched kernel by
+    kernel."""
     reset()
     replayed = runner.logits(plan)
     reset()
@@ -207,9 +213,10 @@ def check_graphs(dtype: str, shape: str, runner: Runner, plan: StepPlan, reset: 
     num_far = int((~(differences <= 5 * tolerance)).sum())
     if not median <= tolerance or num_far > FAR_ROWS * len(differences):
         raise PenstockError(
-            f"The captured step gives other logits than its kernels one by one at {shape}",
-            f"The median row differs by {median:.2%}, and {num_far:,} of {len(differences):,} by more than "
+            f"The captured step gives other logits than the same kernels launched one by one at {shape}",
+            f"The median row differs by {median:.2%}, and {num_far:,} of {len(differences):,} by "
+            "more than "
             f"{5 * tolerance:.1%}; the limits are {tolerance:.1%} and {FAR_ROWS:.0%} ({dtype}).",
-            "This is a bug: a time of wrong results is worth nothing, so none was taken.",
+            "This is a bug. Times of wrong results are worthless, so nothing was timed.",
         )
     return median

@@ -1,4 +1,4 @@
-"""Where and when a number was born: what every report of a measurement says of its code and its machine."""
+"""The provenance of a measurement: the code and the machine, for every report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock import __version__
 
 
 def provenance() -> dict[str, Any]:
-    """The fields that all reports begin with; torch is named without importing it."""
+    """The fields that all reports begin with; finds torch's version without importing it."""
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "version": __version__,
@@ -29,7 +29,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Of the checkout this code runs from, with a + when files differ from it; None outside of one."""
+    """The commit of this checkout, with a + if files differ from it; None outside of a checkout."""
     folder = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:
@@ -52,7 +52,7 @@ def cpu_name() -> str:
 
 
 def gpu_name() -> str | None:
-    """Of the machine's first GPU, asked of the driver: a benchmark's client must not open the device."""
+    """The machine's first GPU, from the driver: a benchmark's client must not open the device."""
     words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         names = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout.split(

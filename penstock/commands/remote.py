@@ -1,6 +1,7 @@
-"""A conversation with a model behind a URL: what `penstock chat --base-url` talks to.
+"""A conversation with a model behind a URL, for `penstock chat --base-url`.
 
-Speaks the part of the OpenAI API a conversation needs: the model list and a streamed chat completion.
+Uses the part of the OpenAI API that a conversation needs: the model list and a streamed chat
+completion.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _TIMEOUT_S = 600.0
 
 @dataclass(slots=True)
 class RemoteModel:
-    """A model behind a URL. `num_tokens` is the length of the last answer, as the server counted it."""
+    """A model behind a URL. `num_tokens` is the length of the last answer, as the server counted
+    it."""
 
     base_url: str
     name: str = ""
@@ -31,7 +33,7 @@ class RemoteModel:
             self.name = self._client.first_model()
 
     def stream(self, messages: list[dict[str, str]], thinking: bool | None) -> Generator[tuple[str, bool]]:
-        """Pieces of the answer, each with whether it belongs to the reasoning."""
+        """Pieces of the answer, each with whether it is reasoning."""
         body: dict[str, Any] = {"model": self.name, "messages": messages, **self.sampling}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if thinking is not None:

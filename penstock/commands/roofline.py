@@ -1,10 +1,11 @@
-"""The fewest bytes and operations a step can take, from a model's own parameters and cache specs.
+"""The fewest bytes and operations that a step needs, from a model's own parameters and cache specs.
 
-Of a prompt's tokens all but the last need nothing of the last layer but their keys and values, or its state.
+In the last layer, all but the last token of a prompt need only their keys and values, or its state.
 
-A decode step reads every weight that is not an expert once, the experts its tokens are expected to choose
-(uniform routing, the most there can be), the KV of every context, and reads and writes every recurrent
-state. Activations and launches count as free, so what is measured can only be slower. Knows no device.
+A decode step reads every weight that is not an expert once, the experts that its tokens are
+expected to choose (uniform routing, the worst case), the KV of every context, and reads and writes
+every recurrent state. Activations and launches count as free, so a measurement can only be slower.
+Knows no device.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from penstock.types import KVSpec, StateSpec
 
-_CHUNK = 64  # tokens in one chunk of the chunked delta rule
+_CHUNK = 64  # tokens in one block of the blocked delta rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,34 +24,35 @@ class Parameters:
     """How many parameters a model has, by what a step does with them."""
 
     total: int
-    embedding: int  # a lookup reads one row a token
+    embedding: int  # a lookup reads one row per token
     head: int  # equal to the embedding when they are tied
     is_tied: bool
     experts: int
     num_experts: int  # in one layer; 0 for a dense model
     num_experts_per_token: int
     mtp: int  # the drafting head, which a plain step does not read
-    last_experts: int  # those of the last layer
+    last_experts: int  # of the last layer
     last_dense: int  # of the last layer, what only last tokens need
 
     @property
     def always_read(self) -> int:
-        """By every step. Of the embedding a step reads rows, unless it is the head as well."""
+        """Parameters that every step reads. Of the embedding a step reads rows, unless it is also
+        the head."""
         return self.total - self.experts - self.mtp - (0 if self.is_tied else self.embedding)
 
     @property
     def active(self) -> int:
-        """By one token."""
+        """Parameters that one token uses."""
         return self.always_read + self.experts_read(1)
 
     @property
     def spared(self) -> int:
-        """By a token of a prompt that is not its last."""
+        """Parameters that a prompt token other than the last does not need."""
         return self.last_dense + round(self.last_experts * self._share_chosen(1))
 
     def experts_read(self, num_tokens: int, num_last: int | None = None) -> int:
-        """Expected parameters of the distinct experts that this many tokens choose in all layers, or in the
-        last one only `num_last`."""
+        """Expected parameters of the distinct experts that this many tokens choose in all layers,
+        or in the last one only `num_last`."""
         before = (self.experts - self.last_experts) * self._share_chosen(num_tokens)
         return round(before + self.last_experts * self._share_chosen(num_last or num_tokens))
 
@@ -61,7 +63,7 @@ class Parameters:
 
 
 def count_parameters(model: Any, config: Mapping[str, Any]) -> Parameters:
-    """From a model built on any device, meta included, and the config.json it was built from."""
+    """From a model built on any device, meta included, and its config.json."""
     parameters = dict(model.named_parameters())
     sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     drafting = {name for name in sizes if name.startswith("mtp.")}
@@ -72,7 +74,8 @@ def count_parameters(model: Any, config: Mapping[str, Any]) -> Parameters:
     last_dense = sum(sizes[name] for name in last.difference(stacks))
     spec = model.cache_specs()[-1]
     if isinstance(spec, KVSpec):
-        last_dense -= spec.num_elements * text_config(config)["hidden_size"]  # keys and values of all tokens
+        # Keys and values of all tokens.
+        last_dense -= spec.num_elements * text_config(config)["hidden_size"]
     else:
         last_dense = sum(sizes[name] for name in last.difference(stacks) if ".mlp." in name)
     return Parameters(
@@ -99,7 +102,7 @@ class Roofline:
     """One model in one dtype: bytes and operations of its steps."""
 
     parameters: Parameters
-    weight_bytes: int  # all of them, as they lie in memory
+    weight_bytes: int  # all of them, as stored in memory
     element_bytes: int  # of a weight, and of KV
     state_bytes: int  # of an element of a recurrent state
     hidden_size: int
@@ -139,12 +142,13 @@ class Roofline:
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """One token for each of `batch` requests that have `context` tokens in the cache."""
-        # Of a ring of the convolution's inputs a token reads all entries but its own, which it writes.
+        # Of the ring of the convolution's inputs a token reads all entries but its own, which it
+        # writes.
         state = self.state_bytes_per_request + self._recurrent_bytes
         return self._weight_bytes_read(batch) + batch * (self.kv_bytes_per_token * (context + 1) + state)
 
     def prefill_bytes(self, batch: int, length: int) -> int:
-        """Whole prompts from nothing: weights once, KV and final states written once."""
+        """Whole prompts without a cache: reads weights once, writes KV and final states once."""
         written = self.kv_bytes_per_token * length + self.state_bytes_per_request
         return self._weight_bytes_read(batch * length, batch) + batch * written
 
@@ -153,8 +157,8 @@ class Roofline:
         return self.element_bytes * (read + num_tokens * self.hidden_size)
 
     def prefill_operations(self, batch: int, length: int) -> int:
-        """Matmuls, causal attention and the chunked delta rule; the head, and most of the last layer, for the
-        last tokens only."""
+        """Matmuls, causal attention and the blocked delta rule; the head, and most of the last
+        layer, only for the last tokens."""
         last = self.parameters.spared + self.parameters.head
         matmuls = 2 * length * (self.parameters.active - last) + 2 * last
         num_pairs = length * (length + 1) // 2 * len(self.attention)

@@ -1,4 +1,4 @@
-"""The flags of `SamplingParams`, for the commands that draw text."""
+"""The flags of `SamplingParams`, for the commands that generate text."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ HELPS = {
     "max_tokens": "end after this many tokens (default: when the model ends or the context is full)",
     "min_tokens": "do not end before this many tokens",
     "temperature": "0 takes the likeliest token; higher is more varied (default: the model's, or 0)",
-    "top_p": "keep the likeliest tokens that make up this share (default: the model's, or 1)",
+    "top_p": "keep the likeliest tokens up to this total probability (default: the model's, or 1)",
     "top_k": "keep this many of the likeliest tokens; 0 keeps all (default: the model's, or 0)",
     "min_p": "keep tokens at least this likely, relative to the likeliest (default: the model's, or 0)",
     "repetition_penalty": "above 1 discourages every token seen so far (default: the model's, or 1)",
-    "presence_penalty": "taken off the logit of a token that was generated",
-    "frequency_penalty": "taken off the logit for each time a token was generated",
+    "presence_penalty": "subtracted from the logit of a generated token",
+    "frequency_penalty": "subtracted from the logit each time a token was generated",
     "logit_bias": "add X to the logit of token ID",
-    "seed": "the same seed draws the same text",
-    "stop": "end before this text; may be given several times",
+    "seed": "seed: the same seed gives the same text",
+    "stop": "end before this text; may be repeated",
     "stop_token_ids": "end at any of these tokens",
-    "bad_words": "texts that an answer does not contain; may be given several times",
-    "include_stop_str_in_output": "show the stop text, or token, that ended an answer",
+    "bad_words": "text that an answer must not contain; may be repeated",
+    "include_stop_str_in_output": "keep the stop text, or token, at the end of an answer",
     "skip_special_tokens": "leave control tokens out of the text",
     "truncate_prompt_tokens": "use only so many of the prompt's last tokens; -1: as many as fit",
-    "ignore_eos": "go on when the model would end",
+    "ignore_eos": "continue when the model would end",
     "logprobs": "with --json: log-probabilities of the chosen and of the N likeliest tokens",
-    "n": "how many answers to draw",
+    "n": "number of answers",
 }
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
-# Not for people: penstock.text.grammar writes grammars, and only the API has a place for a prompt's.
+# Not for the command line: penstock.text.grammar writes grammars, and only the API returns a
+# prompt's.
 INTERNAL = ("grammar", "grammar_starts_after", "prompt_logprobs")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, skip: Collection[str] = ()) -> None:
-    add_flags(parser, SamplingParams, title="how text is drawn", helps=HELPS, skip={*INTERNAL, *skip})
+    add_flags(parser, SamplingParams, title="sampling", helps=HELPS, skip={*INTERNAL, *skip})
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Only what was asked for, so that a server's own defaults can hold for the rest."""
+    """Only what was given, so that a server's own defaults apply to the rest."""
     return read_settings(SamplingParams, arguments)
 
 
 def read_sampling(arguments: argparse.Namespace, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
-    """`defaults`: of the model, for what was not asked for."""
+    """`defaults`: the model's, for what was not given."""
     return SamplingParams(**{**defaults, **given_sampling(arguments)})

@@ -1,4 +1,4 @@
-"""`penstock serve`: starts the server, shows how it comes up, and says how to talk to it."""
+"""`penstock serve`: starts the server, shows its progress, and prints how to use it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from penstock.models.source import find_model
 from penstock.progress import Phase, PhaseList
 
 USAGE = "penstock serve [MODEL] [flags]"
-DESCRIPTION = "Answer the OpenAI API over HTTP. Ctrl-C ends it when the running answers are complete."
+DESCRIPTION = "Answer the OpenAI API over HTTP. Ctrl-C stops it when the running answers are complete."
 EXAMPLES = [
-    "penstock serve                               the tiny model that comes along, port 8000",
+    "penstock serve                               the embedded tiny model, port 8000",
     "penstock serve ~/models/Qwen3.5-4B --port 9000",
     "penstock serve ~/models/Qwen3.5-35B-A3B --gpus 0,1,2,3   an engine on each GPU, one address",
     "penstock serve Qwen3.5-4B --random-weights   a preset without weights, to try its speed",
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     serve_config: ServeConfig = from_mapping(ServeConfig, read_settings(ServeConfig, arguments))
 
     serve_config.load_api_keys()
-    source = find_model(engine_config.model)  # what is wrong is answered before anything is imported
+    source = find_model(engine_config.model)  # report errors before anything is imported
     name = serve_config.served_model_name or source.name
     from penstock.serve import request_log, server
 
@@ -50,10 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def print_welcome(name: str, url: str, to: PhaseList) -> None:
-    """The address, and a line to paste into another terminal."""
+    """The address, and a command to paste into another terminal."""
     body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
     print(f"\n{paint(name, 'bold', to.stream)} is served at {paint(url, 'green', to.stream)}", file=to.stream)
     print("Try it from another terminal:\n", file=to.stream)
     print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\", file=to.stream)
     print(f"    -d '{json.dumps(body)}'\n", file=to.stream)
-    print("Ctrl-C ends the server when the running answers are complete.", file=to.stream, flush=True)
+    print("Ctrl-C stops the server when the running answers are complete.", file=to.stream, flush=True)

@@ -1,4 +1,4 @@
-"""A `penstock serve` of our own for as long as a command needs one: started, awaited, ended."""
+"""A `penstock serve` that a command starts, waits for, and stops."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StartedServer:
 
 
 class _Said:
-    """What the server says on stderr: read all the time, or it would stop at a full pipe."""
+    """The server's stderr: read continuously, or the server would block on a full pipe."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -52,7 +52,7 @@ class _Said:
                 self.url = found[1]
 
     def failure(self) -> PenstockError:
-        """Its own three lines, if it left any."""
+        """Its own three lines, if it printed any."""
         self._reading.join(timeout=5.0)
         lines = list(self.last_lines)
         errors = [place for place, line in enumerate(lines) if line.startswith("error: ")]
@@ -66,7 +66,7 @@ class _Said:
 
 
 def given_server_flags(arguments: argparse.Namespace) -> Iterator[tuple[Flag, Any]]:
-    """Those of `penstock serve` on this command line; variables reach a server by themselves."""
+    """The flags of `penstock serve` on this command line; a server reads variables by itself."""
     for kind in (EngineConfig, ServeConfig):
         given = read_settings(kind, arguments, environ={})
         yield from ((flag, given[flag.field.name]) for flag in flags_of(kind) if flag.field.name in given)
@@ -86,7 +86,7 @@ def server_words(arguments: argparse.Namespace) -> list[str]:
 def running_or_started_server(
     base_url: str | None, arguments: argparse.Namespace, on_phase: OnPhase, words: Sequence[str] = ()
 ) -> Iterator[StartedServer]:
-    """The server that --base-url names, or one with the flags of this command line and these words."""
+    """The server of --base-url, or one started with the flags of this command line and these words."""
     if not base_url:
         with started_server([*server_words(arguments), *words], on_phase) as server:
             yield server
@@ -94,18 +94,19 @@ def running_or_started_server(
     for flag, _ in given_server_flags(arguments):
         if flag.field.name != "model":
             raise ConfigError(
-                f"{flag.name} and --base-url are both given",
-                "One says how to start a server, the other names one that runs.",
+                f"{flag.name} and --base-url are both set",
+                "One configures a server to start, the other names a running one.",
             )
     yield StartedServer(base_url, 0.0)
 
 
 @contextlib.contextmanager
 def started_server(words: Sequence[str], on_phase: OnPhase) -> Iterator[StartedServer]:
-    """Runs `penstock serve` with these flags on a free port; yields when /health says that it is ready."""
+    """Runs `penstock serve` with these flags on a free port; yields when /health reports that it is
+    ready."""
     command = module_command("penstock", "serve", "--host", "127.0.0.1", "--port", "0", *words)
     started_s = time.monotonic()
-    # The folder of batches belongs to the server that people use.
+    # The batch folder belongs to the user's own server.
     environ = {name: value for name, value in os.environ.items() if name != "PENSTOCK_BATCH_FOLDER"}
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ

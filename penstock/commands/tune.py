@@ -1,9 +1,9 @@
-"""`penstock tune`: measures the tiles of the kernels on this GPU, for one model, and writes them down.
+"""`penstock tune`: measures the tiles of the kernels on this GPU, for one model, and stores them.
 
-Every tile is tried where it will run: in a captured decode step of the model itself, cut to a few layers.
-One kernel after the other, the best so far kept: a tile that is quick alone but slows its neighbours does not
-win. What it writes, into the user's cache folder, is read by every engine that this user starts later on the
-same kind of GPU.
+Every tile is tried where it will run: in a captured decode step of the model itself, cut to a few
+layers. Kernels are tuned one after the other, and the best tile is kept: a tile that is fast alone
+but slows its neighbours does not win. The table goes to the user's cache folder, where every later
+engine of this user on the same kind of GPU reads it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ EXAMPLES = [
     "penstock tune -m Qwen3.5-4B --batch 1 --layers 8",
 ]
 COLUMNS = ["kernel/shape/tokens", "tile", "step before us", "after us"]
-GAIN = 0.995  # a tile must be this much better to be kept: less is noise
+GAIN = 0.995  # a tile must be this much faster to be kept: less is noise
 REPLAYS, WARMUP = 40, 4
-ROUNDS = 5  # between a winner and what it would replace
+ROUNDS = 5  # between a winner and the tile that it would replace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--context", type=read_count, default=1536, metavar="N", help="tokens in the cache")
     parser.add_argument(
-        "--layers", type=read_count, default=8, metavar="N", help="of the model that are used"
+        "--layers", type=read_count, default=8, metavar="N", help="layers of the model to use"
     )
     parser.add_argument(
         "--out", metavar="FILE", help="the table to write (default: this GPU's, in ~/.cache/penstock/tiles)"
@@ -85,12 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not kept:
         print("No tile is better than those in use; nothing was written.")
         return 0
-    print_table(COLUMNS, kept, f"{len(kept)} tiles are better than those in use; written to {path}")
+    print_table(COLUMNS, kept, f"{len(kept)} better tiles were found; written to {path}")
     return 0
 
 
 def _require_gpu(device: str) -> None:
-    """Before anything is loaded: tiles are those of a GPU's kernels."""
+    """Before anything is loaded: only a GPU's kernels have tiles."""
     if not device.startswith("cuda"):
         raise ConfigError(
             "There is nothing to tune on a CPU", f"The device is {device}.", "Run this on a GPU."
@@ -98,7 +98,7 @@ def _require_gpu(device: str) -> None:
 
 
 def _table_to_write(out: str | None, device: str) -> tuple[Path, dict[str, Tile]]:
-    """Where it is, and what stands in it. That it can be written is found out before hours of work."""
+    """Its path and its content. Checks that it can be written, before hours of work."""
     import torch
 
     from penstock.ops.triton import tuning
@@ -109,7 +109,8 @@ def _table_to_write(out: str | None, device: str) -> tuple[Path, dict[str, Tile]
 
 
 def cut_layers(source: ModelSource, num_layers: int) -> ModelSource:
-    """The same model with fewer layers: enough weights not to fit a cache, few enough to load in a second."""
+    """The same model with fewer layers: enough weights not to fit a cache, few enough to load in a
+    second."""
     config = copy.deepcopy(dict(source.config))
     text = config.get("text_config", config)
     text["num_hidden_layers"] = min(num_layers, text["num_hidden_layers"])
@@ -121,7 +122,7 @@ def cut_layers(source: ModelSource, num_layers: int) -> ModelSource:
 def tune_step(
     engine: Engine, batch: int, context: int, trials: Trials, report: Any
 ) -> Iterator[tuple[str, Tile, float, float]]:
-    """Yields what is worth writing down: the key, the tile, the step's seconds before and with it."""
+    """Yields what is worth storing: the key, the tile, the step's seconds before and with it."""
     decoding = Decoding(engine, batch, context, 1, SamplingParams())
     answered: set[str] = set()
     while question := _next_question(engine, decoding, trials, answered):
@@ -140,7 +141,7 @@ def tune_step(
 
 
 def _next_question(engine: Engine, decoding: Decoding, trials: Trials, answered: set[str]) -> Question | None:
-    """One that the step asks as it stands now: another form of an op asks for other tiles."""
+    """The next tile that the step asks for: another form of an op asks for other tiles."""
     trials.questions.clear()
     capture_step(engine, decoding)
     return next((one for one in trials.questions.values() if one.key not in answered), None)
@@ -163,7 +164,7 @@ def _compile_all(
 def _fastest(
     engine: Engine, decoding: Decoding, trials: Trials, question: Question, tiles: list[Tile]
 ) -> Tile | None:
-    """None where this GPU has no room for any of them."""
+    """None if this GPU has no room for any of them."""
     times = []
     for index, tile in enumerate(tiles):
         with _answer(trials, question, tile), suppress(_out_of_resources()):
@@ -174,7 +175,8 @@ def _fastest(
 def _play_again(
     engine: Engine, decoding: Decoding, trials: Trials, question: Question, tile: Tile
 ) -> tuple[float, float]:
-    """Seconds of a step as it was and with the tile, in turns: the least of many times was lucky too."""
+    """Seconds of a step before and with the tile, in turns: the minimum of many times may have been
+    luck."""
     before = capture_step(engine, decoding)
     with _answer(trials, question, tile):
         after = capture_step(engine, decoding)
@@ -204,8 +206,8 @@ def capture_step(engine: Engine, decoding: Decoding) -> torch.cuda.CUDAGraph:
 
 
 def _step(engine: Engine, decoding: Decoding) -> Callable[[], torch.Tensor]:
-    """Up to the logits: a step that went on from its own tokens would choose other experts in every replay,
-    now more of them and now fewer."""
+    """Up to the logits: a step that continued from its own tokens would choose other experts in
+    every replay."""
     from penstock.engine.graphs import DecodeStep
 
     runner, rows = engine.runner, decoding.rows
@@ -220,14 +222,14 @@ def time_step(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def _out_of_resources() -> type[Exception]:
-    """What a tile raises that this GPU has no room for."""
+    """The exception of a tile that this GPU has no room for."""
     from triton.runtime.errors import OutOfResources
 
     return OutOfResources
 
 
 def _candidates(question: Question) -> list[Tile]:
-    """What the kernel's own file finds worth a try, besides what its rule says."""
+    """The tiles that the kernel's own file suggests, besides that of its rule."""
     from penstock.ops.triton import attention, delta_net, matmul, moe, sampling
 
     modules = {

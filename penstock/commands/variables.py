@@ -1,8 +1,8 @@
 """Environment variables for a command's own flags: `penstock eval --limit` is PENSTOCK_EVAL_LIMIT.
 
-Engine and server settings have shorter names, which every command shares (flags.py). A variable becomes the
-words of its flag, in front of those that were typed; a typed flag beats it. Knows argparse; never what a flag
-means.
+Engine and server settings have shorter names, which all commands share (flags.py). A variable
+becomes its flag, in front of the typed ones; a typed flag overrides it. Knows argparse; never what
+a flag means.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class GivenByVariable:
 
 
 def variable_of(command: str, action: argparse.Action) -> str | None:
-    """None for what is no flag of the command's own."""
+    """None for what is not a flag of the command itself."""
     long = [name for name in action.option_strings if name.startswith("--")]
     if not long or long[0] in ("--help", "--debug") or action.dest == argparse.SUPPRESS:
         return None
@@ -38,7 +38,7 @@ def variables_of(command: str, parser: argparse.ArgumentParser) -> list[str]:
 def read_variables(
     command: str, parser: argparse.ArgumentParser, typed: Sequence[str], environ: Mapping[str, str]
 ) -> GivenByVariable:
-    """The flags that variables give and nobody has typed."""
+    """The flags that are set by variables and were not typed."""
     silenced = _typed_or_excluded(parser, typed)
     words: list[str] = []
     fields: set[str] = set()
@@ -52,7 +52,7 @@ def read_variables(
 
 
 def is_given_by_variable(arguments: argparse.Namespace, field: str) -> bool:
-    """Such a flag may belong to a sibling of the command that runs: it is not refused, but not used."""
+    """Such a flag may belong to another command of the family: it is not refused, but not used."""
     given: Collection[str] = getattr(arguments, "from_variables", ())
     return field in given
 
@@ -82,5 +82,5 @@ def _as_words(action: argparse.Action, variable: str, text: str) -> list[str]:
         return [f"{flag}={value.strip()}" for value in values]
     except (argparse.ArgumentTypeError, ValueError) as error:
         raise ConfigError(
-            f"{variable} is {text!r}", f"{error}.", f"Correct or unset it; {flag} would beat it."
+            f"{variable} is {text!r}", f"{error}.", f"Correct or unset it; {flag} would override it."
         ) from None

@@ -17,7 +17,7 @@ from penstock.config import EngineConfig, ServeConfig
 
 @dataclass(frozen=True, slots=True)
 class VllmFlag:
-    """`accepted`: values that change nothing here; None for all of them, which is noted."""
+    """`accepted`: values that change nothing here; None: all values, with a note."""
 
     names: tuple[str, ...]
     why: str
@@ -41,7 +41,7 @@ def _refused(*names: str, why: str, is_switch: bool = False) -> VllmFlag:
 
 
 _ONE_GPU = "A model runs on one GPU. Use --gpus 0,1 for one engine on each GPU."
-_NO_DOWNLOAD = "Penstock downloads nothing. Give the folder of the checkpoint."
+_NO_DOWNLOAD = "Penstock downloads nothing. Use the folder of the checkpoint."
 _NO_LORA = "Penstock has no adapters. Merge the adapter into the checkpoint."
 _NO_TLS = "Penstock serves plain HTTP. Put a proxy with TLS in front of it."
 _OWN_PARSER = "The parser follows from the model's chat template."
@@ -54,7 +54,7 @@ VLLM_FLAGS = (
     _unneeded("--enable-chunked-prefill", why="Prefills are always in chunks.", is_switch=True),
     _unneeded("--enable-prompt-tokens-details", why="`usage` always has them.", is_switch=True),
     _unneeded("--language-model-only", why="Only the language model is loaded.", is_switch=True),
-    _unneeded("--enable-log-requests", why="The log has one line a request.", is_switch=True),
+    _unneeded("--enable-log-requests", why="The log has one line per request.", is_switch=True),
     _unneeded("--disable-log-requests", why="The log never has the text of requests.", is_switch=True),
     _unneeded("--disable-log-stats", why="Numbers are in /metrics, not in the log.", is_switch=True),
     _unneeded("--scheduling-policy", why="Requests of one priority run in order of arrival."),
@@ -92,7 +92,7 @@ VLLM_FLAGS = (
 
 
 class _Answer(argparse.Action):
-    """Says what a flag of vLLM's means here. It leaves no trace in the namespace."""
+    """Reports what a flag of vLLM means here. It sets nothing in the namespace."""
 
     def __init__(self, *args: Any, flag: VllmFlag, **rest: Any) -> None:
         super().__init__(*args, **rest)
@@ -127,7 +127,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def aliases() -> Iterator[tuple[str, str]]:
-    """vLLM's name of a flag and ours, for all that have another one here."""
+    """vLLM's name of a flag and ours, for all flags whose names differ."""
     for settings in (EngineConfig, ServeConfig):
         for flag in flags_of(settings):
             for name in flag.field.metadata.get("aliases", ()):

@@ -1,7 +1,9 @@
-"""Words that a reply must not contain, as token ids: which token may not come next. Knows no tensors.
+"""Words that a reply must not contain, as token ids: which token may not come next. Knows no
+tensors.
 
-The last token of a word is forbidden where the reply ends with all the others; of a word that is one token,
-always. So a word that the model spells with other tokens is not found, as in other engines.
+The last token of a word is forbidden where the reply ends with all its other tokens; a word of one
+token is always forbidden. A word that the model writes with other tokens is not found, as in other
+engines.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ class BannedWords:
         return bool(self._always or self._after)
 
     def next_ids(self, tokens: list[int], start: int) -> list[int]:
-        """The ids that may not follow these tokens, of which the reply begins at `start`."""
+        """The ids that may not follow these tokens; the reply begins at `start`."""
         begun = self._after.get(tokens[-1], ()) if len(tokens) > start else ()
         return self._always + [word[-1] for word in begun if _ends_with(tokens, start, word[:-1])]
 

@@ -1,6 +1,6 @@
-"""What is added to single logits of running rows, on the device since their admission.
+"""Biases of single logits of running rows, on the device from their admission on.
 
-A step that has the biased rows of the step before, at the same places, uploads nothing.
+A step with the same biased rows at the same places as the previous step uploads nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 Upload = Callable[[object, torch.dtype], Tensor]
-Entries = tuple[Tensor, Tensor, Tensor]  # places among the rows that sample, token ids, biases; all [N]
+# Places among the sampling rows, token ids, biases; all [N].
+Entries = tuple[Tensor, Tensor, Tensor]
 
 
 class LogitBiases:
-    """Holds what requests asked for and no more: a request has a few biases or a whole vocabulary of them."""
+    """Stores only the biases that requests set, from a few to a whole vocabulary of them."""
 
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
@@ -32,8 +33,8 @@ class LogitBiases:
             self._of_row[row] = token_ids, self._upload(list(biases.values()), torch.float32)
 
     def entries(self, rows: Sequence[int | None]) -> Entries | None:
-        """Of the rows that sample in a step, None for one that is left out. Of one row, every token id has at
-        most one."""
+        """For the rows that sample in a step; None for a row that is left out. In one row, each
+        token id occurs at most once."""
         biased = [(place, row) for place, row in enumerate(rows) if row is not None and row in self._of_row]
         if not biased:
             return None
@@ -46,7 +47,8 @@ class LogitBiases:
         lengths = [len(token_ids) for token_ids, _ in parts]
         places, repeats = self._upload([[place for place, _ in biased], lengths], torch.int64)
         return (
-            places.repeat_interleave(repeats, output_size=sum(lengths)),  # without the size it would wait
+            # Without the size it would wait for the device.
+            places.repeat_interleave(repeats, output_size=sum(lengths)),
             torch.cat([token_ids for token_ids, _ in parts]),
             torch.cat([biases for _, biases in parts]),
         )

@@ -1,9 +1,11 @@
-"""How short requests go before bulk: which steps the long prompts take part in. Never touches a tensor.
+"""How short requests run before bulk: in which steps long prompts take part. Never touches a
+tensor.
 
-A prompt with much to compute is bulk, then and while it decodes; a reply to a short prompt is interactive for
-its first tokens. While both are here, steps without bulk save up time for it, a stated share of all, and it
-takes part in a step when it has saved as much as its last one took. So it never stops, and a short request
-meets few long steps. Where they have not met lately, nothing is different.
+A prompt with many tokens to compute is bulk, while it prefills and while it decodes; a reply to a
+short prompt is interactive for its first tokens. While both are present, steps without bulk save up
+time for it, a fixed share of the total, and bulk takes part in a step when it has saved as much as
+its last step took. So bulk never stops, and a short request meets few long steps. If both have not
+been present lately, nothing changes.
 """
 
 from __future__ import annotations
@@ -12,21 +14,21 @@ from collections.abc import Callable, Iterable
 
 from penstock.types import Sequence
 
-INTERACTIVE_TOKENS = 256  # of a reply: who has read so many is not waiting for the answer any more
-RECENT_S = 10.0  # so long after an interactive request among bulk the next one is expected
-MAX_COUNTED_S = 1.0  # of a step: for a machine that stalls, bulk does not pay for minutes
-MAX_SAVED_STEPS = 2.0  # bulk that waits for memory meanwhile does not save up for minutes
+INTERACTIVE_TOKENS = 256  # of a reply: after so many, a reader no longer waits for the answer
+RECENT_S = 10.0  # after an interactive request among bulk, another one is expected for so long
+MAX_COUNTED_S = 1.0  # of a step: if the machine stalls, bulk does not pay for minutes
+MAX_SAVED_STEPS = 2.0  # bulk that waits for memory does not save up for minutes
 
 
 class BulkTurns:
     def __init__(self, share: float, bulk_tokens: int, clock: Callable[[], float]) -> None:
         self._share = share  # of the time; 1: bulk takes part in every step
-        self._bulk_tokens = bulk_tokens  # a prompt with more than these to compute is bulk
+        self._bulk_tokens = bulk_tokens  # a prompt with more tokens than this to compute is bulk
         self._clock = clock
         self._saved_s = 0.0
-        self._bulk_step_s = 0.0  # the last one's
-        self._interactive_until_s = float("-inf")  # expected to be here
-        self.is_contended = False  # both kinds are here
+        self._bulk_step_s = 0.0  # of the last step with bulk
+        self._interactive_until_s = float("-inf")  # until then an interactive request is expected
+        self.is_contended = False  # both kinds are present
         self._in_flight: dict[int, tuple[float, bool, bool]] = {}  # planned at, has bulk, was contended
         self._last_end_s = float("-inf")
 
@@ -37,7 +39,7 @@ class BulkTurns:
         return sequence.num_generated < INTERACTIVE_TOKENS and not self.is_bulk(sequence)
 
     def look(self, sequences: Iterable[Sequence]) -> None:
-        """At all that run and the next that wait, before a plan."""
+        """Looks at all running sequences and the next waiting ones, before a plan."""
         self.is_contended = False
         if self._share == 1:
             return
@@ -55,17 +57,18 @@ class BulkTurns:
 
     @property
     def must_wait(self) -> bool:
-        """Whether bulk takes no part in the next step, if others have anything to do."""
+        """Whether bulk takes no part in the next step, if other sequences can run."""
         return self.is_contended and self._saved_s < max(self._bulk_step_s, 1e-9)
 
     @property
     def is_interactive_near(self) -> bool:
-        """Whether steps are kept short, because a short request is here or may come soon."""
+        """Whether steps stay short, because a short request is present or may come soon."""
         return self._clock() < self._interactive_until_s
 
     @property
     def holds_planning(self) -> bool:
-        """Whether the step in flight is a long one: who comes meanwhile shall be in the next."""
+        """Whether the step in flight is a long one: requests that arrive meanwhile should be in the
+        next step."""
         return self.is_interactive_near and any(has_bulk for _, has_bulk, _ in self._in_flight.values())
 
     def note_planned(self, step: int, sequences: Iterable[Sequence]) -> None:

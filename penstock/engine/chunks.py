@@ -1,4 +1,4 @@
-"""The tokens of one sequence in one step, and what the device must be told of that sequence."""
+"""The tokens of one sequence in one step, and what the device needs to know about that sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.types import Admission, PageUpdate, PooledChunk, PromptTargets, Se
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Before and after it became a RowPlan."""
+    """One sequence's part of a step, before and after it becomes a RowPlan."""
 
     sequence: Sequence
     row: int
@@ -19,7 +19,7 @@ class Chunk:
     num_tokens: int
     samples: bool
     is_decode: bool
-    num_new_pages: int  # at the end of the sequence's page table: those the row does not have yet
+    num_new_pages: int  # at the end of the sequence's page table: those that the row's table lacks
 
     @property
     def new_pages(self) -> PageUpdate:
@@ -29,7 +29,7 @@ class Chunk:
 
     @property
     def prompt_targets(self) -> PromptTargets | None:
-        """The tokens after those of the chunk, where a prompt is scored."""
+        """The tokens after those of the chunk, if the prompt is scored."""
         sequence, start = self.sequence, self.start + 1
         if self.is_decode or not sequence.is_scored:
             return None
@@ -48,7 +48,7 @@ class Chunk:
 
     @property
     def admission(self) -> Admission:
-        """Of a sequence whose first chunk in its row this is."""
+        """For a sequence whose first chunk in its row this is."""
         sequence, sampling = self.sequence, self.sequence.request.sampling
         is_too_short = sequence.num_generated < sampling.min_tokens
         seed = sampling.seed

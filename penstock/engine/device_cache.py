@@ -1,4 +1,4 @@
-"""The device memory behind pages and slots: one tensor pair per layer, made once, never moved."""
+"""The device memory behind pages and slots: two tensors per layer, allocated once and never moved."""
 
 from __future__ import annotations
 

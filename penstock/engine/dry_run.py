@@ -1,7 +1,7 @@
-"""The largest steps of an engine, launched at start on a scratch cache, to see what memory they take.
+"""The largest steps of an engine, launched at start on a scratch cache, to measure their memory.
 
-They compile the kernels that a capture needs, too: it can neither compile nor load one. What they compute is
-thrown away: every row reads and writes page 0 and slot 0.
+They also compile the kernels that a capture needs, which can neither compile nor load one. Their
+results are discarded: every row reads and writes page 0 and slot 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.types import MAX_LOGPROBS, Admission, PromptTargets, RowPlan, Samp
 
 LEAST_STEP_TOKENS = 512
 
-# What a step may be asked for at most. Each takes tensors of [rows, vocabulary].
+# Every option that a step can have. Each needs tensors of [rows, vocabulary].
 EVERY_OPTION = SamplingParams(
     temperature=1.0,
     top_k=50,
@@ -37,8 +37,9 @@ EVERY_OPTION = SamplingParams(
     logprobs=MAX_LOGPROBS,
 )
 
-FRAGMENT_SHARE = 1.1  # of a peak: blocks are rounded up, and one graph's do not always fit another's
-LAYER_GRAPH_BYTES = 256 * 1024  # what the driver keeps for a layer in a graph
+# Times a peak: blocks are rounded up, and one graph's blocks do not always fit another's.
+FRAGMENT_SHARE = 1.1
+LAYER_GRAPH_BYTES = 256 * 1024  # what the driver keeps for one layer of a graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,8 @@ class DryRun:
 
     @torch.inference_mode()
     def largest_step(self, max_tokens: int, limit: int) -> StepBytes | None:
-        """The most tokens, at most `max_tokens`, of a step that takes no more than `limit` bytes, or the
-        smallest that there is memory for. None: there is memory for none."""
+        """The most tokens, at most `max_tokens`, of a step that takes no more than `limit` bytes,
+        or else the smallest step that memory allows. None: no step fits."""
         if self.captures:
             self.runner.warm_up(max_tokens)
         decode_bytes = self._peak(self._launch_decodes)
@@ -85,7 +86,7 @@ class DryRun:
         return int(FRAGMENT_SHARE * num_bytes) + num_captures * len(self.model.layers) * LAYER_GRAPH_BYTES
 
     def _peak(self, launch: Callable[[], object]) -> int | None:
-        """What it takes at most while it runs. None: more than there is."""
+        """The most memory that it takes while it runs. None: more than there is."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -99,7 +100,7 @@ class DryRun:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def _launch_prompts(self, num_tokens: int) -> None:
-        """All of whose tokens are scored."""
+        """Prompts whose tokens are all scored."""
         lens = [self.max_row_tokens] * (num_tokens // self.max_row_tokens)
         lens += [num_tokens % self.max_row_tokens] if num_tokens % self.max_row_tokens else []
         table = self.runner.rows
@@ -111,7 +112,7 @@ class DryRun:
         self.runner.launch(StepPlan(0, tuple(rows))).wait()
 
     def _launch_decodes(self) -> None:
-        """As many as may run, with every option."""
+        """As many decodes as may run, with every sampling option."""
         numbers = range(self.runner.rows.max_rows)
         plan = StepPlan(
             step=0,

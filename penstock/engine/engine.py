@@ -1,9 +1,9 @@
 """One engine: a model, its memory, a scheduler and a runner, driven one step at a time.
 
-`step()` is the whole loop: plan, launch, and take in the results, of this step or, when the device works
-behind the host's back, of the one before. Of a step with constrained rows the sampling is launched after the
-results of the one before are in, since its masks depend on them; the device computes the logits meanwhile.
-The engine knows token ids; text is somebody else's business.
+`step()` is the whole loop: plan, launch, and commit the results, of this step or, when the device
+runs asynchronously, of the previous one. A step with constrained rows launches its sampling after
+the previous step's results are in, because its masks depend on them; the device computes the logits
+meanwhile. The engine knows token ids only, no text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from penstock.weights.storage_report import Storage
 
 log = logging.getLogger("penstock.engine")
 
-GRAMMAR_WAIT_S = 0.01  # for a grammar, when there is nothing else to do; longest delay of an abort then
+GRAMMAR_WAIT_S = 0.01  # to wait for a grammar when nothing else runs: the longest delay of an abort
 
 
 class Engine:
@@ -46,9 +46,9 @@ class Engine:
         config: EngineConfig,
         name: str,
         on_phase: OnPhase = lambda _: None,
-        tokenizer_file: Path | None = None,  # what grammars are compiled for
+        tokenizer_file: Path | None = None,  # the tokenizer that grammars are compiled for
     ) -> None:
-        """Takes a model whose weights are in place and the memory its cache may use."""
+        """Takes a model whose weights are loaded, and plans the memory for its cache."""
         device = model.device
         check_page_size(config, device)
         if device.type == "cpu" and not config.deterministic:
@@ -62,7 +62,8 @@ class Engine:
             num_slots=pools.num_slots,
             max_checkpoints=pools.max_checkpoints,
             prefix_cache=config.prefix_cache,
-            reply_states=not config.deterministic,  # steps of one token round otherwise than a prefill does
+            # Steps of one token round differently from a prefill.
+            reply_states=not config.deterministic,
             session_limits=_session_limits(config, pools),
         )
         self.scheduler = Scheduler(
@@ -100,7 +101,8 @@ class Engine:
         self._overlap = device.type == "cuda" if config.overlap is None else config.overlap
         self._pending: PendingStep | None = None
         self._news: list[TokenDelta] = []
-        self.on_start: Callable[[list[str]], None] = lambda _: None  # hears of requests before they first run
+        # Called with the ids of requests before they first run.
+        self.on_start: Callable[[list[str]], None] = lambda _: None
 
     @classmethod
     def from_config(
@@ -114,7 +116,7 @@ class Engine:
         source: ModelSource,
         config: EngineConfig,
         on_phase: OnPhase = lambda _: None,
-        tokenizer: str | None = None,  # a folder or tokenizer.json, if not the model's own
+        tokenizer: str | None = None,  # a folder or a tokenizer.json, if not the model's own
     ) -> Engine:
         device = pick_device(config.device)
         with on_device(torch.device(device)):
@@ -130,7 +132,8 @@ class Engine:
             return cls(model, config, source.name, on_phase, _tokenizer_file(tokenizer, source))
 
     def submit(self, request: Request) -> None:
-        """Refuses what would end the engine for everybody: the device indexes with these ids unchecked."""
+        """Refuses what would crash the engine for all requests: the device indexes with these ids
+        unchecked."""
         check_token_ids("prompt", request.token_ids, self.info.vocab_size)
         check_token_ids("logit_bias", request.sampling.logit_bias, self.info.vocab_size)
         check_token_ids("stop_token_ids", request.end_token_ids, self.info.vocab_size)
@@ -138,12 +141,14 @@ class Engine:
         check_token_ids("grammar_starts_after", request.sampling.grammar_starts_after, self.info.vocab_size)
         _require_task(request, self.info)
         if self.constraints.is_preparing(request.id):
-            raise RequestError(f"A request with id {request.id!r} is already here", "", "Use another id.")
+            raise RequestError(
+                f"A request with id {request.id!r} is already running or queued", "", "Use another id."
+            )
         if request.sampling.grammar is not None:
             _require_end(request)
         sequence = self.scheduler.submit(request)
         if request.sampling.grammar is not None:
-            self.scheduler.abort(request.id)  # it was found to fit, and returns when its grammar is compiled
+            self.scheduler.abort(request.id)  # it fits; it returns when its grammar is compiled
             self.constraints.prepare(request)
         elif request.banned:
             self.constraints.add(sequence)
@@ -155,7 +160,7 @@ class Engine:
             self._news.append(delta)
 
     def drop(self, request_id: str) -> TokenDelta | None:
-        """The same without a word to others: gives the last delta, if there was such a request."""
+        """Aborts without a delta to others: returns the last delta, if the request existed."""
         delta = self.scheduler.abort(request_id)
         if delta is None and self.constraints.drop(request_id):
             delta = TokenDelta(request_id, finish="abort")
@@ -213,10 +218,11 @@ class Engine:
                 self.constraints.add(self.scheduler.submit(prepared.request), prepared.matcher)
 
     def _fail(self, request_id: str, problem: str) -> None:
-        """Ends a request whose grammar cannot go on; a step that still has a row for it is not disturbed."""
+        """Ends a request whose grammar failed; a step in flight that still has its row is not
+        affected."""
         aborted = self.scheduler.abort(request_id)
         if aborted is not None:
-            error = f"The reply could not be held to its grammar any longer: {problem}"
+            error = f"The reply can no longer follow its grammar: {problem}"
             num_cached = aborted.num_cached_tokens
             self._news.append(
                 TokenDelta(request_id, finish="error", num_cached_tokens=num_cached, error=error)
@@ -224,14 +230,14 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up_grammars(self) -> None:
-        """Before the first constrained request, which would make everybody wait: the vocabulary of a large
-        model takes seconds. An engine that cannot have one says why when such a request comes.
-        """
+        """Loads the vocabulary before the first constrained request: a large one takes seconds, and
+        all requests would wait. If that fails, such a request gets the reason."""
         rows = self.runner.rows
         logits = torch.zeros(1, rows.vocab_size, device=rows.device)
         words = rows.upload([[0] * -(-rows.vocab_size // 32)], torch.int32)
         with on_device(logits.device):
-            ops.mask_logits(logits, rows.upload([0]), words)  # compiles it; banned words need it, too
+            # Compiles the kernel; banned words need it too.
+            ops.mask_logits(logits, rows.upload([0]), words)
         try:
             self.constraints.compiler.load_vocabulary()
         except PenstockError as error:
@@ -257,7 +263,8 @@ class Engine:
         return self.cache.sessions.describe()
 
     def drop_session(self, session_id: str) -> SessionInfo | None:
-        """A request of it that runs goes on, and keeps its work for the session again when it ends."""
+        """A running request of the session continues, and stores its work for the session again
+        when it ends."""
         return self.cache.sessions.drop(session_id)
 
 
@@ -270,7 +277,7 @@ def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> N
 
 
 def _require_task(request: Request, info: EngineInfo) -> None:
-    """Refuses what the model has no head for."""
+    """Refuses a task that the model has no head for."""
     pooling = request.pooling
     if not info.has_head and (pooling is None or pooling.logit_ids):
         raise RequestError(
@@ -286,7 +293,7 @@ def _require_task(request: Request, info: EngineInfo) -> None:
         raise RequestError(
             f"dimensions is {pooling.dimensions}",
             f"The model's vectors have {info.hidden_size}.",
-            f"Ask for 1 to {info.hidden_size}.",
+            f"Use 1 to {info.hidden_size}.",
             param="dimensions",
         )
     if pooling.is_classified and not info.num_labels:
@@ -302,14 +309,14 @@ def _require_end(request: Request) -> None:
     if not request.end_token_ids:
         raise RequestError(
             "The reply has a grammar but no token that could end it",
-            "Once the grammar is fulfilled only an end can follow.",
-            "Leave out ignore_eos.",
+            "When the grammar is complete, only an end token can follow.",
+            "Omit ignore_eos.",
             param="ignore_eos",
         )
 
 
 def _tokenizer_file(tokenizer: str | None, source: ModelSource) -> Path | None:
-    """The file that a `Tokenizer` of the same folder or file is read from."""
+    """The file from which a `Tokenizer` of the same folder or file is read."""
     path = source.path if tokenizer is None else Path(tokenizer).expanduser()
     if path is None or path.suffix == ".json":
         return path
@@ -325,7 +332,8 @@ def _storage_of(model: Any) -> dict[str, Any]:
 
 
 def _session_limits(config: EngineConfig, pools: PoolSizes) -> SessionLimits:
-    """Other prompts keep a quarter of the checkpoints: a state is large, and few are many sessions."""
+    """A quarter of the checkpoints stays for other prompts: states are large, and a few fill the
+    pool."""
     num_bytes = pools.num_bytes // 2 if config.session_gb is None else int(config.session_gb * GB)
     return SessionLimits(
         max_bytes=num_bytes,

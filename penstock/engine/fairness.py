@@ -1,8 +1,8 @@
-"""Whose turn it is: the order in which waiting sequences may be admitted, and what is a tenant's share.
+"""The order in which waiting sequences are admitted, and what each tenant's share is.
 
-Tenants, who send one API key each, are served in turn: next is the one that has had the least, in tokens
-(a virtual token counter each). Within a tenant the order is that of being due, as it is where there is only
-one. Never touches a tensor, and never looks into the cache.
+Tenants, one per API key, are served in turn: the next one is the tenant that has received the
+fewest tokens so far (a virtual token counter each). Within a tenant, and where there is only one,
+sequences are ordered by due time. Never touches a tensor, and never looks into the cache.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from itertools import chain
 
 from penstock.types import Sequence
 
-# A request that is due so much later is background work, as a batch's requests are. Beside others it has one
-# row in so many: more rows make every step longer.
+# A request that is due so much later is background work, like the requests of a batch. Beside
+# others it gets one row in so many: more rows make every step longer.
 BACKGROUND_S = 3600.0
 BACKGROUND_SHARE = 8
 
-# A decoded token reads all weights for one row; of a prompt, many tokens share that.
+# A decoded token reads all weights for one row; the tokens of a prompt share that.
 DECODE_COST = 4
 
 
@@ -29,13 +29,15 @@ def due_order(sequence: Sequence) -> tuple[float, int]:
 
 
 class WaitingLine:
-    """The sequences without a row, and what every tenant that has sequences here was given so far."""
+    """The sequences without a row, and the service that each tenant with sequences here has
+    received."""
 
     def __init__(self) -> None:
-        self._resumed: list[Sequence] = []  # both by when they are due
+        self._resumed: list[Sequence] = []  # both ordered by due time
         self._of_tenant: dict[str, list[Sequence]] = {}  # none is empty
-        self._num_here: Counter[str] = Counter()  # of each tenant: those that wait or run
-        self._served: dict[str, int] = {}  # of those tenants: tokens, less what all of them have had
+        self._num_here: Counter[str] = Counter()  # of each tenant: waiting and running sequences
+        # Of these tenants: tokens, less what all of them have received.
+        self._served: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._resumed) + sum(map(len, self._of_tenant.values()))
@@ -49,7 +51,7 @@ class WaitingLine:
         return len(self._num_here)
 
     def enter(self, sequence: Sequence) -> None:
-        """A new sequence. A tenant that was away is owed nothing for that time."""
+        """Adds a new sequence. A tenant that was away gets no credit for that time."""
         tenant = sequence.request.tenant
         if tenant not in self._num_here:
             self._served[tenant] = min(self._served.values(), default=0)
@@ -57,7 +59,7 @@ class WaitingLine:
         self.add(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """It has ended, and does not wait any more."""
+        """Removes a sequence that has ended without a row."""
         tenant = sequence.request.tenant
         self._num_here[tenant] -= 1
         if not self._num_here[tenant]:
@@ -73,7 +75,7 @@ class WaitingLine:
             del self._of_tenant[tenant]
 
     def _line_of(self, sequence: Sequence) -> list[Sequence]:
-        """A reply that has begun elsewhere had a row, and somebody reads it: it comes before all others."""
+        """A reply that began on another engine had a row and a reader: it comes before all others."""
         if sequence.request.num_resumed_tokens and not sequence.num_preemptions:
             return self._resumed
         return self._of_tenant.setdefault(sequence.request.tenant, [])
@@ -82,7 +84,7 @@ class WaitingLine:
         self._served[sequence.request.tenant] += DECODE_COST if is_decode else num_tokens
 
     def in_turn(self, now_s: float) -> Iterator[Sequence]:
-        """Must be read to its end, or left, before a sequence is added or removed."""
+        """Read it to its end, or abandon it, before a sequence is added or removed."""
         yield from self._resumed
         if len(self._of_tenant) == 1:
             yield from next(iter(self._of_tenant.values()))
@@ -102,16 +104,17 @@ class WaitingLine:
     def _head(
         self, tenant: str, index: int, num_served: int, now_s: float
     ) -> tuple[bool, float, tuple[float, int], int, int, str]:
-        """Before others: who is due already, and of those the tenant that was served least."""
+        """Sequences that are already due come first; among them, the tenant that was served least."""
         order = due_order(self._of_tenant[tenant][index])
         is_early = order[0] > now_s
         return is_early, order[0] if is_early else num_served, order, num_served, index, tenant
 
 
 def by_rank(running: Iterable[Sequence]) -> list[Sequence]:
-    """The first of every tenant, then the second of every tenant, and so on; `running` is by when due.
+    """The first of every tenant, then the second of every tenant, and so on; `running` is ordered
+    by due time.
 
-    Who is last has to give up its row first: one of the tenant that has most.
+    The last one is preempted first: it belongs to the tenant that has most.
     """
     ranks: Counter[str] = Counter()
     ranked = []
@@ -122,10 +125,11 @@ def by_rank(running: Iterable[Sequence]) -> list[Sequence]:
 
 
 class Background:
-    """What runs behind all others: at most so many rows decode beside them, and all where there are none."""
+    """Work behind all other requests: only so many of its rows decode beside others, and all of
+    them when there are no others."""
 
     def __init__(self, running: list[Sequence], now_s: float, max_rows: int) -> None:
-        """`running` is by when due."""
+        """`running` is ordered by due time."""
         self._latest_s = now_s + BACKGROUND_S
         self.num_running = len(running) - bisect_right(running, self._latest_s, key=lambda one: one.due_s)
         is_alone = self.num_running == len(running)
@@ -135,12 +139,12 @@ class Background:
         return sequence.due_s > self._latest_s
 
     def holds_back(self, sequence: Sequence) -> bool:
-        """Whether one that waits has to go on waiting, though there may be a row."""
+        """Whether a waiting one must wait on, although there may be a free row."""
         return self.includes(sequence) and self.num_running >= self.max_rows
 
 
 class Holdings:
-    """What tenants hold of rows and pages, as parts of all there are."""
+    """The rows and pages that tenants hold, as shares of all."""
 
     def __init__(self, running: list[Sequence], num_tenants: int, max_rows: int, num_pages: int) -> None:
         self._running = running
@@ -155,13 +159,14 @@ class Holdings:
         return max(num_rows / self._max_rows, num_pages / self._num_pages)
 
     def are_within_share(self, sequence: Sequence, num_pages: int) -> bool:
-        """Whether they are, of its tenant, when it has a row and so many pages."""
+        """Whether the sequence's tenant is within its share once it has a row and so many pages."""
         tenant = sequence.request.tenant
         return self._part(self._rows[tenant] + 1, self._pages[tenant] + num_pages) <= self._share
 
     def victim_for(self, sequence: Sequence, num_pages: int) -> Sequence | None:
-        """Whose row and pages this one may have, which needs so many: it stays within its tenant's share
-        then, and the other tenant has more than its own. Everybody keeps one row."""
+        """The sequence that may be preempted for this one, which needs so many pages: afterwards
+        this one's tenant is still within its share, and the victim's tenant was above its own.
+        Every tenant keeps one row."""
         needy = sequence.request.tenant
         if self._rows[needy] and not self.are_within_share(sequence, num_pages):
             return None

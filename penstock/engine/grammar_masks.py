@@ -1,10 +1,11 @@
-"""Replies held to a grammar or kept from words: which tokens each may say next, as bitmaps for the device.
+"""Replies constrained by a grammar or by banned words: which tokens may come next, as bitmaps for
+the device.
 
-Every constrained request has a matcher, which follows the tokens of its sequence as the host comes to know
-them: a request that was preempted and returns needs nothing. Grammars are compiled in a thread, so that an
-expensive one keeps nobody waiting but its own request, and masks are filled by llguidance's threads while the
-device computes the logits they are for. What one grammar may cost is limited; one that exceeds it ends its
-request and no other. When masks are due, and what happens to a request that failed, the engine decides.
+Every constrained request has a matcher, which follows the tokens of its sequence as they reach the
+host, so a preempted request needs nothing when it returns. Grammars are compiled in a thread, so
+that an expensive one delays only its own request, and llguidance's threads fill the masks while the
+device computes the logits. The cost of a grammar is limited; one that exceeds the limit ends only
+its own request. The engine decides when masks are due and what happens to a failed request.
 
 llguidance is imported when the first constrained request comes.
 """
@@ -32,16 +33,17 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 NUM_KEPT_GRAMMARS = 32
-ALL_ALLOWED = 0xFFFFFFFF  # of 32 tokens
+ALL_ALLOWED = 0xFFFFFFFF  # 32 tokens at once
 
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """What the constrained rows of one step may say; valid until the masks of the next step are filled."""
+    """The allowed tokens of the constrained rows of one step; valid until the next step's masks are
+    filled."""
 
-    places: list[int]  # [N] of these rows, among those that sample
+    places: list[int]  # [N] places of these rows among the sampling rows
     allowed: Tensor  # [N, words] int32, on the host
-    failures: list[tuple[str, str]]  # request ids, and why their grammars cannot go on
+    failures: list[tuple[str, str]]  # request ids, and why their grammars failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Prepared:
 
 
 class Constraint:
-    """One sequence, the words it must not say, and how far its matcher, if it has one, has followed it."""
+    """One sequence, its banned words, and how far its matcher, if it has one, has followed it."""
 
     def __init__(self, sequence: Sequence, matcher: LLMatcher | None) -> None:
         self.sequence = sequence
@@ -65,7 +67,7 @@ class Constraint:
         self._num_followed = sequence.num_prompt_tokens
 
     def follow(self) -> None:
-        """Takes in the tokens that are new; one that the grammar forbids leaves the matcher in error."""
+        """Consumes new tokens; a token that the grammar forbids leaves the matcher in error."""
         if self.matcher is None:
             return
         tokens = self.sequence.tokens
@@ -78,34 +80,36 @@ class Constraint:
 
 
 class GrammarCompiler:
-    """The vocabulary of a checkpoint as llguidance sees it, and the grammars that were compiled for it."""
+    """A checkpoint's vocabulary for llguidance, and the grammars that were compiled for it."""
 
     def __init__(self, tokenizer_file: Path | None, vocab_size: int) -> None:
         self._tokenizer_file = tokenizer_file
         self._vocab_size = vocab_size
         self._vocabulary: LLTokenizer | None = None
         self._failure: PenstockError | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the latest last; as they were made
+        # In their initial state, the latest last.
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def require(self) -> None:
-        """Raises why no request of this engine can be held to a grammar."""
+        """Raises an error if no request of this engine can have a grammar."""
         if self._failure is None and importlib.util.find_spec("llguidance") is None:
             self._failure = ConfigError(
-                "Replies cannot be held to a grammar here",
+                "This installation cannot enforce grammars",
                 "The package llguidance is not installed.",
                 "Install penstock with its dependencies.",
             )
         if self._failure is None and (self._tokenizer_file is None or not has_file(self._tokenizer_file)):
             self._failure = CheckpointError(
-                "Replies of this model cannot be held to a grammar",
-                f"There is no {self._tokenizer_file or 'tokenizer.json'}, which says what its tokens spell.",
+                "Grammars cannot be enforced for this model",
+                f"{self._tokenizer_file or 'tokenizer.json'}, which has the text of its tokens, "
+                "does not exist.",
                 "Serve a checkpoint with its tokenizer.",
             )
         if self._failure is not None:
             raise self._failure
 
     def load_vocabulary(self) -> LLTokenizer:
-        """The first call takes seconds if the vocabulary is large, and lets no other thread run."""
+        """The first call takes seconds for a large vocabulary, and blocks all other threads."""
         if self._vocabulary is None:
             self.require()
             self._vocabulary = self._read_vocabulary()
@@ -119,7 +123,7 @@ class GrammarCompiler:
             return LLTokenizer(read_text(self._tokenizer_file), n_vocab=self._vocab_size)
         except (OSError, ValueError) as error:
             self._failure = CheckpointError(
-                f"{self._tokenizer_file} does not fit the model",
+                f"{self._tokenizer_file} does not match the model",
                 f"{error}; the model has {self._vocab_size} token ids.",
                 "Fetch the checkpoint again.",
             )
@@ -132,7 +136,8 @@ class GrammarCompiler:
         if matcher is None:
             limits = LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS)
             matcher = LLMatcher(self.load_vocabulary(), grammar, log_level=0, limits=limits)
-            matcher.compute_bitmask()  # the first is the dearest, and shows what nothing can fulfil
+            # The first mask is the most expensive, and fails if nothing matches the grammar.
+            matcher.compute_bitmask()
             if matcher.is_error():
                 raise RequestError("The grammar cannot be enforced", problem_of(matcher), param="grammar")
         self._compiled[grammar] = matcher
@@ -149,7 +154,7 @@ class Constraints:
     is_pinned: bool
     _preparing: dict[str, tuple[Request, Future[LLMatcher]]] = field(default_factory=dict)
     _live: list[Constraint] = field(default_factory=list)
-    # One thread: the compiler's memory of grammars needs no lock.
+    # One thread, so the compiler's cache needs no lock.
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "grammar"))
     _executor: LLExecutor | None = None
     _allowed: Tensor | None = None  # [max_rows, words] int32
@@ -162,21 +167,21 @@ class Constraints:
         return request_id in self._preparing
 
     def prepare(self, request: Request) -> None:
-        """Starts to compile the request's grammar; `take_prepared` gives the request back."""
+        """Starts to compile the request's grammar; `take_prepared` returns the request."""
         self.compiler.require()
         assert request.sampling.grammar is not None
         future = self._thread.submit(self.compiler.compile, request.sampling.grammar)
         self._preparing[request.id] = request, future
 
     def drop(self, request_id: str) -> bool:
-        """Forgets a request that is being prepared; says whether there was one."""
+        """Forgets a request whose grammar is being compiled; returns whether there was one."""
         entry = self._preparing.pop(request_id, None)
         if entry is not None:
             entry[1].cancel()
         return entry is not None
 
     def wait(self, timeout_s: float) -> None:
-        """Until some grammar is compiled, for when there is nothing else to do."""
+        """Waits until a grammar is compiled, for when there is nothing else to do."""
         futures = [future for _, future in self._preparing.values()]
         concurrent.futures.wait(futures, timeout_s, concurrent.futures.FIRST_COMPLETED)
 
@@ -185,16 +190,17 @@ class Constraints:
         prepared = []
         for id in done:
             request, future = self._preparing.pop(id)
-            error = future.exception()  # of any kind: it is this request's, and the engine's work goes on
+            # Of any kind: it belongs to this request, and the engine continues.
+            error = future.exception()
             prepared.append(Prepared(request, future.result() if error is None else None, str(error or "")))
         return prepared
 
     def add(self, sequence: Sequence, matcher: LLMatcher | None = None) -> None:
-        """Without a matcher: it is only kept from words."""
+        """Without a matcher, only banned words apply."""
         self._live.append(Constraint(sequence, matcher))
 
     def rows_of(self, plan: StepPlan) -> list[tuple[int, Constraint]]:
-        """The constrained rows that sample in this step, with their places among all that do."""
+        """The constrained rows that sample in this step, with their places among all sampling rows."""
         if not self._live:
             return []
         self._live = [constraint for constraint in self._live if constraint.sequence.finish is None]
@@ -206,7 +212,7 @@ class Constraints:
         ]
 
     def fill(self, rows: list[tuple[int, Constraint]]) -> StepMasks:
-        """The masks of rows whose latest tokens the host knows. Rows that have ended since get none."""
+        """The masks of rows whose latest tokens the host knows. Rows that have ended get none."""
         rows = [(place, constraint) for place, constraint in rows if constraint.sequence.finish is None]
         allowed = self._buffer()[: len(rows)]
         words = allowed.numpy().view(np.uint32)
@@ -229,7 +235,7 @@ class Constraints:
                 self._translate_end(words[index], constraint)
         for index, (_, constraint) in enumerate(rows):
             if constraint.banned and not _forbid_words(words[index], constraint):
-                failures.append((constraint.sequence.id, "Of what it allows, bad_words forbid all."))
+                failures.append((constraint.sequence.id, "bad_words forbid every token that it allows."))
         return StepMasks([place for place, _ in rows], allowed, failures)
 
     def _run(self, jobs: list[tuple[LLMatcher, int]], allowed: Tensor) -> None:
@@ -245,24 +251,23 @@ class Constraints:
             self._executor.unsafe_compute_mask_ptr(jobs, allowed.data_ptr(), num_bytes, len(allowed))
 
     def _buffer(self) -> Tensor:
-        """The same in every step: the step that last copied from it has ended when the next is filled."""
+        """The same buffer in every step: the step that copied from it has ended when the next one
+        is filled."""
         if self._allowed is None:
             shape = (self.max_rows, -(-self.vocab_size // 32))
             self._allowed = torch.empty(shape, dtype=torch.int32, pin_memory=self.is_pinned)
         return self._allowed
 
     def _allow_all_but_ends(self, words: np.ndarray, constraint: Constraint) -> None:
-        """Before the grammar starts; a reply that ended now would never reach it."""
+        """For thinking before the grammar starts: a reply that ended now would never reach it."""
         words.fill(ALL_ALLOWED)
         is_control_token = self.compiler.load_vocabulary().is_special_token
         for token_id in constraint.sequence.request.end_token_ids:
-            if is_control_token(
-                token_id
-            ):  # a client's own stop may be any token, and then stops thinking too
+            if is_control_token(token_id):  # a client's own stop may be any token; then it stops thinking too
                 words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
 
     def _translate_end(self, words: np.ndarray, constraint: Constraint) -> None:
-        """llguidance says that the reply may end with one token; the request says which tokens those are."""
+        """llguidance marks the end with one token; the request says which tokens end its reply."""
         eos = self.compiler.load_vocabulary().eos_token
         bit = np.uint32(1 << eos % 32)
         if words[eos // 32] & bit:
@@ -272,7 +277,7 @@ class Constraints:
 
 
 def _forbid_words(words: np.ndarray, constraint: Constraint) -> bool:
-    """Whether anything is left to say."""
+    """Returns whether any token is still allowed."""
     sequence = constraint.sequence
     for token_id in constraint.banned.next_ids(sequence.tokens, sequence.num_prompt_tokens):
         words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
@@ -280,5 +285,5 @@ def _forbid_words(words: np.ndarray, constraint: Constraint) -> bool:
 
 
 def problem_of(matcher: LLMatcher) -> str:
-    """Why a matcher is in error, in a line."""
+    """Why a matcher is in error, in one line."""
     return matcher.get_error().partition("\n")[0].rstrip(".") + "."

@@ -1,8 +1,10 @@
-"""Decode steps of fixed sizes: static buffers in, the next tokens out, captured once as CUDA graphs.
+"""Decode steps of fixed sizes: static buffers in, the next tokens out, captured once as CUDA
+graphs.
 
-A graph replays what was launched when it was captured, on the memory it was captured with. So everything a
-step depends on is read on the device: four numbers a row from a static buffer, the rest from the row table.
-A step with fewer rows than a size is padded with the table's spare row, which owns page 0 and slot 0.
+A graph replays what was launched during its capture, on the same memory. So a step reads everything
+it depends on from the device: four numbers a row from a static buffer, the rest from the row table.
+A step with fewer rows than its size is padded with the table's padding row, which owns page 0 and
+slot 0.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ Launch = Callable[[], object]
 Key = TypeVar("Key")
 
 SAMPLING_MODES: tuple[SamplingMode, ...] = ("greedy", "drawn", "filtered")
-WHOLE_ROWS = 8  # most of a greedy step that is one graph
+WHOLE_ROWS = 8  # most rows of a greedy step that is one graph
 
 
 class Model(Protocol):
@@ -40,22 +42,22 @@ class Model(Protocol):
     def __call__(
         self, inputs: StepInputs, caches: Caches, only_last: bool = False
     ) -> Tensor:  # [T, H], or [R, H]
-        """With `only_last` for each row's last token, and then the last layer is computed for no other.
-        Layers without a cache are left out, see `warmup_layers`."""
+        """With `only_last`, returns only each row's last token, and computes the last layer only
+        for it. Skips layers without a cache, see `warmup_layers`."""
 
     def logits(self, hidden: Tensor, *, deterministic: bool) -> Tensor: ...  # [L, H] -> [L, vocab] float32
 
     def final_norm(self, hidden: Tensor) -> Tensor: ...  # [L, H] -> [L, H]
 
     def label_logits(self, hidden: Tensor) -> Tensor:  # [L, H] -> [L, labels] float32
-        """Only of models with a classifier."""
+        """Only for models with a classifier."""
 
     def cache_specs(self) -> list[CacheSpec]: ...
 
 
 def run_for_last_tokens(model: Model, inputs: StepInputs, caches: Caches) -> Tensor:  # [R, H]
-    """Where nothing may depend on what else is in a step, all tokens go through all layers: in a step with
-    somebody who wants the scores of a prompt they do."""
+    """In deterministic mode all tokens pass through all layers, because they do so in a step that
+    scores a prompt."""
     if inputs.deterministic:
         return model(inputs, caches)[inputs.last_tokens]
     return model(inputs, caches, only_last=True)
@@ -102,7 +104,7 @@ class DecodeStep:
         return self.model.logits(hidden, deterministic=self.deterministic)
 
     def choose(self, logits: Tensor, mode: SamplingMode) -> Tensor:  # [size] int64
-        """The next tokens, which are left in the row table for the next step."""
+        """Samples the next tokens and leaves them in the row table for the next step."""
         rows, positions = self.packed[0], self.packed[1] + 1
         token_ids = self.rows.draw(logits, rows, positions, mode)
         self.rows.last_token.index_copy_(0, rows, token_ids)
@@ -120,9 +122,8 @@ class DecodeStep:
         return packed
 
     def _spans(self) -> tuple[RowSpan, ...]:
-        """For references. Of a captured step only their number is true in every replay: kernels read the
-        lengths of contexts on the device.
-        """
+        """For the reference ops. In a captured step only the number of spans is valid in every
+        replay: kernels read the context lengths on the device."""
         spans = [RowSpan(1, plan.start + 1) for plan in self._loaded]
         return (*spans, *[RowSpan(1, 1)] * (self.size - len(spans)))
 
@@ -130,8 +131,9 @@ class DecodeStep:
 class DecodeGraphs:
     """The captured steps of an engine, by size and mode.
 
-    Greedy steps of few rows are one graph each. Others are two, the logits' and a small one behind it:
-    capturing takes seconds of every start, and the hand-over between graphs a few microseconds of a step.
+    A greedy step of few rows is one graph. Any other step is two, one for the logits and a small
+    one for sampling: captures take seconds of every start, the transition between two graphs only
+    microseconds of a step.
     """
 
     def __init__(self, model: Model, caches: list[LayerCache], rows: RowTable, deterministic: bool) -> None:
@@ -143,12 +145,13 @@ class DecodeGraphs:
 
     @property
     def num_captures(self) -> int:
-        """Of whole steps; a choice of tokens is a few kernels."""
+        """The number of whole steps; a sampling graph is only a few kernels."""
         return sum(1 + _is_whole(size, "greedy") for size in self._steps)
 
     @property
     def warmup(self) -> Warmup:
-        """Of every kernel: sizes between two powers of two have nearly all those of the larger one."""
+        """Launches every kernel: sizes between two powers of two use nearly all kernels of the
+        larger one."""
         by_bucket = {(size - 1).bit_length(): size for size in self._steps}
         launches = {size: partial(_launch_modes, self._new_warmup_step(size=size)) for size in self._steps}
         return Warmup.split(launches, ahead=by_bucket.values())
@@ -165,7 +168,7 @@ class DecodeGraphs:
             self._captured[size, "logits"] = graph, borrow(logits)
 
     def replay(self, plan: StepPlan, mode: SamplingMode) -> Tensor:  # [rows] int64, or [rows, vocab] float32
-        """Valid until the next replay; to be copied on the same stream."""
+        """Valid until the next replay; copy it on the same stream."""
         num_rows = len(plan.rows)
         size = min(size for size in self._steps if size >= num_rows)
         self._steps[size].load(plan.rows)
@@ -181,22 +184,22 @@ def _is_whole(size: int, mode: SamplingMode) -> bool:
 
 
 def _launch_modes(step: DecodeStep) -> None:
-    """Whatever its graphs will consist of."""
+    """Launches everything that its graphs will consist of."""
     logits = step.logits()
     for mode in SAMPLING_MODES:
         step.choose(logits, mode)
 
 
 def warmup_layers(model: Model, caches: Sequence[LayerCache]) -> Caches:
-    """The caches of layers that launch everything the model launches: the first of each kind, and the last,
-    which may compute less than others of its kind."""
+    """The caches of a few layers that together launch every kernel of the model: the first layer of
+    each kind, and the last one, which may compute less than others of its kind."""
     kinds = [_kind(layer) for layer in model.layers]
     chosen = {kinds.index(kind) for kind in kinds[:-1]} | {len(kinds) - 1}
     return [cache if index in chosen else None for index, cache in enumerate(caches)]
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """Its tensors' shapes, and the settings it was made with."""
+    """The shapes of its tensors and its settings."""
     settings = [
         (path, name, value)
         for path, module in layer.named_modules()
@@ -208,11 +211,12 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """What has to run before a capture, which can neither compile nor load a kernel. What it computes is
-    nobody's."""
+    """What must run before a capture, which can neither compile nor load a kernel. Its results are
+    discarded."""
 
-    ahead: list[Launch]  # in threads, to compile most kernels at the same time
-    after: list[Launch]  # here: what is left to compile, and what a thread has to itself
+    ahead: list[Launch]  # in threads, to compile most kernels in parallel
+    # In this thread: what is left to compile, and what a thread needs for itself.
+    after: list[Launch]
 
     @classmethod
     def split(cls, launches: Mapping[Key, Launch], ahead: Collection[Key]) -> Warmup:
@@ -222,7 +226,7 @@ class Warmup:
 
 
 def warm_up(kinds: Sequence[Warmup]) -> None:
-    """All that there is memory for: a step that finds none is not going to be taken either."""
+    """Launches all steps that there is memory for; a step without memory never runs later either."""
     ahead = [launch for kind in kinds for launch in kind.ahead]
     after = [launch for kind in kinds for launch in kind.after]
     for launch in [*launch_in_threads(ahead), *after]:
@@ -230,7 +234,7 @@ def warm_up(kinds: Sequence[Warmup]) -> None:
 
 
 def num_compile_threads() -> int:
-    """One for each core, but no more than there are free GB: libraries keep some 60 MB for every thread."""
+    """One for each core, but at most one per free GB: libraries keep some 60 MB for every thread."""
     num_cores = os.cpu_count() or 1
     if not torch.cuda.is_initialized():
         return num_cores
@@ -239,9 +243,9 @@ def num_compile_threads() -> int:
 
 
 def launch_in_threads(launches: Sequence[Launch]) -> list[Launch]:
-    """All of them at the same time: nearly all of compiling is done without Python's lock, and one kernel
-    after the other it would take minutes. Returns those that there was no memory for meanwhile."""
-    # A thread begins on the first device, whichever is the current one here.
+    """Launches all of them in parallel: compilation runs mostly without Python's lock, and serially
+    it would take minutes. Returns those that ran out of memory meanwhile."""
+    # A new thread starts on the first device, whichever one is current here.
     index = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def has_launched(launch: Launch) -> bool:
@@ -265,24 +269,26 @@ def _has_launched(launch: Launch) -> bool:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """torch has a class for its own allocations; libraries and the driver say it in words."""
+    """torch has a class for its own allocations; libraries and the driver only write it in the
+    message."""
     words = ("out of memory", "ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def is_decode(plan: StepPlan) -> bool:
-    """Whether every row goes on from its last sample."""
+    """Whether every row continues from its last sample."""
     return all(row.is_decode for row in plan.rows)
 
 
 def graph_sizes(max_rows: int) -> list[int]:
-    """Powers of two while steps are cheap; then so that padding costs at most an eighth to a quarter."""
+    """Powers of two while steps are cheap; larger sizes are spaced so that padding costs at most an
+    eighth to a quarter."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 32)]
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
 def capture(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Of what has been launched before: a capture can neither compile nor load a kernel."""
+    """Captures what has been launched before: a capture can neither compile nor load a kernel."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
@@ -295,8 +301,8 @@ def capture(run: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph,
 
 
 def borrow(tensor: Tensor) -> Tensor:
-    """The same memory, which its owner may hand on: of graphs in one pool only the last replay's result is
-    ever read, and the logits of all of them would be gigabytes."""
+    """The same memory without ownership, so that the pool can reuse it: of all graphs in one pool
+    only the last replay's result is read, and the logits of all of them would be gigabytes."""
     return torch.as_tensor(_Memory(tensor.__cuda_array_interface__))
 
 
@@ -307,5 +313,6 @@ class _Memory:
 
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all: memory that was freed on a stream is only for those who come after on the same."""
+    """One stream for all captures: memory that was freed on a stream can only be reused on the same
+    stream."""
     return torch.cuda.Stream(device)

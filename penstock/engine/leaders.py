@@ -1,9 +1,9 @@
-"""Prompts that are being computed, and the waiting requests that share a beginning with one of them.
+"""Prompts that are being computed, and the waiting requests that share a prefix with one of them.
 
-Waiting for a leader is cheaper than computing the same again: n replies share a prompt this way, and so do
-requests behind one document that come at once. A hybrid's follower needs a state where the two part, so the
-leader is told to leave a checkpoint there. A follower waits only while its leader gets there no later than it
-would itself. Never touches a tensor.
+Waiting for a leader is cheaper than computing the same prefix again: n replies share a prompt this
+way, and so do simultaneous requests about one document. On a hybrid a follower needs a state where
+the two prompts diverge, so the leader is told to leave a checkpoint there. A follower waits only
+while its leader reaches that place no later than the follower would. Never touches a tensor.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ class Leaders:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._sequences: set[Sequence] = set()
-        self._leaders: dict[bytes, Sequence] = {}  # by the digest of each page that is being computed
-        self._awaited: dict[Sequence, tuple[Sequence, int]] = {}  # follower -> its leader, tokens to wait for
+        # By the digest of each page that is being computed.
+        self._leaders: dict[bytes, Sequence] = {}
+        # Follower -> its leader, tokens to wait for.
+        self._awaited: dict[Sequence, tuple[Sequence, int]] = {}
 
     @property
     def is_empty(self) -> bool:
         return not (self._sequences or self._leaders or self._awaited)
 
     def add(self, sequence: Sequence) -> None:
-        """It has been admitted: the pages beyond its hit are being computed."""
+        """It has been admitted: it computes the pages beyond its hit."""
         self._awaited.pop(sequence, None)
         self._sequences.add(sequence)
         for digest in sequence.digests[sequence.num_computed // self._cache.page_size :]:
@@ -42,14 +44,14 @@ class Leaders:
                 del self._leaders[digest]
 
     def is_awaited(self, sequence: Sequence) -> bool:
-        """Whether what this sequence was found to wait for is still to come."""
+        """Whether the prefix that this sequence waits for is still to come."""
         leader, num_tokens = self._awaited.get(sequence, (None, 0))
         return leader is not None and self._is_pending(leader, num_tokens)
 
     def follow(self, sequence: Sequence, hit: PrefixHit) -> bool:
-        """Whether it waits for a longer prefix than `hit`, and for which one. If it computes that itself, it
-        leaves a checkpoint where it parts from the leader: others may do so, too.
-        """
+        """Whether it waits for a longer prefix than `hit`, and for which one. If it computes that
+        prefix itself, it leaves a checkpoint where it diverges from the leader: other prompts may
+        diverge there too."""
         page_size, max_hit = self._cache.page_size, self._cache.max_hit(sequence)
         num_hit, digests = hit.num_tokens // page_size, sequence.digests
         num_shared = longest_prefix(digests, max_hit // page_size, self._leaders.__contains__, low=num_hit)
@@ -67,7 +69,8 @@ class Leaders:
         return True
 
     def _place_to_wait_for(self, leader: Sequence, num_hit: int, num_shared: int) -> int | None:
-        """The furthest that the leader reaches no later than a follower which has `num_hit` tokens now."""
+        """The furthest place that the leader reaches no later than a follower with `num_hit`
+        tokens."""
         if self._cache.has_slots and not self._cache.keeps_checkpoints:
             return None
         if num_shared > leader.num_computed or not self._cache.has_slots:

@@ -1,5 +1,5 @@
-"""What a request's own numbers say about its whole life, settled when it comes: whether it can ever be
-served, where it must end, and which states of its prompt are worth keeping. Never touches a tensor.
+"""Per-request limits, computed at submit: whether the request can ever be served, how many tokens
+it may have, and which states of its prompt are worth a checkpoint. Never touches a tensor.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from penstock.cache.checkpoints import GUESS, LADDER
 from penstock.errors import ContextLengthError, RequestError
 from penstock.types import Request
 
-EDGE_TOKENS = 512  # prompts of block traces, and many caches, part at multiples of this
-RUNG_TOKENS = 8192  # what a prompt that parts from a long one anywhere computes again at most
+EDGE_TOKENS = 512  # many prompts, and the block traces of benchmarks, diverge at multiples of this
+RUNG_TOKENS = 8192  # a prompt that diverges from a long one anywhere recomputes at most this much
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     max_num_tokens: int  # of prompt and reply together
-    targets: dict[int, float]  # where a state of its prompt is worth saving, and how likely it is wanted
+    # Where to checkpoint its prompt's state, and how likely each one is used.
+    targets: dict[int, float]
 
     @classmethod
     def of(cls, request: Request, cache: Cache, max_model_len: int) -> RequestLimits:
-        """Raises why the request can never be served."""
+        """Raises an error if the request can never be served."""
         _require_room(request, cache, max_model_len)
         limits = [max_model_len]
         if request.sampling.max_tokens is not None:
@@ -34,11 +35,12 @@ class RequestLimits:
 
 
 def checkpoint_targets(request: Request, page_size: int) -> dict[int, float]:
-    """The page boundaries of a prompt where another prompt may part from it, and how likely each is.
+    """The page boundaries of a prompt where another prompt may diverge from it, and how likely each
+    is.
 
-    They are its end, the end of the system prompt (where the second message starts), the starts of the last
-    two messages, the last multiple of 512, all rounded down, and of a long prompt a sparse ladder. Where
-    prompts do part is learned while they come.
+    These are its end, the end of the system prompt (where the second message starts), the starts of
+    the last two messages, the last multiple of 512, all rounded down, and for a long prompt a
+    sparse ladder. The cache learns later where prompts really diverge.
     """
     last = len(request.token_ids) - 1
     starts = [start for start in request.boundaries if 0 < start <= last]
@@ -59,7 +61,7 @@ def _require_room(request: Request, cache: Cache, max_model_len: int) -> None:
     if num_prompt >= max_model_len:
         raise ContextLengthError(
             f"The prompt has {num_prompt} tokens",
-            f"The context holds {max_model_len}, one of them at least for the reply.",
+            f"The context is {max_model_len} tokens, and the reply needs at least one.",
             "Shorten the prompt, or raise --max-model-len.",
             param="prompt",
         )
@@ -77,14 +79,14 @@ def _require_room(request: Request, cache: Cache, max_model_len: int) -> None:
 
 
 def _require_room_to_pool(num_tokens: int, cache: Cache, max_model_len: int) -> None:
-    """Such a prompt has no reply, so it may fill the context."""
+    """A pooled prompt has no reply, so it may fill the context."""
     capacity = max_model_len
     if cache.max_sequence_tokens is not None:
         capacity = min(capacity, cache.max_sequence_tokens - 1)
     if num_tokens > capacity:
         raise ContextLengthError(
             f"The input has {num_tokens} tokens",
-            f"The context holds {max_model_len} and the cache {capacity} of them.",
+            f"The context is {max_model_len} tokens, and the cache has room for {capacity}.",
             "Shorten the input, raise --max-model-len, or give the cache more memory with --memory-gb.",
             param="input",
         )

@@ -1,4 +1,4 @@
-"""The engine as three calls on logits: prefill, decode, remove. Whoever calls chooses the tokens.
+"""The engine as three calls on logits: prefill, decode, remove. The caller chooses the tokens.
 
 It drives the same runner and cache as `Engine`, with plans of its own: no scheduler, no sampling.
 """
@@ -52,7 +52,7 @@ class LogitsEngine:
     ) -> Tensor:  # [batch, vocab]
         """Runs whole prompts and returns the logits after each. A known id is replaced."""
         if len(request_ids) != len(input_ids):
-            raise RequestError(f"{len(request_ids)} request ids came with {len(input_ids)} prompts")
+            raise RequestError(f"{len(request_ids)} request ids were given with {len(input_ids)} prompts")
         self._check_ids(request_ids)
         prompts = [self._checked_tokens(id, tokens) for id, tokens in zip(request_ids, input_ids)]
         self._check_room(request_ids, prompts)
@@ -74,7 +74,7 @@ class LogitsEngine:
         self._check_ids(request_ids)
         tokens = torch.as_tensor(token_ids).tolist()
         if len(tokens) != len(request_ids):
-            raise RequestError(f"{len(request_ids)} request ids came with {len(tokens)} tokens")
+            raise RequestError(f"{len(request_ids)} request ids were given with {len(tokens)} tokens")
         for id, token in zip(request_ids, tokens):
             self._known(id)
             check_token_ids(f"request {id!r}", [token], self.engine.info.vocab_size)
@@ -146,12 +146,14 @@ class LogitsEngine:
         if not request_ids:
             raise RequestError("The batch is empty", "", "Give at least one request id.")
         if len(set(request_ids)) != len(request_ids):
-            raise RequestError(f"A request id stands twice in {list(request_ids)}")
+            raise RequestError(f"A request id occurs twice in {list(request_ids)}")
 
     def _known(self, id: Hashable) -> None:
         if id not in self._requests:
             raise RequestError(
-                f"Request {id!r} is not here", f"Known are {list(self._requests)}.", "Prefill it first."
+                f"Request {id!r} is unknown",
+                f"The known ids are {list(self._requests)}.",
+                "Prefill it first.",
             )
 
     def _checked_tokens(self, id: Hashable, tokens: Tensor) -> tuple[int, ...]:
@@ -170,11 +172,12 @@ class LogitsEngine:
         longest = self.engine.info.max_model_len
         if length > longest:
             raise ContextLengthError(
-                f"Request {id!r} would have {length} tokens", f"The context holds {longest}."
+                f"Request {id!r} would have {length} tokens", f"The context is {longest} tokens."
             )
 
     def _check_room(self, request_ids: Sequence[Hashable], prompts: list[tuple[int, ...]]) -> None:
-        """Before anything changes: rows and pages must suffice once the replaced requests are gone."""
+        """Before anything changes: rows and pages must suffice after the replaced requests are
+        removed."""
         replaced = [self._requests[id] for id in request_ids if id in self._requests]
         if len(prompts) > len(self._free_rows) + len(replaced):
             raise CapacityError(

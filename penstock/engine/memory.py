@@ -1,7 +1,8 @@
-"""What the memory of a device is for, decided once at start from what the largest steps were seen to take.
+"""The memory plan of a device, made once at start from the measured peak of the largest steps.
 
-On a GPU a dry run launches them on a scratch cache, before the real one exists. It compiles their kernels,
-and its peak is what steps need. CUDA graphs and a reserve come off as well; pages and slots get the rest:
+On a GPU a dry run launches these steps on a scratch cache, before the real one exists. It compiles
+their kernels, and its peak is what steps need. CUDA graphs and a reserve are subtracted as well; pages
+and slots get the rest:
 
     [ weights | libraries, kernels | graphs | the largest step | reserve | slots | pages )
 """
@@ -21,25 +22,27 @@ from penstock.engine.runner import Runner
 from penstock.errors import CapacityError
 from penstock.progress import OnPhase, Phase, timed
 
-# Least GB of a GPU, tokens in a step on it, and in one of several requests.
+# GPUs of at least so many GB: tokens in a step of one request, and in a step of several.
 STEP_TOKENS = ((80, 32768, 16384), (40, 16384, 16384), (0, 4096, 4096))
 CPU_STEP_TOKENS = 512
 
-STEP_SHARE = 8  # a step takes at most this part of what the weights leave, if a smaller one is possible
-DRAFT_SHARE = 0.75  # of what the weights leave: rows and contexts that this much memory holds will fit
-RESERVE_SHARE = 0.02  # of what the weights leave: rounding, fragments, other processes
+# A step takes at most this part of the memory beside the weights, if a smaller step is possible.
+STEP_SHARE = 8
+# Of the memory beside the weights: rows and contexts are sized for this much, and will fit.
+DRAFT_SHARE = 0.75
+RESERVE_SHARE = 0.02  # of the memory beside the weights: rounding, fragmentation, other processes
 LEAST_RESERVE_BYTES = 256 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How much of a device each use of its memory gets, in bytes."""
+    """How many bytes of a device each use of its memory gets."""
 
     pools: PoolSizes
     page_size: int
     max_step_tokens: int
-    shared_step_tokens: int  # of several requests
-    step_bytes: int = 0  # the largest step, with every option of sampling
+    shared_step_tokens: int  # in a step of several requests
+    step_bytes: int = 0  # the largest step, with every sampling option
     graph_bytes: int = 0
     reserve_bytes: int = 0
 
@@ -57,7 +60,7 @@ class MemoryPlan:
 
 
 def build_runner(model: Any, config: EngineConfig, name: str, on_phase: OnPhase) -> tuple[MemoryPlan, Runner]:
-    """The runner of a model whose weights are in place, with its caches allocated and its graphs captured."""
+    """The runner for a model whose weights are loaded, with caches allocated and graphs captured."""
     device = model.device
     with timed("cache", on_phase) as report:
         plan, warmed = plan_memory(model, config, name, report)
@@ -76,7 +79,7 @@ def build_runner(model: Any, config: EngineConfig, name: str, on_phase: OnPhase)
         raise CapacityError(
             f"The cache of {name} leaves too little memory on {device}",
             f"A step needs {plan.step_bytes / GB:.2f} GB, {num_missing / GB:.2f} GB more than is free.",
-            f"Free memory on the GPU, or give --memory-gb {fitting_gb:.2f}.",
+            f"Free memory on the GPU, or set --memory-gb {fitting_gb:.2f}.",
         )
     return plan, runner
 
@@ -125,7 +128,8 @@ def plan_memory(
 
 
 def _usable_bytes(config: EngineConfig, device: torch.device) -> int:
-    """What is free, within `memory_share`. The CUDA context and other processes are not part of the share."""
+    """Free memory, within `memory_share`. The CUDA context and other processes do not count for the
+    share."""
     free = free_bytes(device)
     if config.memory_share is None:
         return free
@@ -135,7 +139,7 @@ def _usable_bytes(config: EngineConfig, device: torch.device) -> int:
 
 
 def _draft_pools(model: Any, config: EngineConfig, name: str, free: int) -> PoolSizes:
-    """How many rows and how long a context there will be: kernels and graphs are made for them."""
+    """The number of rows and the context length, which kernels and graphs are compiled for."""
     budget = int(DRAFT_SHARE * free) if config.memory_gb is None else int(config.memory_gb * GB)
     try:
         return _size(model, config, budget)
@@ -144,7 +148,7 @@ def _draft_pools(model: Any, config: EngineConfig, name: str, free: int) -> Pool
             raise
         if config.max_model_len is None:
             raise _too_tight(name, model.device, free) from error
-        # Whether so long a context fits is known when the steps have been measured.
+        # Whether so long a context fits is known only after the steps are measured.
         draft = _draft_pools(model, dataclasses.replace(config, max_model_len=None), name, free)
         return dataclasses.replace(draft, max_model_len=config.max_model_len)
 
@@ -165,8 +169,8 @@ def _size(model: Any, config: EngineConfig, budget: int, max_rows: int | None = 
 
 
 def _step_tokens(config: EngineConfig, device: torch.device) -> tuple[int, int]:
-    """At most, and of several requests. Long prompts are computed best in large steps; of many short ones the
-    first shall not wait for the last."""
+    """Most tokens of a step of one request, and of a step of several. Long prompts run best in
+    large steps; with many short ones, the first should not wait for the last."""
     if config.max_step_tokens is not None:
         return config.max_step_tokens, config.max_step_tokens
     memory = torch.cuda.get_device_properties(device).total_memory
@@ -177,8 +181,8 @@ def _given_budget(memory_gb: float, name: str, device: torch.device, available: 
     if memory_gb * GB > available:
         raise CapacityError(
             f"--memory-gb {memory_gb:g} is more than {device} has for the cache of {name}",
-            f"{max(available, 0) / GB:.2f} GB are left beside the weights, graphs and the largest step.",
-            "Give less, or leave it out: then the cache takes what is left.",
+            f"{max(available, 0) / GB:.2f} GB are left beside weights, graphs and the largest step.",
+            "Set less, or omit it: then the cache takes what is left.",
         )
     return int(memory_gb * GB)
 
@@ -187,6 +191,6 @@ def _too_tight(name: str, device: torch.device, free: int, num_needed: int = 0) 
     needed = f"; a step and graphs need {num_needed / GB:.2f} GB of it" if num_needed else ""
     return CapacityError(
         f"{name} fits on {device}, but leaves too little memory to run it",
-        f"Beside the weights {free / GB:.2f} GB are free{needed}.",
+        f"{free / GB:.2f} GB are free beside the weights{needed}.",
         "Free memory on the GPU, lower --max-rows or --max-step-tokens, or use a smaller model.",
     )

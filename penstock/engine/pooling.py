@@ -1,7 +1,8 @@
 """Vectors of prompts: hidden states of a step, pooled row by row. Launches and does not wait.
 
-The last token's state is read in the step that computes it. A mean is summed as chunks come: the row table
-keeps the sum between steps, in float64, so that it does not matter where chunks end.
+The last token's state is read in the step that computes it. A mean is summed chunk by chunk: the
+row table keeps the sum between steps, in float64, so that chunk boundaries do not change the
+result.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from penstock.engine.graphs import Model
 from penstock.engine.row_table import RowTable
 from penstock.types import Pooling, StepPlan
 
-MEAN_TOKENS = 1024  # of a prompt at a time: all states of a long one in float64 would be gigabytes
+# Tokens of a prompt at a time: all states of a long one in float64 would be gigabytes.
+MEAN_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PooledRows:
-    """The vectors of rows whose pooling is the same."""
+    """The vectors of rows with the same pooling."""
 
     rows: tuple[int, ...]
     vectors: Tensor  # [rows, width] float32
 
 
 def needs_every_state(plan: StepPlan) -> bool:
-    """Whether a row of the step wants more than the hidden state of its last token."""
+    """Whether a row of the step needs more than the hidden state of its last token."""
     return any(
         row.prompt_targets is not None or (row.pooled is not None and row.pooled.pooling.kind == "mean")
         for row in plan.rows
@@ -43,7 +45,7 @@ def pool_rows(
     last: Tensor,  # [R, H]  of each row's last token
     deterministic: bool,
 ) -> list[PooledRows]:
-    """Of the rows whose prompts this step completes."""
+    """For the rows whose prompts this step completes."""
     if hidden is not None:
         _add_to_sums(model, table, plan, hidden)
     places: dict[Pooling, list[int]] = {}
@@ -68,7 +70,7 @@ def pool_rows(
 def _read_states(
     model: Model, table: RowTable, last: Tensor, pooling: Pooling, deterministic: bool
 ) -> Tensor:
-    """[rows, H] -> [rows, width] float32: the states themselves, or what a head makes of them."""
+    """[rows, H] -> [rows, width] float32: the states themselves, or a head's output for them."""
     if pooling.logit_ids:
         return model.logits(last, deterministic=deterministic)[:, table.upload(pooling.logit_ids)]
     if pooling.is_classified:

@@ -1,7 +1,7 @@
-"""How many pages and slots a memory budget buys, and how many requests that serves. No tensors.
+"""How many pages and slots fit a memory budget, and how many requests that serves. No tensors.
 
-A hybrid model pays for a sequence twice: a slot whatever its length, and pages by its length. Slots come
-first, because a sequence without one cannot run at all; but they never take more than half of the budget.
+A sequence of a hybrid model needs a slot, whatever its length, and pages for its length. Slots are
+sized first, because no sequence runs without one, but they never take more than half of the budget.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock.types import CacheSpec, KVSpec, StateSpec
 
 GB = 1e9
 CHECKPOINT_SHARE = 3  # of scarce slots, the part that running sequences leave to the prefix cache
-GOOD_CHECKPOINTS = 64  # where there is memory for them, however few sequences may run
+GOOD_CHECKPOINTS = 64  # if memory allows, however few sequences may run
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class PoolSizes:
 
     @property
     def shapes(self) -> tuple[int, int]:
-        """What kernels and graphs are made for."""
+        """The sizes that kernels and graphs are compiled for."""
         return self.max_rows, self.max_model_len
 
     def describe(self, page_size: int) -> str:
@@ -60,21 +60,21 @@ def size_pools(
 ) -> PoolSizes:
     if max_model_len is not None and max_model_len > max_position:
         raise ConfigError(
-            f"max_model_len is {max_model_len:,}, and the model knows {max_position:,} positions",
-            "What stands behind them it was never trained for.",
-            f"Give --max-model-len {max_position} or less, or leave it out.",
+            f"max_model_len is {max_model_len:,}, and the model has {max_position:,} positions",
+            "The model was not trained on longer contexts.",
+            f"Use --max-model-len {max_position} or less, or omit it.",
         )
     page_bytes = page_size * element_bytes * sum(s.num_elements for s in specs if isinstance(s, KVSpec))
     slot_bytes = sum(s.num_bytes(element_bytes, state_bytes) for s in specs if isinstance(s, StateSpec))
 
     num_slots = max_checkpoints = 0
     if slot_bytes:
-        affordable = budget_bytes // (2 * slot_bytes) - 1  # slot 0 is nobody's
+        affordable = budget_bytes // (2 * slot_bytes) - 1  # slot 0 is reserved
         if affordable < 1:
             raise CapacityError(
-                f"The cache budget of {budget_bytes / GB:.3g} GB holds no sequence",
+                f"The cache budget of {budget_bytes / GB:.3g} GB is too small for one sequence",
                 f"One sequence's state takes {slot_bytes / GB:.3g} GB; states may use half of the budget.",
-                f"Give at least --memory-gb {1.005 * 4 * slot_bytes / GB:.3g}.",  # 3 digits may round down
+                f"Use at least --memory-gb {1.005 * 4 * slot_bytes / GB:.3g}.",  # 3 digits may round down
             )
         num_kept = affordable // CHECKPOINT_SHARE if prefix_cache and checkpoint_bytes is None else 0
         max_rows = min(max_rows, affordable - num_kept)
@@ -89,7 +89,7 @@ def size_pools(
     length = max_model_len or max_position
     if page_bytes:
         left = budget_bytes - num_slots * slot_bytes
-        affordable = left // page_bytes - 1  # page 0 is nobody's
+        affordable = left // page_bytes - 1  # page 0 is reserved
         needed = -(-length // page_size)
         if affordable < (needed if max_model_len is not None else 1):
             raise CapacityError(
@@ -99,6 +99,6 @@ def size_pools(
                 f"Lower --max-model-len to {max(affordable, 0) * page_size} or raise --memory-gb.",
             )
         length = min(length, affordable * page_size)
-        # More than every row at full length, twice over for cached prefixes, would never be used.
+        # More than twice every row at full length, for cached prefixes, would never be used.
         num_pages = 1 + min(affordable, 2 * max_rows * -(-length // page_size))
     return PoolSizes(max_rows, length, num_pages, num_slots, max_checkpoints, page_bytes, slot_bytes)

@@ -1,7 +1,8 @@
 """Short prompts, beside decodes or alone, as CUDA graphs of a few fixed sizes.
 
-A layer of a prompt is a dozen launches. Of a long prompt each keeps the device busy for longer than the host
-needs for the next; of a short one, as after a cached prefix, the host would be what takes the time.
+A layer of a prompt is a dozen launches. In a long prompt each of them keeps the device busy for
+longer than the host needs for the next one; in a short prompt, as after a cached prefix, the host
+would limit the speed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from penstock.types import RowPlan
 PROMPT_TOKENS = (64, 128, 256, 512, 1024)
 DECODES = (0, 1, 4, 16, 32, 64)
 MAX_PROMPTS = 8
-LONG_TOKENS = (2048, 4096, 8192, 16384, 32768)  # of prompts launched as they come; every kernel they use
-THREAD_TOKENS = 8192  # the longest of which several are launched at the same time
+# Prompts that are launched eagerly; these sizes use every kernel.
+LONG_TOKENS = (2048, 4096, 8192, 16384, 32768)
+THREAD_TOKENS = 8192  # longest prompt that several threads may launch at the same time
 
 
 class PrefillStep:
@@ -89,7 +91,8 @@ class PrefillGraphs:
 
     @property
     def warmup(self) -> Warmup:
-        """Of every kernel, see `DecodeGraphs`; the longest prompts have memory one at a time."""
+        """Launches every kernel, see `DecodeGraphs`; memory for the longest prompts suffices for
+        one at a time."""
         sizes = [*self._long_sizes, *self._sizes]
         by_bucket = {
             ((size.num_tokens - 1).bit_length(), size.num_decodes.bit_length()): size
@@ -112,7 +115,7 @@ class PrefillGraphs:
         return next((size for size in self._sizes if size.holds(counts)), None)
 
     def replay(self, rows: Sequence[RowPlan], size: StepSize) -> Tensor:  # [L, vocab] float32
-        """The logits of the rows that sample, in the order of the plan."""
+        """The logits of the sampling rows, in the order of the plan."""
         step, graph, logits = self._steps[size]
         step.load(rows)
         graph.replay()
@@ -121,7 +124,7 @@ class PrefillGraphs:
 
 
 def prefill_sizes(max_rows: int, max_step_tokens: int) -> list[StepSize]:
-    """In the order in which a step is to be tried: the least work first."""
+    """In the order in which to try them: the least work first."""
     return [
         StepSize(num_decodes, _num_prompts(num_tokens, max_rows), num_tokens)
         for num_tokens in PROMPT_TOKENS
@@ -132,5 +135,5 @@ def prefill_sizes(max_rows: int, max_step_tokens: int) -> list[StepSize]:
 
 
 def _num_prompts(num_tokens: int, max_rows: int) -> int:
-    """Prompts shorter than a chunk are rare enough to be launched as they come when there are many."""
+    """Steps with many prompts shorter than a block are rare, so they are launched eagerly."""
     return min(num_tokens // CHUNK, MAX_PROMPTS, max_rows)

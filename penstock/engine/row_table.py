@@ -1,8 +1,8 @@
-"""What the device keeps about each running sequence, and how a plan becomes the inputs of one step.
+"""What the device stores for each running sequence, and how a plan becomes the inputs of one step.
 
-A sequence holds its *row* from admission to its end: page table, last sampled token and sampling
-parameters live here and are addressed by row number. A step's own numbers travel in one host array and
-one copy; everything that can be derived is derived on the device, so that nothing waits for it.
+A sequence keeps its *row* from admission to its end: page table, last sampled token and sampling
+parameters are stored here, by row number. A step's own numbers travel in one host array and one
+copy; the device derives everything else, so that nothing waits for it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from penstock.engine.step_inputs import pack_step, span_of
 from penstock.layers.inputs import RowSpan, StepInputs
 from penstock.types import Admission, PageUpdate, RowPlan, SamplingParams, StepPlan
 
-# How far a step goes: to the logits, or to tokens that are greedy, drawn, or drawn after top_k, top_p, min_p.
+# How far a step goes: to the logits, or to tokens that are greedy, sampled, or sampled after top_k,
+# top_p and min_p.
 SamplingMode = Literal["logits", "greedy", "drawn", "filtered"]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingNeeds:
-    """How the rows that sample in a step want it, on the host: what nobody asked for is skipped."""
+    """What the sampling rows of a step need, known on the host: what no row needs is skipped."""
 
-    params: tuple[SamplingParams, ...]  # in the order of the rows
+    params: tuple[SamplingParams, ...]  # in row order
     has_forbidden_ends: bool
 
     @property
@@ -53,12 +54,12 @@ class SamplingNeeds:
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """The most any row wants; None when no row wants any."""
+        """The most that any row asks for; None: no row asks for logprobs."""
         return max((params.logprobs for params in self.params if params.logprobs is not None), default=None)
 
     @property
     def are_plain(self) -> bool:
-        """Whether the next tokens are all that is wanted, from the logits as they are."""
+        """Whether the step only needs next tokens from unchanged logits."""
         is_changed = self.has_forbidden_ends or self.has_biases or self.has_penalties
         return not (is_changed or self.num_top_logprobs is not None)
 
@@ -68,9 +69,9 @@ class SampleInputs:
     """What the sampler needs on the device for the L rows that sample in this step."""
 
     rows: Tensor  # [L] int64
-    positions: Tensor  # [L] int64  of the tokens that are drawn
+    positions: Tensor  # [L] int64  of the sampled tokens
     biases: Entries | None
-    forbidden_ends: Entries | None  # of rows that are too short to end
+    forbidden_ends: Entries | None  # for rows that may not end yet
 
 
 class RowTable:
@@ -89,12 +90,14 @@ class RowTable:
         self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
         # One column for each name in _SAMPLING_PARAMS.
         self.sampling_params = torch.zeros(num_rows, len(_SAMPLING_PARAMS), device=device)
-        self.generated: Tensor | None = None  # [rows, vocab] int32, made when a request first has penalties
+        # [rows, vocab] int32, allocated for the first request with penalties.
+        self.generated: Tensor | None = None
         self.in_prompt: Tensor | None = None  # [rows, vocab] bool
-        self.sums: Tensor | None = None  # [rows, H] float64, made when a request first wants a mean
+        # [rows, H] float64, allocated for the first request with mean pooling.
+        self.sums: Tensor | None = None
         self._biases = LogitBiases(self.upload)
         self._forbidden_ends = LogitBiases(self.upload)
-        self._may_end_at = [0] * num_rows  # the first position where a row may have an end token
+        self._may_end_at = [0] * num_rows  # the first position where a row may sample an end token
         self._params = [SamplingParams()] * num_rows
 
     @classmethod
@@ -111,18 +114,18 @@ class RowTable:
         return self.sampling_params[rows, _SAMPLING_PARAMS.index(name)]
 
     def sum_of(self, row: int, width: int, *, is_new: bool) -> Tensor:  # [H] float64
-        """Of the hidden states of a row's prompt so far, to be added to."""
+        """The running sum of the hidden states of a row's prompt; the caller adds to it."""
         if self.sums is None:
             self.sums = torch.zeros(len(self._params), width, dtype=torch.float64, device=self.device)
         return self.sums[row].zero_() if is_new else self.sums[row]
 
     def update(self, plan: StepPlan) -> None:
-        """Takes in what the plan says about its rows for longer than one step."""
+        """Applies what the plan says about its rows beyond this step."""
         self._admit(plan.admissions)
         self._update_pages(plan.page_updates)
 
     def set_last_tokens(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
-        """For rows that go on from a token of the host's instead of their last sample."""
+        """For rows that continue from a token of the host instead of their last sample."""
         on_device, tokens = self.upload([rows, token_ids])
         self.last_token.index_copy_(0, on_device, tokens)
 
@@ -133,7 +136,7 @@ class RowTable:
     def draw(
         self, logits: Tensor, rows: Tensor, positions: Tensor, mode: SamplingMode
     ) -> Tensor:  # [L] int64
-        """The next tokens of `rows`, at `positions`, by the rows' own parameters."""
+        """Samples the next tokens of `rows`, at `positions`, with each row's own parameters."""
         if mode == "greedy":
             return logits.argmax(-1)
         return ops.sample(
@@ -187,7 +190,7 @@ class RowTable:
     def step_inputs(self, rows: tuple[RowPlan, ...], deterministic: bool) -> StepInputs:
         packed = pack_step(rows)
         spans = tuple([span_of(row) for row in rows])
-        num_pages = self.page_table.shape[1]  # of which kernels know their form: it was compiled at start
+        num_pages = self.page_table.shape[1]  # fixed width: kernels were compiled for this stride
         if self.device.type == "cpu":
             num_pages = -(-max(span.context_len for span in spans) // self.page_size)
         numbers = self.upload(packed.numbers)
@@ -238,7 +241,7 @@ class RowTable:
         return self.stage(values, dtype).to(self.device, non_blocking=True)
 
     def stage(self, values: object, dtype: torch.dtype = torch.int64) -> Tensor:
-        """The values on the host, where a copy to the device may take them from behind its back."""
+        """The values on the host, where an asynchronous copy to the device can read them."""
         host = torch.as_tensor(np.asarray(values), dtype=dtype)
         # A fresh pinned tensor each time: the copy may still be reading the last one.
         return host.pin_memory() if self.device.type == "cuda" else host

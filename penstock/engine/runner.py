@@ -28,15 +28,15 @@ from penstock.layers.inputs import LayerCache
 from penstock.progress import OnPhase
 from penstock.types import PromptScores, PromptTargets, StepOutput, StepPlan, TokenLogprob
 
-TARGET_ROWS = 64  # of logits at a time: a vocabulary has hundreds of thousands
+TARGET_ROWS = 64  # rows of logits at a time: a row has hundreds of thousands
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
-Scores = tuple[Tensor, Tensor, Tensor]  # log-probabilities [T], of the likeliest [T, k], their ids [T, k]
+Scores = tuple[Tensor, Tensor, Tensor]  # logprobs [T], top logprobs [T, k], top ids [T, k]
 
 
 class PendingStep:
-    """A step on its way: its results are being copied to the host."""
+    """A launched step whose results are being copied to the host."""
 
     def __init__(
         self,
@@ -110,13 +110,14 @@ class PendingStep:
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
-    """Starts the copy; only pinned memory lets it run behind the host's back."""
+    """Starts an asynchronous copy, which needs pinned memory."""
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedLogits:
-    """The first half of a step. Valid until the next launch: graphs write their logits to the same place."""
+    """The first half of a step. Valid until the next launch: graphs write their logits to the same
+    memory."""
 
     plan: StepPlan
     needs: SamplingNeeds
@@ -126,7 +127,7 @@ class LaunchedLogits:
 
 
 def _on_its_device(method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """For methods of `Runner` that launch: the current device may be another engine's."""
+    """For methods of `Runner` that launch: another engine's device may be the current one."""
 
     @functools.wraps(method)
     def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -149,7 +150,7 @@ class Runner:
 
     @classmethod
     def for_pools(cls, model: Any, config: EngineConfig, pools: PoolSizes) -> Runner:
-        """With device memory for these pools, and no graphs yet."""
+        """Allocates the caches for these pools; captures no graphs."""
         caches = allocate_caches(
             model.cache_specs(),
             num_pages=pools.num_pages,
@@ -168,18 +169,19 @@ class Runner:
 
     @_on_its_device
     def warm_up(self, max_step_tokens: int) -> None:
-        """Launches every kernel once, if there is memory for its step: a capture can compile none."""
+        """Launches every kernel once, if there is memory for its step: a capture cannot compile
+        kernels."""
         warm_up([graphs.warmup for graphs in self.graphs_to_capture(max_step_tokens)])
         for cache in self.caches:
-            cache.forget_nobodys()  # what steps wrote over each other
-        torch._C._cuda_clearCublasWorkspaces()  # each thread has had one
+            cache.forget_nobodys()  # warm-up steps wrote over each other there
+        torch._C._cuda_clearCublasWorkspaces()  # each warm-up thread allocated one
 
     @_on_its_device
     def capture(self, max_step_tokens: int, on_phase: OnPhase) -> None:
-        """From here on decode steps and short prompts are replayed instead of launched."""
+        """From here on, decode steps and short prompts are graph replays instead of launches."""
         prompts, decodes = self.graphs_to_capture(max_step_tokens)
-        torch.cuda.empty_cache()  # graphs cannot take what is kept for others
-        pool = torch.cuda.graph_pool_handle()  # one for all: only one of them runs at a time
+        torch.cuda.empty_cache()  # a graph cannot use memory that the allocator keeps for others
+        pool = torch.cuda.graph_pool_handle()  # one pool for all: only one graph runs at a time
         for graphs in (prompts, decodes):
             graphs.capture(pool, on_phase)
         self.prefill_graphs, self.graphs = prompts, decodes
@@ -194,7 +196,8 @@ class Runner:
 
     @_on_its_device
     def launch_logits(self, plan: StepPlan) -> LaunchedLogits:
-        """Half of `launch`, for steps whose masks the host makes meanwhile; `launch_sampling` is the rest."""
+        """Half of `launch`, for steps whose masks the host fills meanwhile; `launch_sampling` is
+        the rest."""
         self.rows.update(plan)
         return self._launch_forward(plan, self.rows.sampling_needs(plan))
 
@@ -207,10 +210,10 @@ class Runner:
 
     @_on_its_device
     def logits(self, plan: StepPlan) -> Tensor:  # [L, vocab] float32
-        """One step whose tokens somebody else chooses."""
+        """One step whose tokens the caller chooses."""
         self.rows.update(plan)
         logits = self._forward(plan)
-        return logits if self.graphs is None else logits.clone()  # the next replay writes over them
+        return logits if self.graphs is None else logits.clone()  # the next replay overwrites them
 
     def _launch_forward(self, plan: StepPlan, needs: SamplingNeeds) -> LaunchedLogits:
         if all(row.prompt_targets is None and row.pooled is None for row in plan.rows):
@@ -262,10 +265,11 @@ class Runner:
     def _sample(
         self, logits: Tensor, sampling: SampleInputs, needs: SamplingNeeds, masks: StepMasks | None
     ) -> list[Tensor]:
-        """Draws the next tokens and leaves them in the row table for the next step."""
+        """Samples the next tokens and leaves them in the row table for the next step."""
         rows, table = sampling.rows, self.rows
         num_top = needs.num_top_logprobs
-        raw = logits.clone() if num_top is not None else logits  # what follows edits in place
+        # The steps below edit logits in place.
+        raw = logits.clone() if num_top is not None else logits
         if needs.has_penalties:
             assert table.generated is not None
             assert table.in_prompt is not None

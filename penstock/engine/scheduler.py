@@ -1,10 +1,10 @@
 """Decides which sequences run in the next step and with how many tokens. Never touches a tensor.
 
-A request waits, takes a row, is prefilled in chunks, decodes one token a step, and leaves. `plan` may be
-called before the previous output is committed: a sampled token that the host has not seen is counted in
-`num_in_flight`, and the row that continues from it has no token ids, the device has them. Every plan must
-be committed, in order. What a step was planned for is remembered by step and row, so that an output never
-reaches a sequence that took over the row later.
+A request waits, takes a row, is prefilled in chunks, decodes one token a step, and leaves. `plan`
+may be called before the previous output is committed: `num_in_flight` counts the sampled tokens
+that the host has not seen, and a row that continues from one has no token ids, because the device
+has them. Every plan must be committed, in order. The scheduler remembers each plan by step and row,
+so an output never reaches a sequence that took over the row later.
 """
 
 from __future__ import annotations
@@ -39,28 +39,30 @@ from penstock.types import (
 # Admissions leave one page for every running sequence, but at most this share of the pool.
 WATERMARK_SHARE = 8
 
-# How many seconds earlier or later one step of priority makes a request due. So it is overtaken only by those
-# who come soon after it, and nobody waits for ever.
+# One step of priority makes a request due this many seconds earlier or later. So only requests that
+# arrive soon after it can overtake it, and no request waits for ever.
 PRIORITY_STEP_S = 10.0
 
-# Pages that one plan may look up for admissions in turn, and as many for those out of turn: milliseconds of
-# work. All decodes wait for it, so the rest is admitted in the next plans.
+# Pages that one plan may look up for admissions in turn, and as many for those out of turn:
+# milliseconds of work. All decodes wait for the plan, so later plans admit the rest.
 MAX_PAGES_LOOKED_UP = 8192
 
-# Of the prompt tokens that are still to be computed, a step that also decodes takes this share.
+# A step that also decodes takes this share of the prompt tokens that are left to compute.
 BACKLOG_SHARE = 8
 
-# Log-probabilities of a prompt in one delta, alternatives included: some milliseconds of a server's time.
+# Log-probabilities of a prompt in one delta, alternatives included: a few milliseconds of server
+# time.
 DELTA_SCORES = 4096
 
-# A prompt that one step could compute is short. One part in so many of each step's prompt tokens belongs to
-# short prompts that stand behind long ones; to find them, a plan looks at so many, and so many in the cache.
+# A prompt that one step can compute is short. This share of each step's prompt tokens belongs to
+# short prompts behind long ones; a plan looks at so many candidates, and looks up so many in the
+# cache.
 SHORT_SHARE = 4
 MAX_SCANNED = 1024
 MAX_LOOKUPS = 8
 
-# How long a tenant with less than its share waits before another one, with more, is preempted for it, and how
-# long other tenants may pass a sequence that waits for memory.
+# How long a tenant below its share waits before a tenant above its share is preempted for it, and
+# how long other tenants may pass a sequence that waits for memory.
 PATIENCE_S = 1.0
 PASSED_S = 30.0
 
@@ -72,9 +74,9 @@ class Scheduler:
         max_rows: int,
         max_step_tokens: int,
         max_model_len: int,
-        shared_step_tokens: int | None = None,  # where a step is not one request's alone
-        mixed_step_tokens: int | None = None,  # what a step takes of prompts while others decode
-        bulk_share: float = 1.0,  # of the time, that long prompts have at least beside short requests
+        shared_step_tokens: int | None = None,  # of a step with more than one request
+        mixed_step_tokens: int | None = None,  # prompt tokens of a step while others decode
+        bulk_share: float = 1.0,  # least share of time for long prompts beside short requests
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
@@ -92,9 +94,11 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._limits: dict[Sequence, RequestLimits] = {}
         self._waiting = WaitingLine()
-        self._refused: Sequence | None = None  # was next, but the last plan had no row or memory for it
-        self._running: list[Sequence] = []  # by when they are due
-        self._decoding: set[Sequence] = set()  # of the running: those that continue from their last sample
+        # Was next, but the last plan had no row or memory for it.
+        self._refused: Sequence | None = None
+        self._running: list[Sequence] = []  # ordered by due time
+        # The running sequences that continue from their last sample.
+        self._decoding: set[Sequence] = set()
         self._free_rows = list(range(max_rows))
         self._in_flight: dict[int, list[Chunk]] = {}  # planned, not committed
         self._replaced_pages: list[PageUpdate] = []  # for the next plan
@@ -111,7 +115,7 @@ class Scheduler:
 
     @property
     def num_decoding(self) -> int:
-        """Of the running: those whose prompt is computed."""
+        """Running sequences whose prompt is computed."""
         return len(self._decoding)
 
     @property
@@ -120,14 +124,14 @@ class Scheduler:
 
     @property
     def holds_planning(self) -> bool:
-        """Whether the next plan had better wait for the step in flight to end."""
+        """Whether the next plan should wait until the step in flight ends."""
         return self._turns.holds_planning
 
     def submit(self, request: Request) -> Sequence:
         if request.id in self._sequences:
             raise RequestError(
-                f"A request with id {request.id!r} is already here",
-                "It waits or runs, and answers are told apart by their id.",
+                f"A request with id {request.id!r} is already running or queued",
+                "Answers are assigned to requests by id.",
                 "Use another id.",
             )
         limits = RequestLimits.of(request, self.cache, self.max_model_len)
@@ -149,7 +153,7 @@ class Scheduler:
         return TokenDelta(request_id, finish="abort", num_cached_tokens=sequence.num_cached_tokens)
 
     def plan(self) -> StepPlan | None:
-        """The next step. None: nothing can run before an outstanding output is committed, or at all."""
+        """The next step. None: nothing can run, now or before an outstanding output is committed."""
         self._make_room()
         self._turns.look(chain(self._running, islice(self._waiting, self.max_rows)))
         chunks, admitted = self._plan_short() if self._turns.must_wait else ([], [])
@@ -161,10 +165,11 @@ class Scheduler:
         self.cache.end_plan()
         return plan
 
-    def _plan_all(self) -> tuple[list[Chunk], list[Chunk]]:  # all, and of those the admitted ones
+    # All chunks, and the admitted ones among them.
+    def _plan_all(self) -> tuple[list[Chunk], list[Chunk]]:
         chunks = self._plan_decodes()
         budget = self._prompt_budget(len(chunks))
-        if self._turns.is_contended:  # somebody reads along
+        if self._turns.is_contended:  # an interactive request is present
             budget = min(budget, max(self.page_size, self.mixed_step_tokens // 2))
         prompts = [sequence for sequence in self._in_rank() if sequence not in self._decoding]
         overtaking, admitted = self._plan_overtakers(prompts, budget)
@@ -175,7 +180,7 @@ class Scheduler:
         return chunks + overtaking + prefills + admitted, admitted
 
     def _plan_short(self) -> tuple[list[Chunk], list[Chunk]]:
-        """A step without bulk, which has had its turn."""
+        """A step without bulk, which took part in an earlier one."""
         chunks = self._plan_decodes(with_bulk=False)
         budget = self._prompt_budget(len(chunks))
         prompts = [sequence for sequence in self._in_rank() if sequence not in self._decoding]
@@ -187,7 +192,8 @@ class Scheduler:
         return chunks + admitted, admitted
 
     def commit(self, output: StepOutput) -> list[TokenDelta]:
-        """Takes the sampled tokens of a step; sequences that ended since it was planned ignore theirs."""
+        """Takes the sampled tokens of a step; sequences that have ended since its plan ignore
+        theirs."""
         self._turns.note_done(output.step)
         deltas: list[TokenDelta] = []
         scores, vectors = output.prompt_scores, output.vectors
@@ -209,12 +215,12 @@ class Scheduler:
         return deltas
 
     def _in_rank(self) -> list[Sequence]:
-        """The running ones, the last of which is the first to give up its row."""
+        """The running sequences; the last one is preempted first."""
         return by_rank(self._running) if self._waiting.num_tenants > 1 else list(self._running)
 
     def _make_room(self) -> None:
-        """Background work gives its place to others. Where the next tenant has less than its share of rows
-        and pages, one that has more is preempted."""
+        """Preempts background work for other requests. If the next tenant is below its share of
+        rows and pages, preempts a sequence of a tenant above its share."""
         sequence = self._refused
         if sequence is None or sequence.num_in_flight:
             return
@@ -244,12 +250,12 @@ class Scheduler:
         for sequence in [sequence for sequence in in_rank if sequence in self._decoding]:
             if not with_bulk and self._turns.is_bulk(sequence):
                 continue
-            # In this order a victim is never one that has been planned: they all come before `sequence`.
+            # In this order a victim has never been planned: planned ones come before `sequence`.
             if sequence.row is None or sequence.num_tokens >= self._limits[sequence].max_num_tokens:
                 continue
             num_background += background.includes(sequence)
             if num_background > background.max_rows and background.includes(sequence):
-                continue  # it keeps its row, and goes on later
+                continue  # it keeps its row and continues later
             while (new_pages := self.cache.reserve(sequence, 1)) is None:
                 victim = next(one for one in reversed(in_rank) if one.row is not None)
                 self._preempt(victim)
@@ -260,9 +266,8 @@ class Scheduler:
         return chunks
 
     def _prompt_budget(self, num_decodes: int) -> int:
-        """Tokens of prompts in this step. Those who decode wait for them: they wait little while few prompts
-        are left, and longer when so many are that everybody would wait for ever.
-        """
+        """Prompt tokens in this step. Decoding rows wait for them: briefly while few prompt tokens
+        are left, longer when a large backlog would otherwise never shrink."""
         is_alone = len(self._sequences) == 1
         budget = (self.max_step_tokens if is_alone else self.shared_step_tokens) - num_decodes
         if self._turns.is_interactive_near:
@@ -272,17 +277,18 @@ class Scheduler:
         return max(budget, self.page_size)
 
     def _backlog(self) -> int:
-        """Prompt tokens to be computed, of running and of as many waiting sequences as may run."""
+        """Prompt tokens to compute, of the running sequences and of as many waiting ones as may
+        run."""
         prompts = [sequence for sequence in self._running if sequence not in self._decoding]
         prompts += islice(self._waiting, self.max_rows)
         return sum(len(sequence.tokens) - sequence.num_computed for sequence in prompts)
 
     def _plan_overtakers(
         self, prompts: list[Sequence], budget: int
-    ) -> tuple[list[Chunk], list[Chunk]]:  # of running sequences, and of those admitted for it
+    ) -> tuple[list[Chunk], list[Chunk]]:  # of running sequences, and of sequences admitted for it
         """The part of a step that belongs to short prompts behind long ones.
 
-        A long prompt has at least the rest of every step, so it is overtaken but never held up for long.
+        A long prompt gets at least the rest of every step: others overtake it but never stop it.
         """
         lengths = [len(sequence.tokens) - sequence.num_computed for sequence in prompts]
         place = next((place for place, length in enumerate(lengths) if length > budget), len(prompts))
@@ -295,13 +301,13 @@ class Scheduler:
         return chunks, self._admit_overtakers(budget, share, is_behind=place < len(prompts))
 
     def _admit_overtakers(self, budget: int, share: int, is_behind: bool) -> list[Chunk]:
-        """`is_behind`: all that wait stand behind a long prompt that runs."""
+        """`is_behind`: every waiting sequence is behind a long prompt that runs."""
         chunks: list[Chunk] = []
         first_long: Sequence | None = None
         num_lookups = num_pages = 0
         room = budget
         for sequence in islice(self._waiting.in_turn(self._clock()), MAX_SCANNED):
-            # The first long prompt that waits shall find a row and its pages when its time comes.
+            # The first waiting long prompt must find a row and its pages when its turn comes.
             num_rows_kept = 0 if first_long is None else 1
             if sequence.num_in_flight or share <= 0 or len(self._free_rows) <= num_rows_kept:
                 break
@@ -317,7 +323,7 @@ class Scheduler:
             if len(sequence.tokens) - (hit or PrefixHit()).num_tokens > budget:
                 first_long = first_long or sequence
                 continue
-            if not is_behind and first_long is None:  # its turn comes without that
+            if not is_behind and first_long is None:  # its turn comes without overtaking
                 room -= len(sequence.tokens)
                 share = min(share, room)
                 continue
@@ -348,8 +354,9 @@ class Scheduler:
         return chunks
 
     def _admit_waiting(self, budget: int) -> list[Chunk]:
-        """Strictly in turn, so that nobody is overtaken for ever; only who waits for a leader is passed, and
-        for a while, by tenants that have less than their share, who waits for memory."""
+        """Strictly in turn, so that no sequence is overtaken for ever. Two exceptions: a sequence
+        that waits for a leader is passed, and for a limited time tenants below their share pass one
+        that waits for memory."""
         chunks: list[Chunk] = []
         num_passed = num_pages = 0
         self._refused, holdings = None, None
@@ -391,13 +398,14 @@ class Scheduler:
         return chunks
 
     def _may_pass(self, sequence: Sequence, holdings: Holdings) -> bool:
-        """Whether it may have memory that another tenant's sequence before it waits for."""
+        """Whether it may take memory that another tenant's earlier sequence waits for."""
         assert self._refused is not None
         is_other = sequence.request.tenant != self._refused.request.tenant
         return is_other and holdings.are_within_share(sequence, self.cache.pages_for(len(sequence.tokens)))
 
     def _admit(self, sequence: Sequence, hit: PrefixHit, budget: int, spare_pages: int = 0) -> Chunk | None:
-        """A row, memory and a first chunk within the budget; None, and nothing has changed, without."""
+        """Gives it a row, memory and a first chunk within the budget. None: impossible, and nothing
+        changed."""
         num_tokens = self._chunk_len(sequence, hit.num_tokens, budget)
         is_alone = not (self._running or self._in_flight)
         spare_pages += self._num_spoken_for()
@@ -420,10 +428,10 @@ class Scheduler:
         return budget // self.page_size * self.page_size
 
     def _num_spoken_for(self) -> int:
-        """Pages that running sequences will want soon: to complete their prefills, and to decode.
+        """Pages that running sequences will need soon, to complete their prefills and to decode.
 
-        As admissions leave these alone, prefills can always go on once the decoding sequences have left:
-        they never end up holding all pages between them.
+        Admissions leave these pages alone, so prefills can always continue once the decoding
+        sequences have left: running prefills never hold all pages between them.
         """
         num_prefill = sum(
             self.cache.pages_for(len(sequence.tokens)) - len(sequence.pages)
@@ -456,7 +464,8 @@ class Scheduler:
         )
         for chunk in chunks:
             chunk.sequence.num_computed += chunk.num_tokens
-            chunk.sequence.initial_slot = None  # read once; from now on the sequence's own slot is
+            # Read once; from now on the sequence's own slot is used.
+            chunk.sequence.initial_slot = None
             self._waiting.charge(chunk.sequence, chunk.num_tokens, chunk.is_decode)
             if chunk.samples:
                 chunk.sequence.num_in_flight += 1
@@ -467,7 +476,7 @@ class Scheduler:
         return plan
 
     def _row_plan(self, chunk: Chunk) -> RowPlan:
-        # Made after all admissions of the step, because running comes before remembering.
+        # Made after all admissions of the step: running sequences come before cached ones.
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         if chunk.is_decode and chunk.start % self.page_size == 0:
             self.cache.keep_reply_state(sequence)
@@ -519,8 +528,8 @@ class Scheduler:
         return TokenDelta(sequence.id, finish="stop", num_cached_tokens=num_cached, vector=vector)
 
     def _report_scores(self, sequence: Sequence, start: int, scores: PromptScores) -> Iterator[TokenDelta]:
-        """Those of a chunk that were not sent before the sequence was preempted, in parts that a server
-        takes in without holding up others."""
+        """The scores of a chunk that were not sent before the sequence was preempted, in parts
+        small enough that a server can decode them without delaying others."""
         assert start <= sequence.num_scored, "scores of a prompt are missing"
         max_tokens = max(1, DELTA_SCORES // (scores.num_top + 1))
         for first in range(sequence.num_scored - start, len(scores), max_tokens):
@@ -554,7 +563,7 @@ class Scheduler:
         del self._sequences[sequence.id], self._limits[sequence]
 
     def _leave_row(self, sequence: Sequence) -> None:
-        """Everything it has computed stays for others, and for itself if it comes back."""
+        """Its computed prefix stays in the cache, for other sequences and for its own return."""
         assert sequence.row is not None
         self.cache.commit(sequence)
         if sequence.finish is not None:

@@ -1,7 +1,8 @@
-"""A step's own numbers in one host array, so that they reach the device in one copy. Knows no tensor.
+"""A step's own numbers in one host array, so that they reach the device in one copy. Knows no
+tensor.
 
-A step is packed as it is, or into a `StepSize`: a fixed room, decodes first, whose unused places hold what
-harms nobody. Then the same numbers lie in the same places in every step of that size.
+A step is packed as it is, or padded to a `StepSize`, a fixed layout with decodes first. Then every
+step of that size has the same numbers in the same places.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FROM_LAST_SAMPLE = -1
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """What the rows of a step need room for."""
+    """How many rows, tokens and pieces the rows of a step have."""
 
     num_decodes: int
     num_prompts: int
@@ -56,13 +57,12 @@ class StepSize:
 
     @property
     def num_pieces(self) -> int:
-        """A prompt may begin and end inside of an aligned piece."""
+        """A prompt may begin and end inside an aligned piece."""
         return self.num_prompt_tokens // CHUNK + self.num_prompts
 
     def spans(self, rows: Sequence[RowPlan]) -> tuple[RowSpan, ...]:
-        """The rows as the host knows them, in their places. Kernels may believe which of them are decodes,
-        which is true of every step of the size, and no more.
-        """
+        """The rows as the host knows them, in their places. Kernels may rely only on which of them
+        are decodes: that holds for every step of this size."""
         decodes = [span_of(row) for row in rows if row.is_decode]
         prompts = [span_of(row) for row in rows if not row.is_decode]
         decodes += [RowSpan(1, 1)] * (self.num_decodes - len(decodes))
@@ -77,7 +77,7 @@ class StepSize:
         )
 
     def place_of(self, rows: Sequence[RowPlan]) -> list[int]:
-        """Where each row of a plan lies."""
+        """The place of each row of a plan."""
         decodes, prompts = iter(range(self.num_decodes)), iter(range(self.num_decodes, self.num_rows))
         return [next(decodes if row.is_decode else prompts) for row in rows]
 

@@ -1,9 +1,11 @@
-"""The engine as a process of its own: `python -m penstock.engine.worker --socket PATH`, config on stdin.
+"""The engine as a process of its own: `python -m penstock.engine.worker --socket PATH`, config on
+stdin.
 
-Connects to the server that started it, reports how loading goes, proves itself with one small request and
-then steps while there is work. Sleeps on its inbox when there is none. A second thread reads the server's
-messages and answers its pings, however long a step takes. Knows token ids and messages; what HTTP or text is,
-it never hears. When the server goes away the process ends: there are no orphans.
+Connects to the server that started it, reports the phases of loading, runs one small request as a
+check, and then steps while there is work. It sleeps on its inbox when there is none. A second
+thread reads the server's messages and answers its pings, however long a step takes. It knows token
+ids and messages, no HTTP and no text. It exits when the server is gone, so it never becomes an
+orphan.
 """
 
 from __future__ import annotations
@@ -59,12 +61,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("penstock.engine")
 
 WARM_UP_TOKENS = 3
-MAX_INTAKE_S = 0.005  # for new requests between two steps: the replies under way wait for them
+MAX_INTAKE_S = 0.005  # for new requests between two steps: running replies wait for them
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
 class StepClock:
-    """How long the present step has taken, for whoever watches from another thread."""
+    """How long the current step has taken, readable from another thread."""
 
     def __init__(self) -> None:
         self._started: float | None = None
@@ -86,7 +88,7 @@ def main() -> int:
     parser.add_argument("--socket", required=True, help="Unix socket on which the server listens")
     arguments = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s engine %(levelname)s %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the server's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     die_with_the_server()
 
     channel = EngineChannel.connect(arguments.socket)
@@ -97,7 +99,9 @@ def main() -> int:
         engine = start_engine(sys.stdin.buffer.read(), channel)
         channel.send(Ready(engine.info))
         gc.collect()
-        gc.freeze()  # a collection that looks at all of torch again holds up a step by a tenth of a second
+        # A collection that scans all of torch's objects again would delay a step by a tenth of a
+        # second.
+        gc.freeze()
         serve(engine, channel, inbox, clock)
     except ServerGoneError:
         return 0
@@ -113,14 +117,14 @@ def main() -> int:
 
 
 def die_with_the_server() -> None:
-    """A process that was stopped cannot see that its server has gone; the kernel can, and kills it."""
+    """A stopped process cannot see that its server is gone; the kernel can, and kills it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _read_messages(channel: EngineChannel, inbox: queue.SimpleQueue[ToEngine], clock: StepClock) -> None:
-    """The reader thread. When the server is gone the main thread may be deep in loading or in a device
-    call, and nothing is left to save: leaving at once gives the device's memory back soonest."""
+    """The reader thread. When the server is gone, the main thread may still be loading or in a
+    device call, and there is nothing to save: exiting at once frees the device's memory soonest."""
     try:
         while (message := _receive(channel)) is not None:
             if isinstance(message, Ping):
@@ -132,13 +136,13 @@ def _read_messages(channel: EngineChannel, inbox: queue.SimpleQueue[ToEngine], c
     except ServerGoneError:
         pass
     except WireError:
-        log.exception("the server cannot be understood")
+        log.exception("a message of the server cannot be decoded")
         os._exit(1)
     os._exit(0)
 
 
 def _receive(channel: EngineChannel) -> ToEngine | None:
-    """The next message; a request that cannot be read is refused, and the others go on."""
+    """The next message; a request that cannot be read is refused, and other requests continue."""
     while True:
         try:
             return channel.receive()
@@ -164,17 +168,18 @@ def _unexpected(error: Exception) -> PenstockError:
 
 def _refused(error: Exception) -> PenstockError:
     return PenstockError(
-        "The engine could not take the request", f"{type(error).__name__}; the log says more."
+        "The engine could not accept the request", f"{type(error).__name__}; see the engine's log."
     )
 
 
 def start_engine(config_json: bytes, channel: EngineChannel) -> Engine:
-    """Builds and warms up the engine, telling the server where it is."""
+    """Builds and warms up the engine, and reports the phases to the server."""
 
     def report(phase: Phase) -> None:
         channel.send(Progress(phase))
 
-    with timed("libraries", report):  # seconds of silence, were it imported before the channel is open
+    # Importing it before the channel is open would mean seconds without a report.
+    with timed("libraries", report):
         from penstock.engine.device import leave_a_core, select_device
         from penstock.engine.engine import Engine
     leave_a_core()
@@ -187,14 +192,14 @@ def start_engine(config_json: bytes, channel: EngineChannel) -> Engine:
         with timed("system prompt", report):
             for tenant in config.warm_tenants:
                 warm_up(engine, config.warm_prompt, tenant)
-    with timed("grammars", report):  # later, it would hold up everybody's replies
+    with timed("grammars", report):  # later, it would delay all replies
         engine.warm_up_grammars()
     return engine
 
 
 def warm_up(engine: Engine, prompt: tuple[int, ...] = (0,), tenant: str = "") -> None:
-    """One request, before the first client's: kernels, allocations and graphs exist afterwards, and the
-    prompt is in the prefix cache."""
+    """Runs one request before the first client's. Afterwards kernels, allocations and graphs exist,
+    and the prompt is in the prefix cache."""
     sampling = SamplingParams(max_tokens=WARM_UP_TOKENS)
     pooling = None if engine.info.has_head else Pooling()
     engine.submit(Request(id="warm-up", token_ids=prompt, sampling=sampling, pooling=pooling, tenant=tenant))
@@ -205,8 +210,9 @@ def warm_up(engine: Engine, prompt: tuple[int, ...] = (0,), tenant: str = "") ->
 def serve(
     engine: Engine, channel: EngineChannel, inbox: queue.SimpleQueue[ToEngine], clock: StepClock
 ) -> None:
-    """Steps and answers until the server says Shutdown. Should a step end the process, the server knows who
-    took part in it: that was said before."""
+    """Steps and answers until the server sends Shutdown. The server is told in advance which
+    requests take part in a step, so if the step crashes the process, it knows which ones were
+    running."""
     engine.on_start = lambda ids: channel.send(Deltas([TokenDelta(id) for id in ids]))
     while True:
         began = time.monotonic()
@@ -226,8 +232,9 @@ def serve(
 
 
 def send_deltas(deltas: list[TokenDelta], engine: Engine, channel: EngineChannel) -> None:
-    """A step's deltas in one frame, but scores of prompts in frames of their own: a server that reads a
-    frame does nothing else. What no frame can hold ends its request, and nobody else's."""
+    """Sends a step's deltas in one frame, but scores of prompts in frames of their own: a server
+    that reads a frame does nothing else meanwhile. A delta that fits no frame ends its own request
+    only."""
     for has_scores, group in groupby(deltas, lambda delta: delta.prompt_scores is not None):
         for some in ([delta] for delta in group) if has_scores else (list(group),):
             _send_or_fail(some, engine, channel)
@@ -256,8 +263,8 @@ def handle(message: ToEngine, engine: Engine, channel: EngineChannel) -> None:
                 engine.submit(request)
             except PenstockError as error:
                 channel.send(Rejected(request.id, ErrorFields.of(error)))
-            except Exception as error:  # whatever it is, the other requests go on
-                log.exception("request %s could not be taken", request.id)
+            except Exception as error:  # of any kind: other requests continue
+                log.exception("request %s could not be accepted", request.id)
                 engine.drop(request.id)
                 channel.send(Rejected(request.id, ErrorFields.of(_refused(error))))
         case Abort(request_id):

@@ -1,6 +1,7 @@
-"""The requests of a load and their JSON: chats or raw prompts, streamed or not, of an exact length or not.
+"""The requests of a load and their JSON: chats or raw prompts, streamed or not, of an exact length
+or not.
 
-Also asks the server what such requests need to know first: its model, its limit, and how it counts tokens.
+Also asks the server for its model, its limit, and how it counts tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from penstock.errors import PenstockError
 from penstock.http_client import HttpClient
 
 NO_THINKING = '{"chat_template_kwargs": {"enable_thinking": false}}'
-UNLISTED_MODEL = "default"  # what a server is sent that lists no models and takes any name
+UNLISTED_MODEL = "default"  # for a server that lists no models and accepts any name
 
 
 def listed_model(client: HttpClient) -> str:
@@ -29,15 +30,16 @@ class Request:
 
     prompt: str
     max_tokens: int
-    num_prompt_tokens: int | None = None  # as made; None where only the server can count
-    at_s: float = 0.0  # from the start of the load, where requests have times of their own
+    num_prompt_tokens: int | None = None  # as generated; None if only the server can count
+    at_s: float = 0.0  # from the start of the load, if requests have times of their own
     answer: int | None = None
 
 
 class ChatRequests:
     """A server's chat completions, with what all requests of a load have in common.
 
-    Replies are greedy unless `extra` says otherwise, and only their limit ends them unless they `may_end`.
+    Replies are greedy unless `extra` says otherwise, and only their limit ends them unless they
+    `may_end`.
     """
 
     path = "/v1/chat/completions"
@@ -62,7 +64,7 @@ class ChatRequests:
             self._common |= {"stream": True, "stream_options": {"include_usage": True}}
 
     def max_model_len(self) -> int | None:
-        """The longest context, where the server's list of models says it."""
+        """The longest context, if the server's list of models has it."""
         if self.model == UNLISTED_MODEL:
             return None
         cards = (card for card in self.client.models() if card.get("id") == self.model)
@@ -70,7 +72,7 @@ class ChatRequests:
         return limit if isinstance(limit, int) else None
 
     def kv_tokens(self) -> int | None:
-        """How many tokens the caches of the server hold, where its metrics say it."""
+        """How many tokens the server's caches hold, if its metrics have it."""
         return int(self.client.metric("penstock_kv_tokens") or 0) or None
 
     def body(self, request: Request) -> bytes:
@@ -78,14 +80,15 @@ class ChatRequests:
         return json.dumps(fields | self._common | self._extra).encode()
 
     def count_tokens(self, prompt: str) -> int:
-        """The length of a prompt as the server counts it, chat template included: asks for one token."""
+        """The length of a prompt as the server counts it, chat template included: requests one
+        token."""
         answer = self.client.json("POST", self.path, self._fields(prompt) | self._extra | {"max_tokens": 1})
         try:
             return int(answer["usage"]["prompt_tokens"])
         except (LookupError, TypeError, ValueError) as error:
             raise PenstockError(
-                f"{self.client.base_url} does not say how many tokens a prompt has",
-                f"There is no usage.prompt_tokens in {json.dumps(answer)[:200]}.",
+                f"{self.client.base_url} does not report the tokens of a prompt",
+                f"usage.prompt_tokens is missing in {json.dumps(answer)[:200]}.",
                 "Point --base-url at a server of the OpenAI API.",
             ) from error
 
@@ -98,7 +101,8 @@ class ChatRequests:
 
 
 class RawRequests(ChatRequests):
-    """A server's completions of raw prompts: no chat template, so that a prompt is as long as its text."""
+    """A server's completions of raw prompts: without a chat template, a prompt is as long as its
+    text."""
 
     path = "/v1/completions"
     is_raw = True

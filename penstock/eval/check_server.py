@@ -28,7 +28,7 @@ MAX_HANGING = 3  # checks in a row without an answer; then the rest is not tried
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckSettings:
-    """Which server is looked at, and with what."""
+    """Which server to check, and with what."""
 
     base_url: str = setting("http://127.0.0.1:8000", "a running server")
     model: str = setting("", "name to send (default: the server's first model)")
@@ -36,7 +36,7 @@ class CheckSettings:
         None, "the model's folder, to count tokens again (default: if found here)"
     )
     timeout: float = setting(
-        60.0, "seconds after which a request has failed (default: 60; 300 or 600 where replies are long)"
+        60.0, "seconds after which a request fails (default: 60; 300 or 600 where replies are long)"
     )
     output: str | None = setting(None, "write the verdicts to this file, as JSON")
 
@@ -46,7 +46,7 @@ class CheckSettings:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`ids` are those of the checklist that the harness is written to."""
+    """`ids` are those of the harness's checklist."""
 
     name: str
     ids: str
@@ -138,7 +138,7 @@ def _judge_all(probe: Probe, bars: Bars) -> Iterator[Verdict]:
     num_hanging = 0
     for number, check in enumerate(CHECKS):
         if num_hanging == MAX_HANGING:
-            yield Verdict(check, "FAIL", f"not tried: the {MAX_HANGING} before it had hung")
+            yield Verdict(check, "FAIL", f"not tried: the {MAX_HANGING} before it hung")
             continue
         start_s = time.monotonic()
         with bars() as phases:

@@ -8,14 +8,14 @@ from penstock.eval.probe import QUESTION, CheckFailed, Probe, expect, read_reply
 
 NUM_AT_ONCE = 64
 NUM_COMPARED = 3
-NUM_LEAVING = 128  # more than places, so that one which is not given back is missed
+NUM_LEAVING = 128  # more than places, so that a place which is not given back is noticed
 LEAVE_AFTER_S = 1.0
 LONG_REPLY = 4096
 TIMED_TOKENS = 16
 
 
 def many_at_once(probe: Probe) -> str:
-    """All answered, and none with another's answer: a few are asked alone first."""
+    """All are answered, and none with another's answer: a few are asked alone first."""
     questions = [
         f"What is {11 + number} + {number % 7 + 2}? Reply with just the number."
         for number in range(NUM_AT_ONCE)
@@ -43,11 +43,12 @@ def many_at_once(probe: Probe) -> str:
 
 
 def leaving_frees_the_place(probe: Probe) -> str:
-    """Clients ask for long replies and leave; soon a newcomer must be served as fast as by an idle server."""
+    """Clients request long replies and disconnect; soon a new client must be served as fast as by
+    an idle server."""
     idle_s = min(_seconds_of_a_reply(probe) for _ in range(3))
     longest = min(LONG_REPLY, (probe.max_model_len or LONG_REPLY) // 2)
     (tried,) = probe.send(probe.body(QUESTION, max_tokens=1, ignore_eos=True))
-    goes_on = True if tried.status == 200 else None  # not every server knows how to ignore an end
+    goes_on = True if tried.status == 200 else None  # not every server can ignore an end token
     body = probe.body(QUESTION, max_tokens=longest, ignore_eos=goes_on, stream=True)
     left = probe.send(*[body] * NUM_LEAVING, timeout_s=LEAVE_AFTER_S)
     for status in {answer.status for answer in left}:
@@ -60,10 +61,10 @@ def leaving_frees_the_place(probe: Probe) -> str:
         took_s = _seconds_of_a_reply(probe)
     expect(
         took_s <= enough_s,
-        f"{took_s:.2f} s for a short reply after {NUM_LEAVING} clients had left",
-        f"about the {idle_s:.2f} s of before: their places are not given back",
+        f"{took_s:.2f} s for a short reply after {NUM_LEAVING} clients disconnected",
+        f"about {idle_s:.2f} s as before: their places are not given back",
     )
-    return f"after {NUM_LEAVING} clients had left, a reply took {took_s:.2f} s, {idle_s:.2f} s before"
+    return f"after {NUM_LEAVING} clients disconnected, a reply took {took_s:.2f} s, {idle_s:.2f} s before"
 
 
 def _seconds_of_a_reply(probe: Probe) -> float:
@@ -73,6 +74,6 @@ def _seconds_of_a_reply(probe: Probe) -> float:
 
 
 def _patience_s(pieces: list[int], longest: int) -> float:
-    """Less than the abandoned replies would take by themselves, or waiting would prove nothing."""
+    """Less than the abandoned replies would take by themselves, or the wait would prove nothing."""
     rate = max(1.0, sum(pieces) / max(1, sum(count > 0 for count in pieces)) / LEAVE_AFTER_S)
     return min(10.0, max(1.0, longest / rate / 2))

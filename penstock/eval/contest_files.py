@@ -1,7 +1,8 @@
-"""Result files in the throughput contest's own shape, written beside our keys and read in place of them.
+"""Result files in the throughput contest's own format, written beside our keys and read in place of
+them.
 
-Its throughput file is {"results": [{"concurrency", "throughput_tok_per_sec", ...}]}, its correctness file
-{"task", "accuracy", "full_results"}. Knows keys and nothing of how a number was measured.
+Its throughput file is {"results": [{"concurrency", "throughput_tok_per_sec", ...}]}, its
+correctness file {"task", "accuracy", "full_results"}. Knows keys, not how a number was measured.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ FLEXIBLE, STRICT = "exact_match,flexible-extract", "exact_match,strict-match"
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Tokens a second by concurrency; `is_verified` when all of them were counted again."""
+    """Tokens per second by concurrency; `is_verified` if all of them were recounted."""
 
     levels: Mapping[int, float]
     is_verified: bool
-    baseline: Mapping[int, float]  # that it was measured against
+    baseline: Mapping[int, float]  # that it was compared with
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def contest_level(level: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def contest_correctness(flexible: float, strict: float) -> dict[str, Any]:
-    """Of GSM8K only: the contest knows no other problems."""
+    """For GSM8K only: the contest has no other problems."""
     return {
         "task": TASK,
         "accuracy": flexible,
@@ -69,10 +70,11 @@ def read_throughput(flag: str, path: str) -> Throughput:
             return _read_levels(fields)
         rows = [row for row in fields["results"] if "concurrency" in row]
         levels = {int(row["concurrency"]): float(row["throughput_tok_per_sec"]) for row in rows}
-        return Throughput(levels, is_verified=True, baseline={})  # the contest's harness always recounts
+        # The contest's harness always recounts.
+        return Throughput(levels, is_verified=True, baseline={})
     except (LookupError, TypeError, ValueError) as error:
         raise PenstockError(
-            f"{flag} {path} holds no throughput",
+            f"{flag} {path} has no throughput",
             f"{type(error).__name__}: {error}.",
             'It must have {"levels": [{"concurrency": 1, "verified_tok_s": 984.0}, ...]}, or as the contest '
             'writes it {"results": [{"concurrency": 1, "throughput_tok_per_sec": 984.0}, ...]}.',
@@ -87,7 +89,7 @@ def _read_levels(fields: Mapping[str, Any]) -> Throughput:
         for row in rows
     }
     baseline = {int(row["concurrency"]): row["baseline_tok_s"] for row in rows if row.get("baseline_tok_s")}
-    # Files of before this difference was made say it only at the top.
+    # Older files have it only at the top.
     return Throughput(levels, len(verified) == len(rows) and fields.get("recounted") is not False, baseline)
 
 
@@ -99,12 +101,12 @@ def read_correctness(flag: str, path: str) -> Correctness:
             problems = str(fields.get("problems", "unknown problems"))
             return Correctness(float(matches["flexible"]), matches.get("strict"), problems)
         details = fields.get("full_results") or {}
-        # Its `accuracy` is whichever match it met first; the gate is about the flexible one.
+        # Its `accuracy` is whichever match came first; the gate is about the flexible one.
         flexible = details.get(FLEXIBLE, fields["accuracy"])
         return Correctness(float(flexible), details.get(STRICT), str(fields.get("task", "unknown problems")))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise PenstockError(
-            f"{flag} {path} holds no share of right answers",
+            f"{flag} {path} has no share of right answers",
             f"{type(error).__name__}: {error}.",
             'It must have {"exact_match": {"flexible": 0.915}}, or as the contest writes it '
             '{"accuracy": 0.915}.',

@@ -1,8 +1,8 @@
-"""A conversation whose last turn is the assistant's, with the check that tells a right turn from a wrong one.
+"""A conversation whose last turn is the assistant's, with the check that accepts a right turn.
 
-Everything before the last message is the prompt; the last one is what training teaches and what a gate asks
-for. Messages and tools are OpenAI's dicts and shared between conversations: nobody may change them. As JSON,
-a conversation is a line of `assets/held_out.jsonl.gz`.
+Everything before the last message is the prompt; the last one is what training teaches and what a
+gate asks for. Messages and tools are OpenAI's dicts and shared between conversations: they must not
+be changed. As JSON, a conversation is a line of `assets/held_out.jsonl.gz`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FinalNumber:
 
 @dataclass(frozen=True, slots=True)
 class ExactText:
-    """The content is this text and nothing is called."""
+    """The content is this text and no tool is called."""
 
     text: str
 
@@ -44,7 +44,7 @@ class ExactText:
 
 @dataclass(frozen=True, slots=True)
 class ExactCalls:
-    """These calls are made, in whatever order, and no other."""
+    """Exactly these calls are made, in any order."""
 
     calls: tuple[Call, ...]
 
@@ -60,10 +60,10 @@ class ExactCalls:
 
 @dataclass(frozen=True, slots=True)
 class Mentions:
-    """The answer is in words, has every one of `values` as words of its own, and none of `others`.
+    """The answer is text, contains each of `values` as separate words, and none of `others`.
 
-    Without `others` a model that recites all it was told would seem to know what was asked. A call that is
-    too broken to be read is no words either.
+    Without `others` a model that recites everything it was told would seem to know the answer. A
+    call that cannot be parsed is not text either.
     """
 
     values: tuple[str, ...] = ()
@@ -72,7 +72,8 @@ class Mentions:
     def accepts(self, reply: Reply) -> bool:
         said = f" {_spaced(reply.content)} "
         wanted = [_spaced(value) for value in self.values]
-        # "Sky Blue" was asked for and "Blue" told as well: a value inside a wanted one is no second answer.
+        # "Sky Blue" is expected, and "Blue" is one of the others: a value inside an expected one is
+        # no second answer.
         others = [other for other in map(_spaced, self.others) if not any(other in value for value in wanted)]
         return (
             not reply.calls
@@ -97,7 +98,8 @@ class Conversation:
 
     @property
     def completion(self) -> str:
-        """The last turn as the model must write it after the generation prompt, with the turn's end."""
+        """The last turn as the model must write it after the generation prompt, with the turn's
+        end."""
         turn = self.messages[-1]
         text: str = turn["content"]
         if calls := turn.get("tool_calls"):

@@ -1,8 +1,8 @@
-"""Whether a server's model is still right: GSM8K-CoT against a gate of 87.5 %, greedy and without thinking.
+"""Correctness of a server's model: GSM8K-CoT against a gate of 87.5 %, greedy and without thinking.
 
     penstock eval correctness --base-url URL [--limit 200 --num-concurrent 8 --output F --seed N]
 
-Problems that had no reply count as wrong. Ends with 0 when the gate is passed and with 1 when it is not; the
+Problems without a reply count as wrong. Exits with 0 if the gate is passed and with 1 if not; the
 summary is written in either case.
 """
 
@@ -38,7 +38,7 @@ from penstock.eval.spot_checks import ends_with_number
 from penstock.http_client import HttpClient
 from penstock.progress import Phase, timed
 
-GATE = 0.875  # of the answers, exactly matched; below it a server's speed counts for nothing
+GATE = 0.875  # share of exact matches; below it a server's speed does not count
 MAX_WRONG_KEPT = 20
 EMBEDDED_SEED = 1234
 PROBLEMS = ("gsm8k", "embedded")
@@ -48,29 +48,29 @@ FLEXIBLE, STRICT = "flexible-extract", "strict-match"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectnessSettings:
-    """Which problems are asked, and of whom."""
+    """Which problems to run, and on which server."""
 
     base_url: str = setting("http://127.0.0.1:8000", "a running server")
     model: str = setting("", "name to send (default: the server's first model)")
     limit: float = setting(
-        200, "problems to ask, as a count or a fraction: 0.1 (default: 200; quality: 100 of each task)"
+        200, "problems to run, as a count or a fraction: 0.1 (default: 200; quality: 100 of each task)"
     )
-    num_concurrent: int = setting(8, "requests at once")
+    num_concurrent: int = setting(8, "requests at a time")
     seed: int | None = setting(
-        None, "of problems and prompts (default: drawn anew, and reported; embedded: 1234; gates: 0)"
+        None, "seed of problems and prompts (default: random, and reported; embedded: 1234; gates: 0)"
     )
     output: str | None = setting(None, "also write the last line to this file")
     output_dir: str | None = setting(None, "folder for it instead: correctness.json or throughput.json")
-    baseline: str | None = setting(None, "results of another server, to be compared with")
+    baseline: str | None = setting(None, "results of another server, to compare with")
     problems: str = setting(
-        "gsm8k", "which ones; embedded are made up here, for the tiny model", choices=PROBLEMS
+        "gsm8k", "which problems; embedded: generated ones, for the tiny model", choices=PROBLEMS
     )
     data: str | None = setting(
         None,
         "GSM8K's test.jsonl; quality: a folder of mmlu_pro, ifeval, gpqa_diamond (default: lm-eval fetches)",
     )
-    max_tokens: int = setting(1024, "of a reply (default: 1024; quality: 512, GPQA-Diamond 12288)")
-    timeout: float = setting(300.0, "seconds after which a request has failed")
+    max_tokens: int = setting(1024, "tokens of a reply (default: 1024; quality: 512, GPQA-Diamond 12288)")
+    timeout: float = setting(300.0, "seconds after which a request fails")
     body: str = setting(NO_THINKING, f"fields for every request, as JSON (default: {NO_THINKING})")
 
     def __post_init__(self) -> None:
@@ -79,11 +79,9 @@ class CorrectnessSettings:
         if self.problems not in PROBLEMS:
             raise ConfigError(f"--problems is {self.problems!r}", f"It must be one of {', '.join(PROBLEMS)}.")
         if self.problems == "embedded" and self.data:
-            raise ConfigError("--data and --problems embedded are both given", "Those come from no file.")
+            raise ConfigError("--data and --problems embedded are both set", "Embedded problems use no file.")
         if self.problems == "embedded" and self.limit < 1:
-            raise ConfigError(
-                f"--limit is {self.limit}", "Problems that are made up have no whole to take from."
-            )
+            raise ConfigError(f"--limit is {self.limit}", "Generated problems have no total for a fraction.")
 
 
 def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
@@ -91,7 +89,7 @@ def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
     prepare_output(output)
     baseline = read_correctness("--baseline", settings.baseline) if settings.baseline else None
     is_embedded = settings.problems == "embedded"
-    # Made-up problems are the tiny model's smoke test, the same every day.
+    # Generated problems are the tiny model's smoke test, always the same.
     seed = EMBEDDED_SEED if is_embedded and settings.seed is None else draw_seed(settings.seed)
     print(f"seed {seed}", flush=True)
     body = read_fields("--body", settings.body)
@@ -136,14 +134,15 @@ def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
 
 @dataclass(slots=True)
 class Grades:
-    """`num_flexible` are right however the number is written, `num_strict` in the form asked for."""
+    """`num_flexible` are right in any format of the number, `num_strict` in the requested format."""
 
     problems: str
     num_asked: int
     num_flexible: int
     num_strict: int
     num_fewshot: int = 0
-    errors: Counter[str] = field(default_factory=Counter)  # requests without a reply; they count as wrong
+    # Requests without a reply; they count as wrong.
+    errors: Counter[str] = field(default_factory=Counter)
     wrong: list[dict[str, str]] = field(default_factory=list)
     judge: str = "penstock"
 
@@ -179,7 +178,8 @@ class Grades:
 
 
 def ask_gsm8k(data: Path | None, asking: Asking) -> Grades:
-    """GSM8K-CoT, 8-shot, as lm-eval asks and grades it: of the file, or of the set that it fetches."""
+    """GSM8K-CoT, 8-shot, as lm-eval asks and grades it: from the file, or from the set that it
+    fetches."""
     task = LocalTask("penstock_gsm8k_cot", "gsm8k/gsm8k-cot.yaml", "test", data, {"num_fewshot": NUM_FEWSHOT})
     found = evaluate([task], asking)
     by_filter = {
@@ -201,7 +201,8 @@ def ask_gsm8k(data: Path | None, asking: Asking) -> Grades:
 
 
 def ask_embedded(settings: CorrectnessSettings, model: str, seed: int, reporter: Reporter) -> Grades:
-    """Word problems held out from the embedded model's training: they need no file and no other package."""
+    """Word problems held out from the embedded model's training: they need no file and no other
+    package."""
     endpoint, asked = (
         Endpoint(settings.base_url, model),
         held_out.take("word_problems", int(settings.limit), seed),

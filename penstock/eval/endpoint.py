@@ -1,6 +1,6 @@
-"""A server of the OpenAI API as someone to ask: one conversation in, one reply out, over plain HTTP.
+"""A server of the OpenAI API as a function: one conversation in, one reply out, over plain HTTP.
 
-Any server will do; where one has no metrics, what they would say is None.
+Works with any server; what a missing metric would say is None.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DRAFTED, ACCEPTED = "penstock_draft_tokens_total", "penstock_draft_tokens_accept
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """How many tokens a server has drafted with the model's MTP head, and how many of them were right."""
+    """How many tokens a server has drafted with the model's MTP head, and how many were accepted."""
 
     num_drafted: float
     num_accepted: float
@@ -67,7 +67,7 @@ class Endpoint:
             ) from error
 
     def draft_counts(self) -> DraftCounts | None:
-        """From the server's metrics; None where it has none or does not draft."""
+        """From the server's metrics; None if it has none or does not draft."""
         drafted, accepted = self._client.metric(DRAFTED), self._client.metric(ACCEPTED)
         return None if drafted is None or accepted is None else DraftCounts(drafted, accepted)
 

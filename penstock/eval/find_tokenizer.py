@@ -1,8 +1,9 @@
-"""Finds a tokenizer to count a server's tokens with: the one named, one on this machine, the server's.
+"""Finds a tokenizer to count a server's tokens with: the named one, one on this machine, the
+server's.
 
-A folder on this machine is found by what the server's model list says: `root`, as vLLM writes it, the model's
-name where it is a folder, the model that comes with Penstock, or the cache of the Hugging Face hub. The
-server's own `POST /tokenize` is the last resort: it counts the text, but nobody else has.
+A folder on this machine is found from the server's model list: `root`, as vLLM writes it, the
+model's name if it is a folder, the embedded model, or the cache of the Hugging Face hub. The
+server's own `POST /tokenize` is the last resort: it is not an independent count.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from penstock.eval.recount import TokenCounter
 from penstock.http_client import HttpClient
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
-HOW_TO_VERIFY = "Give the served model's folder, with its tokenizer.json: --tokenizer FOLDER."
+HOW_TO_VERIFY = "Use --tokenizer FOLDER, the folder of the served model with its tokenizer.json."
 
 
 class ServerCounter:
-    """Counts with a server's `POST /tokenize`. Levels are judged when they are over: no request waits."""
+    """Counts with a server's `POST /tokenize`, after a level is over, so that no request waits for
+    it."""
 
     def __init__(self, client: HttpClient, model: str) -> None:
         self._client = client
@@ -50,14 +52,14 @@ class ServerCounter:
         except (LookupError, TypeError, ValueError) as error:
             raise PenstockError(
                 f"{self._client.base_url}/tokenize does not count tokens",
-                f"There is neither count nor tokens in {str(answer)[:200]}.",
+                f"count and tokens are missing in {str(answer)[:200]}.",
                 HOW_TO_VERIFY,
             ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class FoundTokenizer:
-    """`source` says in words where the counts come from."""
+    """`source` says where the counts come from."""
 
     local: TokenCounter | None = None
     server: ServerCounter | None = None
@@ -84,7 +86,7 @@ def find_tokenizer(given: str | None, client: HttpClient, model: str) -> FoundTo
 
 
 def find_folder(client: HttpClient, model: str) -> str | None:
-    """The served model's folder, where this machine has it."""
+    """The served model's folder, if this machine has it."""
     found = (folder for folder in _local_folders(client, model) if (folder / "tokenizer.json").is_file())
     return next(map(str, found), None)
 

@@ -1,10 +1,10 @@
-"""What a model must be able to do to be shipped: held-out problems of each kind, and the share to get right.
+"""What a model must do to be shipped: held-out problems of each kind, and the share to get right.
 
     penstock eval gates [--base-url URL] [--output F] [--limit N] [--seed S] [--concurrency 8]
 
-Asks any server of the OpenAI API, or any function from a conversation to a reply; `run_gates` is the same for
-both. Prints a table and, as its last line, one JSON object; exits with 1 when a gate is missed. What is
-measured without a threshold (`REPORTED`) stands beside the gates and closes none.
+Works with any server of the OpenAI API, or any function from a conversation to a reply; `run_gates`
+is the same for both. Prints a table and, as its last line, one JSON object; exits with 1 when a gate
+is missed. Kinds without a threshold (`REPORTED`) are only reported.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ MAX_FAILURES_KEPT = 20
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Problems of one ability, and what counts as passing one; only `THRESHOLDS` make it a gate."""
+    """Problems of one ability, and what counts as passing one; only those in `THRESHOLDS` are
+    gates."""
 
     name: str
     passes: Callable[[Conversation, Reply], bool]
@@ -52,9 +53,9 @@ class Gate:
 
 @dataclass(slots=True)
 class GateResult:
-    """`share` is None where nothing could be measured: such a gate is neither passed nor missed.
+    """`share` is None if nothing could be measured: such a gate is neither passed nor missed.
 
-    `threshold` is None where the share is only reported.
+    `threshold` is None if the share is only reported.
     """
 
     name: str
@@ -104,12 +105,12 @@ GATES = (
     Gate("recall", _is_right),
     Gate("thinking_closed", _closes_its_thought),
 )
-# Whether a model says that no tool fits; small ones rather call a tool that is not there.
+# Whether a model says that no tool fits; small ones call a tool that does not exist instead.
 REPORTED = (Gate("refusals", _is_right),)
 
 
 def score(gate: Gate, problems: Sequence[Conversation], replies: Sequence[Reply | str | None]) -> GateResult:
-    """Judges replies to `problems`, in their order; None is a request that failed."""
+    """Judges replies to `problems`, in their order; None is a failed request."""
     result = GateResult(gate.name, THRESHOLDS.get(gate.name), num_asked=len(problems))
     for conversation, answer in zip(problems, replies, strict=True):
         if answer is None:
@@ -134,7 +135,7 @@ def run_gates(
     on_result: Callable[[GateResult], None] = lambda result: None,
     bars: Bars = no_bars,
 ) -> list[GateResult]:
-    """Asks every gate's problems. MTP acceptance is not measured by asking: it is judged as given."""
+    """Runs every gate's problems. MTP acceptance is not measured here: its value is given."""
     results = ask_problems(ask, GATES, num_problems, seed, concurrency, on_result, bars)
     return [*results, judge_acceptance(mtp_acceptance)]
 
@@ -148,9 +149,9 @@ def ask_problems(
     on_result: Callable[[GateResult], None] = lambda result: None,
     bars: Bars = no_bars,
 ) -> list[GateResult]:
-    """`ask` gives a `Reply`, or the text that follows the generation prompt.
+    """`ask` returns a `Reply`, or the text after the generation prompt.
 
-    A text counts as ended by the model itself; a `Reply` says so with its finish reason.
+    A text counts as ended by the model itself; a `Reply` has its finish reason.
     """
     results = []
     with ThreadPoolExecutor(max_workers=max(1, concurrency)) as pool:
@@ -169,7 +170,7 @@ def ask_problems(
 
 
 def num_problems_reported(num_problems: int) -> int:
-    """How many of each `REPORTED` are asked beside so many problems a gate."""
+    """How many of each `REPORTED` kind to run beside so many problems per gate."""
     return max(1, num_problems // 2)
 
 
@@ -216,28 +217,28 @@ def format_failures(result: GateResult, most: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateSettings:
-    """Whom the problems are asked, and how many of them."""
+    """Which server to run the problems on, and how many."""
 
     base_url: str = setting("http://127.0.0.1:8000", "a running server")
     model: str = setting("", "name to send (default: the server's first model)")
     limit: int = setting(200, "problems per gate")
-    seed: int = setting(0, "of the problems")
-    concurrency: int = setting(8, "requests at once")
+    seed: int = setting(0, "seed of the problems")
+    concurrency: int = setting(8, "requests at a time")
     mtp: str | None = setting(None, 'JSON file with {"mtp_acceptance": share}')
     show: int = setting(0, "print N wrong replies per gate")
     output: str | None = setting(None, "also write the last line to this file")
-    json: str | None = setting(None, "the same as --output, as `penstock bench` calls it")
+    json: str | None = setting(None, "the same as --output, by its name in `penstock bench`")
 
     def __post_init__(self) -> None:
         if self.limit != int(self.limit):
-            raise ConfigError(f"--limit is {self.limit:g}", "A number of problems is a count.")
+            raise ConfigError(f"--limit is {self.limit:g}", "It must be a whole number of problems.")
         require_at_least(1, limit=self.limit, concurrency=self.concurrency)
         if self.output and self.json:
-            raise ConfigError("--output and --json are both given", "They name the same file: give one.")
+            raise ConfigError("--output and --json are both set", "They mean the same: use one.")
 
 
 def run(settings: GateSettings, reporter: Reporter) -> int:
-    """Asks the server, reports, and returns the exit code."""
+    """Runs the gates on the server, reports, and returns the exit code."""
     output = settings.output or settings.json
     prepare_output(output, "--output" if settings.output else "--json")
     endpoint = Endpoint(settings.base_url, settings.model)
@@ -289,8 +290,8 @@ def _read_acceptance(file: Path) -> float:
         share = float(json.loads(file.read_text(encoding="utf-8"))[MTP_ACCEPTANCE])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise PenstockError(
-            f"{file} does not say what share of drafts was accepted",
+            f"{file} has no share of accepted drafts",
             f"{type(error).__name__}: {error}.",
-            'Give a JSON file such as {"mtp_acceptance": 0.75}.',
+            'Use a JSON file such as {"mtp_acceptance": 0.75}.',
         ) from error
     return share

@@ -1,8 +1,9 @@
-"""GPQA-Diamond as the contest asks it: no examples, thinking on, streamed, 12,288 tokens; from a local file.
+"""GPQA-Diamond as in the contest: no examples, thinking on, streamed, 12,288 tokens; from a local
+file.
 
-lm-evaluation-harness does not stream, so the prompt and the grading are ours. The set is not shipped and must
-not be: its authors ask that it appear nowhere in plain text. A line of the file is one question, with the
-columns of the published table (`Question`, `Correct Answer`, `Incorrect Answer 1` to `3`).
+lm-evaluation-harness does not stream, so the prompt and the grading are ours. The set must not be
+shipped: its authors ask that it appear nowhere in plain text. A line of the file is one question,
+with the columns of the published table (`Question`, `Correct Answer`, `Incorrect Answer 1` to `3`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Question:
 
 
 def read_questions(file: Path, limit: float, seed: int) -> list[Question]:
-    """The first ones, as many as `limit` says; a seed gives the same order of choices again."""
+    """The first ones, up to `limit`; the seed determines the order of choices."""
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     count = math.ceil(limit * len(lines)) if limit < 1 else int(limit)
     questions = []
@@ -47,7 +48,7 @@ def read_questions(file: Path, limit: float, seed: int) -> list[Question]:
             questions.append(_as_asked(json.loads(line), Random(f"{seed}-gpqa-{number}")))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise PenstockError(
-                f"Line {number} of {file} is no question of GPQA",
+                f"Line {number} of {file} is not a question of GPQA",
                 f"{type(error).__name__}: {error}.",
                 "It must be a JSON object with Question, Correct Answer and Incorrect Answer 1 to 3.",
             ) from error
@@ -67,7 +68,7 @@ def _as_asked(fields: Mapping[str, str], rng: Random) -> Question:
 
 
 def chosen_letter(reply: StreamedReply) -> str | None:
-    """The last choice that was named after the thought; a thought that never ended has chosen nothing."""
+    """The last choice named after the reasoning; reasoning that never ended has no choice."""
     text = reply.content
     if "</think>" in text:
         text = text.rpartition("</think>")[2]
@@ -109,8 +110,9 @@ def ask_gpqa(file: Path, asking: Asking, bars: Bars) -> Mark:
 
 
 def thinking(max_tokens: int) -> dict[str, Any]:
-    """As templates and APIs switch it on. A server may close thoughts early, ours at half of the tokens, if
-    it is given no budget; the whole of them is no limit, so what is measured is the model."""
+    """Turns thinking on, as templates and APIs do. A server may close thinking early, ours at half
+    of the tokens, without a budget; a budget of all tokens is no limit, so this measures the model.
+    """
     return {
         "chat_template_kwargs": {"enable_thinking": True},
         "thinking": {"type": "enabled", "budget_tokens": max_tokens},

@@ -1,7 +1,8 @@
-"""MMLU-Pro and IFEval as the contest asks them, by lm-evaluation-harness: shots, limits, metrics, gates.
+"""MMLU-Pro and IFEval as in the contest, by lm-evaluation-harness: shots, limits, metrics, gates.
 
-MMLU-Pro's five worked examples are of a question's own subject and come from its validation set: offline,
-`validation.jsonl` beside the questions. A folder without it is asked without examples, and the mark says so.
+MMLU-Pro's five worked examples are of a question's own subject and come from its validation set:
+offline, `validation.jsonl` beside the questions. Without that file there are no examples, and the
+result says so.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from penstock.eval.lm_harness import Asking, LocalTask, evaluate
 
 EXAMPLES = "validation.jsonl"
 ASK_FOR_A_LETTER = (
-    "The following is a multiple choice question. Think step by step and then finish your answer with "
+    "The following is a multiple choice question. Think step by step and then finish your answer "
+    "with "
     '"the answer is (X)" where X is the correct letter choice.\n'
 )
 WITHOUT_EXAMPLES: Mapping[str, Any] = {
@@ -35,7 +37,7 @@ SUBJECTS = (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The metric that is gated, as lm-eval names it, the share it needs, and how it is asked."""
+    """The gated metric by lm-eval's name, the share it needs, and how it is asked."""
 
     metric: str
     gate: float
@@ -57,9 +59,9 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a task comes to: the share that was right, beside the gate and how it was asked.
+    """The result of a task: the share of right answers, the gate, and how it was asked.
 
-    `note` says how the asking differed from the contest's, where it did.
+    `note`: how the questions differed from the contest's, if they did.
     """
 
     name: str
@@ -110,7 +112,7 @@ def ask_task(name: str, questions: Path | None, asking: Asking) -> Mark:
         raise PenstockError(
             f"lm-eval reports no {kind.metric} for {name}",
             f"It reports {', '.join(found.metrics) or 'nothing'}.",
-            "Install the version that docs/harness.md names.",
+            "Install the version in docs/harness.md.",
         )
     return Mark(
         name=name,
@@ -132,7 +134,7 @@ def mmlu_without_examples(questions: Path) -> LocalTask:
 
 
 def mmlu_by_subject(questions: Path | None) -> list[LocalTask]:
-    """A task for each subject that has questions: lm-eval draws worked examples from the same task."""
+    """A task for each subject with questions: lm-eval takes worked examples from the same task."""
     subjects: Sequence[str] = SUBJECTS
     examples = None
     if questions is not None:
@@ -143,7 +145,7 @@ def mmlu_by_subject(questions: Path | None) -> list[LocalTask]:
             raise PenstockError(
                 f"{questions} has no question of MMLU-Pro",
                 "None of its lines has one of the set's subjects as its category.",
-                f"There are {', '.join(SUBJECTS)}.",
+                f"The subjects are {', '.join(SUBJECTS)}.",
             )
     names = [subject.replace(" ", "_") for subject in subjects]
     return [

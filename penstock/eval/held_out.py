@@ -1,4 +1,6 @@
-"""The problems that gates ask, held out from the embedded model's training. Made by `training/problems`."""
+"""The problems of the gates, held out from the embedded model's training. Made by
+`training/problems`.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ FILE = Path(__file__).resolve().parent.parent / "assets" / "held_out.jsonl.gz"
 
 
 def take(gate: str, num_problems: int, seed: int) -> list[Conversation]:
-    """So many problems of a gate: with seed 0 the first ones, otherwise drawn from all of them."""
+    """So many problems of a gate: with seed 0 the first ones, otherwise a random choice."""
     problems = _by_gate()[gate]
     if num_problems > len(problems):
         raise ConfigError(
-            f"{num_problems} problems of the kind {gate!r} are asked for",
-            f"There are {len(problems)} that the model has never seen.",
-            f"Give --limit {len(problems)} or less.",
+            f"{num_problems} problems of the kind {gate!r} are requested",
+            f"Only {len(problems)} were held out from training.",
+            f"Use --limit {len(problems)} or less.",
         )
     return problems[:num_problems] if seed == 0 else Random(seed).sample(problems, num_problems)
 

@@ -2,9 +2,9 @@
 
     penstock eval latency --base-url URL [--warmup 5 --runs 50 --api chat --output F]
 
-Raw prompts go to /v1/completions, as in the contest; `--api chat` wraps them in a chat template. One request
-at a time, no prompt twice; the median of the timed runs counts, and the mean of the three speed-ups is the
-rank. Ends with 1 when a request failed or a reply had another length than was asked for.
+Raw prompts go to /v1/completions, as in the contest; `--api chat` wraps them in a chat template. One
+request at a time, no prompt twice; the median of the timed runs counts, and the mean of the three
+speed-ups is the rank. Exits with 1 if a request failed or a reply had another length than requested.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from penstock.eval.results import (
 from penstock.eval.traces import Arrival
 from penstock.progress import timed
 
-# Tokens of a prompt and of its reply, and what Qwen3.5-4B took for them on an A10G before any optimisation.
+# Tokens of a prompt and of its reply, and the time of Qwen3.5-4B for them on an A10G before any
+# optimisation.
 PUBLISHED_MS = {(64, 128): 2582.0, (2048, 256): 5441.0, (8192, 256): 6576.0}
 APIS = {"completions": RawRequests, "chat": ChatRequests}
 SIZES = ",".join(f"{prompt}+{reply}" for prompt, reply in PUBLISHED_MS)
@@ -41,21 +42,21 @@ SIZES = ",".join(f"{prompt}+{reply}" for prompt, reply in PUBLISHED_MS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencySettings:
-    """What is asked, how often, and of whom."""
+    """What to request, how often, and from which server."""
 
     base_url: str = setting("http://127.0.0.1:8000", "a running server")
     model: str = setting("", "name to send (default: the server's first model)")
     api: str = setting(
-        "completions", "what is asked: raw prompts, or chats with their template", choices=tuple(APIS)
+        "completions", "endpoint: raw prompts, or chats with their template", choices=tuple(APIS)
     )
     sizes: str = setting(SIZES, "tokens of prompt+reply, a chat's template included")
     warmup: int = setting(5, "requests before the timed ones, of each size")
     runs: int = setting(50, "timed requests of each size")
     output: str | None = setting(None, "also write the last line to this file")
-    tokenizer: str | None = setting(None, "the model's folder, to make prompts with")
-    seed: int | None = setting(None, "of the prompts (default: drawn anew)")
-    timeout: float = setting(300.0, "seconds after which a request has failed")
-    body: str | None = setting(None, "fields for every request, as JSON (default: chats do not think)")
+    tokenizer: str | None = setting(None, "the model's folder, to generate prompts")
+    seed: int | None = setting(None, "seed of the prompts (default: random)")
+    timeout: float = setting(300.0, "seconds after which a request fails")
+    body: str | None = setting(None, "fields for every request, as JSON (default: chats without thinking)")
 
     def __post_init__(self) -> None:
         require_at_least(1, runs=self.runs)

@@ -1,8 +1,9 @@
-"""lm-evaluation-harness as a judge of any server: its tasks, with questions from a local file, over HTTP.
+"""lm-evaluation-harness for any server: its tasks, with questions from a local file, over HTTP.
 
-Prompts, examples, filters and metrics are lm-eval's own, so that scores can be compared; only where the
-questions come from is ours. It stops at the first request that fails for good; here such a request counts as
-an empty reply, and what went wrong is kept. lm_eval is imported when it is used: it is an optional package.
+Prompts, examples, filters and metrics are lm-eval's own, so that scores can be compared; only the
+source of questions is ours. lm-eval stops at the first request that fails for good; here such a
+request counts as an empty reply, and its error is kept. lm_eval is imported on first use: it is an
+optional package.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from penstock.errors import PenstockError
 INSTALL = "lm-eval[api]>=0.4.13"
 NEEDED = ("lm_eval", "aiohttp", "requests", "tenacity")
 MAX_TRIES = 3
-MAX_IN_A_ROW = 16  # failures for good, and the rest is not sent
+MAX_IN_A_ROW = 16  # permanent failures, after which the rest is not sent
 MAX_MESSAGE_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTask:
-    """One of lm-eval's tasks; `source` is its YAML file below lm_eval/tasks, `data` the questions for it."""
+    """One of lm-eval's tasks; `source` is its YAML file below lm_eval/tasks, `data` its questions."""
 
     name: str
     source: str
@@ -40,7 +41,7 @@ class LocalTask:
     examples: Path | None = None  # worked ones, of the validation split
 
     def write(self, folder: Path, tasks: Path) -> None:
-        """The task as a YAML file, of which JSON is a part, that includes lm-eval's."""
+        """Writes the task as a YAML file (JSON is a subset) that includes lm-eval's."""
         fields: dict[str, Any] = {"include": str(tasks / self.source), "task": self.name, **self.changes}
         if self.data is not None:
             files = {self.split: self.data}
@@ -58,7 +59,7 @@ class LocalTask:
 
 
 def _with_equal_columns(files: Mapping[str, Path], folder: Path) -> dict[str, Path]:
-    """Copies in which every row has every column: splits of one data set must not differ in theirs."""
+    """Copies in which every row has every column: the splits of one data set must have the same."""
     rows = {
         split: [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         for split, file in files.items()
@@ -74,7 +75,7 @@ def _with_equal_columns(files: Mapping[str, Path], folder: Path) -> dict[str, Pa
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """Whom to ask, how many questions, and with which fields in every request."""
+    """Which server, how many questions, and the fields of every request."""
 
     base_url: str
     model: str
@@ -88,7 +89,7 @@ class Asking:
 
 @dataclass(slots=True)
 class Evaluation:
-    """`metrics` as lm-eval names them, `samples` as it keeps them, and requests that had no reply."""
+    """`metrics` by lm-eval's names, `samples` as it keeps them, and requests without a reply."""
 
     metrics: dict[str, float]
     samples: list[dict[str, Any]]  # with their task's name
@@ -116,14 +117,15 @@ def require_data(flag: str, data: str | None, wanted: str) -> Path | None:
         return None
     file = Path(data).expanduser()
     if not file.is_file():
-        raise PenstockError(f"{flag} {data} is not a file", f"It must be {wanted}, one JSON object a line.")
+        raise PenstockError(f"{flag} {data} is not a file", f"It must be {wanted}, one JSON object per line.")
     return file.resolve()
 
 
 def evaluate(tasks: Sequence[LocalTask], asking: Asking) -> Evaluation:
-    """Asks all of their questions. Raises only what keeps it from asking, never for what a server does."""
+    """Runs all questions. Raises only what prevents asking, never for what a server does."""
     if all(task.data is not None for task in tasks):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched, so nothing shall wait for a hub
+        # Nothing is fetched, so nothing should wait for a hub.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     import lm_eval
     import lm_eval.tasks
@@ -152,11 +154,11 @@ def evaluate(tasks: Sequence[LocalTask], asking: Asking) -> Evaluation:
                 torch_random_seed=asking.seed,
                 fewshot_random_seed=asking.seed,
             )
-        except OSError as error:  # among them what its data sets raise when they cannot be fetched
+        except OSError as error:  # including what its data sets raise when they cannot be fetched
             raise PenstockError(
                 f"lm-eval cannot read the questions of {', '.join(task.name for task in tasks)}",
                 f"{type(error).__name__}: {str(error)[:MAX_MESSAGE_CHARS]}.",
-                "Without a network, give them with --data.",
+                "Without a network, use --data.",
             ) from error
     samples = [{**sample, "task": task.name} for task in tasks for sample in found["samples"][task.name]]
     return Evaluation(
@@ -170,7 +172,7 @@ def evaluate(tasks: Sequence[LocalTask], asking: Asking) -> Evaluation:
 
 
 def _mean_metrics(results: Sequence[tuple[Mapping[str, Any], int]]) -> dict[str, float]:
-    """The mean over all questions: a task weighs as many as it asked, as lm-eval's own groups have it."""
+    """The mean over all questions: a task weighs as many as it has, as in lm-eval's own groups."""
     total = max(1, sum(count for _, count in results))
     sums: dict[str, float] = defaultdict(float)
     for metrics, count in results:
@@ -213,7 +215,7 @@ def _tolerant_model(asking: Asking) -> Any:
     return TolerantChat(
         model=asking.model,
         base_url=asking.base_url.rstrip("/").removesuffix("/v1") + "/v1/chat/completions",
-        # With one at a time lm-eval takes another way through its code, which is not as patient.
+        # With one at a time lm-eval uses another code path, which is less patient.
         num_concurrent=max(2, asking.num_concurrent),
         max_retries=MAX_TRIES,
         timeout=int(asking.timeout_s),

@@ -1,8 +1,8 @@
 """The load generator: requests in, timed replies out, c requests at a time or each at its own time.
 
-The load comes from processes of their own (`LoadClients`), which do nothing else while they measure: no bar
-is drawn, no JSON read and no garbage collected beside the clock. `bench serve` and every `eval` that needs
-many replies use it; what is asked, and what the replies are worth, is for them to know.
+The load comes from separate processes (`LoadClients`), which do nothing else while they measure:
+they draw no bar, parse no JSON and collect no garbage. `bench serve` and every `eval` with many
+replies use it; callers know what is asked and what the replies mean.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from penstock.eval.results import Bars
 from penstock.eval.stream_client import RawAnswer, StreamedReply, Target, exchange, read_answer
 from penstock.progress import Phase, timed
 
-HEAD_START_S = 0.05  # between the word and the first request, so that all clients begin together
+# Between the start signal and the first request, so that all clients begin together.
+HEAD_START_S = 0.05
 PROGRESS_EVERY_S = 0.25
-MIN_HANGING = 3  # so many timeouts in a row, and at least one for each place, and the rest is not sent
-GIVEN_UP = "Not sent: the requests before it had hung."
+# So many timeouts in a row, and at least one for each place; then the rest is not sent.
+MIN_HANGING = 3
+GIVEN_UP = "Not sent: the requests before it hung."
 
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
     num_done: int
     num_failed: int  # by transport or timeout; the rest is known at the end
-    num_pieces: int  # of answers that have arrived, about one a token
+    num_pieces: int  # of answers, about one per token
     elapsed_s: float
 
     def in_words(self, num_requests: int) -> str:
@@ -57,9 +59,9 @@ class LoadResult:
     requests: Sequence[Request]
     replies: list[StreamedReply]
     wall_s: float = 0.0  # from the first request to the last end
-    max_lag_s: float = 0.0  # by which a request left later than its time
+    max_lag_s: float = 0.0  # by which a request was sent late
     client_cpu: float = 0.0  # of one core, the busiest client's share
-    error: PenstockError | None = None  # why nothing was sent; every reply says so, too
+    error: PenstockError | None = None  # why nothing was sent; every reply has it too
 
     @classmethod
     def of_nothing_sent(cls, requests: Sequence[Request], error: PenstockError) -> LoadResult:
@@ -71,7 +73,7 @@ class LoadResult:
         return list(zip(self.requests, self.replies, strict=True))
 
     def only(self, is_wanted: Callable[[Request], bool]) -> LoadResult:
-        """The same load, but of the replies only those to the requests that are wanted."""
+        """The same load with only the replies to the chosen requests."""
         kept = [(request, reply) for request, reply in self.pairs if is_wanted(request)]
         requests, replies = [request for request, _ in kept], [reply for _, reply in kept]
         return replace(self, requests=requests, replies=replies)
@@ -79,7 +81,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one client process does of a load."""
+    """The part of a load that one client process sends."""
 
     target: Target
     requests: list[bytes]
@@ -164,7 +166,8 @@ class LoadClients:
     ) -> LoadResult:
         """Sends every request: `concurrency` at a time, or with 0 each at its own time.
 
-        A request that fails is a reply with an error; nothing that a server does raises.
+        A request that fails is a reply with an error; nothing that a server does raises an
+        exception.
         """
         try:
             target = Target.of(api.client.base_url, api.path)
@@ -212,8 +215,8 @@ class LoadClients:
 
 
 def _serve_loads(pipe: Connection[Any, Any], counts: Any) -> None:
-    """The life of a client process: parts in, results out, until it is ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for our parent, who then ends us
+    """The main loop of a client process: parts in, results out, until it is ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for our parent, which then ends us
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     with contextlib.suppress(EOFError):
@@ -235,14 +238,14 @@ def _run_part(part: _Part, start_s: float, counts: Any) -> _PartResult:
 
 
 class _Sending:
-    """One part of a load on its way."""
+    """One part of a load while it is sent."""
 
     def __init__(self, part: _Part, start_s: float, counts: Any) -> None:
         self._part = part
         self._start_s = start_s
         self._counts = counts  # done, failed, pieces: memory that the parent reads
         self._answers: list[RawAnswer | None] = [None] * len(part.requests)
-        self._num_hanging = 0  # timeouts since the last answer that ended
+        self._num_hanging = 0  # timeouts since the last complete answer
 
     async def send_all(self) -> list[RawAnswer]:
         part = self._part

@@ -1,6 +1,7 @@
-"""What the replies of a load add up to: rates, latencies with their percentiles, lengths, and failures.
+"""The summary of a load: rates, latencies with their percentiles, lengths, and failures.
 
-Only replies without an error count; those with one are counted and quoted. Durations are in milliseconds.
+Only replies without an error count; the others are counted and quoted. Durations are in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MAX_MESSAGES = 10
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Of values in ascending order, interpolated between the two that are nearest."""
+    """Of values in ascending order, interpolated between the two nearest ones."""
     place = share * (len(ordered) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -26,7 +27,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How one quantity was spread, in its own unit."""
+    """The distribution of one quantity, in its own unit."""
 
     min: float
     mean: float
@@ -50,12 +51,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens as the server counted them, beside those that were asked for."""
+    """Tokens as the server counted them, beside those that were requested."""
 
     total: int
     min: int
     max: int
-    num_off: int  # replies with another count than was asked for
+    num_off: int  # replies with another count than requested
 
     @classmethod
     def of(cls, counted: Sequence[int], asked: Sequence[int | None]) -> Lengths:
@@ -94,7 +95,7 @@ class LoadSummary:
 
     @property
     def tok_s(self) -> float:
-        """Prompt and completion tokens a second."""
+        """Prompt and completion tokens per second."""
         return (self.prompt.total + self.completion.total) / self.wall_s
 
     @property
@@ -107,7 +108,7 @@ class LoadSummary:
 
     @property
     def tokens_per_event(self) -> float | None:
-        """1 when every token had an event of its own: only then is a gap the time of one token."""
+        """1 if every token had an event of its own: only then is a gap the time of one token."""
         return round(self.completion.total / self.num_events, 3) if self.num_events else None
 
     def as_dict(self) -> dict[str, Any]:

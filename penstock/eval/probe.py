@@ -1,4 +1,4 @@
-"""One server under test: requests that may be wrong on purpose, answers in which nothing is taken on trust.
+"""One server under test: requests that may be wrong on purpose, and answers that are never trusted.
 
 A check that fails raises `CheckFailed`, which says what was seen and what was expected; a server
 that hangs up or answers nonsense fails the check too. The checks are in conformance.py.
@@ -45,7 +45,7 @@ def show(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole chat completion, of which only what the caller asked for has been looked at."""
+    """A whole chat completion, of which only the requested parts have been read."""
 
     fields: dict[str, Any]
 
@@ -65,7 +65,8 @@ class Reply:
 
     @property
     def thought(self) -> str:
-        """What a server has split off the content, by either of its usual names; empty: nothing."""
+        """The reasoning that a server separated from the content, by either of its usual names;
+        empty: none."""
         message = field_of(self.choice, "message", dict)
         return str(message.get("reasoning_content") or message.get("reasoning") or "")
 
@@ -76,7 +77,7 @@ class Reply:
 
     @property
     def usage(self) -> dict[str, int]:
-        """Its three numbers; any others stay out."""
+        """Its three numbers, without any others."""
         usage = field_of(self.fields, "usage", dict)
         return {name: field_of(usage, name, int) for name in USAGE}
 
@@ -85,7 +86,7 @@ USAGE = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
 def field_of(fields: Mapping[str, Any], name: str, kind: type) -> Any:
-    """A field that must be there and of this type; a boolean is no number."""
+    """A field that must exist and have this type; a boolean is not a number."""
     expect(name in fields, sorted(fields), f"the field {name}")
     value = fields[name]
     is_right = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
@@ -94,7 +95,7 @@ def field_of(fields: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 class Probe:
-    """Asks one server. Every request has a connection of its own and a time limit."""
+    """Sends requests to one server. Every request has its own connection and a time limit."""
 
     def __init__(
         self, base_url: str, model: str, *, timeout_s: float, counter: TokenCounter | None = None
@@ -104,7 +105,7 @@ class Probe:
         self.model = model
         self.timeout_s = timeout_s
         self.counter = counter
-        self.max_model_len: int | None = None  # when the list of models has said so
+        self.max_model_len: int | None = None  # once the list of models has it
 
     def get(self, path: str) -> tuple[int, bytes]:
         try:
@@ -119,13 +120,14 @@ class Probe:
             raise CheckFailed(f"saw no answer to POST {path}: {error.why}") from error
 
     def body(self, content: str, **fields: Any) -> bytes:
-        """A greedy chat with one message; a field that is None is left out."""
+        """A greedy chat with one message; a field that is None is omitted."""
         messages = [{"role": "user", "content": content}]
         given = {"model": self.model, "messages": messages, "max_tokens": 48, "temperature": 0, **fields}
         return json.dumps({name: value for name, value in given.items() if value is not None}).encode()
 
     def send(self, *bodies: bytes, timeout_s: float | None = None) -> list[RawAnswer]:
-        """All of them at once, whatever they hold. One that runs out of time is one whose client has left."""
+        """All of them at once, whatever they contain. A request that runs out of time is a client
+        that disconnects."""
 
         async def send_all() -> list[RawAnswer]:
             requests = [self._target.encode_request(body) for body in bodies]
@@ -144,7 +146,7 @@ class Probe:
         return read_reply(answer)
 
     def stream(self, content: str, **fields: Any) -> list[dict[str, Any]]:
-        """The chunks of a streamed reply that ended as it should."""
+        """The chunks of a streamed reply that ended correctly."""
         (answer,) = self.send(self.body(content, stream=True, **fields))
         return read_chunks(answer)
 
@@ -179,7 +181,7 @@ def read_chunks(answer: RawAnswer) -> list[dict[str, Any]]:
 
 
 def read_refusal(answer: RawAnswer) -> tuple[int, str]:
-    """The status of an answer to a faulty request and its words, which must be JSON."""
+    """The status of an answer to a faulty request and its message, which must be JSON."""
     expect(not answer.failure, answer.failure, "an answer")
     data = b"".join(piece for _, piece in answer.pieces)
     expect(400 <= answer.status < 500, f"HTTP {answer.status}: {show(data.decode(errors='replace'))}", "4xx")

@@ -1,9 +1,9 @@
-"""Prompts of an exact length in tokens, chat template included, and no two that begin alike.
+"""Prompts of an exact length in tokens, chat template included, no two of which share a prefix.
 
-`TokenPrompts` are random tokens of a tokenizer that is here. `PromptMaker` knows no tokenizer, only counts
-that a server sent: a letter and common words, of which nearly every tokenizer makes one token each. A few
-probes, requests for one token whose usage is read, find the words for which this server's does, and what
-its chat template adds. A seed gives the same prompts again.
+`TokenPrompts` are random tokens of a local tokenizer. `PromptMaker` has no tokenizer, only counts
+from a server: a letter and common words, of which nearly every tokenizer makes one token each. A
+few probes, requests for one token whose usage is read, find the words that are one token for this
+server, and the overhead of its chat template. A seed gives the same prompts again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.eval.chat_requests import ChatRequests, Request
 from penstock.eval.recount import TokenCounter
 from penstock.eval.traces import BLOCK_TOKENS, Arrival
 
-CountTokens = Callable[[str], int]  # the prompt tokens of a chat whose only message this is
+CountTokens = Callable[[str], int]  # the prompt tokens of a chat with this only message
 
 LETTERS = string.ascii_uppercase + string.ascii_lowercase
 _COMMON = """
@@ -46,7 +46,7 @@ WARMUP_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class PromptMaker:
-    """Makes prompts for one server. `is_exact` is whether its tokenizer lets lengths be hit."""
+    """Makes prompts for one server. `is_exact`: whether its tokenizer allows exact lengths."""
 
     num_template_tokens: int
     words: tuple[str, ...]
@@ -63,10 +63,10 @@ class PromptMaker:
         return self.num_template_tokens + 1
 
     def make(self, index: int, num_tokens: int, *, num_shared: int = 0) -> str:
-        """The prompt with this number; those with other numbers differ from the first token on.
+        """The prompt with this number; prompts with other numbers differ from the first token on.
 
-        More exactly: within two tokens, and among 52 in a row within one. `num_shared` tokens may go
-        before that, equal in all prompts.
+        More exactly: within two tokens, and among 52 in a row within one. `num_shared` tokens,
+        equal in all prompts, may come before that.
         """
         num_units = self._num_units(num_tokens)
         rng = Random(f"{self.seed}-{index}")
@@ -82,7 +82,8 @@ class PromptMaker:
     def make_of_blocks(
         self, block_ids: Sequence[int], num_tokens: int, block_tokens: int = BLOCK_TOKENS
     ) -> str:
-        """A prompt that begins as every other one whose leading block ids are the same."""
+        """A prompt that shares its beginning with every other one that has the same leading block
+        ids."""
         units: list[str] = []
         for place, block in enumerate(block_ids):
             rng = Random(f"{self.seed}-block-{block}")
@@ -97,7 +98,8 @@ class PromptMaker:
         return [rng.choice(LETTERS), *rng.choices(self.words, k=num_units - 1)]
 
     def _number_as_words(self, number: int) -> list[str]:
-        """Different numbers in different words, the lowest digit first: the first word differs soonest."""
+        """Different numbers in different words, the lowest digit first: the first word differs
+        soonest."""
         words = Random(f"{self.seed}-words").sample(self.words, len(self.words))
         spelt = [words[number % len(words)]]
         while number := number // len(words):
@@ -106,7 +108,8 @@ class PromptMaker:
 
 
 def fit_prompts(count_tokens: CountTokens, seed: int) -> PromptMaker:
-    """Learns by probing which words the server counts as one token each, and what its template adds."""
+    """Finds by probing which words the server counts as one token each, and the template's
+    overhead."""
     num_probes = 0
 
     def excess(words: Sequence[str]) -> int:
@@ -119,18 +122,20 @@ def fit_prompts(count_tokens: CountTokens, seed: int) -> PromptMaker:
     if num_alone < 1:
         raise PenstockError(
             "The server counts no tokens in a prompt",
-            f"Its usage said {num_alone} prompt tokens.",
+            f"Its usage reported {num_alone} prompt tokens.",
             "Lengths cannot be measured against it.",
         )
     total_excess = excess(WORDS)
     if total_excess <= -len(WORDS):
         raise PenstockError(
             "The server's count of a prompt does not grow with the prompt",
-            f"Its usage said {num_alone} tokens for a letter and no more for {len(WORDS)} words behind it.",
-            "Give the model's folder, which counts without the server: --tokenizer FOLDER.",
+            f"Its usage reported {num_alone} tokens for a letter, and no more with {len(WORDS)} "
+            "words after it.",
+            "Set --tokenizer to the model's folder, to count without the server.",
         )
     words = list(WORDS) if total_excess == 0 else []
-    # Groups that are not all single tokens are halved, the largest first; one probe tells about both halves.
+    # Groups that are not all single tokens are halved, the largest first; one probe tests both
+    # halves.
     groups = [(WORDS, total_excess)] if total_excess else []
     while groups and len(words) < ENOUGH_WORDS and num_probes < MAX_PROBES:
         group, group_excess = groups.pop(0)
@@ -149,14 +154,14 @@ def fit_prompts(count_tokens: CountTokens, seed: int) -> PromptMaker:
 class TokenPrompts:
     """Makes prompts of random tokens, which no server can have seen or stored.
 
-    Text does not always become the tokens it was made of, so every prompt is encoded again and repaired
-    until the whole of it has the length asked for.
+    Text does not always become the tokens it was made of, so every prompt is tokenised again and
+    repaired until it has the requested length.
     """
 
     is_exact = True
 
     def __init__(self, counter: TokenCounter, seed: int, *, is_raw: bool = False) -> None:
-        """`is_raw`: no chat template stands around a prompt."""
+        """`is_raw`: without a chat template around a prompt."""
         self._counter = counter
         self._seed = seed
         self._is_raw = is_raw
@@ -169,7 +174,7 @@ class TokenPrompts:
         return self._counter.count_prompt([{"role": "user", "content": prompt}])
 
     def make(self, index: int, num_tokens: int) -> str:
-        """The prompt with this number; where no repair hits the length exactly, the nearest one found."""
+        """The prompt with this number; if no repair gives the exact length, the nearest one found."""
         _require_room(num_tokens, self.num_template_tokens)
         rng = Random(f"{self._seed}-{index}")
         ids = self._draw(rng, num_tokens - self.num_template_tokens)
@@ -191,7 +196,7 @@ class TokenPrompts:
         return nearest
 
     def _draw(self, rng: Random, num_tokens: int) -> list[int]:
-        """Ids of whole characters, control tokens excluded; which are, is learned on the way."""
+        """Ids of whole characters, without control tokens; learned on the way."""
         ids: list[int] = []
         while len(ids) < num_tokens:
             token_id = rng.randrange(self._counter.vocab_size)
@@ -206,16 +211,16 @@ Prompts = PromptMaker | TokenPrompts
 
 
 def make_prompts(api: ChatRequests, counter: TokenCounter | None, seed: int) -> Prompts:
-    """Of random tokens where a tokenizer is here, otherwise of words that the server has counted."""
+    """Of random tokens if there is a tokenizer, otherwise of words that the server has counted."""
     if counter is not None:
         return TokenPrompts(counter, seed, is_raw=api.is_raw)
     return fit_prompts(api.count_tokens, seed)
 
 
 class RequestMaker:
-    """Makes requests of arrivals; a prompt that no trace repeats is never made twice.
+    """Turns arrivals into requests; no prompt is made twice, unless a trace repeats it.
 
-    `count` says how many tokens a prompt has, None if it cannot be known; by default as many as were wanted.
+    `count`: how many tokens a prompt has, None if unknown; by default as many as requested.
     """
 
     def __init__(
@@ -230,7 +235,8 @@ class RequestMaker:
         return [self._make_one(arrival) for arrival in arrivals]
 
     def make_warmups(self, arrivals: Iterable[Arrival]) -> list[Request]:
-        """Of the same prompt lengths, at once, with replies just long enough to have been everywhere."""
+        """With the same prompt lengths, all at once, and replies just long enough to run every kind
+        of step."""
         return self.make(Arrival(0.0, a.input_len, min(a.output_len, WARMUP_TOKENS)) for a in arrivals)
 
     def _make_one(self, arrival: Arrival) -> Request:
@@ -250,5 +256,5 @@ def _require_room(num_tokens: int, num_template_tokens: int) -> None:
         raise ConfigError(
             f"A prompt of {num_tokens} tokens is too short",
             f"The chat template alone takes {num_template_tokens}.",
-            f"Ask for {num_template_tokens + 1} or more.",
+            f"Use {num_template_tokens + 1} or more.",
         )

@@ -1,9 +1,9 @@
-"""Whether a faster server still answers as well: MMLU-Pro, IFEval, GPQA-Diamond, asked as the contest does.
+"""Quality of a server's answers: MMLU-Pro, IFEval and GPQA-Diamond, asked as in the contest.
 
     penstock eval quality --base-url URL --data FOLDER [--tasks mmlu_pro,ifeval,gpqa_diamond --limit 100]
 
-The folder holds mmlu_pro/*.jsonl (with validation.jsonl for worked examples), ifeval/*.jsonl and
-gpqa_diamond/*.jsonl; without it lm-eval fetches the first two. Ends with 0 when every gate is passed.
+The folder has mmlu_pro/*.jsonl (with validation.jsonl for worked examples), ifeval/*.jsonl and
+gpqa_diamond/*.jsonl; without it lm-eval fetches the first two. Exits with 0 if every gate is passed.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ LIMIT, LIMIT_VARIABLE = 100.0, "QUALITY_LIMIT"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualitySettings:
-    """Which tasks are asked, and of whom."""
+    """Which tasks to run, and on which server."""
 
     base_url: str = setting("http://127.0.0.1:8000", "a running server")
     model: str = setting("", "name to send (default: the server's first model)")
-    tasks: str | None = setting(None, f"of {','.join(TASKS)} (default: those that there are questions for)")
+    tasks: str | None = setting(None, f"tasks among {','.join(TASKS)} (default: those with questions)")
     data: str | None = setting(
         None, "a folder with mmlu_pro, ifeval, gpqa_diamond (default: lm-eval fetches)"
     )
     limit: float | None = setting(None, "questions of a task, or a fraction (default: QUALITY_LIMIT or 100)")
-    num_concurrent: int = setting(8, "requests at once")
-    seed: int | None = setting(None, "sent with every request (default: drawn anew)")
+    num_concurrent: int = setting(8, "requests at a time")
+    seed: int | None = setting(None, "seed of every request (default: random)")
     output: str | None = setting(None, "also write the last line to this file")
-    max_tokens: int | None = setting(None, "of a reply (default: 512; GPQA-Diamond: 12288)")
-    timeout: float = setting(600.0, "seconds after which a request has failed")
+    max_tokens: int | None = setting(None, "tokens of a reply (default: 512; GPQA-Diamond: 12288)")
+    timeout: float = setting(600.0, "seconds after which a request fails")
     body: str | None = setting(None, "fields for every request, as JSON (default: only GPQA-Diamond thinks)")
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class QualitySettings:
             require_limit(self.limit)
         for name in self.task_names or ():
             if name not in TASKS:
-                raise ConfigError(f"--tasks has {name!r}", f"There are {', '.join(TASKS)}.")
+                raise ConfigError(f"--tasks has {name!r}", f"The tasks are {', '.join(TASKS)}.")
 
     @property
     def task_names(self) -> list[str] | None:
@@ -83,7 +83,7 @@ def run(settings: QualitySettings, reporter: Reporter) -> int:
     )
     print(f"seed {seed}; {limit:g} {'of the' if limit < 1 else ''} questions of a task".replace("  ", " "))
     for name, why in not_asked.items():
-        print(f"not asked: {name}, {why}")
+        print(f"skipped: {name}, {why}")
     start_s = time.monotonic()
     marks = [_ask(name, file, asking, settings, reporter) for name, file in files.items()]
     print(format_marks(marks))
@@ -113,13 +113,13 @@ def _limit(settings: QualitySettings) -> float:
         raise ConfigError(
             f"{LIMIT_VARIABLE} is {text!r}",
             "It must be a whole number, 1 or more, or a fraction below 1: 200 or 0.1.",
-            "Correct or unset it; --limit would beat it.",
+            "Correct or unset it; --limit would override it.",
         ) from None
     return limit
 
 
 def _find_questions(settings: QualitySettings) -> tuple[dict[str, Path | None], dict[str, str]]:
-    """The tasks that are asked with their files, and why the others are not."""
+    """The tasks to run with their files, and why the others are skipped."""
     files: dict[str, Path | None] = {}
     not_asked: dict[str, str] = {}
     for name in settings.task_names or TASKS:
@@ -144,8 +144,8 @@ def _questions_of(name: str, folder: str | None) -> Path | None:
             return None
         raise PenstockError(
             "GPQA-Diamond needs --data",
-            "It is handed out only to people who promise not to publish it, so nothing here fetches it.",
-            f"Put it into FOLDER/{gpqa.NAME}/test.jsonl and give --data FOLDER, or leave it out of --tasks.",
+            "Its authors give it only to people who promise not to publish it, so it is never downloaded.",
+            f"Put it into FOLDER/{gpqa.NAME}/test.jsonl and use --data FOLDER, or remove it from --tasks.",
         )
     files = [
         file for file in sorted((Path(folder).expanduser() / name).glob("*.jsonl")) if file.name != EXAMPLES
@@ -153,8 +153,8 @@ def _questions_of(name: str, folder: str | None) -> Path | None:
     if len(files) != 1:
         raise PenstockError(
             f"--data {folder} has no questions for {name}",
-            f"There are {len(files)} .jsonl files in its folder {name}, {EXAMPLES} aside; one is needed.",
-            f"Put the questions there, or leave {name} out of --tasks.",
+            f"Its folder {name} has {len(files)} .jsonl files besides {EXAMPLES}; exactly one is needed.",
+            f"Put the questions there, or remove {name} from --tasks.",
         )
     return files[0].resolve()
 
@@ -192,13 +192,13 @@ def format_marks(marks: Sequence[Mark]) -> str:
 
 
 def _require_sentence_splitter() -> None:
-    """A part of nltk that does not come with it, and without which some instructions cannot be judged."""
+    """A part of nltk that is not installed with it, and that some instructions need for grading."""
     nltk = importlib.import_module("nltk")
     try:
         nltk.data.find("tokenizers/punkt_tab")
     except LookupError:
         raise PenstockError(
-            "IFEval needs nltk's punkt_tab, which is not here",
-            "It counts sentences with it.",
+            "IFEval needs nltk's punkt_tab, which is not installed",
+            "It is needed to count sentences.",
             "With a network: python -m nltk.downloader punkt_tab. Without: --tasks mmlu_pro,gpqa_diamond.",
         ) from None

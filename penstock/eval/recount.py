@@ -1,7 +1,7 @@
-"""Counts tokens again that a server has counted: with the model's tokenizer.json and its chat template.
+"""Recounts tokens that a server has counted: with the model's tokenizer.json and its chat template.
 
-Nothing here is shared with any server's code, ours included: a judge that counts with the same functions as
-the judged would find the same mistakes right.
+Shares no code with any server, ours included: a judge that used the same functions would repeat the
+same mistakes.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ class Recount:
 
     @property
     def is_off(self) -> bool:
-        """A model may write in other pieces than a tokenizer would; a few tokens in a hundred are its own."""
+        """A model may split text differently from a tokenizer; a few tokens in a hundred are
+        tolerated."""
         return abs(self.claimed - self.counted) > max(2, 0.03 * self.counted)
 
 
 class ReplyCounter(Protocol):
-    """Whatever can count the tokens of a text, and of a prompt with its template."""
+    """Counts the tokens of a text, and of a prompt with its template."""
 
     def count_text(self, text: str, /) -> int: ...
 
@@ -49,14 +50,15 @@ class ReplyCounter(Protocol):
 
 
 def recount_reply(counter: ReplyCounter, text: str, claimed: int, finish_reason: str) -> Recount:
-    """A turn that ended by itself has a token more than its text, which a server may count or not."""
+    """A turn that ended by itself has one token more than its text, which a server may count or
+    not."""
     counted = counter.count_text(text)
     has_end = finish_reason == "stop" and claimed > counted
     return Recount(claimed, counted + has_end)
 
 
 class TokenCounter:
-    """A tokenizer and, where the folder has one, a chat template, with thinking off."""
+    """A tokenizer and, if the folder has one, a chat template, with thinking off."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, template: minijinja.Environment | None) -> None:
         self._tokenizer = tokenizer
@@ -67,7 +69,7 @@ class TokenCounter:
 
     @classmethod
     def load(cls, path: str) -> TokenCounter:
-        """Of a folder with tokenizer.json, or of that file; the template stands beside it."""
+        """From a folder with tokenizer.json, or from that file; the template is beside it."""
         given = Path(path).expanduser()
         file = given / "tokenizer.json" if given.is_dir() else given
         try:
@@ -76,7 +78,7 @@ class TokenCounter:
             raise PenstockError(
                 f"--tokenizer {path} cannot be read",
                 f"{file}: {error}.",
-                "Name the folder of the model that is served, with its tokenizer.json.",
+                "Use the folder of the served model, with its tokenizer.json.",
             ) from error
         return cls(tokenizer, _load_template(file.parent))
 
@@ -91,7 +93,8 @@ class TokenCounter:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def is_plain(self, token_id: int) -> bool:
-        """Whether it stands for whole characters of ordinary text: neither a control token nor a fragment."""
+        """Whether it stands for whole characters of ordinary text: neither a control token nor a
+        fragment."""
         if token_id in self._added_ids:
             return False
         text = self.decode([token_id])
@@ -101,7 +104,8 @@ class TokenCounter:
         return len(self.encode(text))
 
     def count_prompt(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        """Tokens of the whole prompt, the opening of the reply included; the bare text without a template."""
+        """Tokens of the whole prompt, including the opening of the reply; the bare text without a
+        template."""
         if self._template is None:
             return sum(self.count_text(str(message["content"])) for message in messages)
         try:

@@ -1,7 +1,8 @@
-"""What a model answered, and the Qwen3.5 text form of thoughts and tool calls: written here and read back.
+"""What a model answered, and the Qwen3.5 text format of reasoning and tool calls: written and
+parsed here.
 
-A server may split a reply into reasoning, content and tool calls, or return the bare text; both become the
-same `Reply`. Judging a reply is left to the checks of conversation.py.
+A server may split a reply into reasoning, content and tool calls, or return the bare text; both
+become the same `Reply`. The checks of conversation.py judge a reply.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of one tool, with arguments of the types its schema asks for."""
+    """One call of one tool, with arguments of the types in its schema."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -38,7 +39,8 @@ class Reply:
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
     finish_reason: str = "stop"
-    is_thought_closed: bool = True  # exactly one thought, and it ended; without thinking: none at all
+    # Exactly one thinking block, and it ended; without thinking: none at all.
+    is_thought_closed: bool = True
 
     @classmethod
     def from_text(
@@ -49,11 +51,11 @@ class Reply:
         tools: Sequence[Mapping[str, Any]] | None = None,
         finish_reason: str = "stop",
     ) -> Reply:
-        """A reply as generated after the prompt, which has already opened the thought when thinking is on."""
+        """A reply as generated after the prompt, which has already opened thinking if it is on."""
         text = text.removesuffix(TURN_END)
         num_ends = text.count(THOUGHT_END)
         thought, _, answer = text.rpartition(THOUGHT_END)
-        if is_thinking and not num_ends:  # cut off inside the thought: there is no answer
+        if is_thinking and not num_ends:  # cut off inside thinking: there is no answer
             thought, answer = text, ""
         content, calls = parse_calls(answer, tools or ())
         return cls(
@@ -90,7 +92,7 @@ class Reply:
 
 
 def write_calls(calls: Sequence[Mapping[str, Any]]) -> str:
-    """OpenAI-style tool calls in the form the model writes them."""
+    """OpenAI's tool calls in the model's own format."""
     return "\n".join(_write_call(call["function"]) for call in calls)
 
 
@@ -107,7 +109,7 @@ def _write_value(value: Any) -> str:
 
 
 def parse_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[Call, ...]]:
-    """The text before the calls, and the calls. What cannot be read as a call stays text."""
+    """The text before the calls, and the calls. What cannot be parsed as a call stays text."""
     content, *blocks = text.split(CALL_START)
     types = {
         tool["function"]["name"]: {
@@ -147,7 +149,8 @@ def _parse_call(block: str, types: Mapping[str, Mapping[str, str]]) -> Call | No
 
 
 def _typed(text: str, kind: str) -> Any:
-    """The value the schema's type makes of the text; the text itself, which no check takes, if none fits."""
+    """The text as a value of the schema's type; if none fits, the text itself, which no check
+    accepts."""
     try:
         if kind == "integer":
             return int(text)

@@ -1,6 +1,6 @@
-"""How a measurement reaches its reader: bars while it runs, a table, one JSON line last, and the file of it.
+"""How a measurement reports: bars while it runs, a table, one JSON line last, and its file.
 
-Where bars are drawn and what is known of this machine is given by the command that runs a measurement.
+The command that runs a measurement provides the bars and the facts about this machine.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ Bars = Callable[[], AbstractContextManager[OnPhase]]
 
 
 def no_bars() -> AbstractContextManager[OnPhase]:
-    """For whoever measures in a program of their own, where nobody watches."""
+    """For measurements in other programs, without a terminal."""
     return nullcontext(lambda phase: None)
 
 
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """Whom a measurement tells what: `bars` opens a place for phases, `origin` begins every JSON line."""
+    """Where a measurement reports: `bars` opens a place for phases, `origin` begins every JSON
+    line."""
 
     bars: Bars
     origin: Mapping[str, Any]
 
     def deliver(self, fields: Mapping[str, Any], output: str | None) -> None:
-        """Prints the JSON line and then, where a file was asked for, writes it there as well."""
+        """Prints the JSON line and then, if there is a file, writes it there too."""
         deliver_line(self._line(fields), output)
 
     def write(self, fields: Mapping[str, Any], output: str | None) -> None:
-        """Only to the file, for a measurement that people read in lines of its own."""
+        """Only to the file, for a measurement that prints lines of its own."""
         write_output(self._line(fields), output)
 
     def _line(self, fields: Mapping[str, Any]) -> str:
@@ -45,7 +46,7 @@ class Reporter:
 
 
 def prepare_output(output: str | None, flag: str = "--output") -> None:
-    """Finds out before a long measurement, not after it, that its file cannot be written."""
+    """Reports before a long measurement, not after it, that its file cannot be written."""
     if not output:
         return
     file = Path(output).expanduser()
@@ -54,7 +55,7 @@ def prepare_output(output: str | None, flag: str = "--output") -> None:
         if file.exists() and not file.is_file() and not file.is_dir():
             return  # a pipe would wait here for its reader
         is_new = not file.exists()
-        file.open("a").close()  # permissions alone say yes to root, also where nobody can write
+        file.open("a").close()  # permissions alone allow root everything, even on a read-only disk
         if is_new:
             file.unlink()
     except OSError as error:
@@ -62,12 +63,12 @@ def prepare_output(output: str | None, flag: str = "--output") -> None:
 
 
 def output_file(output: str | None, folder: str | None, name: str) -> str | None:
-    """Where the result goes: --output names the file, --output-dir its folder, as the contest has it."""
+    """Where the result goes: --output is the file, --output-dir its folder, as in the contest."""
     if output and folder:
         raise ConfigError(
-            "--output and --output-dir are both given",
-            f"One names a file, the other the folder of {name}.",
-            "Leave one of them out.",
+            "--output and --output-dir are both set",
+            f"One is a file, the other is the folder of {name}.",
+            "Omit one of them.",
         )
     return str(Path(folder) / name) if folder else output
 
@@ -82,7 +83,7 @@ def write_output(line: str, output: str | None, flag: str = "--output") -> None:
 
 
 def deliver_line(line: str, output: str | None, flag: str = "--output") -> None:
-    """Printed before it is written: a disk that is full costs the file and not the measurement."""
+    """Printed before it is written: a full disk loses the file but not the measurement."""
     print(line, flush=True)
     write_output(line, output, flag)
 
@@ -91,18 +92,18 @@ def _unwritable(flag: str, output: str, error: OSError) -> ConfigError:
     return ConfigError(
         f"{flag} {output} cannot be written",
         f"{error.strerror or error}.",
-        f"Name a file in a folder of yours, or leave {flag} out.",
+        f"Use a writable file, or omit {flag}.",
     )
 
 
 def read_results(flag: str, path: str) -> dict[str, Any]:
-    """A file that one of the measurements wrote, or one that looks like it."""
+    """A file that one of the measurements wrote, or one like it."""
     try:
         fields = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PenstockError(f"{flag} {path} cannot be read", f"{type(error).__name__}: {error}.") from error
     if not isinstance(fields, dict):
-        raise PenstockError(f"{flag} {path} holds no results", f"It is a JSON {type(fields).__name__}.")
+        raise PenstockError(f"{flag} {path} has no results", f"It is a JSON {type(fields).__name__}.")
     return fields
 
 
@@ -118,7 +119,7 @@ def read_fields(flag: str, text: str) -> dict[str, Any]:
 
 
 def draw_seed(seed: int | None) -> int:
-    """The seed that was given, or one that nobody could have prepared for; either is reported."""
+    """The given seed, or a random one that nobody could have prepared for; either is reported."""
     return secrets.randbelow(MAX_SEED) if seed is None else seed
 
 
@@ -135,7 +136,7 @@ def require_above_zero(**values: float | None) -> None:
 
 
 def require_limit(limit: float) -> None:
-    """A count, or a fraction of what there is: lm-eval tells them apart at 1, too."""
+    """A count, or a fraction of all: like lm-eval, numbers below 1 are fractions."""
     if not (0 < limit < 1 or (limit >= 1 and limit == int(limit))):
         raise ConfigError(
             f"--limit is {limit:g}",
@@ -144,7 +145,7 @@ def require_limit(limit: float) -> None:
 
 
 def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Plain text for people and logs alike: the first column left, the others right."""
+    """Plain text for people and logs: the first column left, the others right."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     lines = []
     for cells in (columns, ["-" * width for width in widths], *rows):

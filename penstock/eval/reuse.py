@@ -1,7 +1,8 @@
-"""What a prefix cache could reuse of a load: the standard that a server's own count stands beside.
+"""How much of a load a prefix cache could reuse: a reference for a server's own count.
 
-A cache of whole pages that can go on after every page and forgets the least recently used one. Prompts come
-one after the other, and each is known as soon as it has come. Knows arrivals only, no server.
+Simulates a cache of whole pages that can continue after every page and evicts the least recently
+used one. Prompts come one after the other, and each is cached as soon as it has come. Knows
+arrivals only, no server.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ PAGE_TOKENS = 64
 class PossibleReuse:
     """Of one load, in tokens."""
 
-    unbounded: int  # by a cache that forgets nothing
-    kv_tokens: int | None  # what the server's cache holds, if it says so
-    bounded: int | None  # by one of that size
+    unbounded: int  # with a cache that evicts nothing
+    kv_tokens: int | None  # size of the server's cache, if it reports it
+    bounded: int | None  # with a cache of that size
 
     def in_words(self) -> str:
-        words = f"{self.unbounded:,} could be in one that forgets nothing"
+        words = f"{self.unbounded:,} could be in one that evicts nothing"
         if self.bounded is not None:
             words += f", {self.bounded:,} in one of {self.kv_tokens:,} tokens"
         return words
@@ -41,9 +42,9 @@ class PossibleReuse:
 def possible_reuse(
     arrivals: Iterable[Arrival], max_tokens: int | None = None, page_tokens: int = PAGE_TOKENS
 ) -> list[int]:
-    """The tokens of each prompt that such a cache of `max_tokens` has; None: it forgets nothing."""
+    """The tokens of each prompt that such a cache of `max_tokens` has; None: it evicts nothing."""
     max_pages = None if max_tokens is None else max_tokens // page_tokens
-    pages: OrderedDict[int, None] = OrderedDict()  # the next to be forgotten first
+    pages: OrderedDict[int, None] = OrderedDict()  # the next to be evicted first
     numbers = count()
     reused = []
     for arrival in arrivals:
@@ -51,7 +52,7 @@ def possible_reuse(
         limit = (arrival.input_len - 1) // page_tokens
         known = next((i for i, key in enumerate(keys[:limit]) if key not in pages), min(limit, len(keys)))
         reused.append(known * page_tokens)
-        for key in reversed(keys):  # of a prompt, the last page is forgotten first
+        for key in reversed(keys):  # of a prompt, the last page is evicted first
             pages[key] = None
             pages.move_to_end(key)
         while max_pages is not None and len(pages) > max_pages:
@@ -60,7 +61,7 @@ def possible_reuse(
 
 
 def _page_keys(arrival: Arrival, page_tokens: int, number: int) -> Iterator[int]:
-    """One for each page of prompt and reply, equal where all tokens up to its end are."""
+    """One for each page of prompt and reply, equal if all tokens up to its end are."""
     num_prompt, num_all = arrival.input_len, arrival.input_len + arrival.output_len
     key = 0
     for end in range(page_tokens, num_all + page_tokens, page_tokens):

@@ -1,9 +1,9 @@
-"""The score of a server: verified tokens a second, weighted by level; nothing below the gate of correctness.
+"""The score of a server: verified tokens per second, weighted by level; 0 below the correctness gate.
 
     penstock eval score --correctness F --throughput F [--baseline F]
 
-Reads what the other measurements wrote; asks no server. Ends with 0 when there is a score and with 1 when
-the gate was missed.
+Reads what the other measurements wrote; contacts no server. Exits with 0 if there is a score and with
+1 if the gate was missed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ WEIGHTS: Mapping[int, int] = {1: 1, 2: 1, 4: 2, 8: 2, 16: 4, 32: 4, 64: 8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreSettings:
-    """Which results are put together."""
+    """Which results to combine."""
 
     correctness: str = setting("", "what `eval correctness` wrote")
     throughput: str = setting("", "what `eval throughput` wrote")
     baseline: str | None = setting(
-        None, "throughput of another server (default: the one it was measured with)"
+        None, "throughput of another server (default: the baseline of the measurement)"
     )
     output: str | None = setting(None, "also write the last line to this file")
 
@@ -38,7 +38,7 @@ class ScoreSettings:
 
 
 def weighted_sum(levels: Mapping[int, float]) -> float:
-    """A level that was not measured counts for nothing."""
+    """A level that was not measured counts as 0."""
     return sum(weight * levels.get(level, 0.0) for level, weight in WEIGHTS.items())
 
 
@@ -55,9 +55,9 @@ def run(settings: ScoreSettings, reporter: Reporter) -> int:
     print(_format(levels, baseline, is_verified=throughput.is_verified))
     missing = [level for level in WEIGHTS if level not in levels]
     if missing:
-        print(f"not measured, and so counted as 0: c = {', '.join(map(str, missing))}")
+        print(f"not measured, counted as 0: c = {', '.join(map(str, missing))}")
     if not throughput.is_verified:
-        print("not verified: these tokens were counted by the server alone; measure with --tokenizer FOLDER")
+        print("not verified: only the server counted these tokens; measure with --tokenizer FOLDER")
     verdict = "PASSED" if has_passed else "MISSED"
     share = f"{correctness.flexible:.1%} of {correctness.problems}"
     print(f"\ncorrectness  {share}, gate {GATE:.1%}: {verdict}")

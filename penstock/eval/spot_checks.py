@@ -1,6 +1,7 @@
-"""Small sums with a bare number for an answer: what a harness asks in between to see that a model works.
+"""Small sums with a bare number as the answer: a harness sends them in between to check the model.
 
-Sums and differences of up to three digits, products up to 20 x 20 or of two digits by one, exact quotients.
+Sums and differences of up to three digits, products up to 20 x 20 or of two digits by one, exact
+quotients.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def draw_check(rng: Random) -> SpotCheck:
 
 
 def ends_with_number(text: str, value: int) -> bool:
-    """Whether the last number in a text is this one, however people may have written it."""
+    """Whether the last number in a text is this one, in any usual format."""
     numbers = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     return bool(numbers) and float(numbers[-1].replace(",", "")) == value
 
@@ -122,7 +123,7 @@ def _draw_sum(rng: Random) -> tuple[str, int, int, int]:
 
 
 def pick(rng: Random, items: Sequence[Item]) -> Item:
-    """As `choice`, and `between` as `randint`, at a quarter of their cost."""
+    """Like `choice`, and `between` like `randint`, at a quarter of their cost."""
     return items[int(rng.random() * len(items))]
 
 

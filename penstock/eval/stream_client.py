@@ -1,8 +1,9 @@
-"""One streamed request over a raw socket: bytes out, and every piece of the answer with the time it came.
+"""One streamed request over a raw socket: bytes out, and every piece of the answer with its time.
 
-While a load runs, the reading side only parses HTTP (in C) and notes (time, piece); what the pieces say is
-read afterwards, by `read_answer`. So one core follows tens of thousands of events a second without being what
-is measured. Every request has a connection of its own, and its clock starts before that is opened.
+While a load runs, the reading side only parses HTTP (in C) and records (time, piece); `read_answer`
+decodes the pieces afterwards. So one core can follow tens of thousands of events a second without
+limiting the result. Every request has its own connection, and its clock starts before that is
+opened.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class Target:
 
     @classmethod
     def of(cls, base_url: str, endpoint: str = "/v1/chat/completions") -> Target:
-        """Of the addresses a name has, the first that lets us in."""
+        """Of the addresses of a name, the first that accepts a connection."""
         url = read_address(base_url)
         is_https = url.scheme == "https"
         host, port = url.hostname or "127.0.0.1", url.port or (443 if is_https else 80)
         path = url.path.rstrip("/").removesuffix("/v1") + endpoint
-        # A name may stand for several addresses of which only some answer, as localhost often does.
+        # A name may have several addresses of which only some answer, as localhost often does.
         with (
             lost_connection_is_said(base_url),
             socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S) as connection,
@@ -70,18 +71,19 @@ class Target:
 
 @dataclass(slots=True)
 class RawAnswer:
-    """What came back, unread. Times are of the system's monotonic clock, which all processes share."""
+    """The undecoded answer. Times are of the system's monotonic clock, which all processes share."""
 
     started_s: float
     ended_s: float = 0.0
-    status: int = 0  # 0 when not even a status line came
+    status: int = 0  # 0 if not even a status line came
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
-    failure: str = ""  # of the transport; what the server says itself is read later
+    failure: str = ""  # of the transport; the server's own errors are read later
     is_timeout: bool = False
 
 
 class _Exchange(asyncio.Protocol):
-    """Sends the request and notes what comes; `ended` is done when the answer or the connection ends."""
+    """Sends the request and records the answer; `ended` is done when the answer or the connection
+    ends."""
 
     def __init__(self, request: bytes, answer: RawAnswer, on_piece: Callable[[], None]) -> None:
         self._request = request
@@ -93,7 +95,7 @@ class _Exchange(asyncio.Protocol):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's are, without saying so
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit from it
         self.transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
@@ -131,7 +133,8 @@ def _certificates() -> ssl.SSLContext:
 async def exchange(
     target: Target, request: bytes, timeout_s: float, on_piece: Callable[[], None] = lambda: None
 ) -> RawAnswer:
-    """Sends one encoded request and waits for the end of its answer. Never raises for what a server does."""
+    """Sends one encoded request and waits for the end of its answer. Never raises for what a server
+    does."""
     answer = RawAnswer(time.monotonic())
     protocol = _Exchange(request, answer, on_piece)
     security: dict[str, Any] = {}
@@ -156,14 +159,14 @@ async def exchange(
 
 @dataclass(slots=True)
 class StreamedReply:
-    """A reply as its client saw it. When `error` is not empty nothing else of it should be counted."""
+    """A reply as its client saw it. If `error` is not empty, nothing else of it counts."""
 
     started_s: float
     ended_s: float
     error: str = ""
     token_times_s: array[float] = field(default_factory=lambda: array("d"))  # of every event with text
     text: str = ""
-    content: str = ""  # the text without thoughts that came in a field of their own
+    content: str = ""  # the text without reasoning in a field of its own
     finish_reason: str = ""
     num_prompt_tokens: int = 0  # this and the next two as the server counts them
     num_completion_tokens: int = 0
@@ -171,7 +174,7 @@ class StreamedReply:
 
     @property
     def ttft_s(self) -> float | None:
-        """To the first text. None when there was none: tokens that a tokenizer does not know have no text."""
+        """To the first text. None if there was none: unknown tokens have no text."""
         return self.token_times_s[0] - self.started_s if self.token_times_s else None
 
     @property
@@ -184,7 +187,8 @@ class StreamedReply:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds a token after the first; unlike gaps it does not depend on how tokens share events."""
+        """Seconds per token after the first; unlike gaps it does not depend on how tokens share
+        events."""
         if self.num_completion_tokens < 2 or len(self.token_times_s) < 2:
             return None
         return (self.token_times_s[-1] - self.token_times_s[0]) / (self.num_completion_tokens - 1)
@@ -234,7 +238,7 @@ _EVENTS = msgspec.json.Decoder(_Event)
 
 
 def read_answer(answer: RawAnswer) -> StreamedReply:
-    """What an answer says, and what is wrong with it if anything is."""
+    """The content of an answer, and its error if there is one."""
     reply = StreamedReply(answer.started_s, answer.ended_s)
     if answer.status not in (0, 200):
         body = b"".join(piece for _, piece in answer.pieces)
@@ -253,7 +257,11 @@ def read_answer(answer: RawAnswer) -> StreamedReply:
         so_far = f" {len(reply.token_times_s)} events with text had come." if answer.status else ""
         reply.error = answer.failure + so_far
     elif not is_done:
-        reply.error = "The stream ended without [DONE]." if answer.status else "Hung up without an answer."
+        reply.error = (
+            "The stream ended without [DONE]."
+            if answer.status
+            else "The connection closed without an answer."
+        )
     elif not reply.num_prompt_tokens:
         reply.error = "The server sent no usage, so its tokens cannot be counted."
     return reply
@@ -268,7 +276,7 @@ def _read_whole(reply: StreamedReply, answer: RawAnswer) -> bool:
 
 
 def _read_events(reply: StreamedReply, events: Iterable[tuple[float | None, bytes]]) -> bool:
-    """Fills in what the events say; whether the last of them, [DONE], has come."""
+    """Fills in the content of the events; returns whether the last one, [DONE], came."""
     texts, contents = [], []
     is_done = False
     for time_s, data in events:
@@ -277,7 +285,7 @@ def _read_events(reply: StreamedReply, events: Iterable[tuple[float | None, byte
             break
         event = _EVENTS.decode(data)
         if event.error is not None:
-            reply.error = f"The stream broke off: {_message_in(data)}"
+            reply.error = f"The stream failed: {_message_in(data)}"
             break
         for choice in event.choices:
             part = choice.part
@@ -297,7 +305,7 @@ def _read_events(reply: StreamedReply, events: Iterable[tuple[float | None, byte
 
 
 def _events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """The data of events, each with the time at which the end of its line came."""
+    """The data of events, each with the time at which its line ended."""
     rest = b""
     for time_s, piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -307,5 +315,5 @@ def _events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, byte
 
 
 def _message_in(body: bytes) -> str:
-    """A server's own words, in one line."""
+    """A server's own message, on one line."""
     return " ".join(message_in(body).split())[:MAX_MESSAGE_CHARS]

@@ -1,13 +1,13 @@
-"""Tokens a second at several levels of concurrency, counted by the judge and not by the judged.
+"""Tokens per second at several levels of concurrency, recounted independently of the server.
 
     penstock eval throughput --base-url URL [--num-requests 64 --input-tokens 1024 --max-tokens 1024
                              --concurrency 1,2,4,8,16,32,64 --output F --baseline F]
 
-Tokens count when they can be vouched for. With a tokenizer, named or found, prompts are random tokens and
-completions are tokenised again; they are never longer than the server said. Without one prompts are made of
-words that the server counts as one token each, and nothing that it counts is called verified. Sums that hide
-among the requests show whether the model behind them still works. A level that fails is reported, and the
-next one is tried. Ends with 0 when nothing failed and nothing was flagged, else with 1.
+Only verified tokens count. With a tokenizer, named or found, prompts are random tokens and completions
+are tokenised again; they never count for more than the server's own number. Without one, prompts are
+made of words that the server counts as one token each, and its counts are not called verified. Sums
+among the requests check whether the model still works. A level that fails is reported, and the next
+one is tried. Exits with 0 if nothing failed and nothing was flagged, else with 1.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ LEVELS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputSettings:
-    """What is sent, how much of it at a time, and what it is compared with."""
+    """What to send, how much of it at a time, and what to compare it with."""
 
     base_url: str = setting("http://127.0.0.1:8000", "a running server")
     model: str = setting("", "name to send (default: the server's first model)")
     num_requests: int = setting(64, "requests of a level", aliases=("--num-prompts",))
     input_tokens: int = setting(1024, "tokens of a prompt, chat template included")
-    max_tokens: int = setting(1024, "of a reply, which may end earlier")
+    max_tokens: int = setting(1024, "tokens of a reply, which may end earlier")
     concurrency: tuple[int, ...] = setting(LEVELS, "requests at a time, one level each")
     output: str | None = setting(None, "also write the last line to this file")
     output_dir: str | None = setting(None, "folder for it instead: correctness.json or throughput.json")
-    baseline: str | None = setting(None, "results of another server, to be compared with")
-    tokenizer: str | None = setting(None, "the model's folder, to make prompts and count again with")
-    seed: int | None = setting(None, "of prompts and spot checks (default: drawn anew)")
-    timeout: float = setting(600.0, "seconds after which a request has failed")
+    baseline: str | None = setting(None, "results of another server, to compare with")
+    tokenizer: str | None = setting(None, "the model's folder, to generate prompts and recount tokens")
+    seed: int | None = setting(None, "seed of prompts and spot checks (default: random)")
+    timeout: float = setting(600.0, "seconds after which a request fails")
     body: str = setting(NO_THINKING, f"fields for every request, as JSON (default: {NO_THINKING})")
-    stream: bool = setting(True, "ask for streams; without them there are no times to a first token")
+    stream: bool = setting(True, "stream replies; without it there is no time to the first token")
 
     def __post_init__(self) -> None:
         require_at_least(
@@ -81,7 +81,7 @@ def run(settings: ThroughputSettings, reporter: Reporter) -> int:
     body = read_fields("--body", settings.body)
     baseline = read_throughput("--baseline", settings.baseline).levels if settings.baseline else {}
     if settings.tokenizer:
-        TokenCounter.load(settings.tokenizer)  # a mistake in it is said before the server is asked
+        TokenCounter.load(settings.tokenizer)  # report a mistake in it before the server is used
     seed = draw_seed(settings.seed)
     api = ChatRequests(
         settings.base_url,
@@ -129,9 +129,8 @@ def run(settings: ThroughputSettings, reporter: Reporter) -> int:
 
 def _about_counts(found: FoundTokenizer) -> str:
     if found.counter is None:
-        return (
-            f"tokens are NOT VERIFIED: no tokenizer was found, so the server's counts stand. {HOW_TO_VERIFY}"
-        )
+        why = "no tokenizer was found, so only the server counts them"
+        return f"tokens are NOT VERIFIED: {why}. {HOW_TO_VERIFY}"
     return f"tokens are counted again with {found.source}"
 
 
@@ -156,7 +155,7 @@ def _measure(
     try:
         warmups = maker.make_warmups(arrivals[:1] * NUM_WARMUPS)
         requests = insert_spot_checks(maker.make(arrivals), rng)
-    except PenstockError as error:  # the server counts prompts, and has gone
+    except PenstockError as error:  # the server counts prompts, and is gone
         unsent = [Request("", settings.max_tokens)] * settings.num_requests
         return LoadResult.of_nothing_sent(unsent, error)
     name, bars = f"c = {concurrency}", reporter.bars
@@ -164,7 +163,7 @@ def _measure(
 
 
 def insert_spot_checks(requests: Sequence[Request], rng: Random) -> list[Request]:
-    """Sums at random places, never the first: they meet a server at work."""
+    """Sums at random places, never the first: they arrive at a busy server."""
     mixed = list(requests)
     for _ in range(NUM_SPOT_CHECKS):
         check = draw_check(rng)
@@ -175,12 +174,12 @@ def insert_spot_checks(requests: Sequence[Request], rng: Random) -> list[Request
 
 @dataclass(slots=True)
 class LevelResult:
-    """What one level came to. `error` is why nothing could be measured at all."""
+    """The result of one level. `error`: why nothing could be measured."""
 
     concurrency: int
-    summary: LoadSummary  # of all but the spot checks, with tokens as the server's usage has them
+    summary: LoadSummary  # without the spot checks, with tokens from the server's usage
     error: str = ""
-    num_prompt_tokens: int = 0  # these two as recounted, or as claimed where nothing could be
+    num_prompt_tokens: int = 0  # these two as recounted, or as claimed if that was impossible
     num_completion_tokens: int = 0
     is_recounted: bool = False  # whether completions were tokenised again
     discrepancies: list[str] = field(default_factory=list)
@@ -189,12 +188,12 @@ class LevelResult:
 
     @property
     def tok_s(self) -> float:
-        """Prompt and completion tokens a second, over the whole wall time of the level."""
+        """Prompt and completion tokens per second, over the whole wall time of the level."""
         return (self.num_prompt_tokens + self.num_completion_tokens) / self.summary.wall_s
 
     @property
     def verified_tok_s(self) -> float | None:
-        """None where only the server has counted: what nobody recounted is not verified."""
+        """None if only the server has counted."""
         return self.tok_s if self.is_recounted else None
 
     @property
@@ -227,7 +226,7 @@ class LevelResult:
 
 
 def judge_level(concurrency: int, result: LoadResult, counter: ReplyCounter | None) -> LevelResult:
-    """Looks at every reply of a level, those of spot checks included."""
+    """Judges every reply of a level, those of spot checks included."""
     summary = summarise(result.only(lambda request: request.answer is None))
     level = LevelResult(concurrency, summary, is_recounted=counter is not None)
     if result.error is not None:
@@ -246,7 +245,7 @@ def _count(level: LevelResult, request: Request, reply: StreamedReply, counter: 
     num_prompt, num_completion = claimed_prompt, claimed
     if claimed > request.max_tokens:
         level.discrepancies.append(
-            f"{claimed} completion tokens, at most {request.max_tokens} were asked for"
+            f"{claimed} completion tokens, at most {request.max_tokens} were requested"
         )
         num_completion = request.max_tokens
     if request.num_prompt_tokens is not None:
@@ -274,10 +273,10 @@ def _grade(level: LevelResult, request: Request, reply: StreamedReply) -> None:
 
 
 def describe(level: LevelResult, baseline: float | None) -> str:
-    """A level in a line, and a line for everything that is wrong with it."""
+    """A level in a line, and a line for each of its errors."""
     if level.error:
         return f"c = {level.concurrency}: FAILED, {level.error}"
-    # Of the number that is reported: rounding twice could differ from it in the last digit.
+    # Of the reported number: rounding twice could differ from it in the last digit.
     against = f", {percent(round(level.tok_s, 2), baseline)} of the baseline" if baseline else ""
     trust = "verified" if level.is_recounted else "not verified"
     summary = level.summary

@@ -1,8 +1,8 @@
-"""When requests come and how long they are: recorded traces of real services, or chance.
+"""When requests come and how long they are: recorded traces of real services, or random arrivals.
 
-Reads two public formats: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) and Mooncake's JSON lines
-(timestamp in ms, input_length, output_length, and hash_ids that name shared blocks of the prompt). Knows
-lengths and times only; what the prompts say is not its business.
+Reads two public formats: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) and Mooncake's
+JSON lines (timestamp in ms, input_length, output_length, and hash_ids that name shared blocks of
+the prompt). Knows lengths and times only, not the prompts.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ class Arrival:
     at_s: float
     input_len: int
     output_len: int
-    block_ids: tuple[int, ...] = ()  # prompts with equal leading ids begin alike
+    block_ids: tuple[int, ...] = ()  # prompts with equal leading ids share a prefix
     block_tokens: int = BLOCK_TOKENS  # for each id
 
 
 def read_trace(
     path: Path, *, speedup: float = 1.0, limit: int | None = None, scale: float = 1.0
 ) -> list[Arrival]:
-    """The first `limit` arrivals of a trace, in order of time, `speedup` times as fast as they were and
-    `scale` times as long.
-    """
+    """The first `limit` arrivals of a trace, in order of time, `speedup` times as fast and `scale`
+    times as long as recorded."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             first = file.readline()
@@ -48,16 +47,16 @@ def read_trace(
             recorded = list(itertools.islice(rows, limit))
     except OSError as error:
         raise PenstockError(
-            f"Cannot read the trace {path}", f"{error.strerror or error}.", "Name a file that is there."
+            f"Cannot read the trace {path}", f"{error.strerror or error}.", "Use an existing file."
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise PenstockError(
             f"{path} is not a trace that can be replayed",
             f"{type(error).__name__}: {error}.",
-            "Give an Azure CSV (TIMESTAMP,ContextTokens,GeneratedTokens) or Mooncake JSON lines.",
+            "Use an Azure CSV (TIMESTAMP,ContextTokens,GeneratedTokens) or Mooncake JSON lines.",
         ) from error
     if not recorded:
-        raise PenstockError(f"{path} has no request in it")
+        raise PenstockError(f"{path} has no requests")
     recorded.sort(key=lambda arrival: arrival.at_s)
     start_s = recorded[0].at_s
     block_tokens = max(1, round(BLOCK_TOKENS * scale))
@@ -89,7 +88,7 @@ def _read_json_lines(file: Iterable[str]) -> Iterator[Arrival]:
 def poisson_arrivals(
     num_requests: int, rate: float, input_len: int, output_len: int, seed: int
 ) -> list[Arrival]:
-    """Requests that know nothing of each other, `rate` a second on average; inf is all at once."""
+    """Independent requests, `rate` a second on average; inf: all at once."""
     rng = Random(f"arrivals-{seed}")
     arrivals = []
     at_s = 0.0
@@ -101,7 +100,7 @@ def poisson_arrivals(
 
 @dataclass(frozen=True, slots=True)
 class Clamp:
-    """What a server or a person allows: lengths outside of it are moved to its border."""
+    """The limits of a server or a user: lengths outside are moved to the nearest limit."""
 
     min_input: int
     max_input: int | None = None

@@ -1,8 +1,9 @@
-"""Who is answered: requests with a known key, from pages of known origins, that say their body is JSON.
+"""Which requests are answered: those with a known key, from known origins, with a body declared as
+JSON.
 
-All of it stands in front of every route, so that no route can forget it. Keys are compared by digest and all
-of them each time, so the time an answer takes says nothing about them. Who sends the same key is one tenant:
-caches, sessions and responses that are kept are not shared with others.
+This is middleware in front of every route, so that no route can forget it. Keys are compared by
+digest and all of them each time, so response times reveal nothing about them. Requests with the
+same key are one tenant: tenants share no caches, sessions or stored responses.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from penstock.serve.browsers import JsonBodies, KnownSites
 from penstock.serve.error_answers import answer_error
 from penstock.serve.tenants import tenant_of_key
 
-# What asks these has no key: load balancers, probes, and a browser that opens the page to enter one.
+# Clients without a key: load balancers, probes, and a browser that opens the page to enter one.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/docs"})
 EXPOSED_HEADERS = ("x-request-id", "x-session-status", "x-penstock-warning", "retry-after")
 
 
 def access_middleware(config: ServeConfig) -> list[Middleware]:
-    """Origins first: a browser asks for permission without a key, and wants to read a refusal."""
+    """Origins first: a browser asks for permission without a key, and must be able to read a
+    refusal."""
     keys = config.load_api_keys()
     middleware = [] if keys else [Middleware(KnownSites, config=config)]
     if config.cors_origin:
@@ -47,7 +49,7 @@ def access_middleware(config: ServeConfig) -> list[Middleware]:
 
 
 class ApiKeys:
-    """Answers 401 to requests that bring none of the keys."""
+    """Answers 401 to requests without a known key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -65,8 +67,8 @@ class ApiKeys:
             await self._app(scope, receive, send)
             return
         error = AuthenticationError(
-            "The API key is missing or not known",
-            "This server answers requests with a key of its own only.",
+            "The API key is missing or unknown",
+            "This server answers only requests with one of its keys.",
             "Send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`.",
         )
         await answer_error(scope, error)(scope, receive, send)
@@ -84,7 +86,7 @@ def _key_of(scope: Scope) -> str:
 
 
 def is_stranger(scope: Scope) -> bool:
-    """Whether it has no key, and there are keys."""
+    """Whether the request has no key although the server has keys."""
     return bool(scope.get("is_stranger", False))
 
 

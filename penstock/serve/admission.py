@@ -1,6 +1,6 @@
-"""Who may still ask when many do: places in the queue, shared by tenants, and how urgent a request may be.
+"""Queue places shared by tenants, and the priorities that requests may have.
 
-A tenant sends one API key. Counts only; what a place is taken for, and for how long, others know.
+A tenant sends one API key. This only counts; callers decide what a place is for, and for how long.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from penstock.errors import OverloadedError, RequestError
 
 
 class QueueShares:
-    """So many places for all tenants. Alone a tenant may take all of them.
+    """A number of places for all tenants. A tenant that is alone may take all of them.
 
-    When all are taken, a tenant that has less than its share (an equal part for each that is here) still gets
-    in. So there may be more requests than places, but never because of one tenant.
+    When all are taken, a tenant below its share (an equal part for each tenant present) still gets
+    one. So there may be more requests than places, but never because of one tenant.
     """
 
     def __init__(self, max_places: int, what: str) -> None:
         self.max_places = max_places
         self.taken: Counter[str] = Counter()  # by tenant, of those that have any
-        self._what = what  # that waits in it, for who is refused
+        self._what = what  # what the queue holds, for error messages
 
     @property
     def num_taken(self) -> int:
@@ -33,14 +33,14 @@ class QueueShares:
         return self.num_taken + num_places <= self.max_places
 
     def require(self, tenant: str, num_places: int = 1) -> None:
-        """Raises why there are not so many for this tenant."""
+        """Raises an error if this tenant cannot have so many."""
         num_own, num_tenants = self.taken[tenant], len(self.taken.keys() | {tenant})
         share = max(1, self.max_places // num_tenants)
         if self.has_room(num_places) or num_own + num_places <= share:
             return
-        why = f"{self.num_taken} {self._what}, at most {self.max_places} may."
+        why = f"{self.num_taken} {self._what}; the limit is {self.max_places}."
         if num_tenants > 1:
-            why += f" {num_own} are of this API key, one of {num_tenants} that share the server."
+            why += f" {num_own} of them have this API key, one of {num_tenants} that share the server."
         raise OverloadedError("The server is full", why, "Try again later.")
 
     def reserve(self, tenant: str, num_places: int = 1) -> None:
@@ -69,7 +69,7 @@ def require_priority(priority: int, min_priority: int) -> None:
     if priority < min_priority:
         raise RequestError(
             f"priority is {priority}",
-            f"Lower runs earlier, and this server takes {min_priority} or more.",
-            "Leave it out, or have the server started with a lower --min-priority.",
+            f"Lower runs earlier, and the lowest that this server accepts is {min_priority}.",
+            "Omit it, or start the server with a lower --min-priority.",
             param="priority",
         )

@@ -1,7 +1,8 @@
-"""One reply on its way to the client: streamed or whole, and ended when the client leaves.
+"""One reply on its way to the client: streamed or whole, and cancelled when the client disconnects.
 
-An error before the headers are out has a status of its own; after that, the stream ends with the error as its
-API spells it. Knows how answers travel; what they look like is the `ReplyFormat` of their endpoint.
+An error before the headers are sent has its own HTTP status; after that, the stream ends with the
+error in its API's format. Knows how answers are sent; the `ReplyFormat` of their endpoint knows how
+they look.
 """
 
 from __future__ import annotations
@@ -34,30 +35,32 @@ JSON_TYPE = "application/json"
 EVENT_STREAM_TYPE = "text/event-stream; charset=utf-8"
 STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # or nginx collects tokens before it passes them on
+    (b"x-accel-buffering", b"no"),  # or nginx buffers tokens before it passes them on
 ]
 NO_HEADERS: Mapping[str, str] = {}
-UNREAD_HEADERS = {"connection": "close"}  # a body that is not read to its end leaves nothing to go on with
+# A connection whose request body was not read to its end cannot be reused.
+UNREAD_HEADERS = {"connection": "close"}
 
 Pieces = list[bytes | bytearray]  # joined, they are what is sent
 Start = Callable[[Deliver], Awaitable[TextStream]]
 
 
 class Scores(Protocol):
-    """The log-probabilities of one reply, encoded as they come: all at its end would hold everybody up."""
+    """The log-probabilities of one reply, encoded as they come: encoding all of them at its end
+    would block the server."""
 
     def add(self, tokens: Sequence[ScoredToken]) -> None: ...
 
     def take(self) -> Pieces:
-        """JSON of those that were added since the last time."""
+        """JSON of those that were added since the last call."""
 
 
 @dataclass(slots=True)
 class Choice:
-    """One reply put together, for answers that are not streamed."""
+    """One collected reply, for answers that are not streamed."""
 
     deltas: list[Delta] = field(default_factory=list)
-    scores: Scores | None = None  # None: they were not asked for
+    scores: Scores | None = None  # None: they were not requested
     prompt_scores: Scores | None = None
     token_ids: list[int] = field(default_factory=list)
     prompt_token_ids: tuple[int, ...] = ()
@@ -74,28 +77,30 @@ class Choice:
 
 
 class ReplyFormat(Protocol):
-    """How one endpoint spells its answers; made for each answer, so it may remember what it has said."""
+    """How one endpoint formats its answers; made for each answer, so it may keep state."""
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         """The events of one delta of a stream; may be empty."""
 
     def encode_heartbeat(self) -> bytes:
-        """Tells the client of a stream without deltas that the reply is on its way."""
+        """Shows the client of a silent stream that the connection is alive."""
 
     def encode_end(self, usage: Usage) -> bytes:
-        """The tail of a stream that ended well."""
+        """The tail of a stream that succeeded."""
 
     def encode_failure(self, error: PenstockError) -> bytes:
-        """The tail of a stream that failed after its headers were out."""
+        """The tail of a stream that failed after its headers were sent."""
 
     def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
-        """All of a reply that is not streamed."""
+        """The whole body of a reply that is not streamed."""
 
 
 def require_open(serving: ServerState) -> None:
-    """Raises once the server takes no more requests."""
+    """Raises an error once the server accepts no more requests."""
     if serving.draining.is_set():
-        raise EngineDeadError("The server is shutting down", "It finishes what runs.", "Ask another one.")
+        raise EngineDeadError(
+            "The server is shutting down", "It only finishes running requests.", "Use another server."
+        )
 
 
 def shorter(*limits_s: float | None) -> float | None:
@@ -104,7 +109,7 @@ def shorter(*limits_s: float | None) -> float | None:
 
 
 class Answer:
-    """Generates and sends a reply for as long as the client is there. `start` begins the generation."""
+    """Generates and sends a reply while the client is connected. `start` begins the generation."""
 
     def __init__(
         self,
@@ -122,12 +127,12 @@ class Answer:
         self._new_choice = new_choice
         self._headers = headers
         self._stream_type = stream_type
-        self._timeout_s = timeout_s  # as the request says; the server's own is never exceeded
+        self._timeout_s = timeout_s  # the request's own; the server's limit is never exceeded
         self._ends_at: float | None = None  # on the loop's clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         require_open(_serving(scope))
-        # The server's own limit is for clients that wait; a line of a batch has its batch's window.
+        # The server's own limit is for clients that wait; a line of a batch has the batch's window.
         self._allow(None if "least_priority" in scope else _serving(scope).config.request_timeout)
         answer = self._send_events if self._is_stream else self._send_json
         await run_while_connected(receive, answer(scope, receive, send))
@@ -169,19 +174,19 @@ class Answer:
 
     def _fail(self, scope: Scope, error: Exception) -> bytes:
         if not isinstance(error, PenstockError):
-            log.exception("a reply failed while it was streamed")
+            log.exception("a reply failed while streaming")
             error = unexpected_error()
         scope["record"].error = error.code
         return self._formatter.encode_failure(error)
 
     def _allow(self, servers_timeout_s: float | None) -> None:
-        """The shorter of two times, from now on."""
+        """The shorter of the two limits, from now on."""
         self._timeout_s = shorter(self._timeout_s, servers_timeout_s)
         if self._timeout_s is not None:
             self._ends_at = asyncio.get_running_loop().time() + self._timeout_s
 
     async def _begin(self, deliver: Deliver) -> TextStream:
-        """What was asked is forgotten with the function that knew it: a long chat need not stay in memory."""
+        """Drops the function that holds the request, so that a long chat does not stay in memory."""
         start, self._start = self._start, None
         assert start is not None
         try:
@@ -193,13 +198,13 @@ class Answer:
     def _late(self) -> DeadlineError:
         return DeadlineError(
             "The reply was not complete in time",
-            f"It had {self._timeout_s:g} seconds, waiting included.",
-            "Ask for fewer tokens, or allow more time.",
+            f"Its time limit was {self._timeout_s:g} seconds, queueing included.",
+            "Lower max_tokens, or raise the timeout.",
         )
 
     @contextlib.contextmanager
     def _accounted(self, scope: Scope, stream: TextStream) -> Iterator[None]:
-        """Ends the stream when its time is over; however it ends, what it took is written down."""
+        """Ends the stream when its time is over, and always records what it used."""
         ending = None
         if self._ends_at is not None:
             ending = asyncio.get_running_loop().call_at(self._ends_at, stream.fail, self._late())
@@ -219,8 +224,8 @@ def _serving(scope: Scope) -> ServerState:
 
 
 def unexpected_error() -> PenstockError:
-    """What a client hears of a defect of ours."""
-    return PenstockError("The server failed on this request", "It has been logged.")
+    """What a client is told about a bug of ours."""
+    return PenstockError("The server failed on this request", "The server's log has the details.")
 
 
 def json_response(content: dict[str, Any] | list[Any], status: int = 200) -> Response:
@@ -228,7 +233,7 @@ def json_response(content: dict[str, Any] | list[Any], status: int = 200) -> Res
 
 
 async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs the work; cancels it when the client leaves."""
+    """Runs the work; cancels it when the client disconnects."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_wait_disconnect(receive))
     try:
@@ -247,10 +252,10 @@ async def _wait_disconnect(receive: Receive) -> None:
 
 
 async def read_body(request: Request, *, for_reply: bool = True) -> bytes:
-    """All of it, unless it is too large, takes too long, or finds no place.
+    """Reads the whole body, unless it is too large, too slow, or finds no place.
 
-    From here on the request holds a place in the queue and its bytes are counted, until it is submitted or
-    ends. `for_reply`: it is for the engines, and not only about tokens.
+    From here on the request holds a place in the queue and its bytes are counted, until it is
+    submitted or ends. `for_reply`: it is for the engines, not only about tokens.
     """
     serving, scope = _serving(request.scope), request.scope
     length = request.headers.get("content-length", "")

@@ -1,4 +1,4 @@
-"""The HTTP side put together: the routes of every API, and what stands in front of all of them.
+"""The HTTP app: the routes of every API, and the middleware in front of them.
 
 Knows nothing of processes, ports or signals: see server.py.
 """
@@ -42,20 +42,20 @@ from penstock.serve.tracing import tracing_middleware
 
 
 class TrailingSlashes:
-    """A path with a slash at its end is the same without it, in front of whatever looks at paths."""
+    """Removes a trailing slash from the path, before any route or middleware reads it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The id of a session may end with one itself.
+        # The id of a session may end with a slash.
         if scope["type"] == "http" and not scope["path"].startswith("/v1/sessions/"):
             scope["path"] = scope["path"].rstrip("/") or "/"
         await self._app(scope, receive, send)
 
 
 def create_app(serving: ServerState) -> Starlette:
-    """`state.batch_runner` of the app answers batches while it runs; None: there are none."""
+    """`state.batch_runner` of the app runs batches; None: batches are off."""
     store = ResponseStore()
     routes = [
         *health.routes(serving),
@@ -98,6 +98,6 @@ def _app(serving: ServerState, routes: list[Route], in_front: Sequence[Middlewar
         },
         middleware=[*in_front, Middleware(UnexpectedErrors), Middleware(ReleasePlaces)],
     )
-    app.router.redirect_slashes = False  # a redirect would lose the body of a POST and say where it goes
+    app.router.redirect_slashes = False  # a redirect would lose the body of a POST
     app.state.serving = serving
     return app

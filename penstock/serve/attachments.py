@@ -1,7 +1,7 @@
-"""Images and files in the results of tools: a model that reads text is told that one was there.
+"""Images and files in tool results: a model that reads only text is told that one was there.
 
-They are no wish of the user's, and stay in the history of an agent's session: to refuse one would end the
-session. What was left out, a header of the answer says.
+The user did not ask for them, and they stay in the history of an agent's session: refusing one
+would end the session. A header of the answer says what was left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS = {  # as the APIs call them
 
 
 def replace_attachment(kind: str, where: str, omitted: list[str]) -> str:
-    """The text in its place; notes in `omitted` where it stood."""
+    """The text in its place; adds to `omitted` where it was."""
     name = KINDS.get(kind, "attachment")
     omitted.append(f"{name} at {where}")
     return f"[{name} left out: this model reads text only]"

@@ -1,9 +1,10 @@
-"""From the bytes of a POST to a struct, for every API: what a body may cost, and what is said of a wrong one.
+"""From the bytes of a POST to a struct, for every API: size limits, and errors for wrong fields.
 
-While a body is decoded, nobody else is served. So its values are counted first: more than a request can use
-are refused, with the name of the field that has them. Where a body does not fit its struct because of a
-number such as 16.0 or a field that asks for nothing, it is repaired and decoded again. Knows no API's fields;
-each brings its own structs, and its table of the fields that they do not have (fields.py).
+Decoding a body blocks the server. So its values are counted first: a body with more than a request
+can use is refused, with the name of the field that has them. If a body does not fit its struct
+because of a number such as 16.0 or an unknown field that asks for nothing, it is repaired and
+decoded again. Knows no API's fields; each API brings its structs, and its table of the fields that
+they lack (fields.py).
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\
 _FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float` - at `\$\.(\w+)")
 _STEP = re.compile(r"(\w+)|\[(\d+)\]")
 MAX_REPAIRS = 8
-MAX_EXACT = 2**53  # above it, a float does not say which integer is meant
+MAX_EXACT = 2**53  # above it, a float is not exactly one integer
 
 
 def decode_body(
     body: bytes, kind: type[Body], max_values: int = MAX_VALUES, table: FieldTable | None = None
 ) -> Body:
-    """`table`: says which fields that the struct does not have are ignored; without one, all are."""
+    """`table`: which fields that the struct lacks are ignored; without one, all are."""
     if has_more_values([body], max_values):
         name = _large_field(body, kind, max_values)
         raise RequestError(
-            f"{name or 'The body'} consists of too many values",
-            f"A body may have {max_values:,} of them, lists and objects and all that is in them.",
-            "Send less at once.",
+            f"{name or 'The body'} has too many values",
+            f"The limit is {max_values:,}, counting lists, objects and everything inside them.",
+            "Split the request.",
             param=name,
         )
     with _gc_paused():
@@ -68,7 +69,7 @@ def _decode(body: bytes, kind: type[Body], table: FieldTable | None = None) -> B
 def _repaired(
     body: bytes, error: msgspec.ValidationError, kind: type[msgspec.Struct], table: FieldTable | None
 ) -> bytes:
-    """The body without what can be overlooked; raises what cannot."""
+    """The body without what may be ignored; raises an error for the rest."""
     number, unknown = _FLOAT_FOR_INT.search(str(error)), _UNKNOWN_FIELD.search(str(error))
     if number is None and unknown is None:
         raise error
@@ -100,20 +101,21 @@ def _with_integers(value: Any, is_deep: bool) -> Any:
 
 
 def _remove_unknown(fields: Any, path: str, name: str, error: msgspec.ValidationError) -> None:
-    """From an object inside the body, if it asks for nothing."""
+    """Removes it from an object inside the body, if it asks for nothing."""
     for key, index in _STEP.findall(path):
         fields = fields[key] if key else fields[int(index)]
     if not (isinstance(fields, dict) and name in fields and asks_for_nothing(fields.pop(name))):
         raise RequestError(
             f"{path}.{name[:64]} is not supported",
-            "It could change what an answer means, so it is not ignored.",
-            "Leave it out.",
+            "It could change the answer, so it is not ignored.",
+            "Omit it.",
             param=f"{path}.{name[:64]}",
         ) from error
 
 
 def wrong_field(error: msgspec.ValidationError, where: str = "") -> RequestError:
-    """Names the field that is missing or of a wrong type; `where`: the part of the body that was read."""
+    """Names the field that is missing or has a wrong type; `where`: the part of the body that was
+    read."""
     message = str(error)
     matches = (_FIELD_PATH.search(message), _MISSING_FIELD.search(message))
     names = [where, *(match.group(1) for match in matches if match is not None)]
@@ -122,7 +124,7 @@ def wrong_field(error: msgspec.ValidationError, where: str = "") -> RequestError
 
 
 def _large_field(body: bytes, kind: type[msgspec.Struct], max_values: int) -> str | None:
-    """The one that has most; None: it is several, or one that nobody knows."""
+    """The field with the most values; None: several, or an unknown one."""
     undecoded = _decode(body, _undecoded(kind))
     num_values = {name: most_values(bytes(getattr(undecoded, name))) for name in undecoded.__struct_fields__}
     largest = max(num_values, key=lambda name: num_values[name])
@@ -138,7 +140,8 @@ def _undecoded(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
 
 @contextlib.contextmanager
 def _gc_paused() -> Iterator[None]:
-    """New values are no garbage yet, but so many of them would make Python look, again and again."""
+    """New values are not garbage yet, but so many of them would trigger collections again and
+    again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,11 +1,12 @@
-"""Web pages that call this server from somebody's browser: which may, and which requests could come from one.
+"""Requests from web pages in a user's browser: which pages may send them, and how to recognise
+them.
 
-A page of any site can make its visitor's browser send requests to 127.0.0.1 or to the local network. But the
-browser writes three headers itself: `Origin` names the page's site, `Host` is the name in the URL, and a
-`Content-Type` other than a form's is sent only after this server has agreed. A server with API keys does not
-check the first two: a page has no key.
+A page of any site can make its visitor's browser send requests to 127.0.0.1 or to the local
+network. But the browser sets three headers itself: `Origin` names the page's site, `Host` is the
+name in the URL, and a `Content-Type` other than a form's is sent only after this server has agreed.
+A server with API keys does not check the first two: a page has no key.
 
-Knows headers only; keys are access.py's.
+Knows headers only; access.py has the keys.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from penstock.errors import PenstockError
 from penstock.serve.error_answers import answer_error
 
 ANY = "*"
-# SageMaker passes on whatever type its callers name. A page can send these three without being asked first.
+# SageMaker passes on any type that its callers name. A page can send these three without preflight.
 ANY_TYPE_PATH = "/invocations"
-# A file comes in a form, which a page can send unasked: what keeps others' pages out here is their origin.
+# A file comes in a form, which a page can send without preflight: its origin keeps other pages out.
 UPLOAD_PATH, UPLOAD_TYPE = "/v1/files", "multipart/form-data"
 FORM_TYPES = frozenset({"application/x-www-form-urlencoded", "multipart/form-data", "text/plain"})
 WILDCARD_ADDRESSES = ("0.0.0.0", "::")  # a client that connects to one of them reaches its own machine
-# By which containers call the machine they run on, its loopback too.
+# By these names containers call the machine they run on, its loopback too.
 CONTAINERS_HOSTS = ("host.docker.internal", "host.containers.internal")
-# Names that no registrar sells: nobody outside can make one of them point here.
+# Names that no registrar sells: no outsider can make one of them point here.
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
 _JSON_TYPE = re.compile(r"application/([a-z0-9!#$&^_.-]+\+)?json")
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.%]+\]|[^\[\]:/@\s]+)(:(?P<port>\d*))?")
 
 
 class ForbiddenError(PenstockError):
-    """A request that looks as if a page of another site had made a browser send it."""
+    """A request that a page of another site may have sent through a browser."""
 
     status = 403
     code = "forbidden"
 
 
 class MediaTypeError(PenstockError):
-    """A body that does not say that it is JSON."""
+    """A body that is not declared as JSON."""
 
     status = 415
     code = "unsupported_media_type"
@@ -79,19 +80,19 @@ def _is_readable(content_type: str, path: str) -> bool:
 def _wrong_type(content_type: str, path: str) -> MediaTypeError:
     if path == UPLOAD_PATH:
         return MediaTypeError(
-            f"The body is declared as {content_type[:64] or 'nothing'!r}",
+            f"The Content-Type is {content_type[:64] or 'nothing'!r}",
             f"A file is uploaded as {UPLOAD_TYPE}.",
             "Use a form with the fields `file` and `purpose` (curl: -F purpose=batch -F file=@FILE).",
         )
     return MediaTypeError(
-        f"The body is declared as {content_type[:64] or 'nothing'!r}",
-        "Only JSON is read; `curl -d` declares a form unless it is told otherwise.",
+        f"The Content-Type is {content_type[:64] or 'nothing'!r}",
+        "The server reads only JSON; `curl -d` sends a form's type by default.",
         "Add the header `Content-Type: application/json` (curl: -H 'Content-Type: application/json').",
     )
 
 
 class KnownSites:
-    """Answers 403 to pages of other sites, and to requests by a name that could be another site's."""
+    """Answers 403 to pages of other sites, and to requests for a name that could be another site's."""
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
         self._app = app
@@ -110,26 +111,28 @@ class KnownSites:
         for host in hosts:
             if not self._hosts.include(host):
                 return ForbiddenError(
-                    f"This server is not known by the name in Host: {host[:128]!r}",
-                    "A page of another site could have had its name point here.",
-                    "Use the address that the server says when it starts, start it with --allowed-host NAME, "
+                    f"This server does not accept the name in Host: {host[:128]!r}",
+                    "Another site could have made its own name point to this server.",
+                    "Use the address that the server prints when it starts, start it with "
+                    "--allowed-host NAME, "
                     "or with --api-key.",
                 )
         for origin in headers.getlist("origin"):
             if not (ANY in self._origins or origin in self._origins or is_same_origin(origin, hosts)):
                 return ForbiddenError(
                     f"Pages of {origin[:128]!r} may not call this server",
-                    "Any page that somebody visits could send such a request.",
-                    "If it is meant to, start the server with --cors-origin ORIGIN.",
+                    "Any page that a user visits could send such a request.",
+                    "To allow it, start the server with --cors-origin ORIGIN.",
                 )
         return None
 
 
 class HostNames:
-    """The names and addresses by which clients of a server without keys may call it.
+    """The names and addresses by which clients may call a server without keys.
 
-    A server that only this machine reaches is called by a loopback name or address. One that listens to a
-    network is called by an address, by this machine's name, or by a name that no registrar sells.
+    A server that listens only on this machine is called by a loopback name or address. One that
+    listens on a network is called by an address, by this machine's name, or by a name that no
+    registrar sells.
     """
 
     def __init__(self, bound: str, allowed: Sequence[str]) -> None:
@@ -155,7 +158,7 @@ class HostNames:
 
 
 def is_same_origin(origin: str, hosts: Sequence[str]) -> bool:
-    """Whether a page comes from this very server, by the name it was called by."""
+    """Whether a page comes from this very server, by the name that the request used."""
     try:
         site = urlsplit(origin.lower())
         port = site.port
@@ -174,7 +177,7 @@ def is_same_origin(origin: str, hosts: Sequence[str]) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """Without port and brackets; empty: it is none."""
+    """Without port and brackets; empty: it is not a name."""
     if _address(host) is not None:  # as settings have an IPv6 address, without brackets
         return host.lower()
     match = _HOST.fullmatch(host.lower())

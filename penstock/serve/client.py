@@ -1,8 +1,8 @@
-"""The server's view of one engine process: start it, ask it, and notice when it dies.
+"""The server's view of one engine process: starts it, talks to it, and notices when it dies.
 
-Owns the process and its socket, and knows who waits for which request. Knows tokens, never text or HTTP, and
-no other engine: what becomes of the requests of a dead one is the fleet's business. A step's deltas go from
-the wire to their receivers in plain calls: no task is woken for a token.
+Owns the process and its socket, and knows which receiver belongs to which request. Knows tokens, no
+text, no HTTP and no other engine: the fleet decides what happens to the requests of a dead one. A
+step's deltas go from the wire to their receivers in plain calls: no task is woken for a token.
 """
 
 from __future__ import annotations
@@ -48,25 +48,28 @@ from penstock.wire import (
 
 log = logging.getLogger("penstock.serve")
 
-# A socket's path may have 107 bytes on Linux and 103 on other systems; ours takes 30 beyond this folder's.
+# A socket's path may have 107 bytes on Linux and 103 on other systems; ours needs 30 beyond this
+# folder's.
 MAX_SOCKET_FOLDER_BYTES = 70
 KILLED_BY = (signal.SIGKILL, signal.SIGTERM)
 EXIT_GRACE_S = 5.0
-EXIT_NOTICE_S = 0.5  # how long the news of a death may wait for its cause
+EXIT_NOTICE_S = 0.5  # how long the report of a death may wait for its cause
 
 
 class Receiver(Protocol):
-    """Who hears of a request: called with each delta as it is read from the wire, so it must never wait."""
+    """The receiver of a request: called with each delta as it is read from the wire, so it must
+    never wait."""
 
     def take(self, delta: TokenDelta) -> None:
         """Raises to end the request: it is aborted, and the error comes back through `fail`."""
 
     def fail(self, error: Exception) -> None:
-        """No more deltas will come, and why."""
+        """There will be no more deltas, for this reason."""
 
 
 class EngineClient:
-    """One engine process. `launch` returns as soon as the process speaks; `wait_ready` when it can serve."""
+    """One engine process. `launch` returns as soon as the process answers; `wait_ready` when it can
+    serve."""
 
     def __init__(
         self,
@@ -77,9 +80,9 @@ class EngineClient:
         self.phase = Phase("starting")
         self.info: EngineInfo | None = None
         self.failure: PenstockError | None = None  # why the engine is dead
-        self.is_own_fault = False  # what it computed has ended it, and not somebody else
+        self.is_own_fault = False  # its own computation ended it, not a signal from outside
         self.num_unanswered_pings = 0
-        self.step_s = 0.0  # how long it had been in its step when it last answered one
+        self.step_s = 0.0  # how long it had been in its step at its last answer
         self._process = process
         self._on_phase = on_phase
         self._channel = channel
@@ -95,7 +98,7 @@ class EngineClient:
     async def launch(
         cls, config: EngineConfig, on_phase: OnPhase, environment: Mapping[str, str] | None = None
     ) -> EngineClient:
-        """Starts a process; `environment`: variables that it has beside our own."""
+        """Starts a process; `environment`: variables in addition to our own."""
         loop = asyncio.get_running_loop()
         connected: asyncio.Future[ServerChannel] = loop.create_future()
 
@@ -109,7 +112,7 @@ class EngineClient:
             raise EngineDeadError(
                 "The engine process could not be started",
                 f"{error}.",
-                "If this is about a path, set TMPDIR to a folder that exists and whose path is short.",
+                "If the path is the problem, set TMPDIR to an existing folder with a short path.",
             ) from error
         return cls(process, channel, on_phase)
 
@@ -126,7 +129,7 @@ class EngineClient:
         return self._process.pid
 
     async def wait_ready(self) -> EngineInfo:
-        """Raises what the engine died of when it does not come up."""
+        """Raises the reason if the engine dies before it is ready."""
         await self._settled.wait()
         if self.failure is not None:
             raise self.failure
@@ -134,13 +137,13 @@ class EngineClient:
         return self.info
 
     async def wait_dead(self, timeout_s: float) -> bool:
-        """Waits for its death, and says whether it came."""
+        """Waits for its death, and returns whether it died."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._dead.wait(), timeout_s)
         return self._dead.is_set()
 
     def submit(self, receivers: Sequence[tuple[Request, Receiver]]) -> None:
-        """Hands all the requests over, or none of them."""
+        """Sends all requests, or none of them."""
         self.require_ready()
         for request, receiver in receivers:
             assert request.id not in self._receivers, f"request id {request.id} is in use"
@@ -148,7 +151,7 @@ class EngineClient:
             self._receivers[request.id] = receiver
 
     def abort(self, request_id: str) -> None:
-        """Its receiver hears no more of it."""
+        """Its receiver gets no more deltas."""
         if self._receivers.pop(request_id, None) is not None:
             self._channel.send(Abort(request_id))
 
@@ -161,7 +164,7 @@ class EngineClient:
         return sessions
 
     async def drop_session(self, session_id: str) -> list[SessionInfo]:
-        """What was dropped, if there was such a session."""
+        """The dropped session, if there was one."""
         dropped: list[SessionInfo] = await self._ask(lambda query_id: DropSession(query_id, session_id))
         return dropped
 
@@ -182,13 +185,13 @@ class EngineClient:
         self._channel.send(Ping())
 
     def kill(self, reason: PenstockError, is_own_fault: bool = False) -> None:
-        """Ends a process that cannot be trusted to end itself. Whatever it had still to say is not heard."""
+        """Ends a process that cannot be trusted to end itself. Its last messages are ignored."""
         self._die(reason, is_own_fault)
         if self._process.returncode is None:
             self._process.kill()
 
     async def close(self, grace_s: float = EXIT_GRACE_S) -> None:
-        """Asks the process to end and, after the grace period, ends it."""
+        """Asks the process to exit and, after the grace period, kills it."""
         self._closing = True
         self._die(EngineDeadError("The server is shutting down"))
         self._channel.send(Shutdown())
@@ -203,7 +206,7 @@ class EngineClient:
         if self.info is None:
             raise EngineDeadError(
                 "The engine is still starting",
-                f"It is at: {self.phase.name}.",
+                f"Its phase is: {self.phase.name}.",
                 "Try again when /health is 200.",
             )
         return self.info
@@ -256,25 +259,25 @@ class EngineClient:
 
     def _hand_over(self, delta: TokenDelta) -> None:
         receiver = self._receivers.get(delta.request_id)
-        if receiver is None:  # aborted while this was on its way
+        if receiver is None:  # aborted while this was in transit
             return
         if delta.finish is not None:
             del self._receivers[delta.request_id]
         try:
             receiver.take(delta)
-        except Exception as error:  # whatever it is, the other requests go on
+        except Exception as error:  # of any kind: other requests continue
             self.abort(delta.request_id)
             receiver.fail(error)
 
     def _die(self, error: PenstockError, is_own_fault: bool = False) -> None:
         if self.failure is None:
             self.failure, self.is_own_fault = error, is_own_fault
-            if self.info is not None and not self._closing:  # before that, wait_ready tells
+            if self.info is not None and not self._closing:  # before that, wait_ready reports it
                 log.error("%s", error)
         self._settled.set()
         self._dead.set()
         receivers = list(self._receivers.values())
-        self._receivers.clear()  # so that nobody sends an abort
+        self._receivers.clear()  # so that no abort is sent
         for receiver in receivers:
             receiver.fail(_dead_engine())
         for answer in self._queries.values():
@@ -283,7 +286,8 @@ class EngineClient:
 
 
 def _dead_engine() -> EngineDeadError:
-    """What a client hears. The reason stays with /health and the log: it may name paths of this machine."""
+    """What a client is told. The reason stays in /health and the log: it may name paths of this
+    machine."""
     return EngineDeadError(
         "The engine is not running", "Its process ended.", "Ask the operator of this server."
     )
@@ -291,8 +295,9 @@ def _dead_engine() -> EngineDeadError:
 
 @contextlib.contextmanager
 def _socket_path() -> Iterator[str]:
-    """In a folder of mode 0700: only we can connect. In /tmp where TMPDIR is gone, or too long for a socket's
-    path. Removing both opens no file, so nothing is left behind where no more can be opened."""
+    """In a folder of mode 0700, so that only we can connect. In /tmp if TMPDIR is gone, or too long
+    for a socket path. Removing both opens no file, so nothing is left behind when file descriptors
+    run out."""
     chosen = tempfile.gettempdir()
     is_usable = os.path.isdir(chosen) and len(os.fsencode(chosen)) <= MAX_SOCKET_FOLDER_BYTES
     folder = tempfile.mkdtemp(prefix="penstock-", dir=chosen if is_usable else "/tmp")
@@ -317,8 +322,8 @@ async def _wait_connected(
             return connected.result()
         raise EngineDeadError(
             f"The engine process did not start ({_describe_exit(process.returncode)})",
-            "It ended before it said a word.",
-            "Its log says more.",
+            "It ended before it connected.",
+            "See its log.",
         )
     finally:
         exited.cancel()
@@ -333,7 +338,7 @@ async def _start_worker(
         *module_command("penstock.engine.worker", "--socket", socket_path),
         stdin=asyncio.subprocess.PIPE,
         env={**os.environ, **environment},
-        start_new_session=True,  # the terminal's Ctrl-C reaches the server only
+        start_new_session=True,  # the terminal's Ctrl-C reaches only the server
     )
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(config))

@@ -1,12 +1,13 @@
-"""Connections: what a client may cost before it has asked anything, and a way to answer that costs little.
+"""HTTP connection limits (header size, read timeouts, slow readers), and a cheap way to send
+events.
 
-uvicorn's HTTP, with limits on how long and how large a request's head and framing may be, and on how long its
-body may take. Half-sent requests are cut off, so that a thousand of them hold nothing for long, and so are
-clients that do not read what they asked for.
+This is uvicorn's HTTP, with limits on the time and size of a request's headers and framing, and on
+the time of its body. Half-sent requests are cut off, so that a thousand of them hold nothing for
+long, and so are clients that do not read their answers.
 
-Through ASGI every event of a stream is a message passed down a chain of coroutines, and a task to wake first:
-three times the work of sending it. So a streamed answer opens and ends through ASGI, and writes its events to
-the transport in between. Knows HTTP's chunks; what an event says is each API's.
+Through ASGI every event of a stream passes a chain of coroutines and wakes a task: three times the
+work of sending it. So a streamed answer starts and ends through ASGI, and writes its events
+directly to the transport. Knows HTTP chunks; the APIs write the events.
 """
 
 from __future__ import annotations
@@ -24,36 +25,37 @@ from penstock.serve.open_files import TURNED_AWAY, connection_limit
 
 log = logging.getLogger("penstock.serve")
 
-# A client that reads slower than tokens come is cut off here: some thousands of events that nobody has read.
+# A client that reads slower than tokens are generated is cut off here: thousands of unread events.
 MAX_BACKLOG_BYTES = 1024 * 1024
-# One that reads nothing at all, though there is something to read, after so many looks at it in a row.
+# A client that reads nothing at all, although data waits, is cut off after so many checks in a row.
 LOOK_AT_UNREAD_S = 3.0
 MAX_LOOKS_AT_UNREAD = 10
 MAX_HEAD_BYTES = 64 * 1024
-MAX_HEAD_S = 10.0  # or the read timeout, where that is shorter
-# A chunk of one byte takes six; more framing than this for each byte of body is an attack.
+MAX_HEAD_S = 10.0  # or the read timeout, if that is shorter
+# A chunk of one byte takes six; more framing than this per byte of body is an attack.
 MAX_FRAMING_PER_BYTE = 8
-# Longer than clients keep idle connections: or we would close one while its next request is on its way.
+# Longer than clients keep idle connections: otherwise we might close one while its next request is
+# arriving.
 KEEP_ALIVE_S = 75
-# After the time for a body is over: for the route, which answers that in its API's own words.
+# After a body's time is over: for the route, which answers in its API's own format.
 ANSWER_GRACE_S = 1.0
-# A client that has closed its side of a connection, and may be gone, is looked at so often.
+# How often to check a client that has closed its side of the connection, and may be gone.
 LOOK_AT_HALF_CLOSED_S = 0.25
-FIRST_PROBE, LOOKS_PER_PROBE = 4, 20  # and sent something so often, while its reply has not begun
-MAX_LOOKS_AT_HALF_CLOSED = 20  # for HTTP/1.0, where nothing can be sent before
+FIRST_PROBE, LOOKS_PER_PROBE = 4, 20  # how often to send it something before its reply begins
+MAX_LOOKS_AT_HALF_CLOSED = 20  # for HTTP/1.0, where nothing can be sent before the reply
 TURNED_AWAY_S = 0.25
 FULL_NEWS_S = 60.0
 TOO_MANY = b"Too many connections are open. Try again later."
-# Before uvicorn ends what runs when it shuts down, and logs that as a failure of ours.
+# Before uvicorn cancels what runs at shutdown, and logs it as a failure of ours.
 CUT_OFF_BEFORE_S = 0.5
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's, limited, and lending its transport to whoever answers."""
+    """uvicorn's protocol with limits; it lends its transport to the answer."""
 
     read_timeout_s = ServeConfig().read_timeout
     max_connections = 2**31
-    full_until = 0.0  # of all connections: the log has said so, and need not until then
+    full_until = 0.0  # for all connections: the log was told, and is not told again until then
 
     @classmethod
     def limited_by(cls, config: ServeConfig) -> type[HttpConnection]:
@@ -70,7 +72,8 @@ class HttpConnection(HttpToolsProtocol):
         self._num_framing_bytes = 0  # of the message: all that is not its body
         self._num_body_bytes = 0
         self._is_refused = False
-        self._half_closed: asyncio.TimerHandle | None = None  # the clock of a client that has sent its last
+        # The clock of a client that has closed its side.
+        self._half_closed: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -80,8 +83,8 @@ class HttpConnection(HttpToolsProtocol):
         self._give_time(min(self.read_timeout_s, MAX_HEAD_S))
 
     def _turn_away(self) -> None:
-        """Says that there are too many, and leaves the client a moment to read it. Beyond some that are told,
-        the connection just ends: descriptors are what there is too little of."""
+        """Answers that there are too many connections, and leaves the client a moment to read it.
+        Beyond a number of such answers, connections just close: file descriptors are scarce."""
         self._is_refused = True
         if self.loop.time() > HttpConnection.full_until:
             log.warning("all %d connections are in use; more are answered 503", self.max_connections)
@@ -93,8 +96,8 @@ class HttpConnection(HttpToolsProtocol):
         self.loop.call_later(TURNED_AWAY_S, self.transport.close)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """A client that has sent its last byte may wait for its answer, or be gone: both look like this until
-        something is sent to it. True: the connection stays open."""
+        """A client that has closed its side may wait for its answer or be gone: both look the same
+        until something is sent. True: the connection stays open."""
         cycle = self.cycle
         if self._is_refused or self._is_in_message or cycle is None or cycle.response_complete:
             return False
@@ -103,8 +106,9 @@ class HttpConnection(HttpToolsProtocol):
         return True
 
     def _look_at_half_closed(self, num_looks: int) -> None:
-        """Ends the request of a client that is gone: it answers with a reset whatever reaches it. Before the
-        reply begins, that is an interim answer, which HTTP/1.1 allows at any time and 1.0 does not."""
+        """Ends the request of a client that is gone: it answers any data with a reset. Before the
+        reply begins, that data is an interim response, which HTTP/1.1 allows at any time and 1.0
+        does not."""
         cycle = self.cycle
         if self.transport.is_closing() or cycle is None:
             return
@@ -143,7 +147,7 @@ class HttpConnection(HttpToolsProtocol):
             return
         message, num_body_bytes = self._num_messages, self._num_body_bytes
         super().data_received(data)
-        # The bytes in which a message began are not counted, since another's may be among them.
+        # The bytes in which a message began are not counted: another message's may be among them.
         if self._is_in_message and message == self._num_messages:
             self._num_framing_bytes += len(data) - (self._num_body_bytes - num_body_bytes)
             if self._num_framing_bytes > MAX_HEAD_BYTES + MAX_FRAMING_PER_BYTE * self._num_body_bytes:
@@ -184,7 +188,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.is_closing():  # which takes until the client has read everything
             self._watch_reader()
         if self.timeout_keep_alive_task is not None and not self._is_in_message:
-            # The connection may be idle for long: what belonged to the request need not stay.
+            # The connection may be idle for long, so what belonged to the request is freed.
             self.cycle = self.scope = self.headers = None  # type: ignore[assignment]
 
     def timeout_keep_alive_handler(self) -> None:
@@ -192,7 +196,7 @@ class HttpConnection(HttpToolsProtocol):
         self._watch_reader()
 
     def shutdown(self) -> None:
-        """The server ends. Whoever still reads may, until its time is over."""
+        """The server is shutting down. A client that still reads may do so until its time is over."""
         super().shutdown()
         time_left_s = self.config.timeout_graceful_shutdown or 0
         self.loop.call_later(max(0.0, time_left_s - CUT_OFF_BEFORE_S), self.transport.abort)
@@ -202,9 +206,10 @@ class HttpConnection(HttpToolsProtocol):
             self._look_at_unread(-1, 0)
 
     def _look_at_unread(self, num_unread_before: int, num_looks: int) -> None:
-        """Cuts a client off for whom the same bytes wait look after look. One that reads slowly may.
+        """Cuts off a client for whom the same number of bytes waits in check after check. Slow
+        reading is allowed.
 
-        Many looks, since what is read and what is written meanwhile may make up for each other once.
+        Several checks, because reads and writes may by chance cancel out once.
         """
         num_unread = self.transport.get_write_buffer_size()
         num_looks = num_looks + 1 if num_unread == num_unread_before else 0
@@ -224,7 +229,8 @@ class HttpConnection(HttpToolsProtocol):
         self._reading = self.loop.call_later(seconds, self._cut_off)
 
     def _give_more_time(self, seconds: float) -> None:
-        """To a route whose body may take as long as it keeps coming, and which watches that itself."""
+        """For a route whose body may take as long as it keeps arriving, and which watches that
+        itself."""
         if self._is_in_message:
             self._give_time(seconds + ANSWER_GRACE_S)
 
@@ -237,13 +243,13 @@ class HttpConnection(HttpToolsProtocol):
         self._end(b"408 Request Timeout", b"The request took too long to arrive.")
 
     def _refuse(self) -> None:
-        """The request's head, or what surrounds its body, is larger than any client's."""
+        """The headers, or the framing of the body, are larger than any client's."""
         self._is_refused = True
         message = b"The headers have more than %d bytes." % MAX_HEAD_BYTES
         self._end(b"431 Request Header Fields Too Large", message)
 
     def _end(self, status: bytes, message: bytes) -> None:
-        """Closes; before that, if nothing has been answered, says why in the plain words of no API."""
+        """Closes the connection; if nothing was answered yet, first says why, in plain text."""
         self._stop_clock()
         if self.transport.is_closing():
             return
@@ -261,8 +267,8 @@ def _plain_answer(status: bytes, message: bytes, headers: bytes = b"") -> bytes:
 
 
 def _send_without_chunks(cycle: RequestResponseCycle) -> None:
-    """HTTP/1.0 has no chunks: a body whose length is not known ends where the connection does. uvicorn chunks
-    it nevertheless, unless it believes that each piece is all that is left."""
+    """HTTP/1.0 has no chunks: a body of unknown length ends when the connection closes. uvicorn
+    sends chunks anyway, unless it believes that each piece is the last."""
     send = cycle.send
 
     async def send_plain(message: Any) -> None:
@@ -277,7 +283,8 @@ def _send_without_chunks(cycle: RequestResponseCycle) -> None:
 
 
 class EventWriter:
-    """The events of one answer: kept until its headers are out, and from then on written as they come."""
+    """The events of one answer: buffered until its headers are sent, and from then on written
+    directly."""
 
     def __init__(self, transport: asyncio.WriteTransport, http_version: str = "1.1") -> None:
         self._transport = transport
@@ -294,11 +301,12 @@ class EventWriter:
             self._send(early)
 
     def write(self, events: bytes, is_prompt: bool = False) -> None:
-        """Never waits: what the client has not read stays in the transport's buffer, up to a limit. Beyond it
-        the connection ends there and then: no last word would ever reach that client.
+        """Never waits: what the client has not read stays in the transport's buffer, up to a limit.
+        Beyond it the connection is closed at once: no last event would reach that client.
 
-        Counted is what was unread before: nobody can have read these. What repeats the prompt comes faster
-        than any client reads, and counts only for who reads nothing at all (`HttpConnection`).
+        Counts what was unread before these events. Events that repeat the prompt come faster than
+        any client reads, and count only against a client that reads nothing at all
+        (`HttpConnection`).
         """
         if self._is_open and self._transport.is_closing():
             return

@@ -1,14 +1,15 @@
-"""The messages that sessions hold, so that a chat goes on when only its new messages are sent.
+"""The messages that sessions hold, so that a chat continues when only its new messages are sent.
 
-The rule: a request that contains an assistant's message, or begins with the session's first message, is a
-whole history and takes the place of what is held. Anything else comes after what is held; it may begin with
-the session's last reply, as the result of a tool does where its call is sent with it. A system prompt that is
-sent takes the place of the one that is held. A turn is added when its reply has ended, by the same rule; a
-reply that failed or was aborted leaves everything as it was.
+The rule: a request that contains an assistant message, or begins with the session's first message,
+is a whole history and replaces what is held. Any other request is appended; it may begin with the
+session's last reply, as a tool result does if its call is sent with it. A system prompt that is
+sent replaces the held one. A turn is added when its reply has ended, by the same rule; a reply that
+failed or was aborted changes nothing.
 
-In memory only, up to a number of bytes, of sessions and of idle minutes. Over the limits, the least recently
-used session goes of the tenant that holds most. Ids of ended sessions are remembered, so that a request for
-one can be told why it is gone. Messages are kept as JSON: what they take is known exactly. Knows no HTTP.
+Held in memory only, up to limits of bytes, sessions and idle minutes. Beyond them, the least
+recently used session of the tenant that holds most is evicted. Ids of ended sessions are
+remembered, so that a request for one gets the reason. Messages are stored as JSON, so their size is
+known exactly. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ SHORTEN = "Send a shorter history in its place, or delete the session."
 Message = dict[str, Any]  # as chat templates expect it
 Key = tuple[str, str]  # a tenant, and the id that it gave its session
 WhyEnded = Literal["deleted", "expired", "evicted"]
-# How a request met its session: it is the first, it went on from what is held, it brought a whole history, or
-# it began again, since what was held is gone.
+# How a request met its session: it is the first, it continued what is held, it sent a whole
+# history, or it began again because what was held is gone.
 Status = Literal["new", "continued", "history", "deleted", "expired", "evicted"]
 
 
@@ -80,18 +81,18 @@ class Turn:
     status: Status
     system: Packed  # at the start
     said: Packed  # after that
-    first: Message | None  # of what was said
+    first: Message | None  # of the messages
     has_assistant: bool
-    number: int  # of all turns and endings, in their order
+    number: int  # among all turns and endings, in order
     tools: Packed = Packed()  # of a thread, which are held too
     replaces: Key | None = None  # the session that ends when this turn is added
 
 
 @dataclass(frozen=True, slots=True)
 class Thread:
-    """A session that the next turn takes the place of, under another name: what comes before that turn."""
+    """A session that the next turn replaces under another name: what comes before that turn."""
 
-    previous: Key | None = None  # None: nothing, the thread begins
+    previous: Key | None = None  # None: the thread begins
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
 
@@ -116,7 +117,7 @@ class _Conversation:
         return len(self.system.json) + len(self.said.json) + len(self.tools.json)
 
     def is_history(self, first: Message | None, has_assistant: bool) -> bool:
-        """Whether messages are a whole conversation, which takes the place of this one."""
+        """Whether the messages are a whole conversation, which replaces this one."""
         return has_assistant or first == self.first
 
     def add(self, turn: Turn, reply: Message) -> None:
@@ -169,12 +170,12 @@ class Conversations:
         return sum(shelf.num_bytes for shelf in self._shelves.values())
 
     def num_bytes_of(self, key: Key) -> int:
-        """Of what is held, before it is decoded."""
+        """Size of what is held, before it is decoded."""
         conversation = self._find(key)
         return 0 if conversation is None else conversation.num_bytes
 
     def names_of_calls(self, key: Key) -> dict[str, str]:
-        """The tools that were called, by the ids of their calls."""
+        """The called tools, by the ids of their calls."""
         conversation = self._find(key)
         return {} if conversation is None else names_of_calls(_unpack(conversation))
 
@@ -191,7 +192,7 @@ class Conversations:
         return Thread(key, messages, tuple(conversation.tools.unpack()))
 
     def begin(self, key: Key, sent: list[Message]) -> tuple[Turn, list[Message], list[Message]]:
-        """A request with these messages comes. Gives its turn, what is held and comes before the messages,
+        """A request with these messages arrives. Returns its turn, the held messages before them,
         and all messages of the prompt."""
         system, said = _split_system(sent)
         conversation = self._find(key)
@@ -218,7 +219,7 @@ class Conversations:
         return turn, held, [*system, *held, *said]
 
     def end(self, turn: Turn, reply: Message, num_tokens: int) -> None:
-        """Its reply has ended. If the session was deleted meanwhile, it stays so."""
+        """Its reply has ended. A session that was deleted meanwhile stays deleted."""
         ended = self._ended.get(turn.key)
         is_deleted = ended is not None and ended.why == "deleted" and ended.number > turn.number
         if is_deleted or not self._max_bytes:
@@ -239,7 +240,7 @@ class Conversations:
         self._evict_surplus()
 
     def describe(self, tenant: str) -> list[ConversationInfo]:
-        """The tenant's, the most recently used first."""
+        """The tenant's sessions, the most recently used first."""
         self._expire()
         shelf, now = self._shelves.get(tenant, _Shelf()), self._clock()
         return [
@@ -255,14 +256,14 @@ class Conversations:
         ]
 
     def delete(self, key: Key) -> bool:
-        """Says whether there was one. Replies that are on their way are not added to it any more."""
+        """Returns whether there was one. Replies in progress are not added to it any more."""
         if self._find(key) is None:
             return False
         self._end(key, "deleted")
         return True
 
     def why_ended(self, key: Key) -> WhyEnded | None:
-        """None: there is such a session, never was one, or it ended long ago."""
+        """None: the session exists, never existed, or ended long ago."""
         self._expire()
         ended = self._ended.get(key)
         return None if ended is None else ended.why
@@ -311,13 +312,14 @@ class Conversations:
 
 
 def _split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]:
-    """System messages at the start, and the rest; later ones are a part of the conversation."""
+    """System messages at the start, and the rest; later ones are part of the conversation."""
     said = list(itertools.dropwhile(lambda message: message["role"] == "system", messages))
     return messages[: len(messages) - len(said)], said
 
 
 def _is_same_reply(message: Message, reply: Message | None) -> bool:
-    """Calls have ids; what was said beside them, or thought before, need not be sent again."""
+    """Calls are compared by their ids; the text beside them and the thinking before need not be
+    sent again."""
     if reply is None or message["role"] != "assistant":
         return False
     calls, sent = ([call["id"] for call in one.get("tool_calls", ())] for one in (reply, message))
@@ -328,19 +330,19 @@ def _is_same_reply(message: Message, reply: Message | None) -> bool:
 
 def _require_room(conversation: _Conversation, num_sent: int) -> None:
     if conversation.num_messages + num_sent > MAX_MESSAGES:
-        raise _full(f"It may have {MAX_MESSAGES:,} with those that were sent.", conversation)
+        raise _full(f"The limit is {MAX_MESSAGES:,}, including the new ones.", conversation)
 
 
 def _unpack(conversation: _Conversation) -> list[Message]:
-    """What was said. While it is decoded, nobody else is served."""
+    """The held messages. Decoding them blocks the server."""
     if has_more_values([conversation.said.json]):
-        raise _full(f"They may consist of {MAX_VALUES:,} values.", conversation)
+        raise _full(f"The limit is {MAX_VALUES:,} values.", conversation)
     return conversation.said.unpack()
 
 
 def _full(why: str, conversation: _Conversation) -> RequestError:
     return RequestError(
-        f"The session holds {conversation.num_messages} messages and cannot go on",
+        f"The session holds {conversation.num_messages} messages and cannot continue",
         why,
         SHORTEN,
         param="session_id",
@@ -353,7 +355,7 @@ def names_of_calls(messages: Sequence[Message]) -> dict[str, str]:
 
 
 def _named(message: Message, names: dict[str, str]) -> Message:
-    """A result says which tool it came from, as it does where its call is sent with it."""
+    """Adds the tool's name to a result, as if its call had been sent with it."""
     if message["role"] != "tool" or "name" in message or message.get("tool_call_id") not in names:
         return message
     return {**message, "name": names[message["tool_call_id"]]}

@@ -1,7 +1,8 @@
-"""Where each engine process of a server runs: its GPU or its share of the cores, as variables it is given.
+"""Where each engine process of a server runs: its GPU or its share of the cores, as environment
+variables.
 
-Decided once, before anything is started, from the settings and from what the machine has. Never imports
-torch: an engine that does not find its GPU says so itself.
+Decided once, before any process starts, from the settings and the machine. Never imports torch: an
+engine that does not find its GPU reports that itself.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ THREADS = "OMP_NUM_THREADS"
 def place_engines(
     engine: EngineConfig, serve: ServeConfig, environ: Mapping[str, str], num_gpus: int
 ) -> tuple[EngineConfig, list[dict[str, str]]]:
-    """The settings all engines share, and for each of them the variables that make its place its own."""
+    """The settings that all engines share, and the environment variables of each one."""
     num_replicas = max(serve.replicas, len(serve.gpus))
     if serve.gpus and serve.replicas not in (1, len(serve.gpus)):
         raise ConfigError(
             f"--replicas is {serve.replicas} and --gpus names {len(serve.gpus)}",
-            "Every engine has one GPU, and every GPU one engine.",
-            "Leave one of the two flags out.",
+            "Each engine uses one GPU, and each GPU has one engine.",
+            "Omit one of the two flags.",
         )
     if num_replicas == 1 and not serve.gpus:
         return engine, [{}]
@@ -44,19 +45,19 @@ def _on_gpus(
 ) -> tuple[EngineConfig, list[dict[str, str]]]:
     if engine.device not in ("auto", "cuda"):
         raise ConfigError(
-            f"--device is {engine.device} and {len(gpus)} engines get a GPU each",
-            "The GPUs are named by --gpus then.",
-            "Leave --device out.",
+            f"--device is {engine.device} and {len(gpus)} engines each get a GPU",
+            "Then --gpus chooses the GPUs.",
+            "Omit --device.",
         )
     visible = environ[VISIBLE].split(",") if environ.get(VISIBLE) else [str(i) for i in range(num_gpus)]
     for gpu in gpus:
         if not 0 <= gpu < len(visible) or gpus.count(gpu) > 1:
             raise ConfigError(
                 f"GPU {gpu} cannot be used",
-                f"{len(visible)} are visible here ({', '.join(visible) or 'none'}), each for one engine.",
-                f"Name others with --gpus, or fewer; {VISIBLE} says which can be seen.",
+                f"{len(visible)} GPUs are visible ({', '.join(visible) or 'none'}), each for one engine.",
+                f"Choose other or fewer GPUs with --gpus; {VISIBLE} sets which are visible.",
             )
-    # Not "auto": an engine that cannot have its GPU must not quietly take the processor.
+    # Not "auto": an engine without its GPU must not silently use the CPU.
     return replace(engine, device="cuda"), [{VISIBLE: visible[gpu]} for gpu in gpus]
 
 

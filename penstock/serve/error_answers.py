@@ -1,7 +1,7 @@
-"""Errors as answers: status, headers, and a body in the shape of the API that owns the path.
+"""Errors as answers: status, headers, and a body in the format of the API that owns the path.
 
-The path is the one that routes are chosen by: what a client writes into `Host` must not decide anything. A
-client never sees a stack trace.
+The path is the one that the router used: the client's `Host` must not decide anything. A client
+never sees a stack trace.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def answer_error(scope: Scope, error: PenstockError) -> Response:
 
 
 def error_body(scope: Scope, error: PenstockError | str, status: int = 500) -> bytes:
-    """An error as the API that owns the path spells it; `status`: of an error that is only a message."""
+    """An error in the format of the API that owns the path; `status`: for an error that is only a
+    message."""
     if _is_anthropic(scope):
         request_id = scope["record"].id
         if isinstance(error, str):
@@ -63,10 +64,10 @@ def _is_anthropic(scope: Scope) -> bool:
 
 
 def _headers(error: PenstockError) -> dict[str, str]:
-    """What clients' own retries go by."""
+    """Headers for the retries of clients."""
     if isinstance(error, OverloadedError) or error.status == 503:
         return {"retry-after": str(RETRY_AFTER_S)}
-    # Again would take as long, or as many engines, or find as little room.
+    # A retry would take as long, kill as many engines, or find as little room.
     if isinstance(error, DeadlineError | EngineLossError | StorageFullError):
         return {"x-should-retry": "false"}
     if isinstance(error, AuthenticationError):
@@ -90,19 +91,20 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
 
 
 def _methods_of(request: Request) -> list[str]:
-    """All that the path has; the framework tells of its first route only."""
+    """All methods of the path; the framework reports only its first route."""
     matching = [route for route in request.app.routes if route.path_regex.match(request.scope["path"])]
     return sorted({method for route in matching for method in route.methods})
 
 
 async def answer_disconnect(request: Request, error: Exception) -> Response:
-    """Nobody reads this; the framework wants an answer nevertheless, and the log a status."""
+    """No client reads this, but the framework needs an answer, and the log a status."""
     return Response(status_code=CLIENT_CLOSED)
 
 
 class UnexpectedErrors:
-    """Answers for a defect of ours, whose traceback goes to the log. Stands behind all others, so that this
-    answer is counted, has an id, and can be read by pages of other origins, as every answer."""
+    """Answers for a bug of ours, whose traceback goes to the log. Innermost middleware, so that
+    this answer is counted, has an id, and can be read by pages of other origins, like every answer.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -118,7 +120,7 @@ class UnexpectedErrors:
         try:
             await self._app(scope, receive, note_beginning)
         except Exception:
-            if has_begun:  # the server logs it and closes the connection: nothing else can be told any more
+            if has_begun:  # the server logs it and closes the connection: nothing else can be sent
                 raise
             log.exception("a request failed unexpectedly")
             await answer_error(scope, unexpected_error())(scope, receive, send)

@@ -1,8 +1,9 @@
-"""A streamed answer that stays alive: headers before the first event when that takes long, and heartbeats.
+"""A streamed answer that stays alive: headers are sent before a late first event, and heartbeats
+follow.
 
-Proxies and clients give up on a connection that is silent for a minute; a long prompt takes longer. So
-headers wait for the first event only for a short time, in which a failure still has a status code. What a
-heartbeat looks like is the reply format's: a comment of server-sent events, or an event of the API.
+Proxies and clients close a connection that is silent for a minute; a long prompt takes longer. So
+headers wait for the first event only for a short time, in which a failure still gets a status code.
+The reply format defines the heartbeat: a comment of server-sent events, or an event of the API.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class EventStream:
         self._writer = EventWriter(scope["transport"], scope["http_version"])
         self._opening: asyncio.Task[None] | None = None
         self._clock: asyncio.TimerHandle
-        self._is_quiet = True  # since the last look
+        self._is_quiet = True  # since the last check
 
     def __enter__(self) -> EventStream:
         self._look_after(HEADERS_AFTER_S)
@@ -45,11 +46,11 @@ class EventStream:
     ) -> None:
         self._clock.cancel()
         if self._opening is not None:
-            self._opening.cancel()  # does nothing to one that is done
+            self._opening.cancel()  # has no effect on a finished one
 
     @property
     def has_begun(self) -> bool:
-        """Whether the status is out."""
+        """Whether the status has been sent."""
         return self._opening is not None
 
     def write(self, events: bytes, is_prompt: bool = False) -> None:
@@ -57,7 +58,7 @@ class EventStream:
         self._writer.write(events, is_prompt)
 
     async def open(self) -> None:
-        """Sends the headers, unless the clock has."""
+        """Sends the headers, unless the clock already has."""
         await self._begin()
 
     async def close(self, events: bytes) -> None:
@@ -80,7 +81,8 @@ class EventStream:
 
     def _look(self) -> None:
         self._begin()
-        if self._is_quiet and (heartbeat := self._encode_heartbeat()):  # an empty one would end the answer
+        # An empty one would end the answer.
+        if self._is_quiet and (heartbeat := self._encode_heartbeat()):
             self._writer.write(heartbeat)
         self._is_quiet = True
         self._look_after(HEARTBEAT_EVERY_S)

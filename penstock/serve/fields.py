@@ -1,8 +1,8 @@
-"""Fields that no struct of an API's bodies declares: ignored on purpose, or refused by name.
+"""Fields that no struct of an API declares: ignored on purpose, or refused by name.
 
-A struct's own fields are honoured. Of all others, these tables say for each API which are ignored whatever
-they hold, which are ignored while they hold a value that asks for nothing, and what to do instead of known
-ones. What is in no table is refused too, unless it is null or empty: it could change what an answer means.
+A struct's own fields are honoured. For all others, these tables say for each API which are ignored
+with any value, which are ignored with a value that asks for nothing, and what to use instead of
+known ones. Any other field is refused, unless it is null or empty: it could change the answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _each(names: str, advice: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), advice)
 
 
-# Ignored whatever they hold, by why that is harmless. docs/api.md lists them in this order.
+# Ignored with any value, by the reason why that is harmless. docs/api.md lists them in this order.
 ACCOUNTING = """user metadata store service_tier safety_identifier request_id rid client_metadata
 user_profile_id workspace_id access_programs inference_geo betas anthropic_version anthropic_beta trace
 tags"""
@@ -88,7 +88,7 @@ NO_SERVER_TOOLS = "The server runs no tools: offer functions in tools and run th
 TEXT_ONLY = "Only text is read and written here."
 NOT_SAMPLED = "Replies are not drawn that way here. Use temperature, top_p, top_k, min_p and the penalties."
 LEAVE_OUT = "Leave it out."
-ADVICE = {  # what to do instead of a field that is known, and cannot be honoured
+ADVICE = {  # what to use instead of a known field that cannot be honoured
     "extra_body": "Clients put what is in it at the top level of the body: send its fields there.",
     "options": "Send what is in it as fields of the body.",
     "parameters": "Send what is in it as fields of the body.",
@@ -143,7 +143,7 @@ ADVICE = {  # what to do instead of a field that is known, and cannot be honoure
 
 @dataclass(frozen=True, eq=False)
 class FieldTable:
-    """What becomes of the fields that the structs of one API do not declare."""
+    """What to do with the fields that the structs of one API do not declare."""
 
     path: str  # of the API, for messages
     ignored: frozenset[str] = _names(" ".join(IGNORED.values()))
@@ -151,7 +151,7 @@ class FieldTable:
     advice: Mapping[str, str] = field(default_factory=lambda: ADVICE)
 
     def ignoring(self, names: Iterable[str]) -> FieldTable:
-        """The same, and the operator has named some more."""
+        """The same, with more ignored fields, which the operator named."""
         return replace(self, ignored=self.ignored.union(names))
 
     def is_harmless(self, name: str, value: Any) -> bool:
@@ -162,16 +162,16 @@ class FieldTable:
             return RequestError(f"{name} is not supported", self.advice.get(name, LEAVE_OUT), param=name)
         return RequestError(
             f"{self.path} has no field {name[:64]!r}",
-            "It could change what an answer means, so it is not ignored.",
+            "It could change the answer, so it is not ignored.",
             nearest(name[:64], set(known) - self.ignored, cutoff=0.8)
-            or "Leave it out. An operator can have it ignored with --ignore-field.",
+            or "Omit it. The server can ignore it with --ignore-field.",
             param=name[:64],
         )
 
 
 @functools.cache
 def strict_struct(kind: type[Body], table: FieldTable) -> type[Body]:
-    """A struct like this that has the ignored fields, and takes no others."""
+    """A struct with the ignored fields added, which refuses all others."""
     new = sorted(table.ignored.difference(kind.__struct_encode_fields__))
     fields = [(name, Any, None) for name in new]
     strict = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True)
@@ -220,7 +220,8 @@ RESPONSES = FieldTable(
         "max_completion_tokens": "Use max_output_tokens.",
         "n": "There is one response: send the request n times.",
         **_each(
-            "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar"
+            "response_format structured_outputs guided_json guided_regex guided_choice "
+            "guided_grammar"
             " json_schema regex ebnf grammar format",
             "Use text.format, or /v1/chat/completions.",
         ),
@@ -248,8 +249,10 @@ MESSAGES = FieldTable(
         "reasoning_effort": "Use thinking, and output_config.effort.",
         "compaction": "Conversations are not summarised here: send a request for a summary.",
         **_each(
-            "n seed logprobs top_logprobs logit_bias min_tokens min_p frequency_penalty presence_penalty"
-            " repetition_penalty structured_outputs guided_json guided_regex guided_choice guided_grammar"
+            "n seed logprobs top_logprobs logit_bias min_tokens min_p frequency_penalty "
+            "presence_penalty"
+            " repetition_penalty structured_outputs guided_json guided_regex guided_choice "
+            "guided_grammar"
             " chat_template_kwargs",
             "Use /v1/chat/completions, which has it.",
         ),

@@ -1,10 +1,9 @@
-"""Several engines that look like one: every request finds an engine, and outlives it if it must.
+"""Several engines that act as one: every request finds an engine, and survives its death.
 
-Owns the replicas and the requests under way. A request whose engine dies goes on with another one: from its
-prompt if it had said nothing yet, otherwise from its prompt and all it has said, which that engine computes
-again; whoever receives the reply sees no seam. A request that finds no engine waits for one, for a while.
-How one engine is spoken to is client.py's business, which one to choose routing.py's, and how a dead one
-comes back replica.py's.
+Owns the replicas and the requests in flight. A request whose engine dies continues on another one:
+from its prompt, or from its prompt and the tokens generated so far, which that engine computes
+again; the receiver sees no gap. A request that finds no engine waits for one, for a limited time.
+client.py talks to one engine, routing.py chooses one, replica.py restarts a dead one.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from penstock.types import EngineInfo, Request, SessionInfo, TokenDelta
 
 log = logging.getLogger("penstock.serve")
 
-# What a request that runs may be blamed for until there is news of it again: engines that ended by themselves
-# while it ran, or twice as many that were killed, which may be anybody's doing.
+# How much a running request may be blamed for before it makes progress again: engines that crashed
+# while it ran, or twice as many that were killed, which may have any cause.
 MAX_BLAME = 4
 BLAME_FOR_FAULT, BLAME_FOR_KILL = 2, 1
-MAX_FAULTS = 8  # of engines that ran a request, in all, even if there was news of it in between
-RESUMED_STEPS_EARLIER = 10  # of priority: somebody is reading already
+MAX_FAULTS = 8  # of engines that ran a request, in total, even with progress in between
+RESUMED_STEPS_EARLIER = 10  # of priority: a client is already reading
 LEAVING_POLL_S = 0.02
 
 
 class InFlight:
-    """One request on its way through the fleet, with all that is needed to go on elsewhere."""
+    """One request in flight, with everything that is needed to continue on another engine."""
 
     __slots__ = (
         "_awaits_token",
@@ -60,17 +59,17 @@ class InFlight:
     def __init__(self, fleet: Fleet, request: Request, receiver: Receiver) -> None:
         self.request = request
         self.said: list[int] = []
-        self.num_scored = 0  # tokens of the prompt whose scores have come
+        self.num_scored = 0  # tokens of the prompt whose scores have arrived
         self.client: EngineClient | None = None  # None: it waits for one
         self.load: Load | None = None
-        self.is_running = False  # in its present engine; it may also wait there
-        self.blame = 0  # since the last news of it
+        self.is_running = False  # on its current engine; it may also wait there
+        self.blame = 0  # since its last progress
         self.num_faults = 0  # of engines that failed while it ran
         self._fleet = fleet
         self._receiver = receiver
-        self._awaits_token = True  # the first from its present engine
+        self._awaits_token = True  # the first from its current engine
         self._num_tokens_due = 0  # that the engine computes before that
-        self._num_cached_tokens: int | None = None  # of the prompt, by the engine that spoke first
+        self._num_cached_tokens: int | None = None  # of the prompt, on its first engine
 
     @property
     def is_suspect(self) -> bool:
@@ -83,7 +82,8 @@ class InFlight:
         self.said += delta.token_ids
         if self._awaits_token:
             self._note_first_news(delta)
-        if self._num_cached_tokens != delta.num_cached_tokens:  # its first engine's is what a client is told
+        # Clients see the number of its first engine.
+        if self._num_cached_tokens != delta.num_cached_tokens:
             delta = msgspec.structs.replace(delta, num_cached_tokens=self._num_cached_tokens)
         if delta.finish is not None:
             self._fleet.forget(self)
@@ -114,7 +114,7 @@ class InFlight:
         self.client, self.load, self._num_tokens_due = None, None, 0
 
     def _note_first_news(self, delta: TokenDelta) -> None:
-        """Before the first token of its present engine scores of its prompt may come."""
+        """Scores of its prompt may come before the first token of its current engine."""
         assert self.load is not None
         num_scored = len(delta.prompt_scores or ())
         self.num_scored += num_scored
@@ -130,10 +130,10 @@ class InFlight:
 
 
 class Fleet:
-    """Serves from the moment when every engine has come up once, and then while any of them is up."""
+    """Serves once every engine has started, and then while any of them is up."""
 
     def __init__(self, launches: Sequence[Launch], config: ServeConfig, on_phase: OnPhase) -> None:
-        self.failure: PenstockError | None = None  # why there never will be an engine
+        self.failure: PenstockError | None = None  # why there will never be an engine
         self.intake = Intake(config)
         self._is_draining = False
         self.num_moves = 0
@@ -146,8 +146,8 @@ class Fleet:
         self._waiting: dict[InFlight, asyncio.TimerHandle] = {}
         self._on_trial: InFlight | None = None  # the only suspect that has, or waits for, an engine
         self._suspects: dict[InFlight, None] = {}  # the others
-        self._infos: dict[int, EngineInfo] = {}  # of every replica that has come up, as it last did
-        self._started = asyncio.Event()  # all have come up once, or one never will
+        self._infos: dict[int, EngineInfo] = {}  # of every replica that has started, latest
+        self._started = asyncio.Event()  # all have started once, or one never will
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_restarting = False
@@ -161,7 +161,7 @@ class Fleet:
 
     @property
     def num_rows(self) -> int:
-        """Of all engines that have come up."""
+        """Of all engines that have started."""
         return sum(info.max_rows for info in self._infos.values())
 
     @property
@@ -170,22 +170,22 @@ class Fleet:
 
     @property
     def info(self) -> EngineInfo | None:
-        """None while there is no engine; of several the tightest limit holds."""
+        """None while there is no engine; with several, the tightest limits."""
         return self._tightest_info() if self._have_all_come_up and self._available() else None
 
     @property
     def phase(self) -> Phase:
-        """Where the replica is that everybody waits for."""
+        """The phase of the replica that start-up waits for."""
         for replica in self._replicas:
             if replica.state == "starting":
                 assert replica.client is not None
                 return replica.client.phase
-            if replica.state == "dead":  # and what it was at has ended with it
+            if replica.state == "dead":  # its phase ended with it
                 return Phase("starting")
         return Phase("ready")
 
     async def wait_launched(self) -> None:
-        """Until every engine's process has begun, or one cannot."""
+        """Waits until every engine's process has begun, or one cannot."""
         for replica in self._replicas:
             await replica.has_spoken.wait()
 
@@ -196,15 +196,19 @@ class Fleet:
         return next(iter(self._infos.values()))
 
     def require_ready(self) -> EngineInfo:
-        """Raises why a new request would not be taken now. One that finds no engine for a while is."""
+        """Raises an error if a new request would be refused now. A request is accepted while
+        engines restart."""
         if self.failure is not None or not self._have_all_come_up:
             raise EngineDeadError(
-                "The engine is not running", f"It is at: {self.phase.name}.", "Try again when /health is 200."
+                "The engine is not running",
+                f"Its phase is: {self.phase.name}.",
+                "Try again when /health is 200.",
             )
         return self._tightest_info()
 
     def submit(self, receivers: Sequence[tuple[Request, Receiver]], place: Place | None = None) -> None:
-        """Takes all the requests, or none of them. `place`: that they have in the queue already."""
+        """Accepts all requests, or none of them. `place`: the place that they already have in the
+        queue."""
         if self.failure is not None:
             raise self.failure
         place = place or self.intake.reserve(receivers[0][0].tenant)
@@ -218,7 +222,7 @@ class Fleet:
             self._start(InFlight(self, _with_seed(request, self._seeds), receiver), self._available())
 
     def go_on(self, request_id: str, request: Request, receiver: Receiver) -> None:
-        """Goes on with another request in the place of one: in the queue, and with the same engine."""
+        """Continues with another request in the place of one: in the queue, and on the same engine."""
         if self.failure is not None:
             raise self.failure
         following = InFlight(self, _with_seed(request, self._seeds), receiver)
@@ -228,13 +232,14 @@ class Fleet:
             following.num_faults = inflight.num_faults
             same = [r.index for r in self._replicas if r.client is inflight.client]
         available = [index for index in same if index in self._available()]
-        self.intake.replies.take(request.tenant)  # however full it is: the other's place becomes free
-        # Before the other ends: its row is free then, and this one the next to have it.
+        # Even if it is full: the other one's place becomes free.
+        self.intake.replies.take(request.tenant)
+        # Before the other one ends: then its row is free, and this one is next.
         self._start(following, available or self._available())
         self.abort(request_id)
 
     def _start(self, inflight: InFlight, available: list[int]) -> None:
-        """With a request that has a place in the queue."""
+        """For a request that has a place in the queue."""
         request = inflight.request
         assert request.id not in self._in_flight, f"request id {request.id} is in use"
         self._in_flight[request.id] = inflight
@@ -242,7 +247,7 @@ class Fleet:
         self._place(inflight, available)
 
     def abort(self, request_id: str) -> None:
-        """Its receiver hears no more of it."""
+        """Its receiver gets no more deltas."""
         inflight = self._in_flight.get(request_id)
         if inflight is not None:
             if inflight.client is not None:
@@ -254,23 +259,23 @@ class Fleet:
         return await asyncio.gather(*(r.report(loads[r.index].num_requests) for r in self._replicas))
 
     async def sessions(self) -> list[SessionInfo]:
-        """Those of every engine; one that has moved is told once, as it was used last."""
+        """The sessions of all engines; one that has moved is listed once, with its latest use."""
         found = await asyncio.gather(*(replica.sessions() for replica in self._replicas))
         latest = sorted((info for infos in found for info in infos), key=lambda info: -info.idle_s)
         return list({info.id: info for info in latest}.values())[::-1]
 
     async def drop_session(self, session_id: str) -> bool:
-        """Says whether there was one."""
+        """Returns whether there was one."""
         dropped = await asyncio.gather(*(replica.drop_session(session_id) for replica in self._replicas))
         return any(dropped)
 
     async def drain(self) -> None:
-        """Returns when the running requests have ended or had their time."""
+        """Returns when the running requests have ended or the drain timeout is over."""
         self._is_draining = True
         await _wait(self._idle, self._config.drain_timeout)
 
     async def restart(self) -> None:
-        """Replaces every engine by a new one, one after the other, so that the others serve meanwhile."""
+        """Replaces every engine, one after the other, so that the others serve meanwhile."""
         if self._is_restarting or self._is_draining:
             return
         self._is_restarting = True
@@ -305,7 +310,7 @@ class Fleet:
             self._idle.set()
 
     def outlive_engine(self, inflight: InFlight) -> None:
-        """Goes on with another engine, or gives a request up that no engine has survived."""
+        """Continues on another engine, or gives up a request that no engine has survived."""
         assert inflight.client is not None
         if inflight.is_running:
             inflight.blame += BLAME_FOR_FAULT if inflight.client.is_own_fault else BLAME_FOR_KILL
@@ -316,18 +321,19 @@ class Fleet:
             self._move(inflight, self._available())
 
     def end_trial(self, inflight: InFlight) -> None:
-        """There is news of it, or it has ended: the next may show that it is harmless."""
+        """It made progress or has ended: now the next suspect may be tried."""
         self._suspects.pop(inflight, None)
         if self._on_trial is inflight:
             self._on_trial = None
             if self._suspects:
-                following = min(self._suspects, key=lambda one: not one.said)  # somebody is reading
+                # A client is already reading.
+                following = min(self._suspects, key=lambda one: not one.said)
                 del self._suspects[following]
                 self._place(following, self._available())
 
     def _may_be_placed(self, inflight: InFlight) -> bool:
-        """Those that ran when an engine failed are tried one after the other: when another engine fails, it
-        is known whose fault that is, and the others go on."""
+        """Requests that ran when an engine failed are tried one at a time: if another engine fails,
+        the culprit is known, and the others continue."""
         if not inflight.is_suspect:
             return True
         if self._on_trial is None:
@@ -352,7 +358,7 @@ class Fleet:
         return [replica.index for replica in self._replicas if replica.state == "ready"]
 
     def _available(self) -> list[int]:
-        """Who is about to leave is asked as well, if there is nobody else."""
+        """Falls back to draining replicas when no other is ready."""
         return self._ready() or [one.index for one in self._replicas if one.state == "leaving"]
 
     def _place(self, inflight: InFlight, available: list[int]) -> None:
@@ -369,24 +375,24 @@ class Fleet:
         inflight.assign(client, self._router.loads[index], num_tokens_due)
         try:
             client.submit([(request, inflight)])
-        except Exception as error:  # it cannot be sent: the others can
+        except Exception as error:  # this one cannot be sent; others can
             inflight.give_up(error)
 
     def _end_waiting(self, inflight: InFlight) -> None:
-        error = _lost(f"No engine came back within {self._config.resume_timeout:g} s.")
+        error = _lost(f"No engine was available within {self._config.resume_timeout:g} s.")
         for suspect in list(self._suspects) if inflight is self._on_trial else ():
             suspect.give_up(error)
         inflight.give_up(error)
 
     def _place_waiting(self) -> None:
-        """Those first who have begun: somebody is reading."""
+        """Requests that have begun come first: a client is already reading."""
         waiting = sorted(self._waiting, key=lambda inflight: not inflight.said)
         for inflight in waiting:
             self._waiting.pop(inflight).cancel()
             self._place(inflight, self._available())
 
     async def _keep(self, replica: Replica) -> None:
-        """Has an engine live at this place, one after the other."""
+        """Keeps an engine running in this place, one after the other."""
         while True:
             started = time.monotonic()
             try:
@@ -418,7 +424,7 @@ class Fleet:
         self._place_waiting()
 
     def _first_phases(self, replica: Replica) -> OnPhase:
-        """One engine's start is like another's: the first one's is told, once."""
+        """All engines start alike: reports only the first one's first start."""
         is_told = replica.index == 0 and replica.num_restarts == 0
         return self._on_phase if is_told else lambda _: None
 
@@ -429,8 +435,9 @@ class Fleet:
             replica.has_spoken.set()
 
     async def _replace(self, replica: Replica) -> None:
-        """What runs may end, up to a time; what is left then goes on elsewhere, or with the next engine here.
-        The only engine there is takes new requests until it goes."""
+        """Running requests may end, up to a time limit; what is left then moves to other engines,
+        or to the next one here. If it is the only engine, it accepts new requests until it exits.
+        """
         replica.is_leaving = True
         client, load = replica.client, self._router.loads[replica.index]
         assert client is not None
@@ -446,7 +453,8 @@ class Fleet:
 
 
 def resumed(request: Request, said: Sequence[int], num_scored: int = 0) -> Request:
-    """What another engine is asked: to go on after these tokens, before those that have not begun."""
+    """The request for another engine: continues after these tokens, and before requests that have
+    not begun."""
     if num_scored:
         request = replace(request, num_scored_tokens=num_scored)
     if not said:
@@ -467,11 +475,11 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
 
 def _log_crash(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        log.error("nobody keeps this engine any more", exc_info=task.exception())
+        log.error("the supervisor of an engine crashed", exc_info=task.exception())
 
 
 def _reason_of(error: Exception) -> PenstockError:
-    """Why an engine did not start. Whatever it is, the next one is tried as after any other."""
+    """Why an engine did not start. Whatever the reason, the next one is started as usual."""
     if isinstance(error, PenstockError):
         return error
     log.error("an engine's start failed unexpectedly", exc_info=error)
@@ -479,7 +487,8 @@ def _reason_of(error: Exception) -> PenstockError:
 
 
 def _with_seed(request: Request, seeds: random.Random) -> Request:
-    """A seed for who has none: two engines must not draw alike, and a third may have to go on."""
+    """Sets a seed if there is none: two engines must not sample alike, and a third may have to
+    continue."""
     if request.sampling.temperature == 0 or request.sampling.seed is not None:
         return request
     return replace(request, sampling=replace(request.sampling, seed=seeds.getrandbits(63)))
@@ -487,12 +496,12 @@ def _with_seed(request: Request, seeds: random.Random) -> Request:
 
 def _unsurvived() -> EngineLossError:
     return EngineLossError(
-        "The request is not tried again",
-        "Several engines ended one after the other while they worked on it; it may be the cause.",
-        "Tell the operator of this server, whose log has more, or change the request.",
+        "The request is not retried",
+        "Several engines died one after the other while they ran it; it may be the cause.",
+        "Tell the operator of this server, whose log has the details, or change the request.",
     )
 
 
 def _lost(why: str) -> EngineDeadError:
-    """The reply has no engine any more. Why its engine died stays in the log: it may name paths of ours."""
-    return EngineDeadError("The engine of this reply is gone", why, "Try again later.")
+    """The reply has no engine left. The reason stays in the log: it may name paths of this machine."""
+    return EngineDeadError("The engine of this reply is lost", why, "Try again later.")

@@ -1,4 +1,4 @@
-"""What operators and their tools ask: is it alive, is it ready, what does it do, which version is it."""
+"""Endpoints for operators and their tools: health, readiness, metrics, version."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class HealthRoutes:
         self._client = serving.client
 
     async def root(self, request: Request) -> Response:
-        """Clients look here whether a server is there at all, mostly with HEAD."""
+        """Clients probe here whether a server exists at all, mostly with HEAD."""
         return Response("Penstock is running", media_type="text/plain")
 
     async def health(self, request: Request) -> Response:
-        """Of all engines together and of each; `stats` is null where one is in a long step. Without the key
-        that others need, only whether it can serve."""
+        """Of all engines together and of each; `stats` is null for one in a long step. Without the
+        API key, only whether the server can serve."""
         client = self._client
         if is_stranger(request.scope):
             status = _status_of(client)
@@ -56,7 +56,7 @@ class HealthRoutes:
         else:
             answer |= {"model": self._serving.model_name, "weights": self._serving.weights}
             answer |= {"stats": sum_stats(replicas)}
-        answer["sampling"] = self._serving.config.silent_sampling  # of requests that do not say
+        answer["sampling"] = self._serving.config.silent_sampling  # defaults of requests
         answer["replicas"] = replicas
         return json_response(answer, 200 if answer["status"] == "ok" else 503)
 
@@ -71,7 +71,7 @@ class HealthRoutes:
         return json_response({"version": penstock.__version__})
 
     async def metrics(self, request: Request) -> Response:
-        """Answers always: what the server counted is of interest when the engine is dead, too."""
+        """Always answers: the server's counters matter when the engine is dead, too."""
         client = self._client
         replicas = await client.report()
         text = render_metrics(self._serving.metrics, replicas, client.num_moves)

@@ -1,4 +1,4 @@
-"""HTTP in front of a fleet: the app on its port, what signals do to it, and how it ends."""
+"""HTTP in front of a fleet: the app on its port, its signals, and its shutdown."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ Text = tuple[Tokenizer, ChatTemplate]
 
 
 def load_text(path: Path, chat_template: str | None = None) -> Text:
-    """`chat_template`: instead of the checkpoint's own."""
+    """`chat_template`: replaces the checkpoint's own."""
     return Tokenizer.load(path, is_quick=False), ChatTemplate.load(path, chat_template)
 
 
 def load_vector_text(text: Text, path: Path | None, config: EngineConfig) -> VectorText:
-    """`path`: of the checkpoint, whose files say how its vectors are made."""
+    """`path`: the checkpoint, whose files say how to compute its vectors."""
     rules = VectorRules.load(path, config.pooling)
     return VectorText(*text, rules, config.scoring, config.score_prompt)
 
@@ -58,8 +58,8 @@ async def serve_http(
     batches: BatchFolder | None,
     on_ready: Callable[[], None],
 ) -> bool:
-    """Serves until a signal, or until there never will be an engine, which is raised. True when all replies
-    were given their time to end."""
+    """Serves until a signal, or until no engine can ever start, which is raised. True: all replies
+    had their time to end."""
     tokenizer, template = text
     quickening = asyncio.create_task(asyncio.to_thread(tokenizer.quicken))  # while the engines start
     metrics = Metrics()
@@ -94,11 +94,11 @@ async def serve_http(
     signals = _Signals(server, serving)
 
     async def announce() -> None:
-        """Says when the engines can serve; if they never will, there is nothing to serve."""
+        """Announces that the engines can serve; if they never will, stops the server."""
         try:
             await fleet.wait_ready()
             gc.collect()
-            gc.freeze()  # what has been loaded stays: collections need not look at it again
+            gc.freeze()  # loaded objects stay: collections need not scan them again
             on_ready()
         except PenstockError:
             signals.stop()
@@ -116,7 +116,8 @@ async def serve_http(
         quickening.cancel()
     if fleet.failure is not None:
         raise fleet.failure
-    return fleet.is_ready and not server.force_exit  # an engine that still loads has nothing to finish
+    # An engine that still loads has nothing to finish.
+    return fleet.is_ready and not server.force_exit
 
 
 class _HttpServer(uvicorn.Server):
@@ -130,8 +131,9 @@ class _HttpServer(uvicorn.Server):
 class _Signals:
     """What signals do to a server.
 
-    SIGINT, SIGTERM: no new requests, and the end when the running ones are done; a second ends it at once.
-    SIGHUP: new engines for old, one after the other; or, in a terminal, that the terminal was closed.
+    SIGINT, SIGTERM: accepts no new requests, and exits when the running ones have ended; a second
+    one exits at once. SIGHUP: replaces all engines, one after the other; in a terminal, it means
+    that the terminal was closed.
     """
 
     def __init__(self, server: _HttpServer, serving: ServerState) -> None:
@@ -153,7 +155,7 @@ class _Signals:
             self._run(self._drain())
 
     async def _drain(self) -> None:
-        """The port stays open meanwhile: whoever asks /ready or sends a request is told."""
+        """The port stays open meanwhile: /ready and new requests are answered."""
         timeout_s = self._serving.config.drain_timeout
         started = time.monotonic()
         await self._serving.client.drain()

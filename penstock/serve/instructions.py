@@ -1,8 +1,8 @@
-"""System messages where chat templates can take them, for every API: one, and at the start.
+"""System messages as chat templates accept them, for every API: one, at the start.
 
-Agents send more, and later ones: a permission that changed, a mode that was switched. Those at the start are
-joined. One amid a conversation becomes part of the user's turn beside it, marked as Claude Code marks what it
-puts into user messages itself, which models know.
+Agents send more, and later ones: a permission that changed, a mode that was switched. Those at the
+start are joined. One inside a conversation becomes part of the user's turn beside it, marked as
+Claude Code marks its own insertions into user messages, which models know.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ PlainMessage = dict[str, Any]  # as chat templates expect it
 
 
 def reminder(text: str) -> str:
-    """An instruction amid a conversation."""
+    """An instruction inside a conversation."""
     return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
 def place_instructions(messages: list[PlainMessage]) -> list[PlainMessage]:
-    """The same conversation with at most one system message, its first."""
+    """The same conversation with at most one system message, at the start."""
     num_leading = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
     placed: list[PlainMessage] = []
     if num_leading:
         texts = [m["content"] for m in messages[:num_leading] if m["content"]]
         placed.append({**messages[0], "content": PARAGRAPH.join(texts)})
-    is_open = False  # the last one takes the next, if both are the user's: one of them is a reminder
+    is_open = False  # the last message takes the next, if both are the user's and one is a reminder
     for message in messages[num_leading:]:
         is_reminder = message["role"] == "system"
         if is_reminder:

@@ -1,10 +1,11 @@
 """What a request holds before it runs: a place in the queue, and the bytes of its body.
 
-A place is taken at the head of a request, before any of its body is read, and held until its reply has
-ended: by the request while it is read and prepared, then by its replies in the fleet, one each. Its bytes are
-counted from the head, as far as it declares them, until it is submitted. Whoever finds no place, or no bytes
-left, is refused at once, unless others take long to send their bodies: they lose theirs first. Only used from
-the event loop. Knows no HTTP but for the last class, which gives back what a request still holds at its end.
+A request takes a place with its headers, before any of its body is read, and holds it until its
+reply has ended: the request itself while it is read and prepared, then each of its replies in the
+fleet. Its bytes count from its headers, if they declare a length, until it is submitted. A request
+that finds no place or no bytes is refused at once, unless the bodies of others arrive slowly: these
+lose their places first. Used only from the event loop. Only the last class knows HTTP: it gives
+back what a request still holds at its end.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from penstock.config import ServeConfig
 from penstock.errors import OverloadedError, RequestError
 from penstock.serve.admission import QueueShares
 
-# Larger bodies may hold half of the places and half of the bytes before they run: what is left is for chats
-# that take milliseconds to prepare.
+# Large bodies may hold half of the places and half of the bytes before they run: the rest is for
+# chats that take milliseconds to prepare.
 LARGE_BODY_BYTES = 1024**2
-# A body comes slowly if it takes more than so long, and than this rate allows. While there is room, it may.
+# A body is slow if it takes longer than this, and longer than this rate allows. A slow body is
+# accepted while there is room.
 SLOW_S = 2.0
 SLOW_BYTES_PER_S = 256 * 1024
 
 
 class Bodies:
-    """How many bytes of requests are in memory."""
+    """The bytes of request bodies in memory."""
 
     def __init__(self, max_bytes: int, max_body_bytes: int, max_large: int) -> None:
         self.max_bytes = max(max_bytes, max_body_bytes)
@@ -39,7 +41,7 @@ class Bodies:
         self._num_large = 0
 
     def has_room(self, before: int, after: int) -> bool:
-        """For one body, which had so many bytes and will have so many."""
+        """Whether one body may grow from `before` to `after` bytes."""
         if self.num_bytes + after - before > self.max_bytes:
             return False
         num_large, num_large_bytes = self._large_after(before, after)
@@ -49,8 +51,9 @@ class Bodies:
     def resize(self, before: int, after: int) -> None:
         if after > before and not self.has_room(before, after):
             raise OverloadedError(
-                "Too much is being sent to this server at the same time",
-                f"{self.num_bytes} bytes are being read and prepared, {self._num_large_bytes} of them in "
+                "The server is receiving too much at the same time",
+                f"{self.num_bytes} bytes are being read and prepared, {self._num_large_bytes} of "
+                "them in "
                 f"{self._num_large} large bodies.",
                 "Try again later.",
             )
@@ -58,30 +61,31 @@ class Bodies:
         self._num_large, self._num_large_bytes = self._large_after(before, after)
 
     def _large_after(self, before: int, after: int) -> tuple[int, int]:
-        """How many large bodies there are then, and their bytes."""
+        """The number of large bodies then, and their bytes."""
         was, will_be = (size if size > LARGE_BODY_BYTES else 0 for size in (before, after))
         return self._num_large + bool(will_be) - bool(was), self._num_large_bytes + will_be - was
 
 
 class Intake:
-    """All that requests hold together."""
+    """What all requests hold together."""
 
     def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
         max_queue = config.max_queue
         self.clock = clock
-        self.readers: dict[Place, None] = {}  # whose bodies are on their way, the oldest first
+        self.readers: dict[Place, None] = {}  # whose bodies are arriving, the oldest first
         self.replies = QueueShares(max_queue, "requests are being read, waiting or running")
-        self.counts = QueueShares(max_queue, "requests for tokens are waiting")  # engines never see these
+        # Engines never see these.
+        self.counts = QueueShares(max_queue, "requests for tokens are waiting")
         self.bodies = Bodies(config.max_bodies_bytes, config.max_body_bytes, max(1, max_queue // 2))
 
     def reserve(self, tenant: str, *, for_reply: bool = True) -> Place:
-        """A place for a request of this tenant, at its head."""
+        """A place for a request of this tenant, taken with its headers."""
         queue = self.replies if for_reply else self.counts
         self.make_room(queue.has_room)
         return Place(self, queue, tenant)
 
     def make_room(self, is_enough: Callable[[], bool], asking: Place | None = None) -> None:
-        """Ends the reading of bodies that come slowly, until there is enough or no other is slow."""
+        """Stops reading slow bodies until `is_enough`, or until no other body is slow."""
         if is_enough():  # nearly always
             return
         now = self.clock()
@@ -93,7 +97,7 @@ class Intake:
 
 
 class Place:
-    """What one request holds; its replies take its places over when it is submitted."""
+    """What one request holds; its replies take over its places when it is submitted."""
 
     def __init__(self, intake: Intake, queue: QueueShares, tenant: str) -> None:
         queue.reserve(tenant)
@@ -109,7 +113,7 @@ class Place:
 
     @contextlib.contextmanager
     def reading(self, stop: Callable[[], None]) -> Iterator[None]:
-        """While the body is on its way; `stop` ends that, should it come slowly and others need the room."""
+        """While the body arrives; `stop` ends that if it is slow and other requests need the room."""
         self._stop_reading = stop
         self._intake.readers[self] = None
         try:
@@ -118,7 +122,8 @@ class Place:
             self._intake.readers.pop(self, None)
 
     def receive(self, num_bytes: int) -> None:
-        """Of the body. More than it declared, as chunks have no length before them, are counted now."""
+        """Counts bytes of the body. Bytes beyond the declared length, as in chunks, count from now
+        on."""
         self.num_received += num_bytes
         if self.num_received > self.num_bytes:
             self.add_bytes(self.num_received - self.num_bytes)
@@ -137,18 +142,20 @@ class Place:
         if self._has_lost_room:
             raise OverloadedError(
                 "The server is full",
-                f"The body came slowly, {self.num_received} bytes in {SLOW_S:g} seconds or more, and others "
+                f"The body arrived slowly, {self.num_received} bytes in {SLOW_S:g} seconds or "
+                "more, and others "
                 "needed its room.",
                 "Try again later.",
             )
 
     def resize(self, num_places: int) -> None:
-        """As many as the request will have replies."""
+        """Takes as many places as the request will have replies."""
         if num_places > self._queue.max_places:
             raise RequestError(
-                f"the call asks for {num_places} replies",
-                f"The server takes {self._queue.max_places} at a time (--max-queue), of all calls together.",
-                "Lower n, or send fewer prompts in a call.",
+                f"The request asks for {num_places} replies",
+                f"The server holds {self._queue.max_places} at a time (--max-queue), of all "
+                "requests together.",
+                "Lower n, or send fewer prompts in one request.",
                 param="n",
             )
         if num_places > self._num_places:
@@ -158,7 +165,8 @@ class Place:
         self._num_places = num_places
 
     def add_bytes(self, num_bytes: int) -> None:
-        """Of the body, when it declares them or they come; or of what the request makes us read again."""
+        """Counts bytes of the body, as declared or received, or of stored messages that the request
+        reads."""
         self.require_room()
         bodies, after = self._intake.bodies, self.num_bytes + num_bytes
         self._intake.make_room(lambda: bodies.has_room(self.num_bytes, after), asking=self)
@@ -166,13 +174,14 @@ class Place:
         self.num_bytes = after
 
     def hand_over(self, num_replies: int) -> None:
-        """To so many replies: each gives one place back when it ends. The body is not needed any more."""
+        """Hands the places to so many replies: each gives one back when it ends. The body is no
+        longer needed."""
         self.resize(num_replies)
         self._num_places = 0
         self._drop_bytes()
 
     def release(self) -> None:
-        """Gives back whatever is left; may be called again."""
+        """Gives back whatever is left; may be called twice."""
         self.resize(0)
         self._drop_bytes()
 
@@ -182,13 +191,13 @@ class Place:
 
 
 def place_of(scope: Scope) -> Place:
-    """That its body was read with."""
+    """The place that its body was read with."""
     place: Place = scope["place"]
     return place
 
 
 class ReleasePlaces:
-    """Gives back at the end of a request, however it ended, what it still holds."""
+    """Gives back what a request still holds at its end, however it ended."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

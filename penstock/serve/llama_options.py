@@ -1,7 +1,8 @@
-"""Sampling options by the names that llama.cpp gave them and Ollama took over.
+"""Sampling options by llama.cpp's names, which Ollama uses too.
 
-An option is honoured, or cannot change a reply, or is refused by its name: where a sampler does not exist
-here, only the value that turns it off is taken. Knows no HTTP and no body; each API brings its own.
+An option is honoured, cannot change a reply, or is refused by name: for a sampler that does not
+exist here, only the value that turns it off is accepted. Knows no HTTP and no body; each API brings
+its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from penstock.errors import RequestError
 from penstock.serve.fields import NEUTRAL
 from penstock.serve.requests import StopString
 
-RANDOM_SEEDS = (-1, 2**32 - 1)  # the second is how an unsigned number spells the first
+RANDOM_SEEDS = (-1, 2**32 - 1)  # the second is the first as an unsigned number
 PENALTIES = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # and their "off"
 SAMPLERS = "mirostat typical_p tfs_z dynatemp_range dry_multiplier xtc_probability top_n_sigma"
 OFF: dict[str, tuple[float, ...]] = {
@@ -29,7 +30,7 @@ OFF: dict[str, tuple[float, ...]] = {
 
 
 class LlamaOptions(msgspec.Struct, kw_only=True):
-    """Those that both have."""
+    """The options that both have."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -60,8 +61,8 @@ def sampling_fields(options: LlamaOptions) -> dict[str, Any]:
     elif options.repeat_last_n not in (None, -1) and _has_penalty(options):
         raise RequestError(
             f"repeat_last_n is {options.repeat_last_n}",
-            "Penalties count all tokens here, those of the prompt too.",
-            "Send -1, or leave it out.",
+            "Penalties here count all tokens, including the prompt's.",
+            "Use -1, or omit it.",
             param="repeat_last_n",
         )
     return fields
@@ -78,15 +79,15 @@ def require_off(options: Mapping[str, Any]) -> None:
         if value is not None and value not in values:
             raise RequestError(
                 f"{name} is {str(value)[:32]}",
-                "There is no such sampler here.",
-                f"Leave it out, or send {values[0]:g}, which turns it off.",
+                "This sampler does not exist here.",
+                f"Omit it, or send {values[0]:g}, which turns it off.",
                 param=name,
             )
 
 
 @contextlib.contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors speak of the fields that the client sent: `names` has ours and theirs."""
+    """Errors name the fields that the client sent: `names` maps ours to theirs."""
     try:
         yield
     except RequestError as error:

@@ -1,7 +1,8 @@
-"""What the server counts, and the text in which Prometheus reads it.
+"""What the server counts, in Prometheus' text format.
 
-`Metrics` is what this process has seen of requests and tokens; queues, memory and the prefix cache are the
-engines' and come with each replica's report. Counting must cost a token next to nothing. Knows no HTTP.
+`Metrics` counts what this process sees of requests and tokens; queues, memory and the prefix cache
+belong to the engines and come with each replica's report. Counting must cost a token next to
+nothing. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from penstock.types import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-MISSED = "missed_tokens_"  # names of such counters of an engine's prefix cache go on with the reason
+MISSED = "missed_tokens_"  # prefix of an engine's counters of missed tokens; the reason follows
 
 FIRST_TOKEN_BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 INTER_TOKEN_BOUNDS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -27,7 +28,7 @@ LENGTH_BOUNDS = tuple(float(2**power) for power in range(0, 21, 2))
 
 
 class Histogram:
-    """How many values fell below each bound, and their sum."""
+    """How many values were below each bound, and their sum."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
@@ -53,15 +54,15 @@ class Metrics:
         self.num_loops = 0
         self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS)
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS)
-        self.num_replies: Counter[str] = Counter()  # that have ended, by why
+        self.num_replies: Counter[str] = Counter()  # ended ones, by finish reason
         self.reply_s = Histogram(REPLY_BOUNDS)
-        self.token_s = Histogram(INTER_TOKEN_BOUNDS)  # a reply's mean from token to token
+        self.token_s = Histogram(INTER_TOKEN_BOUNDS)  # a reply's mean time between tokens
         self.prompt_lengths = Histogram(LENGTH_BOUNDS)
         self.reply_lengths = Histogram(LENGTH_BOUNDS)
 
 
 class TokenTimer:
-    """Counts the tokens of one reply and when they come: after the request, and after each other."""
+    """Counts the tokens of one reply, and measures the times to the first and between tokens."""
 
     def __init__(self, metrics: Metrics, num_prompt_tokens: int, asked_at: float) -> None:
         self._metrics = metrics
@@ -72,7 +73,7 @@ class TokenTimer:
         self._has_ended = False
 
     def count(self, num_tokens: int) -> None:
-        """Tokens that have just come, several at once or none."""
+        """Counts new tokens, several at once or none."""
         if not num_tokens:
             return
         metrics = self._metrics
@@ -116,8 +117,8 @@ def _lines_of_server(metrics: Metrics) -> Iterator[str]:
         f'penstock_answers_total{{status="{status}"}} {n}' for status, n in metrics.num_answers.items()
     ]
     yield from _family("answers_total", "counter", "requests that were answered", answers)
-    yield from _counter("prompt_tokens", "tokens of prompts that were read", metrics.num_prompt_tokens)
-    yield from _counter("generated_tokens", "tokens that were generated", metrics.num_generated_tokens)
+    yield from _counter("prompt_tokens", "prompt tokens", metrics.num_prompt_tokens)
+    yield from _counter("generated_tokens", "generated tokens", metrics.num_generated_tokens)
     yield from _counter("loops", "replies that the loop guard ended", metrics.num_loops)
     yield from _histogram(
         "time_to_first_token_seconds", "from a request's arrival to its first token", metrics.first_token_s
@@ -131,8 +132,8 @@ def _lines_of_replicas(replicas: Sequence[ReplicaReport], num_moves: int) -> Ite
     up = {report.replica: int(report.state in ("ready", "leaving")) for report in replicas}
     restarts = {report.replica: report.restarts for report in replicas}
     yield from _per_replica("replica_up", "gauge", "whether the engine can serve", up)
-    yield from _per_replica("replica_restarts_total", "counter", "engines that were started again", restarts)
-    yield from _counter("moved_requests", "requests that went on with another engine", num_moves)
+    yield from _per_replica("replica_restarts_total", "counter", "restarts of the engine", restarts)
+    yield from _counter("moved_requests", "requests that moved to another engine", num_moves)
 
 
 def _lines_of_engines(stats: Mapping[int, EngineStats]) -> Iterator[str]:
@@ -167,12 +168,12 @@ _ENGINE_NUMBERS = (
     ("requests_running", "gauge", "requests that have a row", "num_running"),
     ("pages", "gauge", "pages of keys and values", "num_pages"),
     ("kv_tokens", "gauge", "tokens whose keys and values fit", "num_kv_tokens"),
-    ("free_pages", "gauge", "pages that are free or would be given back", "num_free_pages"),
+    ("free_pages", "gauge", "pages that are free or can be evicted", "num_free_pages"),
     ("slots", "gauge", "slots of recurrent state", "num_slots"),
-    ("free_slots", "gauge", "slots that are free or would be given back", "num_free_slots"),
+    ("free_slots", "gauge", "slots that are free or can be evicted", "num_free_slots"),
     ("sessions", "gauge", "conversations that the prefix cache keeps", "num_sessions"),
     ("session_bytes", "gauge", "bytes of the cache that they keep", "session_bytes"),
-    ("preemptions_total", "counter", "sequences that had to give up their row", "num_preemptions"),
+    ("preemptions_total", "counter", "preempted sequences", "num_preemptions"),
 )
 
 

@@ -1,8 +1,8 @@
-"""The API described for programs: an OpenAPI document of every route.
+"""The OpenAPI document of every route.
 
-What a request may hold is generated from the structs that requests are decoded into, so it cannot be wrong
-for long; what comes back is written down here, as much as clients rely on. Ranges of numbers are not in it: a
-value out of range is answered with a 400 that names it.
+Request schemas are generated from the structs that requests are decoded into, so they stay correct;
+response schemas are written here, as far as clients rely on them. Ranges of numbers are not in it:
+a value out of range is answered with a 400 that names it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TEXT_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path: what it is for, what it takes, and what a good answer looks like."""
+    """One method of one path: its purpose, its body, and a successful answer."""
 
     method: str
     path: str
@@ -63,7 +63,8 @@ class Operation:
 
 
 def _object(*required: str, **properties: Schema) -> Schema:
-    """Has these properties, the required ones of any kind where nothing is said, and perhaps more."""
+    """An object with these properties, the required ones of any type if nothing is given, and
+    perhaps more."""
     return {"type": "object", "required": list(required), "properties": properties}
 
 
@@ -222,10 +223,10 @@ ERRORS = {
 
 OPERATIONS = (
     Operation("get", "/", "Whether a server is there", is_probe=True),
-    Operation("get", "/health", "How the engine is", _object("status"), is_probe=True),
+    Operation("get", "/health", "Health of the engines", _object("status"), is_probe=True),
     Operation("get", "/ready", "Whether requests should be sent here", _object("status"), is_probe=True),
     Operation("get", "/ping", "The same for SageMaker", is_probe=True),
-    Operation("get", "/version", "Which Penstock this is", _object("version", version=STRING)),
+    Operation("get", "/version", "The version of Penstock", _object("version", version=STRING)),
     Operation("get", "/metrics", "Counters and histograms in Prometheus' text format"),
     Operation("get", "/docs", "This document, for people"),
     Operation("get", "/openapi.json", "This document", _object("openapi", "info", "paths")),
@@ -236,7 +237,7 @@ OPERATIONS = (
     Operation(
         "post",
         "/invocations",
-        "Either of them, by the shape of the body",
+        "A chat or a completion, by the fields of the body",
         {"anyOf": [CHAT, COMPLETION]},
         (ChatBody, CompletionBody),
         streams=True,
@@ -261,13 +262,13 @@ OPERATIONS = (
         for path in ("/v1/score", "/score")
     ),
     Operation("post", "/v1/responses", "Respond to a conversation", RESPONSE, (ResponseBody,), streams=True),
-    Operation("get", "/v1/responses/{id}", "A response that was kept", RESPONSE),
-    Operation("delete", "/v1/responses/{id}", "Forget a response", DELETED),
+    Operation("get", "/v1/responses/{id}", "A stored response", RESPONSE),
+    Operation("delete", "/v1/responses/{id}", "Delete a response", DELETED),
     Operation("post", "/v1/files", "Upload requests for a batch", FILE, form=FORM),
     Operation(
         "get",
         "/v1/files",
-        "Files that are kept",
+        "Stored files",
         _object("data", data=_list_of(FILE)),
         queries=("purpose", "limit", "after", "order"),
     ),
@@ -277,7 +278,7 @@ OPERATIONS = (
         "What a response replied to",
         ITEM_LIST,
     ),
-    Operation("post", "/v1/responses/{id}/cancel", "End one that runs in the background", RESPONSE),
+    Operation("post", "/v1/responses/{id}/cancel", "Cancel a background response", RESPONSE),
     Operation(
         "post",
         "/v1/responses/input_tokens",
@@ -298,15 +299,15 @@ OPERATIONS = (
     Operation(
         "delete",
         "/v1/conversations/{id}",
-        "Forget a conversation",
+        "Delete a conversation",
         DELETED,
     ),
     Operation("get", "/v1/conversations/{id}/items", "Its items", ITEM_LIST),
     Operation("post", "/v1/conversations/{id}/items", "Add items", ITEM_LIST, (ItemsBody,)),
     Operation("get", "/v1/conversations/{id}/items/{item_id}", "One item", _object("id", "type")),
-    Operation("delete", "/v1/conversations/{id}/items/{item_id}", "Take it out", CONVERSATION),
+    Operation("delete", "/v1/conversations/{id}/items/{item_id}", "Delete an item", CONVERSATION),
     Operation("get", "/v1/files/{id}", "One of them", FILE),
-    Operation("get", "/v1/files/{id}/content", "What it holds"),
+    Operation("get", "/v1/files/{id}/content", "Its content"),
     Operation("delete", "/v1/files/{id}", "Delete it", DELETED),
     Operation("post", "/v1/batches", "Answer a file of requests", BATCH, (BatchBody,)),
     Operation(
@@ -317,14 +318,14 @@ OPERATIONS = (
         queries=("limit", "after", "order"),
     ),
     Operation("get", "/v1/batches/{id}", "One of them", BATCH),
-    Operation("post", "/v1/batches/{id}/cancel", "Call it off", BATCH),
-    Operation("get", "/v1/sessions", "Conversations that are kept", _object("data", data=_list_of(SESSION))),
+    Operation("post", "/v1/batches/{id}/cancel", "Cancel it", BATCH),
+    Operation("get", "/v1/sessions", "Sessions", _object("data", data=_list_of(SESSION))),
     Operation("get", "/v1/sessions/{id}", "One of them", SESSION),
-    Operation("delete", "/v1/sessions/{id}", "Forget one", DELETED),
+    Operation("delete", "/v1/sessions/{id}", "Delete one", DELETED),
     Operation(
         "post",
         "/v1/messages",
-        "Reply to a chat, in Anthropic's words",
+        "Reply to a chat, in Anthropic's format",
         MESSAGE,
         (MessagesBody,),
         streams=True,
@@ -339,14 +340,16 @@ OPERATIONS = (
         errors="AnthropicError",
     ),
     *(
-        Operation("post", path, "Continue a text, in llama-server's words", LLAMA, (LlamaBody,), streams=True)
+        Operation(
+            "post", path, "Continue a text, in llama-server's format", LLAMA, (LlamaBody,), streams=True
+        )
         for path in ("/completion", "/completions")
     ),
     Operation("post", "/apply-template", "A chat as a prompt", _object("prompt"), (ChatBody,)),
     Operation(
         "get", "/props", "Context, slots, sampling and template", _object("default_generation_settings")
     ),
-    Operation("get", "/slots", "Which rows work", _list_of(_object("id", "n_ctx", "is_processing"))),
+    Operation("get", "/slots", "Which rows are busy", _list_of(_object("id", "n_ctx", "is_processing"))),
     Operation("get", "/tokenizer_info", "Special tokens and template", _object("chat_template")),
     *(
         replace(operation, errors="OllamaError")
@@ -354,7 +357,7 @@ OPERATIONS = (
             Operation(
                 "post",
                 "/api/chat",
-                "Reply to a chat, in Ollama's words",
+                "Reply to a chat, in Ollama's format",
                 OLLAMA_CHAT,
                 (OllamaChatBody,),
                 streams=True,
@@ -363,7 +366,7 @@ OPERATIONS = (
             Operation(
                 "post",
                 "/api/generate",
-                "Reply to a prompt, in Ollama's words",
+                "Reply to a prompt, in Ollama's format",
                 OLLAMA_TEXT,
                 (GenerateBody,),
                 streams=True,
@@ -371,7 +374,13 @@ OPERATIONS = (
             ),
             Operation("get", "/api/tags", "The model, as Ollama lists models", OLLAMA_MODELS),
             Operation("get", "/api/ps", "The model, once it is loaded", OLLAMA_MODELS),
-            Operation("post", "/api/show", "More of it", _object("model_info", "capabilities"), (ModelBody,)),
+            Operation(
+                "post",
+                "/api/show",
+                "Details of the model",
+                _object("model_info", "capabilities"),
+                (ModelBody,),
+            ),
             Operation("get", "/api/version", "The Ollama whose API this is", _object("version")),
             Operation("post", "/api/pull", "Nothing to do for the model", _object("status"), (ModelBody,)),
             Operation("post", "/api/embed", "Vectors of texts", _object("embeddings"), (EmbedBody,)),
@@ -401,7 +410,8 @@ def routes() -> list[Route]:
 
 
 def _policy_of(page: bytes) -> dict[str, str]:
-    """The page may run its own script, ask this server, and nothing else; no other page may frame it."""
+    """The page may run its own script and call this server, nothing else; no other page may frame
+    it."""
     allowed = {}
     for kind in ("script", "style"):
         found = re.search(rf"<{kind}>(.*?)</{kind}>".encode(), page, re.DOTALL)
@@ -431,7 +441,8 @@ def openapi_document() -> Schema:
                 "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
             },
         },
-        "security": [{}, {"bearer": []}, {"header": []}],  # keys are asked for where the operator has set any
+        # Keys are required if the operator set any.
+        "security": [{}, {"bearer": []}, {"header": []}],
     }
 
 

@@ -11,7 +11,7 @@ from penstock.errors import RequestError
 
 
 def ids_of_page(ids: Sequence[str], request: Request, default: int, most: int) -> tuple[list[str], bool]:
-    """Of these, oldest first, the ones that the query asks for, and whether there are more."""
+    """The requested page of these ids, which are oldest first, and whether there are more."""
     query = request.query_params
     order, limit = query.get("order", "desc"), query.get("limit", str(default))
     if order not in ("asc", "desc"):

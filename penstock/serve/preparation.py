@@ -1,8 +1,9 @@
-"""Work that must not hold up the event loop: templates, tokenising, grammars. In threads, cheap work first.
+"""Work that must not block the event loop: templates, tokenising, grammars. In threads, cheap work
+first.
 
-Few threads: more of them would only make each other wait for the processors and for Python. Who waits is let
-in as turns.py says. Work that has begun cannot be interrupted; a request whose client has left ends with it,
-so that what it holds (intake.py) is counted while it is there.
+There are few threads: more would only wait for the cores and for Python's lock. turns.py decides
+which waiting work starts next. Work that has begun cannot be interrupted; if its client left, the
+request ends with the work, so that its bytes (intake.py) count as long as they are in memory.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ MAX_THREADS = 8
 
 class Preparation:
     def __init__(self, num_threads: int | None = None) -> None:
-        # One more than processors: expensive requests leave a thread to the others (turns.py).
+        # One more than cores: expensive requests leave a thread to the others (turns.py).
         self._turns = Turns(num_threads or min(num_cpus() + 1, MAX_THREADS))
 
     async def run(
         self,
-        num_bytes: int,  # of the request: the measure of what it will cost
+        num_bytes: int,  # of the request: an estimate of its cost
         work: Callable[Arguments, Result],
         *arguments: Arguments.args,
         **options: Arguments.kwargs,
@@ -37,5 +38,5 @@ class Preparation:
                 return await asyncio.shield(working)
             except asyncio.CancelledError:
                 await asyncio.wait({working})
-                working.exception()  # nobody is there to be told
+                working.exception()  # its client is gone
                 raise

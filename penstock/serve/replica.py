@@ -1,8 +1,8 @@
-"""One place in a fleet, and the engine processes that live there, one after the other.
+"""One place in a fleet, and the engine processes that run there, one after the other.
 
-Starts a process, watches it while it lives, and knows how soon to start the next. A process that died is
-noticed when its socket closes, one that hangs by the pings it leaves unanswered. Knows no requests: what
-becomes of those of a dead engine, the fleet decides.
+Starts a process, watches it, and decides how soon to start the next. A dead process is noticed when
+its socket closes, a hung one by unanswered pings. Knows no requests: the fleet decides what happens
+to those of a dead engine.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from penstock.types import EngineInfo, EngineStats, SessionInfo
 log = logging.getLogger("penstock.serve")
 
 PING_INTERVAL_S = 0.25
-STATS_TIMEOUT_S = 0.5  # an operator is answered without an engine's numbers rather than late
+# An operator gets an answer without an engine's numbers rather than a late one.
+STATS_TIMEOUT_S = 0.5
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 30.0
-SHORT_LIFE_S = 10.0  # an engine that served for less than this makes the next one wait longer
+SHORT_LIFE_S = 10.0  # an engine that served for less than this delays the next one longer
 
 Launch = Callable[[OnPhase], Awaitable[EngineClient]]
 ReplicaState = Literal["starting", "ready", "leaving", "dead"]
@@ -36,13 +37,13 @@ ReplicaState = Literal["starting", "ready", "leaving", "dead"]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What an operator is told of a replica."""
+    """What an operator sees of a replica."""
 
     replica: int
     state: ReplicaState
     restarts: int
     requests: int
-    problem: str | None  # what the engine before this one died of
+    problem: str | None  # what the previous engine died of
     stats: EngineStats | None  # None: it is not ready, or in a long step
 
 
@@ -50,7 +51,7 @@ class Replica:
     def __init__(self, index: int, launch: Launch, config: ServeConfig) -> None:
         self.index = index
         self.client: EngineClient | None = None
-        self.is_leaving = False  # it finishes what it has and gets nothing new
+        self.is_leaving = False  # it finishes its requests and gets no new ones
         self.num_restarts = 0
         self.problem: str | None = None
         self.has_spoken = asyncio.Event()  # its first process has begun, or cannot
@@ -70,7 +71,7 @@ class Replica:
         return "leaving" if self.is_leaving else "ready"
 
     async def start(self, on_phase: OnPhase) -> EngineInfo:
-        """Returns when the engine can serve; raises why it never will."""
+        """Returns when the engine can serve; raises an error if it never will."""
         self.client = None
         self.client = await self._launch(on_phase)
         self.has_spoken.set()
@@ -79,10 +80,10 @@ class Replica:
         return info
 
     async def watch(self) -> None:
-        """Returns when the engine is dead, of itself or because it hung.
+        """Returns when the engine is dead, by itself or because it hung.
 
-        Silence is counted in pings, not in seconds: while our own process is held up none are sent, and an
-        engine is not blamed for that.
+        Silence is counted in pings, not in seconds: while this process is delayed it sends none,
+        and the engine is not blamed for that.
         """
         client = self.client
         assert client is not None
@@ -96,14 +97,15 @@ class Replica:
                 client.ping()
 
     async def reap(self) -> None:
-        """Ends what may be left of the process and remembers why it died."""
+        """Ends what may be left of the process and records why it died."""
         if self.client is not None:
             await self.client.close(grace_s=0.0)
             assert self.client.failure is not None
             self.problem = None if self.is_leaving else self.client.failure.what
 
     async def wait_before_restart(self) -> None:
-        """Longer and longer while engines do not live; who was asked to leave is followed at once."""
+        """Waits longer and longer while engines die young; an engine that was asked to leave is
+        replaced at once."""
         lived_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
         was_asked, self.is_leaving, self._ready_at = self.is_leaving, False, None
         self.num_restarts += 1
@@ -111,7 +113,7 @@ class Replica:
             return
         self._num_short_lives = self._num_short_lives + 1 if lived_s < SHORT_LIFE_S else 0
         delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** min(self._num_short_lives, 30))
-        log.warning("engine %d is started again in %.1f s", self.index, delay_s)
+        log.warning("engine %d restarts in %.1f s", self.index, delay_s)
         await asyncio.sleep(delay_s)
 
     async def report(self, num_requests: int) -> ReplicaReport:
@@ -120,7 +122,7 @@ class Replica:
         )
 
     async def sessions(self) -> list[SessionInfo]:
-        """None of an engine that is gone: with it they are, too."""
+        """Empty if the engine is gone: its sessions are gone too."""
         if self.client is None or not self.client.is_ready:
             return []
         with contextlib.suppress(EngineDeadError):
@@ -148,7 +150,7 @@ def _hung(why: str) -> EngineDeadError:
 
 
 def sum_stats(reports: Sequence[ReplicaReport]) -> EngineStats | None:
-    """Of all engines together; None when none of them could say."""
+    """Of all engines together; None: none of them answered."""
     parts = [report.stats for report in reports if report.stats is not None]
     if not parts:
         return None

@@ -1,4 +1,6 @@
-"""When a reply was asked for, when its first token came and when its last: what some APIs tell clients."""
+"""When a request arrived, and when its first and last tokens came: some APIs report these to
+clients.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from penstock.serve.text_stream import Deliver, ReplyDelta
 
 
 class ReplyClock:
-    """In nanoseconds. Waiting in the queue counts as time of the prompt."""
+    """In nanoseconds. Time in the queue counts for the prompt."""
 
     def __init__(self) -> None:
         self._asked = self._began = self._ended = time.perf_counter_ns()

@@ -1,7 +1,7 @@
-"""The server's log: one line for every request, and how lines are written, for people or for programs.
+"""The server's log: one line for every request, formatted for people or for programs.
 
-A request's line says what was asked, how it ended, how much was generated and how long it took. Never a word
-of a prompt or a reply, and never a key. Probes are logged only where debugging is on.
+A request's line says what was requested, how it ended, how much was generated and how long it took.
+Never a word of a prompt or a reply, and never a key. Probes are logged only when debugging is on.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from penstock.serve.text_stream import Usage
 log = logging.getLogger("penstock.requests")
 
 PROBES = frozenset({"/health", "/ready", "/ping", "/metrics"})
-CLIENT_CLOSED = 499  # what others log for a client that left before its answer began
+CLIENT_CLOSED = 499  # the usual status for a client that disconnected before its answer began
 _CLIENTS_ID = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is known of one request when it has ended. Whoever learns something writes it down here."""
+    """What is known of one request when it has ended; every part of the server adds what it knows."""
 
     id: str  # the client's own, or else the reply's
     reply_id: str
@@ -39,7 +39,7 @@ class RequestRecord:
     path: str
     status: int = CLIENT_CLOSED
     usage: Usage | None = None
-    error: str | None = None  # the code of what ended a stream after its status was out
+    error: str | None = None  # the code of the error that ended a stream after its status was sent
     first_token_at: float | None = None  # on the monotonic clock
     finish_reasons: tuple[str, ...] = ()
 
@@ -65,8 +65,8 @@ class RequestRecord:
 class RequestLog:
     """Gives every request an id, which its answer's headers repeat, and logs how it ended.
 
-    A client may bring an id of its own. It is repeated and logged, but names nothing here:
-    `scope["request_id"]` is always ours, so that two requests never have the same.
+    A client may send an id of its own. It is repeated and logged, but identifies nothing here:
+    `scope["request_id"]` is always ours, so that it is unique.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -102,7 +102,7 @@ class RequestLog:
 
 
 def configure_log(log_format: str) -> None:
-    """Sends the log of this process to stderr, a line an event."""
+    """Sends the log of this process to stderr, one line per event."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
     root = logging.getLogger()
@@ -124,7 +124,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """For programs: one JSON object a line, with a traceback as one of its fields."""
+    """For programs: one JSON object per line, with a traceback as one of its fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -140,5 +140,5 @@ class JsonLines(logging.Formatter):
 
 
 def _printable(value: Any) -> str:
-    """A path may hold anything, a line break too; a line of the log is one line."""
+    """A path may contain anything, line breaks too; an entry of the log is one line."""
     return ascii(value)[1:-1] if isinstance(value, str) else str(value)

@@ -1,6 +1,6 @@
-"""A request for text as every API parses it: checked, and with nothing of HTTP or of one schema left in it.
+"""A request for text as every API parses it: checked, and free of HTTP and of any one schema.
 
-The parsers of the APIs make these (openai/requests.py and its like); text_engine.py takes them.
+The parsers of the APIs make these (openai/requests.py and others); text_engine.py takes them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from penstock.serve.openai.output_options import PLAIN_OUTPUT, OutputOptions
 from penstock.text.call_grammar import TextGrammar
 from penstock.types import SamplingParams
 
-MAX_IDS = 2**20  # of one call, in prompts or to be detokenised: as many as the longest contexts hold
-MAX_ID_VALUES = MAX_IDS + 2**12  # of a body with ids, all else included
-MAX_CHARS_ASKED = 4 * 1024**2  # of a text, or of a chat, that is only tokenised
+MAX_IDS = 2**20  # of one request, in prompts or to be detokenised: as many as the longest contexts
+MAX_ID_VALUES = MAX_IDS + 2**12  # of a body with ids, everything else included
+MAX_CHARS_ASKED = 4 * 1024**2  # of a text or chat that is only tokenised
 MAX_TIMEOUT_S = 7 * 24 * 3600
 MAX_PRIORITY = 1000
 MAX_SESSION_ID_CHARS = 256
 
-Defaults = Mapping[str, float]  # sampling parameters of requests that do not say
+Defaults = Mapping[str, float]  # sampling parameters of requests that set none
 NO_DEFAULTS: Defaults = MappingProxyType({})
 
 Scalar = bool | int | float | str | None
@@ -38,7 +38,7 @@ CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
-    """What a request for text says besides its prompt."""
+    """What a request for text has besides its prompt."""
 
     sampling: SamplingParams
     is_stream: bool
@@ -46,13 +46,14 @@ class TextRequest:
     timeout_s: float | None = None
     priority: int = 0  # lower runs earlier
     session_id: str | None = None
-    cache_key: str | None = None  # requests that share it go to the same engine, and stay cached
-    tenant: str = ""  # who may share caches with it
-    cache_salt: str | None = None  # and of its requests, those with the same salt
+    # Requests with the same key go to the same engine, and stay cached.
+    cache_key: str | None = None
+    tenant: str = ""  # shares no cache with others
+    cache_salt: str | None = None  # within a tenant, only requests with the same salt share a cache
     json_form: JsonForm | None = None
-    text_form: TextForm | None = None  # instead
-    loop_guard: bool | None = None  # None: as the server was told
-    is_cut_to_context: bool = False  # where max_tokens is more than fits behind the prompt
+    text_form: TextForm | None = None  # instead of json_form
+    loop_guard: bool | None = None  # None: the server's default
+    is_cut_to_context: bool = False  # lower max_tokens to what fits after the prompt
     output: OutputOptions = PLAIN_OUTPUT
 
     @property
@@ -61,7 +62,7 @@ class TextRequest:
 
     @property
     def cache_scope(self) -> str:
-        """What is cached is shared by requests of one scope."""
+        """Requests of one scope share the cache."""
         return scope_of(self.tenant, self.cache_salt)
 
 
@@ -72,16 +73,19 @@ class ChatRequest(TextRequest):
     template_arguments: dict[str, Scalar]
     must_call: list[PlainTool] | None = None  # one of these
     is_parallel: bool = True  # more than one call
-    text_grammars: Mapping[str, TextGrammar] = field(default_factory=dict)  # of tools that take only a text
-    thinking_budget: int | None = None  # tokens, as the request says
-    effort_budget: int | None = None  # tokens, of an effort: the server's own budget may be less
-    keeps_thoughts_in_content: bool = False  # for clients that know no field for them
+    # For tools whose only argument is a text.
+    text_grammars: Mapping[str, TextGrammar] = field(default_factory=dict)
+    thinking_budget: int | None = None  # in tokens, set by the request
+    # In tokens, from an effort: the server's own budget may be less.
+    effort_budget: int | None = None
+    keeps_thoughts_in_content: bool = False  # for clients without a field for reasoning
     hides_thoughts: bool = False
-    reply_start: str = ""  # what the reply goes on from
-    reply_thought: str | None = None  # what was thought before that; None: then no thought may be begun
+    reply_start: str = ""  # what the reply continues
+    # The reasoning before that; None: then the reply may not begin with thinking.
+    reply_thought: str | None = None
     add_generation_prompt: bool = True
-    drops_oldest: bool = False  # messages, where they do not all fit the context
-    omitted: Sequence[str] = ()  # of the results of tools, since no text: what, and where it stood
+    drops_oldest: bool = False  # drops the oldest messages if not all fit the context
+    omitted: Sequence[str] = ()  # parts of tool results that are not text: what, and where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,5 +100,5 @@ class TokenizeRequest:
     chat: ChatRequest | None  # instead of the text
     add_special_tokens: bool
     shows_texts: bool
-    knows_control_tokens: bool = True  # False: nothing of the text is one
-    shows_pieces: bool = False  # as llama-server has them: each token with its text
+    knows_control_tokens: bool = True  # False: the text contains none
+    shows_pieces: bool = False  # llama-server's format: each token with its text

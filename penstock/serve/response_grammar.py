@@ -1,6 +1,7 @@
-"""The form a reply is held to: tool calls, JSON, other text, or calls or text, as one grammar for the engine.
+"""The grammar of a reply: tool calls, JSON, other text, or calls or text, as one grammar for the
+engine.
 
-Knows what a request asks for and how its model spells calls; what a grammar looks like is penstock.text's.
+Knows what a request asks for and how its model writes calls; penstock.text writes the grammars.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from penstock.text.tokenizer import Tokenizer
 def chat_grammar(
     chat: ChatRequest, dialect: Dialect, tokenizer: Tokenizer, is_thinking: bool, open_schemas: bool
 ) -> str | None:
-    """None: the reply is free. `is_thinking`: it begins with a thought, which the grammar comes after."""
+    """None: the reply is free. `is_thinking`: the reply begins with thinking, and the grammar
+    follows it."""
     calls = _calls_grammar(chat, dialect, tokenizer, open_schemas)
     if chat.must_call:
         if calls is None:
             raise RequestError(
                 "This model cannot be made to call a tool",
-                "Its chat template does not show how it spells calls.",
-                'Leave tool_choice out, or use "none".',
+                "Its chat template does not show its format of calls.",
+                'Omit tool_choice, or use "none".',
                 param="tool_choice",
             )
         grammar = calls
@@ -60,7 +62,7 @@ def form_grammar(form: JsonForm | TextForm, open_schemas: bool) -> str:
 
 
 def form_param(asked: TextRequest) -> str:
-    """The field to name when a form turns out to be too costly."""
+    """The field to name in an error about a grammar that is too expensive."""
     if isinstance(asked, ChatRequest) and (asked.must_call or asked.text_grammars):
         return "tools"
     return "response_format" if asked.form is None else asked.form.param
@@ -69,8 +71,8 @@ def form_param(asked: TextRequest) -> str:
 def _calls_grammar(
     chat: ChatRequest, dialect: Dialect, tokenizer: Tokenizer, open_schemas: bool
 ) -> str | None:
-    """Of the calls that the reply must, or instead of a text of a form may, consist of; and of those that it
-    may end with where a tool's text has a grammar."""
+    """For the calls that the reply must consist of, or may instead of formatted text; and for those
+    that it may end with, if a tool's text has a grammar."""
     may_be_other = chat.must_call is None and chat.form is None
     tools = chat.must_call or (None if may_be_other and not chat.text_grammars else chat.tools)
     if not tools or dialect.call is None:
@@ -87,7 +89,7 @@ def _calls_grammar(
 
 
 def _either(calls: str, body: str, is_thinking: bool) -> str:
-    """One of two grammars; after a thought, behind up to two line ends."""
+    """One of two grammars; after thinking, preceded by up to two newlines."""
     start = "start: @calls | @body" if not is_thinking else "start: /\\n{0,2}/ (@calls | @body)"
     (call_rules, *nested), (body_rules,) = (json.loads(grammar)["grammars"] for grammar in (calls, body))
     named = [{"name": "calls", **call_rules}, {"name": "body", **body_rules}, *nested]

@@ -1,11 +1,12 @@
-"""Which engine of several gets a request, by one of three policies; of equals, the one that waited longest.
+"""Which of several engines gets a request, by one of three policies; among equals, the one idle
+longest.
 
-`prefix`: the least busy engine, or one that knows the prompt's beginning. Everything is counted in prompt
-tokens. A reply that runs weighs as much as a prompt of `ROW_TOKENS`, because it slows its neighbours down for
-as long as it lasts; a beginning that is cached somewhere is worth `AFFINITY` times its length there. A long
-conversation returns to where it was unless the others have much less to do, a session if they have as much.
-`least-pending`: the engine with the fewest requests. `round-robin`: each in turn, however busy it is.
-Knows nothing of processes: engines are numbers here, and what is said of their caches is a guess.
+`prefix`: the least busy engine, or one that has the prompt's prefix. Everything is counted in
+prompt tokens. A running reply weighs as much as a prompt of `ROW_TOKENS`, because it slows its
+neighbours down; a cached prefix is worth `AFFINITY` times its length. A long conversation returns
+to its engine unless the others have much less to do, a session even if they have somewhat less.
+`least-pending`: the engine with the fewest requests. `round-robin`: each in turn, however busy it
+is. Knows nothing of processes: engines are numbers here, and the contents of their caches a guess.
 """
 
 from __future__ import annotations
@@ -19,21 +20,19 @@ from penstock.digests import PageDigests
 from penstock.types import Request
 
 ROW_TOKENS = 2048
-AFFINITY = 2  # a token found in a cache is not computed, and does not need memory twice
-PAGE_TOKENS = 64  # of requests that bring no digests
+AFFINITY = 2  # a cached token needs neither computation nor memory again
+PAGE_TOKENS = 64  # for requests without digests
 MAX_PAGES = 2**17
-HOME_TOKENS = (
-    1024  # what it is worth that an engine had a session's last request; less than a reply that runs
-)
+HOME_TOKENS = 1024  # bonus of the engine that had a session's last request; less than a running reply
 MAX_HOMES = 4096
 
 
 @dataclass(slots=True)
 class Load:
-    """What one engine has to do."""
+    """The work of one engine."""
 
     num_requests: int = 0
-    num_prompt_tokens: int = 0  # of those without a token yet, less what they found cached
+    num_prompt_tokens: int = 0  # of prompts without a first token yet, less their cached tokens
     last_pick: int = 0
 
     @property
@@ -42,7 +41,8 @@ class Load:
 
 
 class PrefixMap:
-    """Who has seen which beginnings of prompts: one bit an engine for every page, the latest pages only."""
+    """Which engines have seen which prefixes: one bit per engine for every page, of the latest
+    pages."""
 
     def __init__(self, max_pages: int = MAX_PAGES) -> None:
         self._max_pages = max_pages
@@ -78,7 +78,7 @@ class PrefixMap:
 
 
 class Router:
-    """Picks, and remembers what it picked."""
+    """Picks engines, and remembers its picks."""
 
     def __init__(self, num_engines: int, policy: str = "prefix", max_pages: int = MAX_PAGES) -> None:
         assert policy in ROUTING_POLICIES

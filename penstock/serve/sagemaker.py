@@ -1,9 +1,9 @@
-"""What SageMaker's containers answer: /ping when it can serve, and /invocations for whatever there is to do.
+"""SageMaker's container API: /ping when the server is ready, and /invocations for everything else.
 
-An invocation is a chat when it has messages, and a completion when it has a prompt, as OpenAI's endpoints
-take them; only that thinking is off here unless `thinking` asks for it. A prompt that shall be thought
-about becomes a chat of one message, since it is the chat template that knows how a model thinks; its answer
-is a completion's all the same, because its client sent a prompt: `text`, and the thought beside it.
+An invocation with messages is a chat, and one with a prompt is a completion, as in OpenAI's
+endpoints, except that thinking is off unless `thinking` turns it on. A prompt with thinking becomes
+a chat of one message, because only the chat template knows how a model thinks; the answer is still
+a completion's, because the client sent a prompt: `text`, and the reasoning beside it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.serve.state import ServerState
 
 
 class Invocation(msgspec.Struct):
-    """As much of a body as tells what it is."""
+    """The part of a body that says what kind it is."""
 
     messages: msgspec.Raw = msgspec.Raw(b"null")
     prompt: msgspec.Raw = msgspec.Raw(b"null")
@@ -41,12 +41,13 @@ class Invocation(msgspec.Struct):
 
     @property
     def speaks_of_thinking(self) -> bool:
-        """And does not turn it off. How much of it "auto" means is the chat template's affair."""
+        """Whether it mentions thinking without turning it off. The chat template decides what
+        "auto" means."""
         return self.thinking is not None and thinking_switch(self.thinking) is not False
 
 
 class PromptToThinkAbout(ChatBody, kw_only=True):
-    """A chat of one message, in the words of a completion."""
+    """A chat of one message, with the fields of a completion."""
 
     prompt: str | Annotated[list[str], Meta(min_length=1, max_length=1)]
     messages: list[Message] = msgspec.field(default_factory=list)
@@ -56,9 +57,9 @@ class PromptToThinkAbout(ChatBody, kw_only=True):
     def as_chat(self) -> ChatBody:
         if self.echo:
             raise RequestError(
-                "echo cannot be had with thinking",
+                "echo does not work with thinking",
                 "The prompt becomes a chat.",
-                "Leave one of them out.",
+                "Omit one of them.",
                 param="echo",
             )
         prompt = self.prompt if isinstance(self.prompt, str) else self.prompt[0]
@@ -91,7 +92,7 @@ class Invocations:
         body = await read_body(request)
         shape = decode_body(body, Invocation, MAX_ID_VALUES)
         if shape.has("messages") == shape.has("prompt"):
-            raise RequestError("A prompt or messages are needed, and not both", param="prompt")
+            raise RequestError("Either prompt or messages is required, not both", param="prompt")
         if shape.has("messages"):
             fields = decode_body(body, ChatBody, table=self._chat_table)
             is_open = fields.enable_thinking is None and not fields.reasoning_effort

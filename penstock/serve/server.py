@@ -1,7 +1,8 @@
-"""The life of a server: a port, engine processes, and an orderly end.
+"""The life of a server: a port, engine processes, and an orderly shutdown.
 
-`run` opens the port before anything slow, serves /health while the model loads, and returns after a signal
-when running replies have ended. The engine processes never survive it. Prints nothing: news go to `on_phase`.
+`run` opens the port before anything slow, serves /health while the model loads, and returns after a
+signal when running replies have ended. The engine processes never survive it. Prints nothing:
+reports phases to `on_phase`.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ BACKLOG = 2048
 
 
 def run(engine_config: EngineConfig, serve_config: ServeConfig, on_phase: OnPhase = lambda _: None) -> None:
-    """Serves until SIGINT or SIGTERM; raises what kept the server or its engines from starting."""
+    """Serves until SIGINT or SIGTERM; raises an error if the server or its engines cannot start."""
     allow_many_files()
-    connection_limit(serve_config)  # raises before anything has begun, as the next does
+    connection_limit(serve_config)  # raises before anything has started, as the next line does
     check_sampling_defaults(serve_config)
     serve_config = _with_checkpoint_sampling(engine_config, serve_config)
     listener = open_port(serve_config.host, serve_config.port)
     with (
         listener,
         _batch_folder(serve_config) as batches,
-        contextlib.suppress(asyncio.CancelledError),  # a signal came before there was HTTP
+        contextlib.suppress(asyncio.CancelledError),  # a signal came before HTTP was served
     ):
         uvloop.run(_serve(listener, engine_config, serve_config, batches, on_phase))
 
 
 @contextlib.contextmanager
 def _batch_folder(config: ServeConfig) -> Iterator[BatchFolder | None]:
-    """Raises if there should be one and it cannot be used."""
+    """Raises an error if batches are on and their folder cannot be used."""
     if config.batch_folder is None:
         yield None
         return
@@ -65,7 +66,7 @@ def _batch_folder(config: ServeConfig) -> Iterator[BatchFolder | None]:
 
 
 def check_sampling_defaults(config: ServeConfig) -> None:
-    """Raises what requests that do not say would be refused for."""
+    """Raises the error with which default requests would be refused."""
     try:
         SamplingParams(**config.sampling_defaults)
     except RequestError as error:
@@ -73,7 +74,7 @@ def check_sampling_defaults(config: ServeConfig) -> None:
 
 
 def _with_checkpoint_sampling(engine_config: EngineConfig, serve_config: ServeConfig) -> ServeConfig:
-    """What requests that do not say are drawn with from now on: the flags, then the checkpoint's file."""
+    """The sampling defaults of requests: the flags, then the checkpoint's file."""
     path = find_model(engine_config.model).path
     return serve_config.with_sampling_of(checkpoint_sampling(serve_config.generation_config, path))
 
@@ -105,13 +106,13 @@ async def _serve(
     batches: BatchFolder | None,
     on_phase: OnPhase,
 ) -> None:
-    """Everything here that takes long, libraries included, comes after the engines have begun to load."""
+    """Everything slow here, libraries included, comes after the engines have begun to load."""
     _end_on_signals()
     started = time.perf_counter()
     url = _url_of(listener, serve_config.host)
     on_phase(Phase("listening", url, 1.0, 0.0))
     sampling = ", ".join(f"{name} {value:g}" for name, value in serve_config.silent_sampling.items())
-    on_phase(Phase("sampling", f"of requests that do not say: {sampling}", 1.0, 0.0))
+    on_phase(Phase("sampling", f"defaults of requests: {sampling}", 1.0, 0.0))
     source = find_model(engine_config.model)
     text_path = source.path or default_model()  # a preset has no tokenizer of its own
     if serve_config.tokenizer is not None:
@@ -119,11 +120,11 @@ async def _serve(
     system_prompt = read_system_prompt(serve_config.system_prompt_file)
     text = None
     warm_prompt: tuple[int, ...] = ()
-    if serve_config.chat_template is not None:  # what is wrong with it is said before an engine starts
+    if serve_config.chat_template is not None:  # report a bad template before an engine starts
         from penstock.serve.http_server import load_text
 
         text = load_text(text_path, serve_config.chat_template)
-    if system_prompt is not None:  # which the engines compute before they are ready
+    if system_prompt is not None:  # the engines compute it before they are ready
         from penstock.serve.http_server import load_text
         from penstock.text.chat_prompt import ChatEncoder
 
@@ -154,8 +155,9 @@ async def _serve(
 
 
 def _end_on_signals() -> None:
-    """Until the HTTP server gives signals another meaning: nobody has been answered, so the first ends
-    everything, in good order. SIGHUP asks for new engines, which these are, unless a terminal was closed."""
+    """Until the HTTP server installs its own handlers: no request was answered yet, so the first
+    signal stops everything in good order. SIGHUP asks for new engines, which these are, unless a
+    terminal was closed."""
     loop, serving = asyncio.get_running_loop(), asyncio.current_task()
     assert serving is not None
 

@@ -1,9 +1,10 @@
-"""Sessions over HTTP: which conversation a request belongs to, what is kept of it, and forgetting one.
+"""Sessions over HTTP: which conversation a request belongs to, what is kept of it, and its
+deletion.
 
-A request names its session with the field `session_id` or with the header `x-session-id`, in any API; the
-field wins. Tenants do not see each other's sessions. The engines keep what was computed (cache/sessions.py),
-the server keeps what was said (conversations.py): a chat goes on from it on any engine. The prompt of a raw
-completion is the whole text, so only what was computed for it is kept.
+A request names its session with the field `session_id` or the header `x-session-id`, in any API;
+the field wins. Tenants do not see each other's sessions. The engines keep what was computed
+(cache/sessions.py), the server keeps the messages (conversations.py): a chat continues from them on
+any engine. The prompt of a raw completion is the whole text, so only its cache is kept.
 """
 
 from __future__ import annotations
@@ -40,28 +41,29 @@ from penstock.text.dialects import Delta, ParsedReply, ReplyEnd
 from penstock.types import SessionInfo
 
 HEADER = "x-session-id"
-# How agents name their sessions. They send whole histories, and requests beside the conversation under the
-# same name: so it says where the cache is, and no messages are held under it.
+# How agents name their sessions. They send whole histories, and other requests under the same name:
+# so the name only locates the cache, and no messages are held under it.
 CACHE_HEADERS = ("x-claude-code-session-id", "session-id", "session_id")
 STATUS_HEADER = "x-session-status"  # of an answer; its values are `conversations.Status`
 WHY_ENDED = {
     "deleted": "It was deleted.",
     "expired": "It was not used for longer than --session-minutes.",
-    "evicted": "It made room for other sessions: --session-mb is what their messages may take.",
+    "evicted": "It was evicted for other sessions: --session-mb limits their messages.",
 }
 
 Asked = TypeVar("Asked", bound=TextRequest)
 
 
 class SessionNotFoundError(PenstockError):
-    """No session that is kept has this id."""
+    """No session with this id is kept."""
 
     status = 404
     code = "session_not_found"
 
 
 def in_session(asked: Asked, request: Request) -> Asked:
-    """What was asked, by its tenant, in the session that the header names if the body names none."""
+    """The request with its tenant, and with the session that the header names if the body names
+    none."""
     tenant = tenant_of(request.scope)
     session_id = named_session(asked.session_id, request)
     if session_id is not None:
@@ -75,7 +77,7 @@ def in_session(asked: Asked, request: Request) -> Asked:
 
 
 def named_session(field: str | None, request: Request) -> str | None:
-    """As the client calls it; `field`: what the body says."""
+    """The client's own name for it; `field`: the body's."""
     return field if field is not None else _session_of_header(request)
 
 
@@ -85,22 +87,22 @@ def session_key(field: str | None, request: Request) -> Key | None:
 
 
 class SessionChat:
-    """A chat that may be one of a session: then it goes on from what the session holds, and its first reply
-    is added there when it has ended."""
+    """A chat that may belong to a session: then it continues from what the session holds, and its
+    first reply is added there when it has ended."""
 
     def __init__(
         self,
         asked: ChatRequest,
         request: Request,
         serving: ServerState,
-        thread: Thread | None = None,  # its session is new, and takes the place of the one before
+        thread: Thread | None = None,  # its session is new, and replaces the previous one
     ) -> None:
         self._text: TextEngine = serving.text
         self._request_id: str = request.scope["request_id"]
         self._place = place_of(request.scope)
         self._conversations = serving.conversations
         self._turn: Turn | None = None
-        self.held: list[Message] = []  # comes before what was sent
+        self.held: list[Message] = []  # before the sent messages
         self._omitted = asked.omitted
         if (key := session_key(asked.session_id, request)) is not None:
             self._place.add_bytes(serving.conversations.num_bytes_of(key))
@@ -135,9 +137,9 @@ class SessionChat:
 
 
 class ReplyNote:
-    """Collects a chat's first reply, and adds it to its session when all its replies have ended."""
+    """Collects a chat's first reply, and adds it to its session when all replies have ended."""
 
-    stream: TextStream  # set before there are deltas
+    stream: TextStream  # set before the first delta
 
     def __init__(self, conversations: Conversations, turn: Turn, chat: ChatRequest) -> None:
         self._conversations = conversations
@@ -148,7 +150,8 @@ class ReplyNote:
         self._deltas: list[Delta] = []
 
     def before(self, deliver: Deliver) -> Deliver:
-        """A client that has read the end of a reply can go on from it at once."""
+        """Added before the client reads the end of a reply, so that it can continue from it at
+        once."""
 
         def note_and_deliver(delta: ReplyDelta) -> None:
             self._take(delta)
@@ -171,7 +174,7 @@ class ReplyNote:
 
 
 def _message_of(reply: ParsedReply) -> Message:
-    """As chat templates expect it. They decide which thoughts a prompt repeats."""
+    """As chat templates expect it. They decide which reasoning a prompt repeats."""
     message: Message = {"role": "assistant", "content": reply.content}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
@@ -188,19 +191,19 @@ def _session_of_header(request: Request) -> str | None:
     if session_id is not None and not 0 < len(session_id) <= MAX_SESSION_ID_CHARS:
         raise RequestError(
             f"The header {HEADER} has {len(session_id)} characters",
-            f"It may have 1 to {MAX_SESSION_ID_CHARS}.",
+            f"It must have 1 to {MAX_SESSION_ID_CHARS}.",
             param=HEADER,
         )
     return session_id
 
 
 def _scoped(tenant: str, session_id: str) -> str:
-    """As the engines know it."""
+    """Its name in the engines."""
     return f"{tenant}/{session_id}"
 
 
 def _cached(tenant: str, cache_key: str) -> str:
-    """The same for what is only cached: nobody lists it, and no session has such a name."""
+    """The same for what is only cached: it is not listed, and no session can have this name."""
     return f"{tenant}#{cache_key[:MAX_SESSION_ID_CHARS]}"
 
 
@@ -244,16 +247,16 @@ class SessionRoutes:
         tenant, session_id = _key_of_path(request)
         why = self._conversations.why_ended((tenant, session_id))
         return SessionNotFoundError(
-            f"There is no session {session_id[:MAX_SESSION_ID_CHARS]!r}",
-            "It never was, or ended long ago." if why is None else WHY_ENDED[why],
-            "GET /v1/sessions lists those that are kept. A request that names this one begins it anew.",
+            f"No session is named {session_id[:MAX_SESSION_ID_CHARS]!r}",
+            "It never existed, or ended long ago." if why is None else WHY_ENDED[why],
+            "GET /v1/sessions lists all sessions. A request that names this one starts it again.",
         )
 
 
 async def _describe_all(
     request: Request, client: Fleet, conversations: Conversations
 ) -> list[dict[str, Any]]:
-    """The tenant's own, by the names it gave them."""
+    """The tenant's own sessions, by its own names."""
     tenant = tenant_of(request.scope)
     scope = _scoped(tenant, "")
     infos = [info for info in await client.sessions() if info.id.startswith(scope)]

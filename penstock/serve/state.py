@@ -1,4 +1,4 @@
-"""What every route may use: the engine, the text in front of it, what is counted, and how it was set up."""
+"""What every route may use: the engines, the text engine, metrics and settings."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ class ServerState:
     config: ServeConfig
     started_at: int  # seconds since 1970
     conversations: Conversations = field(default_factory=Conversations)
-    batches: BatchFolder | None = None  # None: there are none
-    draining: asyncio.Event = field(default_factory=asyncio.Event)  # set: what runs may end, no more begins
+    batches: BatchFolder | None = None  # None: batches are off
+    # Set: running requests may end, new ones are refused.
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def intake(self) -> Intake:
-        """The places and the bytes that requests hold; the fleet's replies hold places as well."""
+        """The places and bytes that requests hold; replies in the fleet hold places too."""
         return self.client.intake
 
     @property
@@ -42,5 +43,5 @@ class ServerState:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request that came now would be served."""
+        """Whether a new request would be served now."""
         return self.client.is_ready and not self.draining.is_set()

@@ -1,9 +1,11 @@
-"""The operator's system prompt: read from a file, given to chats that have none, and computed at start.
+"""The operator's system prompt: read from a file, added to chats that have none, and computed at
+start.
 
-What all prompts that begin with it have in common is found by asking: two chats that differ in the user's
-first character are rendered and compared, so that no template needs to be understood. The engines prefill it
-before they are ready, and the first chat finds it in the prefix cache, as do chats that bring the same system
-prompt themselves. One with tools begins otherwise in most templates; it is computed when it first comes.
+Two chats that differ in the user's first character are rendered and compared, to find the tokens
+that all prompts with this system prompt share: no template has to be understood. The engines
+prefill these tokens before they are ready, so the first chat finds them in the prefix cache, as do
+chats that send the same system prompt themselves. In most templates a chat with tools begins
+differently; its prefix is computed with the first such chat.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ def read_system_prompt(file: str | None) -> str | None:
         prompt = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"Cannot read the system prompt from {path}", f"{error}.", "Name a text file in UTF-8."
+            f"Cannot read the system prompt from {path}", f"{error}.", "Use a text file in UTF-8."
         ) from error
     if not prompt:
-        raise ConfigError(f"The system prompt in {path} is empty", "", "Leave --system-prompt-file out.")
+        raise ConfigError(f"The system prompt in {path} is empty", "", "Omit --system-prompt-file.")
     return prompt
 
 
 def with_system_prompt(messages: list[Message], prompt: str | None) -> list[Message]:
-    """A chat that has a system message keeps its own."""
+    """A chat that has a system message keeps it."""
     if prompt is None or any(message["role"] == "system" for message in messages):
         return messages
     return [{"role": "system", "content": prompt}, *messages]
@@ -44,7 +46,7 @@ def with_system_prompt(messages: list[Message], prompt: str | None) -> list[Mess
 def shared_prompt(
     prompt: str, chat_encoder: ChatEncoder, enable_thinking: bool | None = None
 ) -> tuple[int, ...]:
-    """The token ids that chats with this system prompt begin with, and the one after."""
+    """The token ids that chats with this system prompt share, and one more."""
     arguments = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
 
     def token_ids(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Who asks: with several API keys, each has a cache, sessions and responses of its own."""
+"""Tenants: each API key has its own cache, sessions and stored responses."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from starlette.types import Scope
 
 
 def tenant_of_key(key: str) -> str:
-    """A name that does not tell the key."""
+    """A name that does not reveal the key."""
     return hashlib.sha256(b"tenant " + key.encode()).hexdigest()[:32]
 
 
 def tenant_of(scope: Scope) -> str:
-    """Whose request it is; nobody's in particular on a server without keys."""
+    """The tenant of a request; the empty one on a server without keys."""
     tenant: str = scope.get("tenant", "")
     return tenant

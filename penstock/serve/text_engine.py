@@ -1,7 +1,8 @@
-"""From a parsed request to a stream of deltas: template, form, tokens, engine.
+"""From a parsed request to a stream of deltas: template, grammar, tokens, engine.
 
-Owns the tokenizer and the chat template, and knows from the template which dialect the model speaks. Knows no
-HTTP and no schema: the APIs stand in front of it, text_stream.py behind, where the replies grow.
+Owns the tokenizer and the chat template, and derives from the template which dialect the model
+speaks. Knows no HTTP and no schema: the APIs call it, and text_stream.py turns tokens into text
+behind it.
 """
 
 from __future__ import annotations
@@ -41,16 +42,17 @@ from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import EngineInfo, Request, SamplingParams
 
-LONG_TOKEN = 16  # characters; few tokens of a text have as many
-MAX_ECHO_CHARS = 2**24  # of all replies to one call
-MIN_THOUGHT_TOKENS = 16  # of a budget that the server chooses
-TRUNCATED_REPLY_SHARE = 8  # one part in so many of the context is left to the reply to a cut conversation
-MAX_COUNTS = 2  # at a time: threads, and the processes of the chat template, are there for replies first
+LONG_TOKEN = 16  # characters; few tokens of a text are longer
+MAX_ECHO_CHARS = 2**24  # of all replies to one request
+MIN_THOUGHT_TOKENS = 16  # least budget that the server itself sets
+TRUNCATED_REPLY_SHARE = 8  # the reply to a truncated conversation keeps this part of the context
+MAX_COUNTS = 2  # at a time: threads and template processes are for replies first
 
 
 @dataclass(frozen=True, slots=True)
 class _ChatPrompt:
-    """A chat as the engine gets it, and whether its replies begin inside a thought, or inside a text."""
+    """A chat as requests for the engine, and whether its replies begin inside thinking or inside a
+    text."""
 
     requests: list[Request]
     is_thinking: bool
@@ -58,7 +60,7 @@ class _ChatPrompt:
 
 
 class TextEngine:
-    """An engine that is spoken to in text."""
+    """An engine with text in and text out."""
 
     def __init__(
         self,
@@ -68,13 +70,14 @@ class TextEngine:
         metrics: Metrics,
         enable_thinking: bool | None = None,
         *,
-        thinking_share: float = 1.0,  # of max_tokens that a thought without a budget may have
+        thinking_share: float = 1.0,  # of max_tokens for thinking without a budget
         loop_guard: bool = False,
-        system_prompt: str | None = None,  # of chats that have none
+        system_prompt: str | None = None,  # for chats that have none
         allow_special_tokens_in_content: bool = False,
-        open_schemas: bool = False,  # objects of JSON schemas may have keys that the schemas do not list
-        min_priority: int = 0,  # the most urgent that a request may be
-        vector_text: VectorText | None = None,  # how texts become vectors; None: as models that say nothing
+        open_schemas: bool = False,  # allow object keys that a JSON schema does not list
+        min_priority: int = 0,  # the lowest priority that a request may have
+        # How to compute vectors of texts; None: the defaults.
+        vector_text: VectorText | None = None,
     ) -> None:
         self._client = client
         self._tokenizer = tokenizer
@@ -107,7 +110,7 @@ class TextEngine:
     async def stream_chat(
         self, request_id: str, chat: ChatRequest, deliver: Deliver, place: Place | None = None
     ) -> TextStream:
-        """`place`: that the call has in the queue, until its replies take it over."""
+        """`place`: the request's place in the queue, until its replies take it over."""
         asked_at = time.monotonic()
         info = self._require_ready(chat)
         num_bytes = _resize(place, chat.sampling.n)
@@ -180,7 +183,7 @@ class TextEngine:
         return _submit(stream, requests, reply_to, place)
 
     def _require_ready(self, asked: TextRequest) -> EngineInfo:
-        """Raises why the request would not be taken, before it is prepared."""
+        """Raises an error if the request would be refused, before it is prepared."""
         require_priority(asked.priority, self._min_priority)
         return self._client.require_ready()
 
@@ -201,7 +204,7 @@ class TextEngine:
         return self._template.special_tokens
 
     async def render(self, chat: ChatRequest, num_bytes: int = 0) -> str:
-        """The prompt that the chat becomes. `num_bytes`: of the request, here and below."""
+        """The prompt that a chat becomes. `num_bytes`: size of the request, here and below."""
         rendered = await self._counting.run(num_bytes, self._render_checked, chat)
         return rendered.text
 
@@ -212,7 +215,7 @@ class TextEngine:
         return await self._counting.run(num_bytes, self._token_texts, token_ids)
 
     async def token_pieces(self, token_ids: list[int], num_bytes: int = 0) -> list[str | list[int]]:
-        """Their texts, or bytes where one is not a text by itself."""
+        """The text of each token, or its bytes if they are not valid text."""
         return await self._counting.run(num_bytes, self._token_pieces, token_ids)
 
     async def detokenize(self, token_ids: list[int], num_bytes: int = 0) -> str:
@@ -247,8 +250,8 @@ class TextEngine:
         num_chars = _num_chars([chat.messages, chat.tools])
         if num_chars > MAX_CHARS_ASKED:
             raise RequestError(
-                "the messages are too long to be rendered without a reply",
-                f"They and the tools have {num_chars} characters; at most {MAX_CHARS_ASKED} are taken.",
+                "The messages are too long to be rendered or counted",
+                f"They and the tools have {num_chars} characters; the limit is {MAX_CHARS_ASKED}.",
                 "Send them in parts.",
                 param="messages",
             )
@@ -260,7 +263,7 @@ class TextEngine:
         except ContextLengthError:
             if not chat.drops_oldest:
                 raise
-        # Without a limit of its own, the reply needs room as well.
+        # Without max_tokens, the reply still needs room.
         max_tokens = chat.sampling.max_tokens or max(1, info.max_model_len // TRUNCATED_REPLY_SHARE)
         tried = replace(chat, sampling=replace(chat.sampling, max_tokens=max_tokens))
 
@@ -290,16 +293,16 @@ class TextEngine:
     def _constrained(self, chat: ChatRequest, is_thinking: bool) -> SamplingParams:
         if chat.reply_thought and not (is_thinking or chat.reply_start):
             raise RequestError(
-                "The last message is a thought without an answer, and cannot be continued",
-                "This reply does not begin with a thought.",
-                "Turn thinking on, or say in content what the reply goes on from.",
+                "The last message has reasoning but no content, and cannot be continued",
+                "Thinking is off for this reply.",
+                "Turn thinking on, or put the beginning of the reply into content.",
                 param="messages",
             )
         if is_thinking and chat.reply_start and chat.reply_thought is None:
             raise RequestError(
                 "The last message is the assistant's, and cannot be continued",
-                "The reply begins with a thought, which comes before those words.",
-                "Turn thinking off, or end the messages with a user's.",
+                "The reply begins with thinking, which would have to come before that message.",
+                "Turn thinking off, or end with a user message.",
                 param="messages",
             )
         grammar = chat_grammar(chat, self._dialect, self._tokenizer, is_thinking, self._open_schemas)
@@ -311,8 +314,8 @@ class TextEngine:
     def _require_thought_end(self, chat: ChatRequest) -> int:
         if self._thought.end_id is None:
             raise RequestError(
-                "A reply that begins with a thought cannot be held to a form here",
-                "The model has no token that ends a thought.",
+                "A reply with thinking cannot follow a grammar here",
+                "The model has no token that ends thinking.",
                 "Turn thinking off.",
                 param=form_param(chat),
             )
@@ -333,7 +336,7 @@ class TextEngine:
     def _prepare_completion(
         self, request_id: str, asked: CompletionRequest, info: EngineInfo
     ) -> tuple[list[list[Request]], list[str]]:
-        """The requests of each prompt, and what comes before its replies."""
+        """The requests of each prompt, and the echo before its replies."""
         max_model_len = info.max_model_len
         texts = [prompt for prompt in asked.prompts if isinstance(prompt, str)]
         for text in texts:
@@ -352,26 +355,27 @@ class TextEngine:
         return requests, self._echoes_of(asked) if asked.echo else [""] * len(prompts)
 
     def _encode(self, prompt: str, asked: TextRequest, max_model_len: int) -> list[int]:
-        """A prompt that a client wrote as a whole: its control tokens are meant as such."""
+        """A prompt that the client wrote as a whole: control tokens in it are control tokens."""
         if not self._is_truncated(asked, len(prompt)):
             self._refuse_far_too_long(prompt, True, asked.cache_scope, max_model_len)
         return self._tokenizer.encode(prompt, True, asked.cache_scope)
 
     def _is_truncated(self, asked: TextRequest, num_chars: int) -> bool:
-        """Whether a prompt of any length fits. All of it is encoded, so there is a limit all the same."""
+        """Whether the prompt is truncated to fit. All of it is tokenised first, so there is still a
+        limit."""
         if asked.sampling.truncate_prompt_tokens is None:
             return False
         if num_chars > MAX_CHARS_ASKED:
             raise ContextLengthError(
-                "the prompt is too long to be truncated",
-                f"It has {num_chars} characters; at most {MAX_CHARS_ASKED} are taken.",
+                "The prompt is too long to be truncated",
+                f"It has {num_chars} characters; the limit is {MAX_CHARS_ASKED}.",
                 SHORTEN,
                 param="prompt",
             )
         return True
 
     def _refuse_long_chat(self, chat: ChatRequest, max_model_len: int) -> None:
-        """By the words that the template writes for certain, before it does."""
+        """By the words that the template certainly writes, before it is rendered."""
         num_chars = _num_chars([message.get("content") for message in chat.messages])
         if self._is_truncated(chat, num_chars) or num_chars <= LONG_TOKEN * max_model_len:
             return
@@ -380,7 +384,7 @@ class TextEngine:
         self._refuse_long(words_written(chat.messages, self._roles_written, thought_end), max_model_len)
 
     def _refuse_long(self, texts: list[str], max_model_len: int) -> None:
-        """If a prompt that holds these cannot fit the context, whatever its tokens are."""
+        """If a prompt with these texts cannot fit the context, whatever its tokens are."""
         num_chars = sum(map(len, texts))
         if num_chars <= LONG_TOKEN * max_model_len:
             return
@@ -400,7 +404,7 @@ class TextEngine:
     def _refuse_far_too_long(
         self, text: str, add_special_tokens: bool, scope: str, max_model_len: int
     ) -> None:
-        """Judges a text by its beginning: to count all of it could take a minute."""
+        """Judges a text by its beginning: counting all of its tokens could take a minute."""
         self._refuse_long([text], max_model_len)
         beginning = text[: LONG_TOKEN * max_model_len]
         if len(beginning) == len(text):
@@ -412,15 +416,15 @@ class TextEngine:
             )
 
     def _echoes_of(self, asked: CompletionRequest) -> list[str]:
-        """The texts of prompts, which each of their replies begins with."""
+        """The texts of the prompts, which each of their replies begins with."""
         decode = self._tokenizer.decode
         echoes = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in asked.prompts]
         num_chars = asked.sampling.n * sum(map(len, echoes))
         if num_chars > MAX_ECHO_CHARS:
             raise RequestError(
-                f"the echo would have {num_chars:,} characters",
-                f"At most {MAX_ECHO_CHARS:,} are given in one call; n is {asked.sampling.n}.",
-                "Lower n, split the call, or leave echo out.",
+                f"The echo would have {num_chars:,} characters",
+                f"The limit is {MAX_ECHO_CHARS:,} per request; n is {asked.sampling.n}.",
+                "Lower n, split the request, or omit echo.",
                 param="echo",
             )
         return echoes
@@ -433,9 +437,10 @@ class TextEngine:
         info: EngineInfo,
         asked: TextRequest,
     ) -> list[list[Request]]:
-        """The requests of each prompt, with ids that tell them apart."""
+        """The requests of each prompt, with distinct ids."""
         room = info.max_model_len
-        if asked.is_cut_to_context:  # or the scores of tokens that cannot be would be too many
+        # Otherwise the scores of tokens that do not fit would be counted.
+        if asked.is_cut_to_context:
             sampling = _cut_to_context(sampling, room - min(map(len, prompts)))
         sampling = limit_scores(prompts, sampling, room)
         ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
@@ -456,7 +461,8 @@ class TextEngine:
         ]
 
     def _thinking_budget(self, chat: ChatRequest, request: Request, is_thinking: bool) -> int | None:
-        """The request's own or, so that an answer comes before the limit, a share of its tokens."""
+        """The request's own budget or, so that an answer comes before the limit, a share of its
+        tokens."""
         if chat.thinking_budget is not None or not is_thinking:
             return chat.thinking_budget
         budgets = [] if chat.effort_budget is None else [chat.effort_budget]
@@ -467,7 +473,7 @@ class TextEngine:
         return min(budgets, default=None)
 
     def _stops_thoughts(self, stop: tuple[str, ...]) -> bool:
-        """Stop strings are the answer's, unless one of them is the end of the thought itself."""
+        """Stop strings apply to the answer, unless one of them is the end of thinking itself."""
         thinking = self._dialect.thinking
         return thinking is not None and any(thinking.end in text for text in stop)
 
@@ -489,14 +495,14 @@ class TextEngine:
 
 
 def _cut_to_context(sampling: SamplingParams, room: int) -> SamplingParams:
-    """As many tokens as were asked for or as fit. Where none does, the prompt is refused for its length."""
+    """As many tokens as requested or as fit. If none fits, the prompt is refused for its length."""
     if sampling.max_tokens is None:
         return sampling
     return replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
 
 
 def _num_chars(value: Any) -> int:
-    """Of all texts in a JSON value."""
+    """The number of characters of all strings in a JSON value."""
     num_chars, rest = 0, [value]
     while rest:
         value = rest.pop()
@@ -510,7 +516,7 @@ def _num_chars(value: Any) -> int:
 
 
 def _resize(place: Place | None, num_replies: int) -> int:
-    """Refuses a call that will have more replies than there are places; gives the bytes of its body."""
+    """Refuses a request with more replies than there are places; returns the size of its body."""
     if place is None:
         return 0
     place.resize(num_replies)

@@ -1,13 +1,13 @@
-"""Replies while they are generated: an engine's tokens become text, and the text becomes deltas of the reply.
+"""Replies while they are generated: an engine's tokens become text, and the text becomes deltas.
 
-Stop strings end a reply here, not in the engine. A thinking budget ends a thought, and so does a loop in it:
-the thought is closed in the model's own words, and the reply goes on as a request that resumes it there, in
-the place it had. Where `max_tokens` leaves no room for an answer behind it, it is left to that limit. Knows
-no HTTP and no schema; it is told what to generate, and tells what came.
+Stop strings end a reply here, not in the engine. A thinking budget ends thinking, and so does a
+loop in it: the thinking is closed in the model's own words, and the reply continues as a request
+that resumes it there, in the same place. If `max_tokens` leaves no room for an answer after it,
+thinking runs until that limit. Knows no HTTP and no schema.
 
-What is counted: the tokens of the reply but not the end token, which has no text, so that a client that
-tokenises the text again comes to the same `completion_tokens`. Tokens that completed a stop string are
-counted, as are those that closed a thought. A prompt is counted once, however many replies it gets.
+What is counted: the tokens of the reply except the end token, which has no text, so that a client
+that tokenises the text again gets the same `completion_tokens`. Tokens that completed a stop string
+count, and so do those that closed thinking. A prompt is counted once, however many replies it gets.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from penstock.types import FinishReason, PromptScores, Request, TokenDelta, Toke
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token as its bytes, with its log-probability and the likeliest ones at its place."""
+    """A token as bytes, with its log-probability and the likeliest ones at its place."""
 
     data: bytes
-    logprob: float | None  # None: it is the first of a prompt, before which nothing stands
+    logprob: float | None  # None: it is the first of a prompt, so nothing predicts it
     top: tuple[tuple[bytes, float], ...]
     token_id: int = -1
     top_ids: tuple[int, ...] = ()
@@ -56,20 +56,20 @@ class Usage:
 class ReplyExtra(msgspec.Struct, frozen=True, gc=False):
     """What few requests ask for beside the text (`OutputOptions`)."""
 
-    token_ids: tuple[int, ...] = ()  # with the one that ended the reply
+    token_ids: tuple[int, ...] = ()  # including the one that ended the reply
     prompt_token_ids: tuple[int, ...] = ()  # with the first delta
     prompt_scores: tuple[ScoredToken, ...] = ()
     usage: Usage | None = None  # of this reply, so far
 
 
-# Made for every token; a dataclass would take six times as long.
+# Created for every token; a dataclass would take six times as long.
 class ReplyDelta(msgspec.Struct, frozen=True, gc=False):
-    """News of one reply; the last piece of its last delta is a `ReplyEnd`."""
+    """A change of one reply; the last delta of its last change is a `ReplyEnd`."""
 
     index: int
     deltas: list[Delta]
     logprobs: tuple[ScoredToken, ...] = ()
-    is_prompt: bool = False  # it has the echo, or scores of it: there is as much as the client has sent
+    is_prompt: bool = False  # it has the echo or its scores: as much as the client sent
     extra: ReplyExtra | None = None
 
 
@@ -77,7 +77,7 @@ Deliver = Callable[[ReplyDelta], None]
 
 
 def without_thoughts(deliver: Deliver) -> Deliver:
-    """For clients that want a thought to be thought, and not told."""
+    """For clients that want the model to think, but not to see the thinking."""
 
     def deliver_rest(delta: ReplyDelta) -> None:
         deltas = [piece for piece in delta.deltas if not isinstance(piece, ReasoningDelta)]
@@ -88,7 +88,7 @@ def without_thoughts(deliver: Deliver) -> Deliver:
 
 
 class Parser(Protocol):
-    """Makes deltas of a reply's text, as `StreamParser` does."""
+    """Turns a reply's text into deltas, as `StreamParser` does."""
 
     @property
     def is_thinking(self) -> bool: ...
@@ -112,16 +112,16 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """How a model's thought ends: by the token it writes itself or, after so many tokens, by ours."""
+    """How thinking ends: by the model's own token or, after a budget, by ours."""
 
     end_id: int | None
     budget: int | None = None
     closing_ids: tuple[int, ...] = ()
-    is_stoppable: bool = False  # by stop strings, too
+    is_stoppable: bool = False  # by stop strings too
 
 
 class OneReply(Receiver, Protocol):
-    """Receives what comes of one request, and counts its tokens."""
+    """Receives the deltas of one request, and counts its tokens."""
 
     request: Request
     num_cached_tokens: int
@@ -134,14 +134,14 @@ class OneReply(Receiver, Protocol):
     def num_tokens(self) -> int: ...
 
     def abandon(self) -> None:
-        """Nobody waits for the rest of it."""
+        """The rest of it is not needed."""
 
 
 class TextStream:
-    """All replies to one call; a context that aborts on leaving whatever still runs.
+    """All replies to one request of a client; a context that aborts on exit whatever still runs.
 
-    News go to `deliver` while the engine's message is being read. Whoever opened the stream is woken only by
-    the first of them and by the end.
+    Deltas go to `deliver` while the engine's message is being read. The task that opened the stream
+    is woken only by the first delta and by the end.
     """
 
     def __init__(self, client: Fleet, deliver: Deliver) -> None:
@@ -161,8 +161,8 @@ class TextStream:
         place: Place | None = None,
         max_running: int | None = None,
     ) -> None:
-        """`place`: that the call has in the queue. The first `max_running` begin; each that ends may `go_on`
-        with one of the others."""
+        """`place`: the request's place in the queue. The first `max_running` replies start; each
+        one that ends may `go_on` with another."""
         receivers = [(reply.request, reply) for replies in prompts for reply in replies][:max_running]
         self._client.submit(receivers, place)
         self._prompts = prompts
@@ -177,13 +177,13 @@ class TextStream:
         self._abort()
 
     async def wait_started(self) -> None:
-        """Until there are deltas; raises what keeps it from coming."""
+        """Waits for the first delta; raises the error if there is none."""
         await self._started.wait()
         if self._failure is not None:
             raise self._failure
 
     async def wait_ended(self) -> None:
-        """Until every reply has ended; raises why one did not."""
+        """Waits until every reply has ended; raises the error if one failed."""
         await self._ended.wait()
         if self._failure is not None:
             raise self._failure
@@ -200,13 +200,14 @@ class TextStream:
             self.end(request_id)
 
     def end(self, request_id: str) -> None:
-        self._client.abort(request_id)  # a stop string is seen here before the engine knows
+        self._client.abort(request_id)  # a stop string is found here before the engine knows
         self._open.discard(request_id)
         if not self._open:
             self._ended.set()
 
     def go_on(self, request_id: str, request: Request, reply: OneReply) -> None:
-        """Continues a reply, or the call, with another request in the place of one."""
+        """Continues a reply, or the client's request, with another engine request in the place of
+        one."""
         self._client.go_on(request_id, request, reply)
         self._open.discard(request_id)
         self._open.add(request.id)
@@ -227,7 +228,8 @@ class TextStream:
 
     @property
     def usage(self) -> Usage:
-        """So far. Replies to one prompt share its tokens; what the first found cached is what it saved."""
+        """So far. Replies to one prompt share its tokens; the first reply's cached tokens are what
+        was saved."""
         replies = [reply for replies in self._prompts for reply in replies]
         return Usage(
             num_prompt_tokens=sum(replies[0].num_prompt_tokens for replies in self._prompts),
@@ -248,7 +250,7 @@ class TextStream:
 
 
 class Reply:
-    """One reply: receives the tokens of its request and gives deltas of them to the stream."""
+    """One reply: receives the tokens of its request and gives deltas to the stream."""
 
     def __init__(
         self,
@@ -259,16 +261,16 @@ class Reply:
         timer: TokenTimer,
         parser: Parser,
         *,
-        echo: str = "",  # what comes before its text
+        echo: str = "",  # text before its own
         echoes_scores: bool = False,  # and before its log-probabilities those of the echo
         output: OutputOptions = PLAIN_OUTPUT,
         thought: Thought | None = None,
         ends_after_call: bool = False,
-        form_param: str = "",  # the field that asked for the request's grammar
+        form_param: str = "",  # the field that set the request's grammar
         loop_guard: LoopGuard | None = None,
-        continues_text: bool = False,  # of its prompt, which is no other's turn
+        continues_text: bool = False,  # of its prompt, whose last turn it continues
     ) -> None:
-        self.request = request  # the one that runs
+        self.request = request  # the current one
         self._asked = request
         self._began_s = time.monotonic()
         self.num_cached_tokens = 0
@@ -283,8 +285,8 @@ class Reply:
         self._output = output
         self._tells_extra = not output.is_plain
         self._tells_prompt = output.prompt_logprobs is not None
-        self._stop_token_id: int | None = None  # of the request's own
-        self._untold_ids: tuple[int, ...] = ()  # their text is held back
+        self._stop_token_id: int | None = None  # set by the request itself
+        self._untold_ids: tuple[int, ...] = ()  # whose text is held back
         self._has_told_prompt = False
         self._first_scored: tuple[ScoredToken, ...] = ()
         if request.sampling.prompt_logprobs is not None:
@@ -292,11 +294,12 @@ class Reply:
             self._first_scored = (ScoredToken(tokenizer.token_bytes(first_id), None, (), first_id),)
         self._thought = thought or Thought(None)
         self._spares_thoughts = bool(request.sampling.stop) and not self._thought.is_stoppable
-        self._said_ids: list[int] = []  # since the request began; kept only where a thought may be closed
+        # Since the request began; kept only if thinking may be closed.
+        self._said_ids: list[int] = []
         self._ends_after_call = ends_after_call
         self._form_param = form_param
         self._loop_guard = loop_guard
-        self._has_closed_loop = False  # a thought that repeated itself; the next loop ends the reply
+        self._has_closed_loop = False  # thinking that repeated itself; the next loop ends the reply
         self._is_loop = False
         self._decoder = StreamDecoder.of(tokenizer, request.sampling, continues_text)
 
@@ -313,7 +316,7 @@ class Reply:
             self._take_scores(delta.prompt_scores)
             return
         token_ids, finish = delta.token_ids, delta.finish
-        end_ids: tuple[int, ...] = ()  # what ended it, unless that is a part of its text
+        end_ids: tuple[int, ...] = ()  # what ended it, unless that is part of its text
         if finish is not None:
             self._raise_failure(delta)
             if finish == "stop" and token_ids and token_ids[-1] in self.request.end_token_ids:
@@ -325,7 +328,7 @@ class Reply:
             self.num_cached_tokens = delta.num_cached_tokens
         num_before = self.num_tokens
         is_loop = finish is None and self._loop_guard is not None and self._loop_guard.push(token_ids)
-        is_closed = False  # the thought, by us
+        is_closed = False  # thinking, by us
         if self._parser.is_thinking:
             token_ids, is_closed = self._think(token_ids, finish is not None, is_loop)
             finish = None if is_closed else finish
@@ -333,8 +336,8 @@ class Reply:
             self._said_ids += token_ids
         text = self._decode(token_ids) if self._spares_thoughts else self._decoder.push(token_ids)
         said_ids = token_ids[: self.num_tokens - num_before]
-        # Behind an echoed prompt the first token has a score even if it only ends the reply: lm-eval leaves
-        # out the last one.
+        # After an echoed prompt the first token has a score even if it only ends the reply: lm-eval
+        # drops the last one.
         keeps_end = num_before == 0 and self._echoes_scores
         scored = self._score(delta.logprobs if keeps_end else delta.logprobs[: len(said_ids)])
         echo, first, prompt_scores = self._take_prompt_start()
@@ -349,7 +352,7 @@ class Reply:
             else:
                 self._go_on()
         elif is_loop:
-            finish, self._is_loop = "length", True  # as it would have ended, had it been left alone
+            finish, self._is_loop = "length", True  # as it would have ended without the guard
             self._timer.count_loop()
         if finish is not None:
             text += self._decoder.finish()
@@ -364,13 +367,14 @@ class Reply:
         )
 
     def _note_end(self, token_id: int) -> None:
-        """An end of the model's own is no reason to tell, even where a client names it too."""
+        """The model's own end token is not reported, even if the client lists it too."""
         sampling = self._asked.sampling
         is_own = sampling.ignore_eos or token_id not in self._tokenizer.eos_token_ids
         self._stop_token_id = token_id if is_own and token_id in sampling.stop_token_ids else None
 
     def _decode(self, token_ids: tuple[int, ...]) -> str:
-        """Stop strings end an answer and no thought: the client, who has it apart, means the answer."""
+        """Stop strings end an answer, not thinking: clients see both separately, and mean the
+        answer."""
         decoder, end_id = self._decoder, self._thought.end_id
         if not (self._spares_thoughts and self._parser.is_thinking):
             return decoder.push(token_ids)
@@ -380,7 +384,7 @@ class Reply:
     def _extra(
         self, token_ids: tuple[int, ...], prompt_scores: tuple[ScoredToken, ...], *, is_told: bool
     ) -> ReplyExtra | None:
-        """`is_told`: the client hears of this delta anyway. If not, its ids wait for one that is."""
+        """`is_told`: this delta is sent anyway. If not, its ids wait for one that is."""
         output = self._output
         self._untold_ids += token_ids if output.returns_token_ids else ()
         if not (is_told or prompt_scores):
@@ -392,7 +396,7 @@ class Reply:
         return ReplyExtra(told_ids, prompt_ids, prompt_scores, usage)
 
     def _take_scores(self, scores: PromptScores) -> None:
-        """Scores of the prompt go on to the client as they come, before there is any token."""
+        """Scores of the prompt go to the client as they come, before the first token."""
         echo, first, prompt_first = self._take_prompt_start()
         scored = self._score(scores.unpack())
         deltas = self._parser.feed(echo) if echo else []
@@ -406,8 +410,8 @@ class Reply:
         )
 
     def _take_prompt_start(self) -> tuple[str, tuple[ScoredToken, ...], tuple[ScoredToken, ...]]:
-        """What comes before all else, once: the echo, and its first token, before which nothing stands, among
-        the scores of the reply and among those of the prompt, where these are wanted."""
+        """What comes first, once: the echo, and its first token, which has no score, for the scores
+        of the reply and for those of the prompt, if requested."""
         echo, first = self._echo, self._first_scored
         self._echo, self._first_scored = "", ()
         return echo, first if self._echoes_scores else (), first if self._tells_prompt else ()
@@ -417,17 +421,17 @@ class Reply:
         self._stream.fail(error)
 
     def abandon(self) -> None:
-        """Nobody waits for the rest of it."""
+        """The rest of it is not needed."""
         self._timer.end("abort")
 
     def _raise_failure(self, delta: TokenDelta) -> None:
         if delta.finish == "error":
             what, why = "The engine could not finish the reply", delta.error or ""
             if self.request.sampling.grammar is not None:
-                raise RequestError(what, why, "Ask for a simpler form.", param=self._form_param)
+                raise RequestError(what, why, "Use a simpler schema or grammar.", param=self._form_param)
             raise PenstockError(what, why)
         if delta.finish == "abort":
-            raise EngineDeadError("The engine gave the reply up", delta.error or "")
+            raise EngineDeadError("The engine gave up the reply", delta.error or "")
 
     def _parse(self, text: str, finish: FinishReason | None) -> tuple[list[Delta], bool]:
         deltas = self._parser.feed(text) if text else []
@@ -445,7 +449,8 @@ class Reply:
     def _think(
         self, token_ids: tuple[int, ...], is_last: bool, is_loop: bool
     ) -> tuple[tuple[int, ...], bool]:
-        """Counts tokens of a thought; gives those it may have, and whether it must be closed after them."""
+        """Counts tokens of thinking; returns those it may have, and whether it must be closed after
+        them."""
         end_id, budget = self._thought.end_id, self._thought.budget
         has_end = end_id in token_ids
         num_thought = token_ids.index(end_id) + 1 if has_end else len(token_ids)
@@ -463,13 +468,13 @@ class Reply:
         return token_ids, is_closed
 
     def _has_room_behind(self, num_thought: int) -> bool:
-        """Whether an answer fits behind so many more tokens and the end of the thought."""
+        """Whether an answer fits after so many more tokens and the end of thinking."""
         max_tokens = self._asked.sampling.max_tokens
         assert max_tokens is not None
         return self.num_tokens + num_thought + len(self._thought.closing_ids) < max_tokens
 
     def _go_on(self) -> None:
-        """Asks for what comes after the closed thought."""
+        """Requests what comes after the closed thinking."""
         self.num_reasoning_tokens += len(self._thought.closing_ids)
         self._stop_token_id = None
         closed = self.request
@@ -508,7 +513,7 @@ def _usage_of(reply: OneReply) -> Usage:
 
 
 def _with_top(tokens: tuple[ScoredToken, ...], num_top: int | None) -> tuple[ScoredToken, ...]:
-    """With as many alternatives; of a prompt, another field may want more of them."""
+    """With at most so many alternatives; another field may ask for more of a prompt's."""
     if all(len(token.top) == num_top for token in tokens[:1]):
         return tokens
     return tuple(replace(token, top=token.top[:num_top], top_ids=token.top_ids[:num_top]) for token in tokens)

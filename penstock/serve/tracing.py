@@ -1,10 +1,10 @@
-"""OpenTelemetry traces: one span for each request, where the usual variables ask for them.
+"""OpenTelemetry traces: one span for each request, if the usual variables are set.
 
     OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 penstock serve
 
-Which exporter, sampler and resource is as OpenTelemetry's own variables say. The packages come with
-`penstock[otel]`. Without the variables nothing is imported and nothing stands in front of the routes. A span
-never has a word of a prompt or a reply.
+OpenTelemetry's own variables choose exporter, sampler and resource. The packages come with
+`penstock[otel]`. Without the variables nothing is imported and there is no middleware. A span never
+contains a word of a prompt or a reply.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 EXPORTER, DISABLED = "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED"
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 PROVIDER = "penstock"
-# The operation of each route that generates, in the words of OpenTelemetry's conventions.
+# The operation of each generating route, in the terms of OpenTelemetry's conventions.
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
@@ -39,7 +39,7 @@ OPERATIONS = {
 
 
 def tracing_middleware(model_name: str, environ: Mapping[str, str] | None = None) -> list[Middleware]:
-    """Empty where no traces are wanted, or none can be sent, which the log says."""
+    """Empty if tracing is off, or if spans cannot be sent, which is logged."""
     environ = os.environ if environ is None else environ
     if not _is_wanted(environ):
         return []
@@ -64,7 +64,7 @@ def _is_wanted(environ: Mapping[str, str]) -> bool:
 
 
 def _tracer(environ: Mapping[str, str]) -> Any:
-    """Spans are sent from a thread; those that are left, when the process ends."""
+    """A thread sends the spans; those that are left are sent when the process ends."""
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -91,7 +91,7 @@ def _exporter(environ: Mapping[str, str]) -> Any:
 
 
 class Traces:
-    """Stands behind the log, whose record of a request it reads when the request has ended."""
+    """Inside the log's middleware, whose record of a request it reads when the request has ended."""
 
     def __init__(self, app: ASGIApp, tracer: Any, model_name: str) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode

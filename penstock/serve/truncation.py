@@ -1,6 +1,8 @@
-"""Conversations cut to the context: the oldest messages go, system messages at the start stay.
+"""Conversations truncated to the context: the oldest messages go, system messages at the start
+stay.
 
-A conversation is cut where a user speaks, so that no call loses its result and no result its call.
+A conversation is cut before a user message, so that no call loses its result and no result its
+call.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ Message = dict[str, Any]
 
 
 def without_oldest(messages: list[Message], require_fit: Callable[[list[Message]], None]) -> list[Message]:
-    """As many of the last messages as fit, but not all; `require_fit` raises `ContextLengthError` for too
-    many. If even the last turn does not fit, it raises that."""
+    """As many of the last messages as fit, but not all; `require_fit` raises `ContextLengthError`
+    for too many. If even the last turn does not fit, it raises that error."""
     num_system = len(list(itertools.takewhile(lambda message: message["role"] == "system", messages)))
     places = range(num_system, len(messages))
     starts = [place for place in places if messages[place]["role"] == "user"] or [num_system]

@@ -1,7 +1,8 @@
-"""From texts to vectors and scores: the same queue, preparation and engines as replies, and no sampling.
+"""From texts to vectors and scores: the same queue, preparation and engines as replies, without
+sampling.
 
-A call may have thousands of inputs. A quarter of the queue at most is one call's, so that others find places;
-each input that is done hands its place to the next. Knows no HTTP and no schema.
+A request may have thousands of inputs. It gets at most a quarter of the queue, so that others find
+places; each finished input gives its place to the next. Knows no HTTP and no schema.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from penstock.text.prompt import build_pooling_request
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import EngineInfo, Pooling, Request, TokenDelta
 
-QUEUE_SHARE = 4  # one call has at most one place in so many
+QUEUE_SHARE = 4  # one request takes at most this part of the queue
 
-TakeVector = Callable[[int, bytes], None]  # the number of an input, and float32 values
-TakeScore = Callable[[int, float], None]  # the number of a pair
+TakeVector = Callable[[int, bytes], None]  # the index of an input, and float32 values
+TakeScore = Callable[[int, float], None]  # the index of a pair
 RefuseLong = Callable[[str, bool, str, int], None]  # a text, special tokens, tenant, max_model_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorRequest:
-    """What requests for vectors say besides their texts."""
+    """What requests for vectors have besides their texts."""
 
-    max_tokens: int | None = None  # of a prompt: the rest is cut off; -1: as many as the context holds
+    max_tokens: int | None = None  # truncates a prompt; -1: to the context
     timeout_s: float | None = None
     priority: int = 0
     tenant: str = ""
@@ -42,8 +43,8 @@ class VectorRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequest(VectorRequest):
     inputs: Sequence[str | list[int]]
-    prompt_name: str | None = None  # what stands before texts, by the name the checkpoint has for it
-    normalize: bool | None = None  # None: as the checkpoint says
+    prompt_name: str | None = None  # the checkpoint's name for a text that is put before inputs
+    normalize: bool | None = None  # None: what the checkpoint says
     dimensions: int | None = None
 
 
@@ -54,7 +55,7 @@ class ScoreRequest(VectorRequest):
 
 
 class VectorEngine:
-    """An engine that is asked for vectors of texts."""
+    """An engine that computes vectors of texts."""
 
     def __init__(
         self,
@@ -75,13 +76,13 @@ class VectorEngine:
         self._min_priority = min_priority
 
     def tasks(self, info: EngineInfo) -> list[str]:
-        """What the model can be asked for, by vLLM's names."""
+        """What the model can do, by vLLM's names."""
         return ["generate", "embed", "score"] if info.has_head else ["embed", "score"]
 
     async def embed(
         self, request_id: str, asked: EmbeddingRequest, place: Place | None = None
     ) -> tuple[list[bytes], Usage]:
-        """All vectors of a call, in the order of its inputs."""
+        """All vectors of a request, in the order of its inputs."""
         vectors: dict[int, bytes] = {}
         with await self.stream_embeddings(request_id, asked, vectors.__setitem__, place) as stream:
             await stream.wait_ended()
@@ -90,7 +91,7 @@ class VectorEngine:
     async def stream_embeddings(
         self, request_id: str, asked: EmbeddingRequest, take: TakeVector, place: Place | None = None
     ) -> TextStream:
-        """`take` hears of each vector as it comes."""
+        """Calls `take` with each vector as it comes."""
         info = self._require_ready(asked)
         num_bytes = self._resize(place, len(asked.inputs))
         requests = await self._preparation.run(num_bytes, self._prepare_inputs, request_id, asked, info)
@@ -192,7 +193,7 @@ class VectorEngine:
 
 
 class VectorReply:
-    """Receives one vector, and lets the next input of the call begin."""
+    """Receives one vector, and lets the next input of the request start."""
 
     num_tokens = 0
     num_reasoning_tokens = 0
@@ -204,7 +205,7 @@ class VectorReply:
         index: int,
         take: TakeVector,
         metrics: Metrics,
-        waiting: Iterator[VectorReply],  # of the same call
+        waiting: Iterator[VectorReply],  # of the same request
     ) -> None:
         self.request = request
         self.num_cached_tokens = 0
@@ -221,7 +222,7 @@ class VectorReply:
     def take(self, delta: TokenDelta) -> None:
         if delta.vector is None:
             if delta.finish == "abort":
-                raise EngineDeadError("The engine gave the input up", delta.error or "")
+                raise EngineDeadError("The engine gave up the input", delta.error or "")
             raise PenstockError("The engine could not compute a vector", delta.error or "")
         self.num_cached_tokens = delta.num_cached_tokens
         self._metrics.num_prompt_tokens += self.num_prompt_tokens

@@ -1,7 +1,7 @@
-"""The same numbers by vLLM's names, so that dashboards that were made for it work. Only where both mean the
-same: what vLLM counts and we do not is left out.
+"""The same metrics by vLLM's names, so that dashboards made for vLLM work. Only metrics that mean
+the same: what vLLM counts and we do not is left out.
 
-Each has its model's name as a label; what an engine counts, the engine's number as well.
+Each has its model's name as a label; an engine's metrics also have the engine's number.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _lines_of_engines(stats: Mapping[int, EngineStats], model: str) -> Iterator[
 
 
 def _numbers_of(stats: EngineStats) -> dict[str, float]:
-    num_pages = stats.num_pages - 1  # one belongs to nobody
+    num_pages = stats.num_pages - 1  # one is reserved
     usage = 1 - stats.num_free_pages / num_pages if num_pages > 0 else 0.0
     num_reused = stats.prefix.get("tokens_reused", 0)
     num_missed = sum(n for name, n in stats.prefix.items() if name.startswith(MISSED))

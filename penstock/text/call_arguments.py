@@ -1,7 +1,8 @@
-"""The arguments of a tool call in a history: from the API's JSON text to the object that templates write out.
+"""The arguments of a tool call in a history: from the API's JSON text to the object that templates
+print.
 
-A call that `max_tokens` cut off, or that a model spelled wrongly, comes back with every later request of its
-conversation. It is not refused: the model is shown the members that are whole.
+A call that `max_tokens` cut off, or that a model wrote wrongly, comes back with every later request
+of its conversation. It is not refused: the model sees the complete members.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from penstock.text.dialects.json_calls import JsonText
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """What the text says, as far as it is JSON; a value that is no object stands under a name of ours."""
+    """The value of the text, as far as it is JSON; a value that is not an object gets a name of
+    ours."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -24,7 +26,7 @@ def read_arguments(text: str) -> dict[str, Any]:
 
 
 def whole_part(text: str) -> str:
-    """JSON text up to its last whole value, closed there; empty where it does not begin as JSON."""
+    """JSON text up to its last complete value, closed there; empty if it does not begin as JSON."""
     value = JsonText()
     value.take(text.lstrip())
     return value.whole_part()

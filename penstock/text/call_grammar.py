@@ -1,11 +1,13 @@
-"""Tool calls as a grammar: every call names a tool that was offered, with the arguments its schema asks for.
+"""Tool calls as a grammar: every call names an offered tool, with arguments that match its schema.
 
-How calls are spelled is the dialect's (`CallForm`). A tag of its is a control token where the model's
-vocabulary has it, and text where not. Arguments in JSON are enforced as JSON schemas are; those in XML come
-in the order of the schema, each of its type, but of a text only the choice between listed values is enforced.
+The dialect (`CallForm`) defines the format of calls. Its tags are control tokens if the model's
+vocabulary has them, and text otherwise. JSON arguments are enforced like JSON schemas; XML
+arguments come in the order of the schema, each of its type, but for texts only the choice between
+listed values is enforced.
 
-A tool whose only argument is a text may have a grammar for it (`TextGrammar`). Between XML tags the text
-stands as it is; inside JSON it is escaped, which a regular expression can be held to and a lark grammar not.
+A tool whose only argument is a text may have a grammar for it (`TextGrammar`). Between XML tags the
+text is verbatim; inside JSON it is escaped, which works with a regular expression but not with a
+lark grammar.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _PARAMETER_NAME = re.compile(r"[^\n<>]{1,256}")
 _TAG = re.compile(r"(</?[a-z_]+>)")
 
-# They say nothing about what is valid, and are most of what large tools consist of.
+# These say nothing about validity, and are the largest part of big tools.
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated"})
 _NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
@@ -36,7 +38,7 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TextGrammar:
-    """What the text that is a tool's only argument must match."""
+    """What a tool's only argument, a text, must match."""
 
     syntax: Literal["lark", "regex"]
     definition: str
@@ -46,7 +48,8 @@ NO_TEXT_GRAMMARS: Mapping[str, TextGrammar] = MappingProxyType({})
 
 
 def tool_calls_grammar(
-    tools: Sequence[Mapping[str, Any]],  # as OpenAI has them: {"function": {"name": ..., "parameters": ...}}
+    # OpenAI's format: {"function": {"name": ..., "parameters": ...}}.
+    tools: Sequence[Mapping[str, Any]],
     form: CallForm,
     is_token: Callable[[str], bool],  # whether a text is one token of the model
     *,
@@ -56,10 +59,10 @@ def tool_calls_grammar(
     text_grammars: Mapping[str, TextGrammar] = NO_TEXT_GRAMMARS,  # by the names of their tools
     param: str = "tools",
 ) -> str:
-    """Calls of these tools and nothing else; not required: any text, and then perhaps calls; open: objects
-    may have keys that their schema does not list."""
+    """Calls of these tools and nothing else. Not required: any text, and then perhaps calls. Open:
+    objects may have keys that their schema does not list."""
     if not tools:
-        raise RequestError("A tool call is demanded, but there are no tools", param=param)
+        raise RequestError("A tool call is required, but there are no tools", param=param)
     names: list[str] = []
     rules: list[str] = []
     nested: dict[str, str] = {}
@@ -75,7 +78,7 @@ def tool_calls_grammar(
         if not is_open:
             schema = close_objects(schema)
         if text_grammars and name not in text_grammars and not is_required:
-            schema = {}  # free, as it is where no tool of the request has a grammar
+            schema = {}  # free, as if no tool of the request had a grammar
         writer = _Writer(
             form, is_token, f"call_{index}", _checked(text_grammars.get(name), name, form, param)
         )
@@ -89,13 +92,13 @@ def tool_calls_grammar(
 
 
 def _checked(grammar: TextGrammar | None, tool: str, form: CallForm, param: str) -> TextGrammar | None:
-    """Alone it fails with an error about itself, not about the rules around it."""
+    """Compiled alone, so that its error is about itself, not about the rules around it."""
     if grammar is None:
         return None
     if grammar.syntax == "lark" and form.arguments == "json":
         raise RequestError(
             f"The lark grammar of the tool {tool!r} cannot be enforced",
-            "This model spells the arguments of calls as JSON, where text is escaped.",
+            "This model writes arguments as JSON, where text is escaped.",
             'Use a grammar with the syntax "regex", or the format {"type": "text"}.',
             param=param,
         )
@@ -109,7 +112,7 @@ def _checked(grammar: TextGrammar | None, tool: str, form: CallForm, param: str)
 
 
 def without_annotations(schema: Any) -> Any:
-    """The schema without what does not decide about validity."""
+    """The schema without keys that do not affect validity."""
     if isinstance(schema, list):
         return [without_annotations(item) for item in schema]
     if not isinstance(schema, dict):
@@ -126,7 +129,7 @@ def without_annotations(schema: Any) -> Any:
 
 
 class _Writer:
-    """The lark rules of one tool; their names start with that of the first."""
+    """The lark rules of one tool; their names begin with that of the first."""
 
     def __init__(
         self,
@@ -158,7 +161,7 @@ class _Writer:
             required = required if isinstance(required, list) else []
             names = [f"{self.rule}_{index}" for index in range(len(properties))]
             parts = [n if key in required else f"{n}?" for n, key in zip(names, properties)]
-        else:  # nobody says which parameters there are
+        else:  # the parameters are unknown
             properties, names, parts = {}, [], [f"{self.rule}_any*"]
             before, after = self.form.parameter_start.split("NAME")
             some_name = f"{_literal(before)} /[^\\n<>]{{1,64}}/ {_literal(after)}"
@@ -172,7 +175,7 @@ class _Writer:
             yield self._value(f"{rule}_value", child, schema, "string" in types_of(key))
 
     def _value(self, rule: str, schema: Any, root: Schema, is_text: bool) -> str:
-        """A text as it is, everything else as JSON."""
+        """A text verbatim, everything else as JSON."""
         end = _literal(self.form.parameter_end)
         choices = _listed(_resolve(schema, root))
         if choices:
@@ -199,8 +202,8 @@ class _Writer:
 
 
 def _resolve(schema: Any, root: Schema) -> Any:
-    """What a reference into the root's own definitions means; the others are llguidance's to judge."""
-    for _ in range(8):  # references may go in circles
+    """The target of a reference into the root's own definitions; llguidance judges all others."""
+    for _ in range(8):  # references may be circular
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str):
             break

@@ -1,8 +1,9 @@
-"""Conversations as prompts: rendered with the chat template and encoded so that content stays content.
+"""Conversations as prompts: rendered with the chat template and tokenised so that content stays
+content.
 
-`<|im_end|>` in a message, a tool's result, a name or a schema is spelled out in ordinary tokens, so it cannot
-end the turn it stands in. Only what the template writes becomes control tokens. An operator may ask for the
-old way, in which a text means the same whoever wrote it.
+`<|im_end|>` in a message, a tool result, a name or a schema becomes ordinary tokens, so it cannot
+end its turn. Only what the template writes becomes control tokens. An operator may turn this off,
+so that a text means the same wherever it comes from.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class RenderedChat:
 
     text: str
     marked: str  # the same, with stand-ins for characters that a client wrote
-    num_reply_chars: int = 0  # at its end: what the reply goes on from
+    num_reply_chars: int = 0  # at its end: what the reply continues
 
     def opens(self, thinking: Thinking | None) -> bool:
-        """Whether the template has begun a thought, so that the reply is inside it."""
+        """Whether the template has opened thinking, so that the reply is inside it."""
         rendered = self.marked[: len(self.marked) - self.num_reply_chars]
         return thinking is not None and thinking.is_open_after(rendered)
 
@@ -63,8 +64,9 @@ class ChatEncoder:
         add_generation_prompt: bool = True,
         *,
         variables: Mapping[str, Any] = MappingProxyType({}),  # of the template
-        reply_start: str = "",  # what the reply goes on from
-        reply_thought: str | None = None,  # before that; None: a thought that the template begins stays open
+        reply_start: str = "",  # what the reply continues
+        # Before that; None: thinking that the template opens stays open.
+        reply_thought: str | None = None,
     ) -> RenderedChat:
         if self._control is None:
             text = self._template.render(messages, tools, add_generation_prompt, **variables)
@@ -84,11 +86,11 @@ class ChatEncoder:
     def _after_thought(
         self, prompt: str, thought: str | None, reply_start: str, marks: Marks
     ) -> tuple[str, str]:
-        """The prompt and what the reply goes on from, where the template has begun a thought: an answer comes
-        behind the end of what was thought, and without an answer the thought goes on."""
+        """The prompt and what the reply continues, if the template has opened thinking: an answer
+        comes after the end of thinking, and without an answer thinking continues."""
         if thought is None or self._thinking is None or not self._thinking.is_open_after(prompt):
             return prompt, reply_start
-        if not thought:  # clients send whole replies back, thoughts included
+        if not thought:  # clients send whole replies back, reasoning included
             thought, reply_start = self._thinking.split(reply_start)
         if not reply_start:
             return prompt, thought

@@ -1,9 +1,9 @@
-"""JSON schemas whose objects have the keys they list and no others, unless a schema says so itself.
+"""JSON schemas whose objects have only the keys that they list, unless a schema says otherwise.
 
-JSON Schema allows any other key where `additionalProperties` is missing, and weak models then write keys
-until the limit. A key that is listed anywhere for the same object stays possible: members of `allOf` describe
-one object together, so they are closed as one, and where it cannot be told which keys those are nothing is
-closed. Knows nothing of grammars.
+JSON Schema allows any other key if `additionalProperties` is missing, and weak models then write
+keys until the limit. A key that is listed anywhere for the same object stays possible: members of
+`allOf` describe one object together, so they are closed as one, and if its keys cannot be
+determined nothing is closed. Knows nothing of grammars.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LISTED_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "contains", "unevaluatedItems")
 _LISTING = {"properties", "allOf"}
 _ANNOTATIONS = ("description", "title", "default")
-MAX_STEPS, MAX_DEPTH = 2_000, 100  # members of `allOf` and references: they may go in circles
+MAX_STEPS, MAX_DEPTH = 2_000, 100  # members of `allOf` and references: they may be circular
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class _Keys:
 
 
 def close_objects(schema: Schema) -> Schema:
-    """The same, closed; what it was made from is left as it is."""
+    """A closed copy; the original is not changed."""
     return _Closing(schema).closed(schema)
 
 
@@ -69,12 +69,12 @@ class _Closing:
         keys = self._keys(schema)
         if keys is None or not keys.required <= keys.listed.keys():
             return
-        if "allOf" in schema:  # whose members are left open
+        if "allOf" in schema:  # whose members stay open
             new["properties"] = keys.listed | new.get("properties", {})
         new["additionalProperties"] = False
 
     def _keys(self, schema: Any, depth: int = 0) -> _Keys | None:
-        """What it says of an object's keys, its `allOf` included; None: nothing, or there may be others."""
+        """The keys of an object, its `allOf` included; None: unknown, or there may be others."""
         self._num_steps += 1
         if not isinstance(schema, dict) or self._num_steps > MAX_STEPS or depth > MAX_DEPTH:
             return None
@@ -97,7 +97,7 @@ class _Closing:
         return keys
 
     def _resolve(self, reference: Any) -> Any:
-        """What a reference into the root means; None: nothing is known of it."""
+        """The target of a reference into the root; None: unknown."""
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
         schema: Any = self._root
@@ -108,7 +108,7 @@ class _Closing:
 
 
 def _may_list(schema: Any) -> bool:
-    """Whether keys of the same object may be listed in it."""
+    """Whether it may list keys of the same object."""
     if isinstance(schema, list):
         return any(map(_may_list, schema))
     if isinstance(schema, str):  # a reference
@@ -122,7 +122,8 @@ def _required(schema: Schema) -> list[str]:
 
 
 def _parts_by_reference(schema: Any, resolve: Callable[[Any], Any]) -> Iterator[Schema]:
-    """Definitions that are one of several parts of an object: closed, they would forbid the other parts."""
+    """Definitions that are one of several parts of an object: closed, they would forbid the other
+    parts."""
     unseen = [schema]
     while unseen:
         value = unseen.pop()

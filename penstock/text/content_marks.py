@@ -1,4 +1,4 @@
-"""Marks what a client wrote before a chat template mixes it with its own text.
+"""Marks what a client wrote, before a chat template mixes it with its own text.
 
 A control token is the template's if the template wrote all of it. So the characters that control tokens begin
 and end with, `<` and `>` in most vocabularies, get stand-ins wherever a client wrote them: in contents,
@@ -30,12 +30,12 @@ _JSON_SYNTAX = frozenset("[]{}:,")
 _JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 # Never replaced: they are in names by which templates find fields, or JSON escapes them.
 _UNMARKED = frozenset("_-./ \t\r\n\"'\\")
-# Words that templates compare with, so that they stay even where a template makes control tokens of words.
+# Words that templates compare with: they stay even if a template builds control tokens from words.
 _STRUCTURE = {"system", "developer", "user", "assistant", "tool", "function"}
 _STRUCTURE |= {"messages", "role", "content", "name", "reasoning_content", "tool_call_id", "tool_calls", "id"}
 _STRUCTURE |= {"tools", "type", "text", "description", "parameters", "arguments", "properties", "required"}
 _STRUCTURE |= {"object", "array", "string", "number", "integer", "boolean", "items", "enum"}
-# Where the text of a template ends and something else goes on, and the other way round.
+# Where the text of a template ends and an expression begins, and the reverse.
 _TEXT_END = re.compile(r"(?=[\"'{%])")
 _TEXT_START = re.compile(r"(?<=[\"'}%])|(?<=%s)")
 
@@ -59,7 +59,7 @@ class Marks:
         return text
 
     def unescape(self, text: str) -> str:
-        """Makes stand-ins of their escapes, so that what was one character is one."""
+        """Turns escaped stand-ins back into one character."""
         if self.may_be_escaped:
             for stand_in in itertools.chain(self.of_characters.values(), self.of_letters.values()):
                 text = text.replace(_escape(stand_in), stand_in)
@@ -81,7 +81,7 @@ class ContentMarker:
         self._thinking = thinking
 
     def mark(self, context: dict[str, Any], reply_start: str = "") -> tuple[bytes, Marks]:
-        """The context as JSON, with everything that a client wrote marked. Changes the messages in it."""
+        """The context as JSON, with everything that a client wrote marked. Changes its messages."""
         payload = encode_context(context)
         if not self._letter_of and not any(
             c.encode() in payload or c in reply_start for c in self._characters
@@ -109,10 +109,11 @@ class ContentMarker:
 
 
 def _keep_thoughts(messages: Any, thinking: Thinking, start: str, end: str) -> bool:
-    """Gives the tags of a thought in what the assistant said stand-ins of their own; True if there are any.
+    """Gives thinking tags in assistant messages stand-ins of their own; returns whether there are
+    any.
 
-    Clients send whole replies back, and templates cut the thoughts of earlier turns off at these tags: at the
-    first end of a thought and the last start before it. Further tags are text.
+    Clients send whole replies back, and templates cut off the reasoning of earlier turns at these
+    tags: at the first end of thinking and the last start before it. Further tags are text.
     """
     has_kept = False
     for message in messages:
@@ -139,7 +140,7 @@ def _replace_in_strings(payload: bytes, stand_ins: Mapping[str, str]) -> bytes:
     for character, stand_in in stand_ins.items():
         if character in _JSON_SYNTAX:
             in_syntax.append((character.encode(), stand_in.encode()))
-        else:  # JSON has it in strings only
+        else:  # JSON has it only in strings
             payload = payload.replace(character.encode(), stand_in.encode())
     if not in_syntax:
         return payload
@@ -154,9 +155,10 @@ def _replace_in_strings(payload: bytes, stand_ins: Mapping[str, str]) -> bytes:
 
 
 def _completed_words(tokens: list[str], template: str) -> set[str]:
-    """Words that the template's own text makes control tokens of: for `'<' ~ key ~ '>'`, "think" and others.
+    """Words that the template's own text completes to control tokens: for `'<' ~ key ~ '>'`,
+    "think" and others.
 
-    Beginnings and ends are looked for anywhere in it: a word too many only costs a mark.
+    Prefixes and suffixes are searched anywhere in it: a superfluous word only costs a mark.
     """
     longest = max(map(len, tokens), default=0)
     text_ends = [place.start() for place in _TEXT_END.finditer(template)]
@@ -172,7 +174,7 @@ def _completed_words(tokens: list[str], template: str) -> set[str]:
 
 
 def _choose_letters(words: set[str]) -> dict[str, str]:
-    """A letter of each word, of as few kinds as a greedy choice finds: each needs a stand-in."""
+    """One letter of each word, of as few kinds as a greedy choice finds: each needs a stand-in."""
     letter_of: dict[str, str] = {}
     rest = words
     while rest:
@@ -185,7 +187,7 @@ def _choose_letters(words: set[str]) -> dict[str, str]:
 
 def _unused_stand_ins(payload: bytes, reply_start: str, may_be_escaped: bool) -> Iterator[str]:
     text = payload + reply_start.encode(errors="replace")
-    has_some = b"\xef\xb7" in text  # how all of them begin: one search where there are none
+    has_some = b"\xef\xb7" in text  # the prefix of all of them: one search if there are none
     for stand_in in STAND_INS:
         is_escaped = may_be_escaped and _escape(stand_in)[1:].encode() in text
         if not is_escaped and not (has_some and stand_in.encode() in text):
@@ -202,8 +204,8 @@ def _quoted(word: str) -> bytes:
 
 def _no_stand_ins() -> RequestError:
     return RequestError(
-        "the messages hold too many kinds of noncharacters",
-        "Of U+FDD0 to U+FDEF, which Unicode reserves for a program's own use, the server needs a few itself.",
-        "Leave them out; no text needs them.",
+        "The messages contain too many kinds of noncharacters",
+        "The server needs a few of U+FDD0 to U+FDEF, which Unicode reserves for a program's own use.",
+        "Remove them; no text needs them.",
         param="messages",
     )

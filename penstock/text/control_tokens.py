@@ -14,7 +14,7 @@ import re
 
 from penstock.text.tokenizer import Tokenizer
 
-# Behind these a token is spelled as it is inside a text, where SentencePiece puts no space before it.
+# After these a token is encoded as inside a text, where SentencePiece puts no space before it.
 _CONTEXTS = ("", "\n", "a")
 
 _HTML_TAGS = {"table", "caption", "thead", "tbody", "tfoot", "tr", "th", "td", "ul", "ol", "li", "p", "br"}
@@ -37,10 +37,10 @@ class ControlTokens:
         }
         self._ids = frozenset(self._id_of.values())
         control = [added[id] for id in self._ids]
-        # Whether a text without these very characters cannot become a control token.
+        # Whether a text without these characters cannot become a control token.
         self._is_literal = not (tokenizer.normalizes and any(token.normalized for token in control))
         self._keeps_space = not any(token.lstrip or token.rstrip for token in control)
-        # The longest first: where several begin at one place, tokenizers takes that one too.
+        # The longest first: if several begin at one place, tokenizers takes that one too.
         longest_first = sorted((token.content for token in added.values()), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._spellings: dict[str, list[int]] = {}
@@ -50,8 +50,9 @@ class ControlTokens:
         return list(self._id_of)
 
     def encode(self, text: str, marked: str, tenant: str = "") -> list[int]:
-        """The ids of a text. `marked` is the same text with other characters where a client wrote what could
-        be part of a control token; the control tokens that can be read in it are the template's."""
+        """The ids of a text. `marked` is the same text with other characters where a client wrote
+        what could be part of a control token; the control tokens that remain in it are the
+        template's."""
         token_ids = self._tokenizer.encode(text, False, tenant)
         if self._is_literal and marked == text:
             return token_ids
@@ -63,7 +64,7 @@ class ControlTokens:
         places = [place for place, id in enumerate(token_ids) if id in self._ids]
         spans = found
         if not self._keeps_space or [token_ids[place] for place in places] != self._ids_of(text, found):
-            # The tokenizer has rules of its own for where control tokens are: ask it.
+            # The tokenizer has its own rules for where control tokens are: ask it.
             token_ids, all_spans = self._tokenizer.encode_with_spans(text)
             places = [place for place, id in enumerate(token_ids) if id in self._ids]
             spans = [all_spans[place] for place in places]
@@ -76,7 +77,7 @@ class ControlTokens:
         return self._spell_out(token_ids, forged)
 
     def _encode_apart(self, text: str, marked: str, genuine: list[Span], tenant: str) -> list[int]:
-        """For a text in which a forged control token reaches into one of the template's."""
+        """For a text in which a forged control token overlaps one of the template's."""
         token_ids: list[int] = []
         rest = 0
         for start, end in genuine:
@@ -104,14 +105,15 @@ class ControlTokens:
         if (known := self._spellings.get(text)) is not None:
             return known
         spelling = self._spell(text)
-        if spelling is None:  # the vocabulary without control tokens has this one too: character by character
+        # The vocabulary without control tokens has this one too: character by character.
+        if spelling is None:
             spelling = [id for character in text for id in self._spell(character) or ()]
         if text in self._id_of:  # and not every run of white space around one
             self._spellings[text] = spelling
         return spelling
 
     def _spell(self, text: str) -> list[int] | None:
-        """Ordinary tokens that stand for the text and nothing more, where there are any."""
+        """Ordinary tokens for exactly this text, if there are any."""
         for context in _CONTEXTS:
             before = self._tokenizer.encode_plain(context)
             token_ids = self._tokenizer.encode_plain(context + text)
@@ -124,10 +126,10 @@ class ControlTokens:
 
 
 def _is_markup(token: str, template: str) -> bool:
-    """Whether an added token that is not called special structures prompts all the same.
+    """Whether an added token that is not called special still structures prompts.
 
-    Tags do, such as `<tool_call>`, and what the template writes. Tags of HTML and runs of spaces, which some
-    vocabularies have, are words like any other.
+    Tags do, such as `<tool_call>`, and what the template writes. HTML tags and runs of spaces,
+    which some vocabularies have, are ordinary words.
     """
     if token[0].isalnum() or token[0].isspace() or token[-1].isspace():
         return False

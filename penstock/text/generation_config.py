@@ -1,7 +1,7 @@
-"""How a checkpoint wants its replies drawn: the sampling parameters of generation_config.json.
+"""A checkpoint's default sampling parameters, from generation_config.json.
 
-They are for requests that do not say, behind an operator's own flags. The file's `max_new_tokens` is left
-out: it limits a call of the library it was written for, and would cut answers that have room.
+They apply to requests that set none, after the operator's flags. The file's `max_new_tokens` is
+ignored: it limits a call of the library it was written for, and would cut answers that have room.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILE_NAME = "generation_config.json"
 
 
 def checkpoint_sampling(choice: str, model: Path | None) -> dict[str, Any]:
-    """`choice`: auto, the file of the model, if it has one; off or vllm, no file; or a file or folder."""
+    """`choice`: auto: the model's file, if it has one; off or vllm: no file; or a file or folder."""
     if choice in ("off", "vllm") or (choice == "auto" and model is None):
         return {}
     path = Path(choice).expanduser() if choice != "auto" else model
@@ -30,8 +30,8 @@ def checkpoint_sampling(choice: str, model: Path | None) -> dict[str, Any]:
     if choice != "auto" and not has_file(file):
         raise ConfigError(
             f"generation_config is {choice!r}",
-            f"There is no file {file}.",
-            "Use auto, off, or the path of such a file or of its folder.",
+            f"{file} does not exist.",
+            "Use auto, off, or the path of such a file or folder.",
         )
     return _sampling_of(file)
 
@@ -40,7 +40,7 @@ def _sampling_of(file: Path) -> dict[str, Any]:
     fields = read_json(file)
     names = [name for name in SAMPLING_NAMES if fields.get(name) is not None]
     given: dict[str, Any] = {name: _number(file, name, fields[name]) for name in names}
-    if given.get("top_k") == -1:  # the other common spelling of "off"
+    if given.get("top_k") == -1:  # the other common value for "off"
         given["top_k"] = 0
     if fields.get("do_sample") is False:
         given = {name: given[name] for name in given.keys() & {"repetition_penalty"}} | {"temperature": 0.0}
@@ -65,7 +65,7 @@ def _number(file: Path, name: str, value: Any) -> float:
 
 def _wrong(file: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{file} says how replies are drawn, and cannot be followed",
+        f"{file} has sampling parameters that cannot be used",
         why,
         "Correct it, or serve with --generation-config off.",
     )

@@ -1,10 +1,10 @@
-"""The form a client asks of a reply, as a grammar that an engine can hold it to.
+"""A client's constraint on a reply, as a grammar that an engine can enforce.
 
-A JSON schema, "any JSON object", a regular expression, a list of texts or a grammar (Lark, or llama.cpp's
-GBNF) becomes one string in llguidance's own form. Its size is looked at before anything is built from it, and
-then it is compiled once on a vocabulary of bytes, within the engine's limits: what cannot work is refused
-here, in milliseconds, with a sentence for the client. What compiles may still turn out too costly while a
-reply grows; then the engine ends that reply.
+A JSON schema, "any JSON object", a regular expression, a list of texts or a grammar (Lark, or
+llama.cpp's GBNF) becomes one string in llguidance's format. Its size is checked before anything is
+built from it, and then it is compiled once on a vocabulary of bytes, within the engine's limits:
+what cannot work is refused here, in milliseconds, with a message for the client. A grammar that
+compiles may still become too expensive while a reply grows; then the engine ends that reply.
 
 llguidance is imported when the first grammar is made. Knows nothing of models, requests and HTTP.
 """
@@ -33,16 +33,17 @@ MAX_GBNF_CHARACTERS = 32 * 1024
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 
-# One blank, or a new line and its indentation: what models write. Some never stop once blanks are unlimited.
+# One space, or a newline and its indentation, as models write. Some never stop if white space is
+# unlimited.
 _JSON_BLANK = r" |\n[ \t]{0,40}"
 
-# Texts, classes, comments and the dot of GBNF; what llguidance reads otherwise is inside them.
+# Texts, classes, comments and the dot of GBNF; llguidance reads what is inside them differently.
 _GBNF_PART = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|\.', re.DOTALL)
-# A backslash that stands for itself, or a code point, of which llguidance drops the leading zeros.
+# An escaped backslash, or a code point, of which llguidance drops the leading zeros.
 _GBNF_ESCAPE = re.compile(r"\\\\|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})")
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
-# What models put between their thinking and their answer.
+# What models write between their thinking and their answer.
 _BLANK_START = r"\n{0,2}"
 
 
@@ -56,8 +57,9 @@ def json_schema_grammar(
 ) -> str:
     """JSON that is valid against a schema (as parsed from JSON).
 
-    Lenient: keywords that cannot be enforced are ignored. `oneOf` is always read as `anyOf`. Open: an object
-    may have keys that its schema does not list, where it says nothing about them (closed_schemas.py).
+    Lenient: keywords that cannot be enforced are ignored. `oneOf` is always read as `anyOf`. Open:
+    an object may have keys that its schema does not list, if it says nothing about them
+    (closed_schemas.py).
     """
     schema = check_schema(schema, param)
     if not is_open:
@@ -67,7 +69,7 @@ def json_schema_grammar(
 
 
 def json_options(is_lenient: bool) -> dict[str, Any]:
-    """What llguidance is told about JSON, at the root of a schema."""
+    """llguidance's options for JSON, at the root of a schema."""
     return {"whitespace_pattern": _JSON_BLANK, "coerce_one_of": True, "lenient": is_lenient}
 
 
@@ -85,7 +87,7 @@ def choice_grammar(choices: Sequence[str], *, param: str = "choice") -> str:
     """One of these texts."""
     if not choices or len(choices) > MAX_ENUM_VALUES:
         raise RequestError(
-            f"{param} has {len(choices)} texts", f"It may have 1 to {MAX_ENUM_VALUES}.", param=param
+            f"{param} has {len(choices)} texts", f"It must have 1 to {MAX_ENUM_VALUES}.", param=param
         )
     literals = [_to_json(choice, param) for choice in dict.fromkeys(choices)]
     _check_lark_size(sum(map(len, literals)), param)
@@ -103,12 +105,12 @@ def client_grammar(text: str, *, param: str = "grammar") -> str:
 def _check_lark_size(num_chars: int, param: str) -> None:
     if num_chars > MAX_LARK_CHARACTERS:
         raise RequestError(
-            f"The grammar has {num_chars} characters", f"It may have {MAX_LARK_CHARACTERS}.", param=param
+            f"The grammar has {num_chars} characters", f"The limit is {MAX_LARK_CHARACTERS}.", param=param
         )
 
 
 def regex_in_lark(pattern: str) -> str:
-    """With slashes and line ends escaped, to stand between slashes."""
+    """With slashes and newlines escaped, to be put between slashes."""
     import llguidance
 
     literal: str = llguidance.regex_to_lark(pattern, "")
@@ -118,20 +120,20 @@ def regex_in_lark(pattern: str) -> str:
 def lark_grammar(
     lark: str, nested: Mapping[str, str] = MappingProxyType({}), *, param: str = "grammar"
 ) -> str:
-    """A grammar in llguidance's dialect of lark; `<name>` in it is a control token of the model, `@name` one
-    of the nested grammars."""
+    """A grammar in llguidance's dialect of lark; `<name>` in it is a control token of the model,
+    `@name` one of the nested grammars."""
     _check_lark_size(len(lark) + sum(map(len, nested.values())), param)
     others = [{"name": name, "lark_grammar": text} for name, text in nested.items()]
     return _compiled({"lark_grammar": lark}, "The grammar", param, others, has_control_tokens=True)
 
 
 def gbnf_grammar(gbnf: str, *, param: str = "grammar") -> str:
-    """A grammar as llama.cpp writes them, whose first rule is `root`."""
+    """A grammar in llama.cpp's format, whose first rule is `root`."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if len(gbnf) > MAX_GBNF_CHARACTERS:
         raise RequestError(
-            f"The grammar has {len(gbnf)} characters", f"It may have {MAX_GBNF_CHARACTERS}.", param=param
+            f"The grammar has {len(gbnf)} characters", f"The limit is {MAX_GBNF_CHARACTERS}.", param=param
         )
     try:
         lark = gbnf_to_lark(_GBNF_PART.sub(_plain_part, gbnf))
@@ -146,7 +148,7 @@ def gbnf_grammar(gbnf: str, *, param: str = "grammar") -> str:
 
 def _plain_part(part: re.Match[str]) -> str:
     if part[0] == ".":
-        return "[\\x00-\U0010ffff]"  # line ends too
+        return "[\\x00-\U0010ffff]"  # newlines too
     return "" if part[0].startswith("#") else _GBNF_ESCAPE.sub(_plain_character, part[0])
 
 
@@ -159,14 +161,14 @@ def _plain_character(escape: re.Match[str]) -> str:
 
 
 def with_blank_start(grammar: str) -> str:
-    """The same after up to two line ends: for replies that follow a model's thinking."""
+    """The same after up to two newlines: for replies that follow thinking."""
     body, *nested = json.loads(grammar)["grammars"]
     start = {"lark_grammar": f"start: /{_BLANK_START}/ @body"}
     return json.dumps({"grammars": [start, {"name": "body", **body}, *nested]}, ensure_ascii=False)
 
 
 def check_schema(schema: Any, param: str) -> dict[str, Any]:
-    """Refuses what is too large to be looked at more closely; gives the schema as an object."""
+    """Refuses a schema that is too large to be inspected further; returns the schema as an object."""
     if schema is True:
         return {}
     if not isinstance(schema, dict):
@@ -181,7 +183,9 @@ def check_schema(schema: Any, param: str) -> dict[str, Any]:
         value, depth = unseen.pop()
         if depth > MAX_SCHEMA_DEPTH:
             raise RequestError(
-                "The JSON schema is nested too deeply", f"It may have {MAX_SCHEMA_DEPTH} levels.", param=param
+                "The JSON schema is nested too deeply",
+                f"The limit is {MAX_SCHEMA_DEPTH} levels.",
+                param=param,
             )
         if isinstance(value, dict):
             _check_keywords(value, param)
@@ -194,8 +198,8 @@ def check_schema(schema: Any, param: str) -> dict[str, Any]:
     if size > MAX_SCHEMA_BYTES or len(_to_json(schema, param).encode()) > MAX_SCHEMA_BYTES:
         raise RequestError(
             "The JSON schema is too large",
-            f"It may have {MAX_SCHEMA_BYTES} bytes.",
-            "Leave out descriptions, or parts that are not needed.",
+            f"The limit is {MAX_SCHEMA_BYTES} bytes.",
+            "Remove descriptions, or parts that are not needed.",
             param=param,
         )
     return schema
@@ -206,8 +210,8 @@ def _check_keywords(schema: Mapping[str, Any], param: str) -> None:
     if isinstance(values, list) and len(values) > MAX_ENUM_VALUES:
         raise RequestError(
             f"An enum of the JSON schema has {len(values)} values",
-            f"It may have {MAX_ENUM_VALUES}.",
-            "Ask for a string, or for one with a pattern.",
+            f"The limit is {MAX_ENUM_VALUES}.",
+            "Use a string, or a string with a pattern.",
             param=param,
         )
     for keyword in _COUNTS:
@@ -215,8 +219,8 @@ def _check_keywords(schema: Mapping[str, Any], param: str) -> None:
         if isinstance(count, (int, float)) and count > MAX_COUNT:
             raise RequestError(
                 f"{keyword} is {count} in the JSON schema",
-                f"It may be {MAX_COUNT}.",
-                "Leave it out: max_tokens limits the reply.",
+                f"The limit is {MAX_COUNT}.",
+                "Omit it: max_tokens limits the reply.",
                 param=param,
             )
     properties, required = schema.get("properties"), schema.get("required")
@@ -225,7 +229,7 @@ def _check_keywords(schema: Mapping[str, Any], param: str) -> None:
         if num_optional > MAX_OPTIONAL_PROPERTIES:
             raise RequestError(
                 f"An object of the JSON schema has {num_optional} optional properties",
-                f"It may have {MAX_OPTIONAL_PROPERTIES}.",
+                f"The limit is {MAX_OPTIONAL_PROPERTIES}.",
                 "Make properties required.",
                 param=param,
             )
@@ -239,7 +243,7 @@ def _check_regex(pattern: str, param: str) -> None:
     if len(pattern) > MAX_REGEX_CHARACTERS:
         raise RequestError(
             f"A regular expression has {len(pattern)} characters",
-            f"It may have {MAX_REGEX_CHARACTERS}.",
+            f"The limit is {MAX_REGEX_CHARACTERS}.",
             param=param,
         )
 
@@ -248,7 +252,7 @@ def _to_json(value: Any, param: str) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
-    except ValueError as error:  # NaN, or half of a character beyond U+FFFF
+    except ValueError as error:  # NaN, or a lone surrogate
         raise RequestError("The JSON schema or grammar is not JSON", f"{error}.", param=param) from error
     return text
 
@@ -269,14 +273,15 @@ def _compiled(
 
 @functools.lru_cache(maxsize=256)  # agents send the same tools with every turn
 def _problem_of(grammar: str, has_control_tokens: bool) -> str:
-    """Why llguidance will not take a grammar, as a sentence; empty when it will."""
+    """Why llguidance refuses a grammar, as a sentence; empty if it accepts it."""
     import llguidance
 
     limits = llguidance.LLParserLimits(verbose_errors=False, **GRAMMAR_LIMITS)
-    if has_control_tokens:  # which bytes cannot spell; only the engine's vocabulary has them
+    if has_control_tokens:  # which bytes cannot express; only the engine's vocabulary has them
         return _sentence(llguidance.LLMatcher.validate_grammar(grammar, limits=limits))
     matcher = llguidance.LLMatcher(_byte_vocabulary(), grammar, log_level=0, limits=limits)
-    # Two steps: something must be able to come, and what may follow it is where large schemas get too costly.
+    # Two steps: something must match, and what may follow it is where large schemas become too
+    # expensive.
     for _ in range(2):
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_stopped():
@@ -293,13 +298,13 @@ def _byte_vocabulary() -> Any:
 
 
 def _sentence(message: str) -> str:
-    """The point of llguidance's errors, which have many lines."""
+    """The main point of llguidance's errors, which have many lines."""
     lines = [line.strip() for line in message.partition("<non-verbose/>")[0].splitlines() if line.strip()]
     if not lines:
         return ""
     line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     if "NoExtension" in line:
-        line = "nothing fulfils it"
+        line = "nothing matches it"
     elif "items; max is" in line:
-        line = "it leaves too many possibilities open at once"
+        line = "it allows too many alternatives at once"
     return f"{line[:1].upper()}{line[1:300].rstrip('.')}."

@@ -1,8 +1,8 @@
-"""How many values JSON text has, told without decoding it.
+"""Counts the values of JSON text without decoding it.
 
-Decoding keeps all threads waiting, and what it costs goes by the number of values: ten million empty lists
-fit 30 MB. Counting reads the text a few times, at a gigabyte a second. Knows what separates values, and not
-whether the text is JSON.
+Decoding blocks all threads, and its cost depends on the number of values: ten million empty lists
+fit 30 MB. Counting reads the text a few times, at a gigabyte a second. Knows what separates values,
+not whether the text is JSON.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from penstock.errors import RequestError
 
-# As many are decoded in some 30 ms, which is little for others who wait. Conversations have fewer by far.
+# So many are decoded in about 30 ms, which others can wait. Conversations have far fewer.
 MAX_VALUES = 2**18
 MAX_STRINGS = 2 * MAX_VALUES + 1  # a member of an object is two of them
 
@@ -19,34 +19,32 @@ _NOT_STRUCTURE = bytes(set(range(256)) - set(b'",[{'))
 
 
 def has_more_values(texts: Sequence[bytes], limit: int = MAX_VALUES) -> bool:
-    """Whether these have more than `limit` values together. Where a text is not JSON, what stands before the
-    fault is counted rightly: a decoder gets no further.
-    """
-    if sum(map(most_values, texts)) <= limit:  # so it is with nearly all, and costs least
+    """Whether these have more than `limit` values together. In a text that is not JSON, the values
+    before the fault are counted correctly: a decoder gets no further."""
+    if sum(map(most_values, texts)) <= limit:  # true for nearly all, and the cheapest check
         return False
     return sum(_num_values(text, limit) for text in texts) > limit
 
 
 def refuse_many_arguments(texts: Sequence[bytes], param: str) -> None:
-    """Of all tool calls in a conversation, whose arguments are JSON in strings."""
+    """For all tool calls of a conversation, whose arguments are JSON in strings."""
     if has_more_values(texts):
         raise RequestError(
-            "the arguments of the tool calls consist of too many values",
-            f"Those of a conversation may have {MAX_VALUES:,} together.",
-            "Leave calls out that no longer matter.",
+            "The arguments of the tool calls have too many values",
+            f"The limit is {MAX_VALUES:,} in a conversation.",
+            "Omit calls that no longer matter.",
             param=param,
         )
 
 
 def most_values(text: bytes) -> int:
-    """No fewer than there are: before each but the first stands a comma, or what opens a list or an object.
-    But some of these open nothing, or stand in strings.
-    """
+    """An upper bound: a comma, or an opening bracket, comes before each value but the first. But
+    some brackets open nothing, and some of these are in strings."""
     return sum(text.count(separator) for separator in (b",", b"[", b"{"))
 
 
 def _num_values(text: bytes, limit: int) -> int:
-    """The same without what stands in strings. More of them than anybody means are above any limit."""
+    """The same without the contents of strings. Absurdly many strings count as above any limit."""
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     # Now every quotation mark begins or ends a string.

@@ -1,7 +1,9 @@
-"""How few tokens a text can have, told from its length alone, and how much of a chat its template writes.
+"""A lower bound of a text's tokens from its length alone, and how much of a chat its template
+writes.
 
-What cannot fit a context is refused before it is rendered or encoded. So both are lower bounds that always
-hold; where none is certain, it is 0, and the text is encoded to see. Knows no limits; who asks has those.
+What cannot fit a context is refused before it is rendered or tokenised. So both are lower bounds
+that always hold; if none is certain, the bound is 0, and the text is tokenised. Knows no limits;
+callers have those.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from penstock.errors import RequestError
 from penstock.text.segments import component_steps
 from penstock.text.template import ChatTemplate
 
-# Normalising a text composes at most so many characters into one, and none of ASCII's. A test looks at all.
+# Normalising composes at most so many characters into one, and none of ASCII's. A test checks all.
 MAX_COMPOSED = 4
 NORMAL_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 KEEPING_PRE_TOKENIZERS = {"ByteLevel", "Digits", "Metaspace"}
@@ -23,7 +25,7 @@ PROBE_CHARS = 4000
 
 
 class LengthBound:
-    """Of one tokenizer. None of its tokens stands for more characters than its name has."""
+    """Of one tokenizer. No token stands for more characters than its name has."""
 
     def __init__(self, model: tokenizers.Tokenizer) -> None:
         self.longest_token = 0  # characters; 0: a token may stand for any number of them
@@ -32,7 +34,7 @@ class LengthBound:
             self.longest_token = max(map(len, vocabulary))
 
     def fewest_tokens(self, texts: Iterable[str]) -> int:
-        """That a text which holds all of these can have."""
+        """The fewest tokens of a text that contains all of these."""
         if not self.longest_token:
             return 0
         num_chars = sum(len(text) if text.isascii() else len(text) // MAX_COMPOSED for text in texts)
@@ -40,10 +42,12 @@ class LengthBound:
 
 
 def _keeps_all(model: tokenizers.Tokenizer) -> bool:
-    """Whether every character of a text ends up in a token: none is dropped, and no run of them is one."""
+    """Whether every character of a text becomes part of a token: none is dropped, and runs are not
+    merged."""
     added = model.get_added_tokens_decoder().values()
     return (
-        not any(token.lstrip or token.rstrip for token in added)  # these swallow the blanks beside them
+        # These swallow the spaces beside them.
+        not any(token.lstrip or token.rstrip for token in added)
         and all(map(_is_keeping_normalizer, component_steps(model.normalizer, "normalizers")))
         and all(map(_is_keeping_pre_tokenizer, component_steps(model.pre_tokenizer, "pretokenizers")))
         and isinstance(model.model, tokenizers.models.BPE | tokenizers.models.Unigram)
@@ -52,7 +56,7 @@ def _keeps_all(model: tokenizers.Tokenizer) -> bool:
 
 
 def _byte_tokens(model: tokenizers.Tokenizer) -> list[str]:
-    """Which together spell whatever no other token does."""
+    """Byte tokens, which together write whatever no other token does."""
     if _is_byte_level(model):
         return tokenizers.pre_tokenizers.ByteLevel.alphabet()
     return [f"<0x{byte:02X}>" for byte in range(256)]
@@ -77,7 +81,7 @@ def _is_keeping_pre_tokenizer(step: dict[str, Any]) -> bool:
 
 
 def roles_written(template: ChatTemplate) -> frozenset[str]:
-    """The roles whose words the template writes out in full, found by asking it."""
+    """The roles whose content the template writes in full, found by rendering probes."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
     probes = {name: f"{name} " + "word " * (PROBE_CHARS // 5) + name for name in ("one", "two", "three")}
     chats: list[list[dict[str, Any]]] = [
@@ -109,7 +113,8 @@ def roles_written(template: ChatTemplate) -> frozenset[str]:
 def words_written(
     messages: list[dict[str, Any]], roles: frozenset[str], thought_end: str | None
 ) -> list[str]:
-    """What a template writes for certain: blanks around it may go, and the thoughts before a reply."""
+    """What a template certainly writes: spaces around it may be dropped, and reasoning before a
+    reply."""
     words = []
     for message in messages:
         content = message.get("content")

@@ -1,9 +1,9 @@
-"""Notices a reply that only repeats itself.
+"""Detects a reply that only repeats itself.
 
-A model that has lost its way writes the same few tokens, or the same paragraph, until a limit ends it. The
-guard looks at the end of a reply now and then, and calls it a loop when the end consists of one run of tokens
-over and over: at least `MIN_REPEATS` times and at least `MIN_TOKENS` long. It judges tokens, knows no text,
-and decides nothing: who asked closes the thought or ends the reply.
+A model that has lost its way writes the same few tokens, or the same paragraph, until a limit. The
+guard checks the end of a reply now and then, and reports a loop if the end consists of one repeated
+run of tokens: at least `MIN_REPEATS` times and at least `MIN_TOKENS` long. It sees tokens, no text,
+and decides nothing: the caller ends the thinking or the reply.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from collections.abc import Iterable
 
 MIN_TOKENS = 192
 MIN_REPEATS = 6
-MAX_PERIOD = 160  # tokens of what is repeated
-CHECK_EVERY = 64  # tokens: a loop does not run away
+MAX_PERIOD = 160  # longest repeated run, in tokens
+CHECK_EVERY = 64  # tokens between two checks
 
 
 class LoopGuard:
-    """One reply's; hears of all its tokens."""
+    """The guard of one reply; receives all of its tokens."""
 
     def __init__(self) -> None:
         self._token_ids: array[int] = array("i")
         self._num_unchecked = 0
 
     def push(self, token_ids: Iterable[int]) -> bool:
-        """More tokens; whether the reply is a loop by now, as far as it was looked at."""
+        """Adds tokens; returns whether the reply is a loop at the last check."""
         num_before = len(self._token_ids)
         self._token_ids.extend(token_ids)
         self._num_unchecked += len(self._token_ids) - num_before
         if self._num_unchecked < CHECK_EVERY:
             return False
         self._num_unchecked = 0
-        del self._token_ids[: -MIN_REPEATS * MAX_PERIOD]  # more is never looked at
+        del self._token_ids[: -MIN_REPEATS * MAX_PERIOD]  # more is never checked
         return find_loop(self._token_ids) is not None
 
 
 def find_loop(token_ids: array[int]) -> int | None:
-    """The length of what the end repeats; None when it is no loop."""
+    """The length of the repeated run at the end; None: no loop."""
     data, width = token_ids.tobytes(), token_ids.itemsize
     for period in range(1, MAX_PERIOD + 1):
         num_tokens = max(MIN_TOKENS, MIN_REPEATS * period)

@@ -1,8 +1,8 @@
-"""How a checkpoint's vectors and scores are made: its own files say, and settings may say otherwise.
+"""How a checkpoint's vectors and scores are computed, from its own files or from settings.
 
-`VectorRules` reads the files of sentence-transformers (modules.json and those it names). `VectorText` turns
-texts into token ids: an input of an embedding, or a query with a document. `PairScores` turns vectors into
-scores. Knows nothing of engines or HTTP.
+`VectorRules` reads the files of sentence-transformers (modules.json and those it names).
+`VectorText` turns texts into token ids: an input of an embedding, or a query with a document.
+`PairScores` turns vectors into scores. Knows nothing of engines or HTTP.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from penstock.types import EngineInfo, Pooling, PoolingKind
 KINDS: Mapping[str, PoolingKind] = {"lasttoken": "last", "mean": "mean"}
 OLD_KINDS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean"}
 
-# What Qwen3-Reranker was trained on, and what it is asked for where a request has no instruction.
+# What Qwen3-Reranker was trained on, and its instruction if a request has none.
 RERANK_START = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    "the "
     'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 RERANK_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -40,10 +41,10 @@ PAIR_ROLES = re.compile(r"""["']query["'].*["']document["']|["']document["'].*["
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorRules:
-    """What a checkpoint says of its vectors. The defaults are for one that says nothing."""
+    """What a checkpoint says about its vectors. The defaults are for one that says nothing."""
 
     pooling: Pooling = field(default_factory=Pooling)
-    prompts: Mapping[str, str] = field(default_factory=dict)  # by name: what stands before an input
+    prompts: Mapping[str, str] = field(default_factory=dict)  # by name: text before an input
     default_prompt: str | None = None  # the name of one
     embeds: bool = False  # its files say that it is for embeddings
     answer_ids: tuple[int, ...] = ()  # the tokens for relevant and, if there is one, for irrelevant
@@ -51,7 +52,7 @@ class VectorRules:
 
     @classmethod
     def load(cls, path: Path | None, pooling: str = "auto") -> VectorRules:
-        """Of a checkpoint's folder, or of a file in it. `pooling`: the operator's choice."""
+        """From a checkpoint's folder, or a file in it. `pooling`: the operator's choice."""
         chosen = None if pooling == "auto" else cast(PoolingKind, pooling)
         if path is None:
             rules = cls()
@@ -75,7 +76,7 @@ def _read_modules(folder: Path, chosen: PoolingKind | None) -> VectorRules:
         if kind not in ("Transformer", "Pooling", "Normalize", "LogitScore"):
             raise CheckpointError(
                 f"{file} has the module {kind}",
-                "Vectors are made by Transformer, Pooling, Normalize and LogitScore here.",
+                "The supported modules are Transformer, Pooling, Normalize and LogitScore.",
                 "Use a model without it, or remove the module if its vectors are not needed.",
             )
     settings = read_json(folder / "config_sentence_transformers.json")
@@ -103,7 +104,9 @@ def _read_list(file: Path) -> list[Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read", f"{error}.", "Fetch the file again.") from error
     if not isinstance(value, list):
-        raise CheckpointError(f"{file} holds no list", "One of modules is expected.", "Fetch the file again.")
+        raise CheckpointError(
+            f"{file} is not a list", "A list of modules is expected.", "Fetch the file again."
+        )
     return value
 
 
@@ -117,20 +120,20 @@ def _pooling_kind(file: Path) -> PoolingKind:
     if not isinstance(mode, str) or mode not in KINDS:
         raise CheckpointError(
             f"{file} asks for the pooling {mode!r}",
-            f"Pooled is by {' or '.join(KINDS)}.",
+            f"The supported kinds are {' and '.join(KINDS)}.",
             "Choose one with --pooling last or --pooling mean, if the model was trained for it.",
         )
     if KINDS[mode] == "mean" and settings.get("include_prompt") is False:
         raise CheckpointError(
-            f"{file} leaves the prompt out of the mean",
-            "Means are of all tokens here.",
-            "Choose --pooling mean to have them nevertheless.",
+            f"{file} excludes the prompt from the mean",
+            "Means here include all tokens.",
+            "Use --pooling mean to accept that.",
         )
     return KINDS[mode]
 
 
 class VectorText:
-    """Texts as the token ids that a model of vectors was trained on."""
+    """Texts as the token ids that an embedding or reranking model was trained on."""
 
     def __init__(
         self,
@@ -150,7 +153,7 @@ class VectorText:
         self,
         text: str,
         prompt_name: str | None = None,
-        max_tokens: int | None = None,  # more are cut off, but never what the tokenizer puts at the end
+        max_tokens: int | None = None,  # truncates to this, but never what the tokenizer appends
         tenant: str = "",
     ) -> list[int]:
         token_ids = self._tokenizer.encode(self._prompt(prompt_name) + text, True, tenant)
@@ -162,21 +165,22 @@ class VectorText:
             raise RequestError(
                 f"prompt_name is {name[:64]!r}",
                 f"The model has the prompts: {', '.join(map(repr, self.rules.prompts)) or 'none'}.",
-                nearest(name, self.rules.prompts) or "Put the words before the input yourself.",
+                nearest(name, self.rules.prompts) or "Put the prompt before the input yourself.",
                 param="prompt_name",
             )
         return "" if name is None else self.rules.prompts[name]
 
     @functools.cached_property
     def _num_end_tokens(self) -> int:
-        """That the tokenizer appends to a text."""
+        """The number of tokens that the tokenizer appends to a text."""
         bare, whole = (self._tokenizer.encode("a", is_whole) for is_whole in (False, True))
         num_added = len(whole) - len(bare)
         starts = [start for start in range(num_added + 1) if whole[start : start + len(bare)] == bare]
         return num_added - starts[0] if starts else 0
 
     def scoring(self, info: EngineInfo) -> str:
-        """How pairs are scored: by the model's classifier, its answer, or the likeness of two embeddings."""
+        """How pairs are scored: by the model's classifier, its answer, or the similarity of two
+        embeddings."""
         if self._scoring != "auto":
             return self._scoring
         if info.num_labels:
@@ -191,7 +195,7 @@ class VectorText:
             if info.num_labels > 1:
                 raise RequestError(
                     f"The model's classifier has {info.num_labels} labels",
-                    "A score is made of one.",
+                    "A score needs exactly one.",
                     "Serve a model with one label.",
                     param="model",
                 )
@@ -218,7 +222,8 @@ class VectorText:
         max_tokens: int | None = None,
         tenant: str = "",
     ) -> tuple[list[list[int]], PairScores]:
-        """The prompts of queries with documents, and who makes scores of their vectors."""
+        """The prompts of queries with documents, and the object that turns their vectors into
+        scores."""
         if self.scoring(info) == "cosine":
             return self._encode_apart(pairs, instruction, max_tokens, tenant)
         encode = self._pair_encoder(info, instruction, max_tokens, tenant)
@@ -227,7 +232,7 @@ class VectorText:
     def _encode_apart(
         self, pairs: Sequence[tuple[str, str]], instruction: str | None, max_tokens: int | None, tenant: str
     ) -> tuple[list[list[int]], PairScores]:
-        """Each text once, with the prompt that the model has for queries or documents."""
+        """Each text once, with the model's prompt for queries or documents."""
         start, names = "", self.rules.prompts
         if instruction is not None:
             if not names.get("query", "").startswith("Instruct:"):
@@ -266,7 +271,8 @@ class VectorText:
         head = f"<Instruct>: {instruction or RERANK_INSTRUCTION}\n<Query>: "
 
         def encode(query: str, document: str) -> list[int]:
-            """What a client wrote never becomes a control token: it could answer in the model's place."""
+            """What a client wrote never becomes a control token: it could answer in the model's
+            place."""
             body = self._tokenizer.encode_plain(f"{head}{query}\n<Document>: {document}")
             return _cut([*start, *body, *end], max_tokens, len(end), len(start))
 
@@ -285,7 +291,7 @@ class VectorText:
     def _template_encoder(
         self, instruction: str | None, max_tokens: int | None, tenant: str
     ) -> Callable[[str, str], list[int]]:
-        """For chat templates that know the roles query and document, as sentence-transformers asks for."""
+        """For chat templates with the roles query and document, as in sentence-transformers."""
         encoder = self._chat_encoder
         system = [] if instruction is None else [{"role": "system", "content": instruction}]
 
@@ -294,7 +300,7 @@ class VectorText:
             token_ids = encoder.encode(encoder.render([*system, *pair]), tenant)
             if max_tokens is not None and len(token_ids) > max_tokens:
                 raise RequestError(
-                    f"a query and its document have {len(token_ids)} tokens",
+                    f"A query and its document have {len(token_ids)} tokens",
                     "Prompts of the model's chat template are not truncated.",
                     "Send a shorter document.",
                     param="truncate_prompt_tokens",
@@ -305,14 +311,14 @@ class VectorText:
 
 
 def _cut(token_ids: list[int], max_tokens: int | None, num_end: int, num_start: int = 0) -> list[int]:
-    """Leaves out what is too much, but nothing of so many at the end, and at the start."""
+    """Truncates, but keeps so many tokens at the end and at the start."""
     if max_tokens is None or len(token_ids) <= max_tokens:
         return token_ids
     if max_tokens <= num_start + num_end:
         raise RequestError(
             f"truncate_prompt_tokens is {max_tokens}",
             f"The model's own prompt has {num_start + num_end} tokens besides the text.",
-            "Allow more.",
+            "Use a larger value.",
             param="truncate_prompt_tokens",
         )
     return token_ids[: max_tokens - num_end] + token_ids[len(token_ids) - num_end :]
@@ -320,15 +326,15 @@ def _cut(token_ids: list[int], max_tokens: int | None, num_end: int, num_start: 
 
 def _no_instruction() -> RequestError:
     return RequestError(
-        "instruction is not supported by this model",
-        "The prompt it was trained on has no place for one.",
-        "Leave it out.",
+        "This model does not support instruction",
+        "The prompt that it was trained on has no instruction.",
+        "Omit it.",
         param="instruction",
     )
 
 
 class PairScores:
-    """Scores as their vectors come, each between 0 and 1, of embeddings between -1 and 1."""
+    """Scores as their vectors come, each between 0 and 1, or between -1 and 1 for embeddings."""
 
     def __init__(self, pairs: list[tuple[int, int]] | None) -> None:
         """`pairs`: which two vectors a score compares; None: each vector is the logits of one pair."""
@@ -340,7 +346,7 @@ class PairScores:
                 self._pairs_with.setdefault(place, []).append(number)
 
     def take(self, place: int, vector: bytes) -> Iterator[tuple[int, float]]:
-        """The numbers of pairs that are complete now, and their scores."""
+        """The indexes of pairs that are now complete, and their scores."""
         values = array("f", vector)
         if self._pairs is None:
             yield place, _sigmoid(values[0] - sum(values[1:]))

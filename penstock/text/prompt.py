@@ -1,7 +1,7 @@
-"""From prompt ids and sampling parameters to the requests an engine takes.
+"""From prompt ids and sampling parameters to the requests of an engine.
 
-The last place where a request can be refused before it costs anything: lengths, ids and limits are checked
-here. Knows nothing of HTTP or of the engine.
+The last place where a request can be refused before it costs anything: checks lengths, ids and
+limits. Knows nothing of HTTP or of the engine.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from penstock.errors import ContextLengthError, RequestError
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Pooling, Request, SamplingParams
 
-# In the answer to one call, alternatives included: some 30 MB of a completion, twice as much of a chat. Room
-# for a prompt of 262,144 tokens with three alternatives, or eight replies of 4,096 tokens with twenty.
+# In the answer to one request, alternatives included: about 30 MB of a completion, twice as much of
+# a chat. Room for a prompt of 262,144 tokens with three alternatives, or eight replies of 4,096
+# tokens with twenty.
 MAX_SCORES = 2**20
 SHORTEN = (
     "Please reduce the length of the messages, or serve with a larger --max-model-len "
@@ -33,9 +34,11 @@ def build_requests(
     session_id: str | None = None,
     tenant: str = "",
     cache_salt: str | None = None,
-    page_size: int | None = None,  # of an engine elsewhere: its thread, which steps, shall not hash prompts
+    # Of an engine in another process, whose stepping thread should not hash prompts.
+    page_size: int | None = None,
 ) -> list[Request]:
-    """`sampling.n` requests for one prompt, each with its own id and, when a seed is given, its own seed."""
+    """`sampling.n` requests for one prompt, each with its own id and, if a seed is given, its own
+    seed."""
     prompt = tuple(token_ids)
     if not prompt:
         raise RequestError(
@@ -72,7 +75,7 @@ def build_requests(
 
 
 def truncated(token_ids: list[int], sampling: SamplingParams, max_model_len: int) -> list[int]:
-    """The last of a prompt's tokens, as many as the request allows; all, if it does not say."""
+    """The last tokens of a prompt, as many as the request allows; all of them by default."""
     num_kept = sampling.truncate_prompt_tokens
     if num_kept == -1:
         num_kept = max(1, max_model_len - (sampling.max_tokens or 1))
@@ -117,9 +120,10 @@ def build_pooling_request(
 def limit_scores(
     prompts: Sequence[Sequence[int]], sampling: SamplingParams, max_model_len: int
 ) -> SamplingParams:
-    """Refuses a call whose answer could have too many log-probabilities: it is held and sent as a whole.
+    """Refuses a request whose answer could have too many log-probabilities: it is stored and sent
+    as a whole.
 
-    A reply without a limit of its own gets one where the context would allow too many.
+    A reply without a limit gets one if the context would allow too many.
     """
     if sampling.logprobs is None and sampling.prompt_logprobs is None:
         return sampling
@@ -137,10 +141,13 @@ def limit_scores(
         of_prompt = f", {num_prompt_scores:,} of them of the prompt" if num_prompt_scores else ""
         raise RequestError(
             f"the answer could have {num_prompt_scores + num_reply_scores:,} log-probabilities{of_prompt}",
-            f"At most {MAX_SCORES:,} are given in one call. Prompts are {len(prompts)}, n is {sampling.n}, "
-            f"max_tokens {sampling.max_tokens or 1}; a token has {sampling.logprobs or 0} alternatives, "
+            f"The limit is {MAX_SCORES:,} in one answer. There are {len(prompts)} prompts, n is "
+            f"{sampling.n}, "
+            f"max_tokens {sampling.max_tokens or 1}; a token has {sampling.logprobs or 0} "
+            "alternatives, "
             f"one of the prompt {sampling.prompt_logprobs or 0}.",
-            "Lower the alternatives (logprobs, top_logprobs in a chat, prompt_logprobs), n or max_tokens, "
+            "Lower the alternatives (logprobs, top_logprobs in a chat, prompt_logprobs), n or "
+            "max_tokens, "
             "or split the call.",
             param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
         )
@@ -148,7 +155,7 @@ def limit_scores(
 
 
 def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
-    """Refuses ids that stand for no token; `name` is the field they came in."""
+    """Refuses ids that stand for no token; `name` is their field."""
     for token_id in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token_id < vocab_size:
             raise RequestError(
@@ -160,14 +167,14 @@ def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
 
 
 def _banned_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """At the start of a text and behind a space, where a word has other tokens."""
+    """At the start of a text and after a space, where a word has other tokens."""
     spellings = dict.fromkeys(spelling for word in words for spelling in (word, f" {word.lstrip(' ')}"))
     ids = dict.fromkeys(tuple(tokenizer.encode(spelling)) for spelling in spellings)
     return tuple(word for word in ids if word)
 
 
 def _places_of(token_ids: Collection[int], prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """Where these stand, but not at the start. Searched for, not looked at one by one: prompts are long."""
+    """Their positions, except at the start. Uses a search, because prompts are long."""
     places = []
     for token_id in token_ids:
         place = 0
@@ -178,11 +185,13 @@ def _places_of(token_ids: Collection[int], prompt: tuple[int, ...]) -> tuple[int
 
 
 def prompt_too_long(num_tokens: str, max_model_len: int, details: str = "") -> ContextLengthError:
-    """In the words that clients look for to shorten a conversation: the first line as Anthropic's API has it,
-    the second as OpenAI's. `num_tokens`: a number, perhaps with "at least" before it."""
+    """In the words that clients look for to shorten a conversation: the first line as in
+    Anthropic's API, the second as in OpenAI's. `num_tokens`: a number, perhaps with "at least"
+    before it."""
     return ContextLengthError(
         f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum",
-        f"{_holds(max_model_len)} However, your messages resulted in {num_tokens} tokens, and the reply "
+        f"{_holds(max_model_len)} However, your messages resulted in {num_tokens} tokens, and the "
+        "reply "
         f"needs at least 1.{details}",
         SHORTEN,
         param="prompt",
@@ -201,7 +210,8 @@ def _resolve_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, max_mo
     if max_tokens > room:
         raise ContextLengthError(
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}",
-            f"{_holds(max_model_len)} However, you requested {num_prompt_tokens + max_tokens} tokens "
+            f"{_holds(max_model_len)} However, you requested {num_prompt_tokens + max_tokens} "
+            "tokens "
             f"({num_prompt_tokens} in the messages, {max_tokens} in the completion).",
             f"Ask for at most {room} tokens, or: {SHORTEN[0].lower()}{SHORTEN[1:]}",
             param="max_tokens",

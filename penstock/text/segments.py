@@ -24,7 +24,8 @@ import tokenizers
 MIN_SEGMENT_CHARS = 256  # encoding fewer takes about as long as finding them
 MAX_CACHE_BYTES = 64 * 1024 * 1024
 
-# What works on each piece alone. Not among them: Metaspace, which asks whether a piece begins the text.
+# What works on each piece alone. Not among them: Metaspace, which asks whether a piece begins the
+# text.
 PIECEWISE_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD"}
 PIECEWISE_PRE_TOKENIZERS = {"Split", "Digits", "ByteLevel"}
 
@@ -33,14 +34,14 @@ Piece = tuple[str, str]  # a tenant and its text
 
 
 class SegmentEncoder:
-    """Gives the ids that the tokenizer gives; safe to use from several threads."""
+    """Returns the same ids as the tokenizer; safe to use from several threads."""
 
     def __init__(
         self, encode_pieces: EncodePieces, control_tokens: list[str], max_bytes: int = MAX_CACHE_BYTES
     ) -> None:
         self._encode_pieces = encode_pieces
         self._max_bytes = max_bytes
-        # The longest first: where several begin at one place, tokenizers takes that one too.
+        # The longest first: if several begin at one place, tokenizers takes that one too.
         longest_first = sorted(control_tokens, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)))
         self._lock = threading.Lock()
@@ -49,7 +50,7 @@ class SegmentEncoder:
 
     @classmethod
     def of(cls, model: tokenizers.Tokenizer, encode_pieces: EncodePieces) -> SegmentEncoder | None:
-        """None where pieces of a text might not have the ids that they have in it."""
+        """None if pieces of a text might have other ids than in the whole text."""
         control_tokens = [token.content for token in model.get_added_tokens_decoder().values()]
         if not control_tokens or not _is_piecewise(model):
             return None
@@ -69,7 +70,8 @@ class SegmentEncoder:
         return token_ids
 
     def _cut(self, text: str) -> Iterator[str]:
-        """Long segments alone; short ones together, from the left, so that a growing text keeps its cuts."""
+        """Long segments alone; short ones together, from the left, so that a growing text keeps its
+        cuts."""
         piece_start = segment_start = 0
         for control in self._control.finditer(text):
             end = control.start()
@@ -101,7 +103,7 @@ class SegmentEncoder:
         if len(piece[1]) < MIN_SEGMENT_CHARS or size > self._max_bytes:
             return
         with self._lock:
-            if piece in self._known:  # two threads have encoded it
+            if piece in self._known:  # two threads encoded it
                 return
             self._known[piece] = ids
             self.num_bytes += size
@@ -133,7 +135,7 @@ def _is_piecewise(model: tokenizers.Tokenizer) -> bool:
 
 
 def component_steps(component: Any, name: str) -> list[dict[str, Any]]:
-    """The settings of a normaliser or pre-tokeniser, or of those it consists of."""
+    """The settings of a normaliser or pre-tokeniser, or of its parts."""
 
     def flatten(part: dict[str, Any]) -> list[dict[str, Any]]:
         if part["type"] != "Sequence":

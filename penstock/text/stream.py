@@ -1,6 +1,6 @@
-"""Turns a stream of token ids into text that can be shown at once and never has to be taken back.
+"""Turns a stream of token ids into text that can be shown at once and is never taken back.
 
-Holds back half a UTF-8 character and anything that may turn out to be the start of a stop string. Knows
+Holds back incomplete UTF-8 characters and anything that may be the start of a stop string. Knows
 nothing of requests or of HTTP.
 """
 
@@ -15,7 +15,8 @@ from penstock.types import SamplingParams
 
 
 class StreamDecoder:
-    """The text of one reply. What `push` and `finish` return, joined, is the decoded reply up to a stop."""
+    """The text of one reply. What `push` and `finish` return, joined, is the decoded reply up to a
+    stop."""
 
     def __init__(
         self,
@@ -23,8 +24,8 @@ class StreamDecoder:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
-        continues_text: bool = False,  # then its first space stands between that text and this
-        keeps_stop: bool = False,  # the stop that ended the reply is a part of its text
+        continues_text: bool = False,  # then its first space separates that text from this one
+        keeps_stop: bool = False,  # the stop that ended the reply is part of its text
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
@@ -35,8 +36,8 @@ class StreamDecoder:
         self._held = ""  # decoded, but possibly the start of a stop string
         self._min_tokens = min_tokens
         self._keeps_stop = keeps_stop
-        self._is_quiet = False  # in a thought, which no stop string ends
-        self._is_before_answer = False  # behind a thought, with nothing but white space since
+        self._is_quiet = False  # in thinking, which no stop string ends
+        self._is_before_answer = False  # after thinking, with only white space since
         self.num_tokens = 0
         self.stopped = False
         self.stop_string: str | None = None  # that ended the reply
@@ -53,18 +54,19 @@ class StreamDecoder:
         )
 
     def shows_end(self, token_id: int) -> bool:
-        """Whether the token that ended the reply is a part of its text."""
+        """Whether the token that ended the reply is part of its text."""
         return self._keeps_stop and token_id not in self._skipped
 
     def push_thought(self, token_ids: Iterable[int]) -> str:
-        """Takes tokens of a thought: stop strings are looked for behind it, and behind the space there."""
+        """Takes tokens of thinking: stop strings apply only after it, and after the white space
+        there."""
         self._is_quiet = True
         text = self.push(token_ids)
         self._is_quiet, self._is_before_answer = False, True
         return text
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Takes tokens; gives the text that is now certain. Tokens after a stop are not looked at."""
+        """Takes tokens; returns the text that is now certain. Ignores tokens after a stop."""
         pieces = []
         for token_id in token_ids:
             if self.stopped:
@@ -80,7 +82,7 @@ class StreamDecoder:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """The rest, when no more tokens will come."""
+        """The rest, after the last token."""
         if self.stopped:
             return ""
         text = self._release(self._characters.decode(b"", final=True))
@@ -88,7 +90,8 @@ class StreamDecoder:
         return text + held
 
     def _decode(self, data: bytes) -> str:
-        """The characters that are complete with these bytes; nearly every token is whole characters."""
+        """The characters that are complete with these bytes; nearly every token is whole
+        characters."""
         if not self._is_split:
             try:
                 return data.decode()
@@ -130,10 +133,11 @@ class StreamDecoder:
 
 
 class StopMatcher:
-    """Looks for several strings at once, one character at a time (Aho-Corasick), in constant time each.
+    """Looks for several strings at once, one character at a time (Aho-Corasick), in constant time
+    each.
 
-    Its state is a node of the trie of all stop strings: the longest end of the text seen so far that
-    could still grow into one. The stop that is complete first wins; of two complete at once, the longer.
+    Its state is a node of the trie of all stop strings: the longest suffix of the text that could
+    still grow into one. The stop that is complete first wins; of two complete at once, the longer.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -142,7 +146,7 @@ class StopMatcher:
         self._num_matched = [0]  # length of the longest stop that ends at this node
         for string in stop:
             if not string:
-                raise RequestError("stop holds an empty string", "It would match everywhere.", param="stop")
+                raise RequestError("stop has an empty string", "It would match everywhere.", param="stop")
             self._insert(string)
         self._shorter = self._link()
         self._node = 0
@@ -156,7 +160,8 @@ class StopMatcher:
         self._node = 0
 
     def can_skip(self, text: str) -> bool:
-        """Whether no stop string has begun, nor begins in this text: stepping through it would do nothing."""
+        """Whether no stop string has begun, nor begins in this text: stepping through it would
+        change nothing."""
         return self._node == 0 and self._children[0].keys().isdisjoint(text)
 
     def step(self, character: str) -> int:

@@ -1,9 +1,11 @@
-"""Renders a conversation to the text a model was trained on, with the checkpoint's own chat template.
+"""Renders a conversation to the text a model was trained on, with the checkpoint's own chat
+template.
 
-Owns where templates are found, the limits they run under and what is said when one stops them. Knows nothing
-of tokens. A template comes with the checkpoint and never from a request. Even so it is another's program: it
-runs in a process of its own, whose memory and time are limited (template_process.py), in minijinja, which
-cannot reach Python internals and burns fuel for every instruction, and on a copy of the conversation.
+Owns where templates are found, their limits and the errors when one exceeds them. Knows nothing of
+tokens. A template comes with the checkpoint, never from a request. It is still foreign code: it
+runs in a process of its own, whose memory and time are limited (template_process.py), in minijinja,
+which cannot reach Python internals and burns fuel for every instruction, and on a copy of the
+conversation.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ SPECIAL_TOKEN_NAMES = (
     "cls_token",
     "mask_token",
 )
-# What a template finds without a request's doing (template_worker.py): a variable of the name would hide it.
+# What a template finds without a request (template_worker.py): a variable of that name would hide
+# it.
 TEMPLATE_GLOBALS = (
     "cycler",
     "debug",
@@ -73,19 +76,20 @@ class Limits:
 
     @classmethod
     def of(cls, num_items: int, num_bytes: int) -> Limits:
-        """For so many messages and tools, which take so many bytes."""
+        """For so many messages and tools, of so many bytes."""
         cpu_seconds = (
             BASE_CPU_SECONDS + CPU_SECONDS_PER_ITEM * num_items + CPU_SECONDS_PER_MB * num_bytes / 1e6
         )
         return cls(BASE_FUEL + FUEL_PER_ITEM * num_items, cpu_seconds, MAX_PROMPT_CHARS)
 
     def reached(self, failure: Failure) -> tuple[str, str] | None:
-        """The limit that stopped the template and its number, or None if it failed on its own."""
+        """The limit that stopped the template and its number; None: it failed by itself."""
         match failure.kind:
             case "OutOfFuel":
                 return (
                     "the chat template ran out of fuel",
-                    f"It was stopped after {self.fuel:,} instructions: {BASE_FUEL:,}, and {FUEL_PER_ITEM:,} "
+                    f"It was stopped after {self.fuel:,} instructions: {BASE_FUEL:,}, and "
+                    f"{FUEL_PER_ITEM:,} "
                     "for every message and tool.",
                 )
             case "OutOfTime":
@@ -93,19 +97,19 @@ class Limits:
                 return "the chat template ran out of time", f"It was stopped after {allowed}."
             case "OutOfMemory":
                 allowed = f"{MEMORY_LIMIT_BYTES // 2**20} MiB of memory"
-                return "the chat template ran out of memory", f"It may use {allowed}, and wanted more."
+                return "the chat template ran out of memory", f"The limit is {allowed}."
             case "TooLong":
                 return (
                     "the chat template wrote too long a prompt",
-                    f"It wrote {failure.detail}, and may write {self.max_chars:,}.",
+                    f"It wrote {failure.detail}; the limit is {self.max_chars:,}.",
                 )
             case "Died":
-                return "the chat template crashed", f"Two processes in turn failed on it: {failure.detail}."
+                return "the chat template crashed", f"Two processes failed in turn: {failure.detail}."
         return None
 
 
 class ChatTemplate:
-    """One compiled chat template, or the knowledge that the model has none."""
+    """One compiled chat template, or the fact that the model has none."""
 
     def __init__(
         self,
@@ -133,7 +137,7 @@ class ChatTemplate:
 
     @property
     def variables(self) -> frozenset[str]:
-        """The names the template reads besides the conversation: what a request may set."""
+        """The names that the template reads besides the conversation: what a request may set."""
         return self._variables - RESERVED_NAMES
 
     def render(
@@ -155,7 +159,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Everything the template is told, as plain values of its own."""
+        """Everything that the template sees, as plain values."""
         if self.source is None:
             raise RequestError(
                 "this model has no chat template",
@@ -166,8 +170,8 @@ class ChatTemplate:
         for name in RESERVED_NAMES & variables.keys():
             raise RequestError(
                 f"{name} cannot be a template variable",
-                "It is set by the request itself or by the checkpoint.",
-                "Leave it out of chat_template_kwargs.",
+                "The request itself or the checkpoint sets it.",
+                "Remove it from chat_template_kwargs.",
                 param="chat_template_kwargs",
             )
         try:
@@ -176,7 +180,7 @@ class ChatTemplate:
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise _cannot_be_given(f"{type(error).__name__}: {error}") from error
         if not context["tools"]:
-            del context["tools"]  # templates ask both `if tools` and `if tools is defined`
+            del context["tools"]  # templates test both `if tools` and `if tools is defined`
         context["add_generation_prompt"] = add_generation_prompt
         return context
 
@@ -210,10 +214,10 @@ class ChatTemplate:
         return shared_processes.ask({**task, **dataclasses.asdict(limits)})
 
     def _refusal(self, failure: Failure, limits: Limits) -> RequestError | TemplateProcessError:
-        if failure.kind == "Died":  # no fault of the request, as far as anybody knows
+        if failure.kind == "Died":  # as far as is known, not the request's fault
             return TemplateProcessError(
                 "The messages could not be rendered",
-                f"The process of the chat template failed, and so did the next: {failure.detail}.",
+                f"Two template processes failed in turn; the second one: {failure.detail}.",
                 "Try again later.",
             )
         if failure.kind == "Refused":
@@ -231,7 +235,7 @@ class ChatTemplate:
             )
         return RequestError(
             "the chat template cannot render these messages",
-            # Without the folder: a client need not know how the server's disk is laid out.
+            # Without the folder: a client must not see the server's paths.
             f"Line {failure.line} of {self._file.name if self._file else 'it'}: {failure.reason}.",
             "Check the roles, the content and the tool calls of the messages.",
             param="messages",
@@ -255,7 +259,7 @@ def _cannot_be_given(why: str) -> RequestError:
 
 
 def find_template(folder: Path) -> tuple[str | None, Path | None]:
-    """The template's source and the file it was found in; None and None where there is none."""
+    """The template's source and its file; None and None if there is none."""
     file = folder / TEMPLATE_FILE
     if file.is_file():
         return _read_text(file), file
@@ -279,7 +283,7 @@ def _read_chosen(chosen: str) -> tuple[str, Path]:
         raise ConfigError(
             f"Cannot read the chat template from {file}",
             f"{error}.",
-            f"Name a Jinja file in UTF-8, or one of those that come along: {', '.join(NAMED_TEMPLATES)}.",
+            f"Use a Jinja file in UTF-8, or a built-in one: {', '.join(NAMED_TEMPLATES)}.",
         ) from error
 
 
@@ -295,7 +299,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is not valid JSON", f"{error}.", "Fetch the file again.") from error
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{file} holds a {type(value).__name__}", "A JSON object is expected.", "Fetch the file again."
+            f"{file} is a {type(value).__name__}", "A JSON object is expected.", "Fetch the file again."
         )
     return value
 
@@ -305,7 +309,7 @@ def _read_text(file: Path) -> str:
         return read_text(file)
     except OSError as error:
         raise CheckpointError(
-            f"{file} cannot be read", f"{error.strerror or error}.", "Check the file and who may read it."
+            f"{file} cannot be read", f"{error.strerror or error}.", "Check the file and its permissions."
         ) from error
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{file} is not UTF-8", f"{error}.", "Fetch the file again.") from error
@@ -314,7 +318,7 @@ def _read_text(file: Path) -> str:
 def parse_arguments(messages: list[dict[str, Any]]) -> None:
     """Turns the arguments of tool calls, in place, from the API's JSON strings into objects.
 
-    Clients send back what the API gave them, a string; templates loop over the names and values.
+    Clients send back the API's strings; templates loop over names and values.
     """
     called = list(_functions_with_text_arguments(messages))
     texts = [function["arguments"].encode(errors="replace") for function in called]
@@ -346,14 +350,15 @@ def _choose(found: Any, config: Path) -> str | None:
     if not named:
         raise CheckpointError(
             f"chat_template in {config} is not a template",
-            f"It is a {type(found).__name__} without named templates; expected is a string or such a list.",
+            f"It is a {type(found).__name__} without named templates; a string or a list of named "
+            "templates is expected.",
             "Fetch the file again.",
         )
     return named.get("default") or next(iter(named.values()))
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """bos_token and its kin, which templates write out by name."""
+    """bos_token and its kin, which templates write by name."""
     config = read_json(folder / "tokenizer_config.json")
     tokens = {name: config.get(name) for name in SPECIAL_TOKEN_NAMES}
     texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in tokens.items()}

@@ -1,9 +1,10 @@
-"""The parent's side of the processes that run chat templates: start them, ask them, replace those that die.
+"""The parent's side of the processes that run chat templates: starts them, sends tasks, replaces
+dead ones.
 
-Owns the processes, their sockets and what a death means. Knows nothing of templates: a task goes in, an
-answer or a `Failure` comes out. A few processes serve every template of ours, each one task at a time. The
-first task starts one, and others are started only when all are busy; they end with us, because their sockets
-close. Cheap tasks overtake expensive ones (turns.py).
+Owns the processes, their sockets and the meaning of a death. Knows nothing of templates: a task
+goes in, an answer or a `Failure` comes out. A few processes serve all templates, each one task at a
+time. The first task starts one, and others start only when all are busy; they end with this
+process, because their sockets close. Cheap tasks overtake expensive ones (turns.py).
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from penstock.text.turns import Turns, num_cpus
 
 MEMORY_LIMIT_BYTES = 256 * 1024 * 1024  # of each process
 MAX_PROCESSES = 4
-# A limit of CPU seconds comes with each task. This one is of the wall clock, for a machine that stands still.
+# Each task has a limit of CPU seconds. This one is of wall-clock time, for a machine that stalls.
 PATIENCE_S = 10.0
-LOOK_S = 0.5  # how often a process that does not answer is looked at: somebody may have stopped it
+LOOK_S = 0.5  # how often to check a process that does not answer: it may have been stopped
 
 _LENGTH_BYTES = 4
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why there is no answer. `kind` is minijinja's name of an error, or one of OutOfMemory, OutOfTime, Died,
-    Refused, BadValue and TooLong."""
+    """Why there is no answer. `kind` is minijinja's name of an error, or one of OutOfMemory,
+    OutOfTime, Died, Refused, BadValue and TooLong."""
 
     kind: str
     detail: str = ""
@@ -59,7 +60,7 @@ class TemplateProcesses:
         self.forget()
 
     def forget(self) -> None:
-        """In a process that was forked off: the children and the locks belong to the parent."""
+        """In a forked process: the children and the locks belong to the parent."""
         self._turns = Turns(self._max_processes)
         self._lock = threading.Lock()
         self._idle: list[_Child] = []  # the last used at the end
@@ -69,12 +70,13 @@ class TemplateProcesses:
         frame = len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
         with self._turns.wait(len(frame)):
             answer = self._try(frame, self._take_idle())
-            if answer.failure is not None and answer.failure.kind == "Died":  # before the task came, perhaps
+            # Perhaps before the task arrived.
+            if answer.failure is not None and answer.failure.kind == "Died":
                 answer = self._try(frame, None)
             return answer
 
     def _try(self, frame: bytes, child: _Child | None) -> Answer:
-        """Asks this one, or a new one. Who has failed is ended."""
+        """Sends the task to this process, or to a new one. A process that failed is ended."""
         try:
             child = child or _Child()
         except OSError as error:
@@ -86,7 +88,7 @@ class TemplateProcesses:
             return Answer(failure=Failure("Died", str(error)))
         except (OSError, EOFError):
             return Answer(failure=_cause_of_death(child.end()))
-        except BaseException:  # Ctrl-C: an answer is on its way that nobody will read
+        except BaseException:  # Ctrl-C: the answer that is coming would be read by the next task
             child.end()
             raise
         with self._lock:
@@ -98,13 +100,13 @@ class TemplateProcesses:
             return self._idle.pop() if self._idle else None
 
     def close(self) -> None:
-        """Ends those that do nothing; the others would end with us."""
+        """Ends the idle ones; the others end with this process."""
         while (child := self._take_idle()) is not None:
             child.end()
 
     @property
     def pids(self) -> list[int]:
-        """Of those that do nothing."""
+        """Of the idle ones."""
         return [child.process.pid for child in self._idle]
 
 
@@ -116,7 +118,7 @@ class _Child:
                 module_command("penstock.text.template_worker", str(MEMORY_LIMIT_BYTES)),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # the terminal's Ctrl-C reaches us only
+                start_new_session=True,  # the terminal's Ctrl-C reaches only the parent
             )
 
     def exchange(self, frame: bytes, deadline: float) -> bytearray:
@@ -137,7 +139,7 @@ class _Child:
         return data
 
     def _wait(self, transfer: Callable[[memoryview], int], data: memoryview, deadline: float) -> int:
-        """How many bytes were sent or received; raises TimeoutError when there never will be any."""
+        """The number of bytes sent or received; raises TimeoutError if there will be none."""
         while True:
             left_s = deadline - time.monotonic()
             self._socket.settimeout(max(min(left_s, LOOK_S), 0.001))
@@ -150,20 +152,20 @@ class _Child:
                     raise TimeoutError("it was stopped by a signal") from None
 
     def _is_stopped(self) -> bool:
-        if not hasattr(os, "waitid"):  # macOS before Python 3.13: patience ends it
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13: the time limit ends it
             return False
         looks = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self.process.pid, looks) is not None
 
     def end(self) -> int:
-        """What it died of: if its socket has closed, that is settled, and killing changes nothing."""
+        """What it died of: if its socket has closed, that is known, and killing it changes nothing."""
         self.process.kill()
         self._socket.close()
         return self.process.wait()
 
 
 def _cause_of_death(status: int) -> Failure:
-    if status == -signal.SIGABRT:  # what Rust does without memory
+    if status == -signal.SIGABRT:  # Rust's reaction to missing memory
         return Failure("OutOfMemory")
     if status == -signal.SIGPROF:
         return Failure("OutOfTime")

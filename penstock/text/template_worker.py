@@ -30,9 +30,9 @@ import minijinja
 LENGTH = struct.Struct(">I")
 MAX_INDENT = 16
 MAX_KEPT = 16  # compiled templates
-MAX_DETAIL_CHARS = 2000  # of a failure: a template chooses what it raises, too
+MAX_DETAIL_CHARS = 2000  # of a failure: a template can raise any text
 
-# transformers marks the assistant's text with this tag for training; for rendering it is transparent.
+# transformers marks the assistant's text with this tag for training; rendering ignores it.
 _GENERATION_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
@@ -41,10 +41,13 @@ class Refusal(Exception):
 
 
 def main() -> None:
-    """`python -m penstock.text.template_worker BYTES`: answers tasks until the socket on stdin closes."""
+    """`python -m penstock.text.template_worker BYTES`: answers tasks until the socket on stdin
+    closes."""
     limit_memory(int(sys.argv[1]))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # so that it kills, whatever the parent does with it
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust's last words; the parent tells what happened
+    # So that it kills, whatever handler the parent has.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    # Hides Rust's messages; the parent reports what happened.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     while header := _read(LENGTH.size):
         answer = _answer(_read(*LENGTH.unpack(header)))
         rest = memoryview(LENGTH.pack(len(answer)) + answer)
@@ -53,7 +56,8 @@ def main() -> None:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Linux refuses further memory, and Rust then aborts; macOS has no such limit, there only time counts."""
+    """Linux refuses further memory, and Rust then aborts; macOS has no such limit, so only time
+    counts there."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -63,7 +67,7 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def _read(num_bytes: int) -> bytearray:
-    """So many bytes; none when the parent is gone."""
+    """So many bytes; empty when the parent is gone."""
     data = bytearray(num_bytes)
     rest = memoryview(data)
     while rest:
@@ -83,7 +87,7 @@ def _answer(frame: bytearray) -> bytes:
         failure = _failure(error.kind, error.detail or "", error.line or 0)
     except MemoryError:
         failure = _failure("OutOfMemory")
-    except Exception as error:  # whatever a value or a filter's argument led Python to raise
+    except Exception as error:  # any error from a value or a filter's argument
         failure = _failure("BadValue", f"{type(error).__name__}: {error}")
     except BaseException as panic:  # Rust's; without memory it finds null where Python's object should be
         failure = _failure("OutOfMemory" if "null" in str(panic) else "BadValue", f"{panic}")
@@ -151,7 +155,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """What transformers gives templates: key order kept, nothing escaped for HTML, ", " and ": " between."""
+    """transformers' tojson: key order kept, nothing escaped for HTML, ", " and ": " between."""
     if indent is not None:
         _check_indent(indent)
     return json.dumps(
@@ -167,7 +171,7 @@ def _indent(value: str, width: int = 4, first: bool = False, blank: bool = False
 
 
 def _check_indent(width: object) -> None:
-    """Builtin filters would allocate whatever one number asks for."""
+    """Built-in filters would allocate whatever one number asks for."""
     if not isinstance(width, int) or width > MAX_INDENT:
         raise ValueError(
             f"the template asks for an indent of {str(width)[:20]!r}; at most {MAX_INDENT} is allowed"
@@ -175,7 +179,7 @@ def _check_indent(width: object) -> None:
 
 
 def _trim(value: Any, characters: str | None = None) -> str:
-    """Python's idea of white space, which differs from Rust's in a few control characters."""
+    """Python's definition of white space, which differs from Rust's in a few control characters."""
     return "" if value is None else str(value).strip(characters)
 
 

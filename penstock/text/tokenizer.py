@@ -1,9 +1,9 @@
 """Text to token ids and back, with the checkpoint's own tokenizer.json.
 
-Encoding is the `tokenizers` library's, with a memory for long pieces where it changes nothing (segments.py),
-or fastokens' where that is installed and gives the same ids. Decoding goes through bytes, so that one rule
-serves whole replies, streams and logprobs. Also knows which ids end a reply and which start a turn. Knows
-nothing of requests.
+The `tokenizers` library encodes, with a cache for long pieces if it cannot change an id
+(segments.py), or fastokens if it is installed and gives the same ids. Decoding goes through bytes,
+so that one rule serves whole replies, streams and logprobs. Also knows which ids end a reply and
+which start a turn. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 TURN_STARTS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>")
 MAX_TOKEN_ID = 2**24
 
-# Two encoders must agree on these before the faster one is trusted.
+# Two encoders must agree on these before the faster one is used.
 PROBES = (
     "",
     " ",
@@ -71,7 +71,7 @@ Encode = Callable[[str, bool, str], list[int]]
 
 
 class Tokenizer:
-    """One checkpoint's vocabulary. Ids it does not know, as in padded vocabularies, decode to nothing."""
+    """One checkpoint's vocabulary. Unknown ids, as in padded vocabularies, decode to nothing."""
 
     def __init__(self, model: tokenizers.Tokenizer, eos_token_ids: tuple[int, ...] = ()) -> None:
         self._model = model
@@ -93,7 +93,7 @@ class Tokenizer:
     def load(cls, path: Path | str | None, *, is_quick: bool = True) -> Tokenizer:
         """Of a checkpoint folder or GGUF file, or a tokenizer.json; None is the embedded model's.
 
-        Who has other things to start first may `quicken` it later.
+        A caller that has other things to start first may `quicken` it later.
         """
         if path is None:
             from penstock.assets import default_model
@@ -105,8 +105,8 @@ class Tokenizer:
         if not has_file(file):
             raise CheckpointError(
                 f"{folder if path.exists() else path} has no tokenizer",
-                f"There is no file {file if path.exists() else path}.",
-                "Name a folder or a tokenizer.json that fits the model with --tokenizer.",
+                f"{file if path.exists() else path} does not exist.",
+                "Choose a folder or a tokenizer.json for this model with --tokenizer.",
             )
         try:
             with _panics_are_errors():
@@ -118,7 +118,7 @@ class Tokenizer:
                 raise known from error
             raise CheckpointError(f"{file} cannot be read", f"{error}.", "Fetch the file again.") from error
         _check_ids(file, model)
-        # Some files cut texts or fill them up, as was useful in training. A prompt stays as it is.
+        # Some files truncate or pad texts, for training. A prompt stays as it is.
         model.no_truncation()
         model.no_padding()
         tokenizer = cls(model, _eos_token_ids(model, folder))
@@ -127,47 +127,49 @@ class Tokenizer:
         return tokenizer
 
     def quicken(self) -> None:
-        """Encodes with fastokens from here on, if it can. To make it takes seconds for a large vocabulary."""
+        """Encodes with fastokens from here on, if possible. Building it takes seconds for a large
+        vocabulary."""
         if fast_encode := _fast_encoder(self._model):
             self._encode, self.encoder_name = fast_encode, "fastokens"
 
     def encode(self, text: str, add_special_tokens: bool = False, tenant: str = "") -> list[int]:
-        """Token ids of a text; control tokens written in it become their ids, as templates need.
+        """Token ids of a text; control tokens in it become their ids, as templates need.
 
-        What was encoded before is remembered for each tenant apart: the time it takes would tell others.
+        The cache is separate for each tenant: its timing would reveal the texts of others.
         """
         try:
             return self._encode(text, add_special_tokens, tenant)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(
-                "the text cannot be encoded",
-                "It holds a lone surrogate, half of a character beyond U+FFFF.",
+                "The text cannot be encoded",
+                "It has a lone surrogate, half of a character beyond U+FFFF.",
                 "Send valid Unicode.",
             ) from error
         except TokenizerPanic as error:
             raise RequestError(
                 "The tokenizer failed on this text",
-                f"It says: {error}. A pattern in tokenizer.json can be too slow or too deep for some texts.",
+                f"Its error is: {error}. A pattern in tokenizer.json can be too slow or too deep "
+                "for some texts.",
                 "Serve the model with another tokenizer.json, or send other text.",
             ) from error
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a text of which nothing is a control token, nor any other that was added."""
+        """Token ids of a text in which nothing is a control token or another added token."""
         return _encode(self._plain_model, text, False)
 
     def encode_pair(self, first: str, second: str) -> list[int]:
-        """Token ids of two texts, put together as the tokenizer's post-processor does."""
+        """Token ids of two texts, joined by the tokenizer's post-processor."""
         with _panics_are_errors():
             return self._model.encode_batch_fast([(first, second)], add_special_tokens=True)[0].ids
 
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids as `encode` gives them, each with its place in the text; slower."""
+        """The token ids of `encode`, each with its place in the text; slower."""
         encoding = self._model.encode_batch([text], add_special_tokens=False)[0]
         return encoding.ids, encoding.offsets
 
     @functools.cached_property
     def length_bound(self) -> LengthBound:
-        """Made when it is first asked for: it looks at the whole vocabulary."""
+        """Built on first use: it inspects the whole vocabulary."""
         return LengthBound(self._model)
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -179,11 +181,11 @@ class Tokenizer:
         return data.decode("utf-8", errors="replace")
 
     def has_text(self, token_ids: Iterable[int]) -> bool:
-        """Whether any of these is more than a control token."""
+        """Whether any of these is not a control token."""
         return any(token_id not in self.special_ids for token_id in token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for, which need not be whole characters."""
+        """The bytes of one token, which may be incomplete characters."""
         data = self._bytes.get(token_id)
         if data is None:
             token = self._model.id_to_token(token_id) if token_id >= 0 else None
@@ -196,7 +198,7 @@ class Tokenizer:
 
 
 class TokenizerPanic(Exception):
-    """A library of Rust gave up. What it raises itself is no `Exception`, and would pass every handler."""
+    """A Rust library panicked. What it raises is not an `Exception`, and would pass every handler."""
 
 
 @contextlib.contextmanager
@@ -210,7 +212,7 @@ def _panics_are_errors() -> Iterator[None]:
 
 
 def _encode(model: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    # As a batch of one: unlike `encode` it lets other threads run, and it computes no offsets.
+    # As a batch of one: unlike `encode` it releases the lock, and computes no offsets.
     with _panics_are_errors():
         return model.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
@@ -225,7 +227,7 @@ def _without_added_tokens(model: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _remembering_encoder(model: tokenizers.Tokenizer) -> Encode:
-    """The library's, with a memory for long pieces where that cannot change an id."""
+    """The library's encoder, with a cache for long pieces if that cannot change an id."""
 
     def encode_pieces(pieces: list[str]) -> list[list[int]]:
         with _panics_are_errors():
@@ -255,8 +257,9 @@ def _byte_rule(model: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], boo
         )
         return _sentence_piece_bytes, strips
     raise CheckpointError(
-        "the tokenizer's decoder is not supported",
-        f"It has {sorted(map(str, kinds)) or 'no steps'}; known are ByteLevel, ByteFallback, Metaspace.",
+        "The tokenizer's decoder is not supported",
+        f"It has {sorted(map(str, kinds)) or 'no steps'}; the supported ones are ByteLevel, "
+        "ByteFallback, Metaspace.",
         "Use a model whose tokenizer.json has one of these.",
     )
 
@@ -270,7 +273,8 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes printable Latin-1 bytes as themselves and the others as U+0100, U+0101, ..."""
+    """Byte-level BPE writes printable Latin-1 bytes as themselves and the others as U+0100, U+0101,
+    ..."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -296,7 +300,7 @@ def _sentence_piece_bytes(token: str) -> bytes:
 
 
 def _eos_token_ids(model: tokenizers.Tokenizer, folder: Path) -> tuple[int, ...]:
-    """Every id that ends a reply. No single file of a checkpoint can be trusted to name them all."""
+    """Every id that ends a reply. No single file of a checkpoint reliably names all of them."""
     config = read_json(folder / "config.json")
     found: list[Any] = []
     for source in (read_json(folder / "generation_config.json"), config, config.get("text_config") or {}):
@@ -306,7 +310,7 @@ def _eos_token_ids(model: tokenizers.Tokenizer, folder: Path) -> tuple[int, ...]
     if isinstance(named, dict):
         named = named.get("content")
     if isinstance(named, str):
-        with contextlib.suppress(UnicodeEncodeError):  # JSON can spell halves of characters
+        with contextlib.suppress(UnicodeEncodeError):  # JSON can contain lone surrogates
             found.append(model.token_to_id(named))
     template = find_template(folder)[0] or ""
     found += [model.token_to_id(token) for token in TURN_ENDS if token in template]
@@ -315,12 +319,12 @@ def _eos_token_ids(model: tokenizers.Tokenizer, folder: Path) -> tuple[int, ...]
 
 
 def _check_ids(file: Path, model: tokenizers.Tokenizer) -> None:
-    """Encoders take memory for every id up to the largest, whether there is a token or not."""
+    """Encoders allocate memory for every id up to the largest, whether it is used or not."""
     largest = max(model.get_vocab(with_added_tokens=True).values(), default=0)
     if largest > MAX_TOKEN_ID:
         raise CheckpointError(
             f"{file} has a token whose id is {largest:,}",
-            f"Ids go up to {MAX_TOKEN_ID:,}; the largest vocabularies have some hundred thousand tokens.",
+            f"The limit is {MAX_TOKEN_ID:,}; the largest vocabularies have some hundred thousand tokens.",
             "Fetch the file again.",
         )
 
@@ -332,16 +336,17 @@ def _vocab_size(model: tokenizers.Tokenizer) -> int:
 
 
 def _fast_encoder(model: tokenizers.Tokenizer) -> Encode | None:
-    """fastokens, some 80 times faster, where it is installed, takes this model and gives the same ids."""
+    """fastokens, some 80 times faster, if it is installed, reads this model and gives the same ids."""
     try:
         import fastokens
     except ImportError:
         return None
     try:
-        # As the library understood it: for the ids of a damaged file, fastokens would take any memory.
+        # As the library parsed it: for the ids of a damaged file, fastokens would allocate any
+        # memory.
         with _panics_are_errors():
             fast = fastokens.Tokenizer.from_json_str(model.to_str())
-    except Exception as error:  # any way of not reading it means the reference encoder
+    except Exception as error:  # any failure to read it means the reference encoder
         logger.warning("fastokens cannot read the tokenizer (%s); encoding with tokenizers", error)
         return None
 
@@ -349,7 +354,7 @@ def _fast_encoder(model: tokenizers.Tokenizer) -> Encode | None:
         try:
             with _panics_are_errors():
                 return list(fast.encode(text, add_special_tokens=add_special_tokens).ids)
-        except (ValueError, TokenizerPanic):  # a byte without a token, which the other one leaves out
+        except (ValueError, TokenizerPanic):  # a byte without a token, which the other one drops
             return _encode(model, text, add_special_tokens)
 
     try:

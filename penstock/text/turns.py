@@ -1,9 +1,10 @@
-"""Who works next: at most so many at once, cheap work before expensive work, and nothing waits for ever.
+"""Which work runs next: a limited number at once, cheap work before expensive work, and none waits
+for ever.
 
-Work is due when it comes, plus a time that grows with its cost; whatever is due first goes first. So cheap
-work overtakes expensive work, but only what comes within that time. Expensive work never takes the last
-place: a cheap request does not wait for an expensive one to end. For threads and for coroutines alike. Knows
-nothing of what the work is.
+Work is due when it arrives, plus a time that grows with its cost; the earliest due runs first. So
+cheap work overtakes expensive work, but only if it arrives within that time. Expensive work never
+takes the last place: a cheap request does not wait for an expensive one to end. For threads and for
+coroutines. Knows nothing about the work itself.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-CHEAP = 64 * 1024  # bytes: rendered and tokenised in some 20 ms
+CHEAP = 64 * 1024  # bytes: rendered and tokenised in about 20 ms
 SECONDS_PER_BYTE = 0.5e-6  # by which expensive work is due later
 
 
 def num_cpus() -> int:
-    """That this process may use."""
+    """CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -50,7 +51,7 @@ class Turns:
 
     @contextlib.contextmanager
     def wait(self, cost: int) -> Iterator[None]:
-        """For threads: returns when it is this one's turn, which ends with the block."""
+        """For threads: returns when it is this thread's turn, which ends with the block."""
         turn = self._ask(cost)
         try:
             turn.granted.result()
@@ -77,7 +78,8 @@ class Turns:
 
     def _leave(self, turn: _Turn) -> None:
         with self._lock:
-            if not turn.granted.cancel():  # it was granted; otherwise it is skipped when it comes up
+            # It was granted; otherwise it is skipped when its turn comes.
+            if not turn.granted.cancel():
                 self._num_taken[turn.is_cheap] -= 1
             self._grant()
 

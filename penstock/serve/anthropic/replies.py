@@ -1,10 +1,11 @@
-"""Anthropic's replies: deltas of a reply into blocks and their events, and errors into error bodies.
+"""Anthropic's replies: deltas into blocks and their events, and errors into error bodies.
 
-A stream is message_start, then for every block content_block_start, its deltas and content_block_stop, then
-message_delta with why it ended, and message_stop. A block ends where a delta of another kind begins.
+A stream is message_start, then for every block content_block_start, its deltas and
+content_block_stop, then message_delta with the stop reason, and message_stop. A block ends where a
+delta of another kind begins.
 
-A call that turned out to be none is closed in a stream, which has told of it, and missing in a body. All the
-model wrote of it is text in both.
+A call that turned out to be invalid is closed in a stream, which has announced it, and missing in a
+body. In both, what the model wrote of it is text.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ ERROR_TYPES = {
     413: "request_too_large",
     529: "overloaded_error",
 }
-# Clients drop thoughts that are not signed, and hand signed ones back. Nobody here has to be shown a proof.
+# Clients drop unsigned reasoning, and send signed reasoning back. The signature is not checked
+# here.
 SIGNATURE = "penstock"
 
 Frame = tuple[bytes, bytes]
@@ -47,7 +49,7 @@ Frame = tuple[bytes, bytes]
 class MessageFormat:
     """One message, streamed or whole."""
 
-    usage_so_far: Callable[[], Usage] | None = None  # None: the prompt is being prepared
+    usage_so_far: Callable[[], Usage] | None = None  # None: the prompt is still being prepared
 
     def __init__(self, request_id: str, model: str, max_tokens: int | None) -> None:
         self._request_id = request_id
@@ -55,8 +57,8 @@ class MessageFormat:
         self._head = {"id": self.id, "type": "message", "role": "assistant", "model": model}
         self._max_tokens = max_tokens
         self._has_begun = False
-        self._num_blocks = 0  # that have begun
-        self._open: type[Delta] | None = None  # what the open block consists of
+        self._num_blocks = 0  # begun so far
+        self._open: type[Delta] | None = None  # the kind of the open block
         self._frame: Frame = (b"", b"")  # around each piece of the open block
         self._end = ReplyEnd("stop")
 
@@ -74,7 +76,8 @@ class MessageFormat:
         return self._message_start() + _event("ping", {})
 
     def _message_start(self) -> bytes:
-        """Once, as soon as the prompt's tokens are counted. How many were cached, message_delta says."""
+        """Once, as soon as the prompt's tokens are counted. message_delta has the number of cached
+        ones."""
         if self._has_begun or self.usage_so_far is None:
             return b""
         self._has_begun = True
@@ -131,7 +134,7 @@ class MessageFormat:
         return msgspec.json.encode(body)
 
     def _ending(self, end: ReplyEnd, usage: Usage) -> dict[str, str | None]:
-        """A call must be answered, so it is told even where a stop string came after it."""
+        """A call must be answered, so it is reported even if a stop string came after it."""
         reason, stop_string = STOP_REASONS[end.reason], None
         if end.reason == "stop" and end.stop_string is not None:
             reason, stop_string = "stop_sequence", end.stop_string
@@ -153,7 +156,8 @@ DELTA_FIELDS: dict[type[Delta], tuple[str, str]] = {
 
 
 def _delta_frame(index: int, kind: str, field: str) -> Frame:
-    """What stands before and after each piece of a block; a NUL marks its place, JSON has none."""
+    """What comes before and after each piece of a block; a NUL marks its place, since JSON has
+    none."""
     delta = {"type": kind, field: msgspec.Raw(b"\0")}
     head, tail = _event("content_block_delta", {"index": index, "delta": delta}).split(b"\0")
     return head, tail
@@ -165,7 +169,7 @@ def _event(kind: str, fields: dict[str, Any]) -> bytes:
 
 @dataclass(slots=True)
 class _Block:
-    """A block of a body while its pieces are put together."""
+    """A block of a body while its pieces are collected."""
 
     kind: type[Delta]
     pieces: list[str] = field(default_factory=list)
@@ -212,7 +216,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def error_status(status: int) -> int:
-    """The status that Anthropic's clients know for one of ours. A 429 would tell them of a limit of their
+    """The status that Anthropic's clients know for one of ours. A 429 would mean a limit of their
     own, and there are none: a server that is full or not ready is overloaded."""
     return 529 if status in (429, 503) else status
 

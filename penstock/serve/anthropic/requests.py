@@ -1,9 +1,9 @@
-"""Anthropic's request bodies: from the bytes of a POST to the `ChatRequest` that every API asks.
+"""Anthropic's request bodies: from the bytes of a POST to the `ChatRequest` that every API shares.
 
-Messages made of blocks become messages as chat templates know them: results of tools before the text that
-came with them, calls and thoughts beside an assistant's text, and neighbours of one role as one turn. A block
-or a field that cannot be honoured is a `RequestError` that names it; fields that are ignored on purpose are
-in fields.py. Nothing here renders or generates; replies are written in replies.py.
+Messages made of blocks become messages for chat templates: tool results before the text that came
+with them, calls and reasoning beside an assistant's text, and adjacent messages of one role as one
+turn. A block or a field that cannot be honoured is a `RequestError` that names it; fields.py lists
+the ignored fields. Nothing here renders or generates; replies.py writes the replies.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from penstock.serve.openai.chat_options import (
 from penstock.serve.requests import NO_DEFAULTS, CacheSalt, ChatRequest, Defaults, SessionId, StopString
 from penstock.types import SamplingParams
 
-# Claude Code's first system block. It differs in every request, and nothing behind it could be found cached.
+# Claude Code's first system block. It differs in every request, so nothing after it would be
+# cached.
 BILLING_LINE = "x-anthropic-billing-header:"
-MAX_BLOCKS = 16_384  # of one request, those inside results too: while they are read, nobody else is served
+MAX_BLOCKS = 16_384  # of one request, those inside results too: reading them blocks the server
 
 Content = str | list[dict[str, Any]]  # blocks are checked one by one, by their type
 
@@ -47,13 +48,13 @@ class TextBlock(msgspec.Struct):
 
 
 class ThinkingBlock(msgspec.Struct):
-    """A thought that comes back. Its signature is of no use here: nobody has to prove whose thought it is."""
+    """Reasoning that comes back. Its signature is not used: no one has to prove its origin here."""
 
     thinking: str
 
 
 class RedactedThinkingBlock(msgspec.Struct):
-    """A thought that only Anthropic can read."""
+    """Reasoning that only Anthropic can read."""
 
 
 class ToolUseBlock(msgspec.Struct):
@@ -112,12 +113,12 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: OutputFormat | None = None
     effort: str | None = None
     task_budget: Any = (
-        None  # tells a model how much it may spend in all: advice, and no template has words for it
+        None  # tells a model how much it may spend in total: advice that no template can express
     )
 
 
 class PromptBody(msgspec.Struct, kw_only=True):
-    """What a prompt is made of: all that counting tokens needs."""
+    """The parts of a prompt: everything that counting tokens needs."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
     model: str | None = None
@@ -126,7 +127,7 @@ class PromptBody(msgspec.Struct, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # the older place of output_config.format
+    output_format: OutputFormat | None = None  # the older name of output_config.format
 
 
 class MessagesBody(PromptBody, kw_only=True):
@@ -136,14 +137,14 @@ class MessagesBody(PromptBody, kw_only=True):
     top_k: int | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
     stream: bool | None = None
-    session_id: SessionId | None = None  # not Anthropic's: a session that is kept here
-    cache_salt: CacheSalt | None = None  # nor is this
+    session_id: SessionId | None = None  # not Anthropic's: a session of this server
+    cache_salt: CacheSalt | None = None  # not Anthropic's either
     thread: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Neighbouring messages of one role."""
+    """Adjacent messages of one role."""
 
     role: str
     blocks: list[Block]
@@ -152,7 +153,7 @@ class _Turn:
 def parse_messages(
     body: bytes, thinks: bool | None, defaults: Defaults = NO_DEFAULTS, table: FieldTable = MESSAGES
 ) -> ChatRequest:
-    """`table`: of ignored fields."""
+    """`table`: the ignored fields."""
     return message_request(decode_body(body, MessagesBody, table=table), thinks, defaults)
 
 
@@ -162,7 +163,7 @@ def message_request(
     defaults: Defaults = NO_DEFAULTS,
     thread: Thread | None = None,  # what comes before the messages
 ) -> ChatRequest:
-    """`thinks`, `defaults`: what the operator wants where a request leaves it open, here and below."""
+    """`thinks`, `defaults`: the operator's defaults for requests, here and below."""
     given = {
         name: value
         for name in ("temperature", "top_p", "top_k")
@@ -224,15 +225,16 @@ def _refuse_held_fields(fields: PromptBody) -> None:
     for name in ("system", "tools"):
         if getattr(fields, name) is not None:
             raise RequestError(
-                f"{name} cannot be sent with a thread that goes on",
-                "The thread keeps what it was created with.",
-                f"Leave {name} out, or create another thread.",
+                f"{name} cannot be sent with a continued thread",
+                "A thread keeps the value that it was created with.",
+                f"Omit {name}, or create another thread.",
                 param=name,
             )
 
 
 def _is_thinking(thinking: Thinking | None, thinks: bool | None) -> bool:
-    """Where the operator has not said: only if the request speaks of it, as clients of this API expect."""
+    """Without an operator's default: only if the request mentions it, as clients of this API
+    expect."""
     switch = thinking_switch(thinking)
     if switch is None:
         switch = thinks
@@ -256,11 +258,11 @@ def _plain_tools(tools: list[OfferedTool]) -> list[PlainTool]:
     places: dict[str, int] = {}
     for index, tool in enumerate(tools):
         first = places.setdefault(tool.name, index)
-        if first != index:  # Anthropic refuses them, too
+        if first != index:  # Anthropic refuses them too
             raise RequestError(
                 f"tools[{index}] has the name of tools[{first}], {tool.name[:64]!r}",
-                "A call says by its name which tool is meant.",
-                "Give every tool a name of its own.",
+                "A call identifies its tool by name.",
+                "Use a different name for each tool.",
                 param=f"tools[{index}].name",
             )
     return [_plain_tool(tool, index) for index, tool in enumerate(tools)]
@@ -271,7 +273,7 @@ def _plain_tool(tool: OfferedTool, index: int) -> PlainTool:
     if tool.type not in (None, "custom"):
         raise RequestError(
             f"{where} is of type {str(tool.type)[:64]!r}",
-            "Tools that an API defines or runs itself do not exist here.",
+            "This server has no built-in tools.",
             "Describe the tool with a name, a description and an input_schema, and run it yourself.",
             param=f"{where}.type",
         )
@@ -293,7 +295,7 @@ def _openai_choice(choice: ToolChoice | None) -> str | NamedTool | None:
     if choice.type not in names:
         raise RequestError(
             f"tool_choice.type is {choice.type[:32]!r}",
-            "It must be auto, any, none, or tool with the name of one.",
+            "It must be auto, any, none, or tool with a name.",
             param="tool_choice",
         )
     return names[choice.type]
@@ -307,14 +309,15 @@ def _check_num_blocks(fields: PromptBody) -> None:
     if num_blocks > MAX_BLOCKS:
         raise RequestError(
             f"The messages consist of {num_blocks} blocks",
-            f"They may have {MAX_BLOCKS}.",
+            f"The limit is {MAX_BLOCKS}.",
             "Join blocks of text.",
             param="messages",
         )
 
 
 def _split_turns(fields: PromptBody, omitted: list[str]) -> tuple[list[str], list[_Turn]]:
-    """The instructions, and all that was said after them. Templates want instructions at the start only."""
+    """The instructions, and the messages after them. Templates expect instructions only at the
+    start."""
     instructions = _texts(_checked_blocks(fields.system or [], "system", TEXT_ONLY, omitted))
     turns: list[_Turn] = []
     for index, message in enumerate(fields.messages):
@@ -350,14 +353,14 @@ def _checked_blocks(content: Content, where: str, types: BlockTypes, omitted: li
 def _checked_block(block: dict[str, Any], where: str, types: BlockTypes, omitted: list[str]) -> Block:
     kind = block.get("type")
     if not isinstance(kind, str):
-        raise RequestError(f"{where} has no type", "A block says what it is.", param=where)
+        raise RequestError(f"{where} has no type", "Each block needs a type.", param=where)
     if kind not in types:
         raise RequestError(
             f"{where} is of type {kind[:64]!r}",
-            "Images cannot be read here, only text."
+            "This model reads only text, no images."
             if kind == "image"
-            else f"Read here are blocks of type {', '.join(types)}.",
-            "Leave the block out, or say in a text block what it holds.",
+            else f"The supported types are {', '.join(types)}.",
+            "Omit the block, or describe it in a text block.",
             param=where,
         )
     try:
@@ -374,7 +377,7 @@ def _checked_block(block: dict[str, Any], where: str, types: BlockTypes, omitted
 
 
 def _result_text(block: dict[str, Any], where: str, omitted: list[str]) -> str:
-    """A block of a tool's result. Documents may be text; what is none is left out, and said to be."""
+    """A block of a tool's result. Documents may be text; what is not text is replaced by a note."""
     kind, source = block.get("type"), block.get("source")
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         return str(source.get("data", ""))
@@ -394,7 +397,7 @@ def _without_billing(text: str) -> str:
 
 
 def _plain_messages(turns: list[_Turn], tool_names: dict[str, str]) -> list[PlainMessage]:
-    """`tool_names`: by the ids of calls that came before."""
+    """`tool_names`: by the ids of earlier calls."""
     messages: list[PlainMessage] = []
     for turn in turns:
         if turn.role == "assistant":
@@ -410,7 +413,7 @@ def _plain_messages(turns: list[_Turn], tool_names: dict[str, str]) -> list[Plai
 
 
 def _assistant_message(blocks: list[Block]) -> PlainMessage:
-    """Its texts are joined as they are: replies.py cut them where a call or a thought stood."""
+    """Its texts are joined as they are: replies.py split them at a call or at reasoning."""
     message: PlainMessage = {"role": "assistant", "content": "".join(_texts(blocks))}
     if thought := "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)):
         message["reasoning_content"] = thought
@@ -434,10 +437,10 @@ def _result_message(result: ToolResultBlock, tool_names: dict[str, str]) -> Plai
 
 
 def _reply_start(turn: _Turn, where: str) -> str:
-    """What the reply already begins with, when the conversation ends with the assistant's own words."""
+    """What the reply begins with, if the conversation ends with the assistant's own words."""
     if any(isinstance(block, ToolUseBlock) for block in turn.blocks):
         raise RequestError(
-            f"{where}, the last one, calls a tool",
+            f"{where}, the last message, calls a tool",
             "A call cannot be continued.",
             "Send its tool_result after it.",
             param=where,
@@ -445,9 +448,9 @@ def _reply_start(turn: _Turn, where: str) -> str:
     text = "".join(_texts(turn.blocks))
     if text != text.rstrip():
         raise RequestError(
-            f"{where}, the last one, ends with white space",
-            "A reply that goes on after it goes wrong: words begin with their space.",
-            "Cut the white space off.",
+            f"{where}, the last message, ends with white space",
+            "Tokens begin with their space, so the model cannot continue after one.",
+            "Remove the white space.",
             param=where,
         )
     return text

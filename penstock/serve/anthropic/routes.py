@@ -74,7 +74,7 @@ class AnthropicRoutes:
 
 
 class ThreadAnswer:
-    """An answer in whose time nothing else continues its thread."""
+    """An answer during which no other request may continue its thread."""
 
     def __init__(self, answer: Answer, threads: Threads, thread: Thread) -> None:
         self._answer = answer

@@ -1,9 +1,10 @@
-"""Anthropic's threads: a reply's id stands for the conversation up to it, with its tools and system prompt.
+"""Anthropic's threads: a reply's id stands for the conversation up to it, with its tools and system
+prompt.
 
-`{"type": "create"}` asks for that; `{"type": "continue", "previous_message_id"}` sends only what is new. A
-thread is a session (conversations.py) that has its last reply's id for a name: what may be kept, and for how
-long, is the same, and a reply that failed leaves the thread as it was. A reply can be continued once. SDKs
-read the `details` of these errors, and send the whole conversation again.
+`{"type": "create"}` starts one; `{"type": "continue", "previous_message_id"}` sends only what is
+new. A thread is a session (conversations.py) named by its last reply's id: the same limits apply,
+and a failed reply changes nothing. A reply can be continued once. SDKs read the `details` of these
+errors, and send the whole conversation again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ REPLAY = 'Send the whole conversation with thread {"type": "create"}.'
 
 
 class ThreadUnsupportedError(RequestError):
-    """SDKs go on without a thread."""
+    """SDKs then continue without a thread."""
 
     details: ClassVar[dict[str, Any]] = {
         "error_code": "thread_unsupported_request",
@@ -46,7 +47,7 @@ class Threads:
         self._in_flight: set[Key] = set()
 
     def find(self, asked: dict[str, Any], tenant: str) -> Thread:
-        """What the field `thread` of a request says."""
+        """The thread that the field `thread` of a request names."""
         if not self._conversations.is_keeping:
             raise ThreadUnsupportedError(
                 "thread is not supported", "--session-mb is 0: no messages are kept.", param="thread"
@@ -56,8 +57,8 @@ class Threads:
             return Thread()
         if asked.get("type") != "continue" or not isinstance(previous, str):
             raise RequestError(
-                "thread is neither of the two there are",
-                'They are {"type": "create"} and {"type": "continue", "previous_message_id": "…"}.',
+                "thread has neither of the two forms",
+                'The forms are {"type": "create"} and {"type": "continue", "previous_message_id": "…"}.',
                 param="thread",
             )
         return self._continue((tenant, previous))
@@ -66,15 +67,15 @@ class Threads:
         thread = self._conversations.thread(key)
         if thread is not None:
             return thread
-        if self._conversations.why_ended(key) == "deleted":  # its place was taken by the next reply's
+        if self._conversations.why_ended(key) == "deleted":  # the next reply's session replaced it
             raise ThreadAlreadyContinuedError(
-                f"{key[1][:64]!r} has been continued",
+                f"{key[1][:64]!r} has already been continued",
                 "A reply can be continued once.",
                 REPLAY,
                 param="thread",
             )
         raise ThreadNotFoundError(
-            f"There is no thread with the reply {key[1][:64]!r}",
+            f"No thread has the reply {key[1][:64]!r}",
             "Threads are kept as sessions are: for --session-minutes, in --session-mb of memory.",
             REPLAY,
             param="thread",

@@ -1,1 +1,1 @@
-"""OpenAI's files and batches: files of requests that are answered when nobody else needs the engines."""
+"""OpenAI's files and batches: files of requests that run when the engines have nothing else to do."""

@@ -1,4 +1,4 @@
-"""/v1/files: uploading what a batch asks, reading what it answered. Other files have no use here."""
+"""/v1/files: uploads for batches, and their results. Other files have no use here."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from penstock.serve.state import ServerState
 from penstock.serve.tenants import tenant_of
 
 MAX_UPLOADS = 8  # at a time
-MAX_FIELD_BYTES = 1024  # of a field that is no file
-WRITE_BYTES = 1024**2  # that are written at once, in a thread
+MAX_FIELD_BYTES = 1024  # of a field that is not a file
+WRITE_BYTES = 1024**2  # written at once, in a thread
 DEFAULT_LIST, MAX_LIST = 10_000, 10_000
 MAX_FILENAME = 255
 MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 2_592_000  # OpenAI's
@@ -37,7 +37,7 @@ class BatchesOffError(FileNotHereError):
 def folder_of(serving: ServerState) -> BatchFolder:
     if serving.batches is None:
         raise BatchesOffError(
-            "This server keeps no files and no batches",
+            "This server has no files and batches",
             "It was started without a folder for them.",
             "Start it with --batch-folder FOLDER, or run `penstock batch FILE`.",
         )
@@ -56,7 +56,7 @@ def routes(serving: ServerState) -> list[Route]:
 
 
 def expiry_s(anchor: Any, seconds: Any, param: str) -> int:
-    """Of `expires_after`, in seconds from now."""
+    """The seconds from now that `expires_after` gives."""
     if anchor != "created_at":
         raise RequestError(
             f"{param}.anchor is {anchor!r:.64}", "It must be created_at.", param=f"{param}.anchor"
@@ -72,7 +72,7 @@ def expiry_s(anchor: Any, seconds: Any, param: str) -> int:
 
 
 def page_of(records: Sequence[StoredFile | Batch], request: Request, default: int, most: int) -> Response:
-    """A part of a list, newest first, as `limit`, `after` and `order` ask."""
+    """A part of a list, newest first, by `limit`, `after` and `order`."""
     by_id = {record.id: record for record in records}
     ids, has_more = ids_of_page(list(by_id), request, default, most)
     return json_response(list_fields(ids, [by_id[id].view() for id in ids], has_more))
@@ -108,7 +108,8 @@ class FileRoutes:
     async def upload(self, request: Request) -> Response:
         folder = folder_of(self._serving)
         boundary = boundary_of(request.headers.get("content-type", ""))
-        request.scope["is_unread"] = True  # until all of it was read: the connection ends with a refusal
+        # Until all of it is read: a refusal closes the connection.
+        request.scope["is_unread"] = True
         if self._num_uploads >= MAX_UPLOADS:
             raise OverloadedError(f"{MAX_UPLOADS} files are being uploaded", todo="Try again later.")
         self._num_uploads += 1
@@ -117,7 +118,7 @@ class FileRoutes:
             await upload.receive(boundary, self._chunks(request))
             file = upload.file(tenant_of(request.scope))
             folder.add(file)
-            upload.file_id = ""  # it is the folder's now
+            upload.file_id = ""  # it belongs to the folder now
         finally:
             self._num_uploads -= 1
             upload.drop()
@@ -125,7 +126,7 @@ class FileRoutes:
         return json_response(file.view())
 
     async def _chunks(self, request: Request) -> AsyncIterator[bytes]:
-        """May take as long as a slow connection needs, but not stand still or drip."""
+        """May take as long as a slow connection needs, but must not stall or drip."""
         timeout_s = self._serving.config.read_timeout
         give_time = request.scope.get("give_time", lambda _: None)
         started, num_bytes = time.monotonic(), 0
@@ -136,7 +137,7 @@ class FileRoutes:
                 async with asyncio.timeout(min(timeout_s, allowed_s)):
                     chunk = await anext(stream, b"")
             except TimeoutError:
-                message = f"The file came too slowly: {num_bytes} bytes."
+                message = f"The file arrived too slowly: {num_bytes} bytes."
                 raise HTTPException(408, message, UNREAD_HEADERS) from None
             if not chunk:
                 return
@@ -206,13 +207,13 @@ class Upload:
         await asyncio.to_thread(_write_all, output, data)
 
     def file(self, tenant: str) -> StoredFile:
-        """What was received, if that is what a file needs."""
+        """The received file, if the form is complete."""
         if self._filename is None:
             raise RequestError("The form has no file", param="file")
         purpose = self._text("purpose")
         if purpose != "batch":
             raise RequestError(
-                f"purpose is {purpose!r:.64}", "Only files for batches are kept here.", param="purpose"
+                f"purpose is {purpose!r:.64}", "Only files for batches are stored here.", param="purpose"
             )
         now = int(time.time())
         anchor, seconds = self._text("expires_after[anchor]"), self._text("expires_after[seconds]")
@@ -234,7 +235,7 @@ class Upload:
         return None if data is None else data.decode("utf-8", "replace")
 
     def drop(self) -> None:
-        """Whatever did not become a file."""
+        """Deletes what did not become a file."""
         if self.file_id:
             self._folder.discard(self.file_id)
 

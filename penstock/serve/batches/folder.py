@@ -28,12 +28,12 @@ Status = Literal[
 ]
 ENDED: tuple[Status, ...] = ("failed", "completed", "expired", "cancelled")
 MAX_FILES = 10_000
-MAX_ENDED_BATCHES = 10_000  # that are remembered; older ones are forgotten, their files are not
+MAX_ENDED_BATCHES = 10_000  # older ones are forgotten, their files are not
 MAX_OPEN_BATCHES = 1_000
 
 
 class FileNotHereError(RequestError):
-    """No file or batch of this tenant has the id."""
+    """No file or batch of this tenant has this id."""
 
     status = 404
     code = "not_found"
@@ -64,23 +64,23 @@ class StoredFile(msgspec.Struct, kw_only=True):
 class Batch(msgspec.Struct, kw_only=True):
     id: str
     tenant: str
-    model: str  # that answers it: another one served from this folder leaves it alone
+    model: str  # another model served from this folder leaves it alone
     endpoint: str
     input_file_id: str
     completion_window: str
     created_at: int
     expires_at: int
-    output_id: str  # where results go; it is a file when the batch has ended
+    output_id: str  # for the results; it becomes a file when the batch has ended
     errors_id: str
     metadata: dict[str, str] | None = None
     output_expires_s: int | None = None
     status: Status = "validating"
-    ends_as: Status | None = None  # decided, and being written down
+    ends_as: Status | None = None  # decided, and being written
     num_total: int = 0
     num_completed: int = 0
     num_failed: int = 0
     problems: list[dict[str, Any]] = []
-    times: dict[str, int] = {}  # by status, when it was reached
+    times: dict[str, int] = {}  # when each status was reached
     has_output: bool = False
     has_errors: bool = False
 
@@ -121,7 +121,7 @@ Record = TypeVar("Record", StoredFile, Batch)
 
 
 class BatchFolder:
-    """Of one server. `close` lets another have it."""
+    """The folder of one server. `close` frees it for another."""
 
     def __init__(self, config: ServeConfig) -> None:
         assert config.batch_folder is not None
@@ -135,7 +135,7 @@ class BatchFolder:
             self._lock = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise ConfigError(
-                f"Batches cannot be kept in {self._path}", f"{error}.", "Name another --batch-folder."
+                f"Batches cannot be kept in {self._path}", f"{error}.", "Use another --batch-folder."
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,8 +143,8 @@ class BatchFolder:
             os.close(self._lock)
             raise ConfigError(
                 f"Another server uses {self._path}",
-                "Two of them would answer the same batches.",
-                "Name another --batch-folder for this one.",
+                "Both servers would run the same batches.",
+                "Use another --batch-folder for this one.",
             ) from error
         self.files = {file.id: file for file in _read_all(self._files, StoredFile)}
         self.batches = {batch.id: batch for batch in _read_all(self._batches, Batch)}
@@ -155,7 +155,7 @@ class BatchFolder:
         os.close(self._lock)
 
     def _remove_strays(self) -> None:
-        """Uploads that were never completed, and files that were being written whole."""
+        """Incomplete uploads, and files whose writing was interrupted."""
         known = set(self.files)
         for batch in self.batches.values():
             if not batch.has_ended:
@@ -174,19 +174,19 @@ class BatchFolder:
         if self.num_bytes + num_bytes > self.max_bytes:
             raise StorageFullError(
                 "The folder of files and batches is full",
-                f"It has {self.num_bytes} bytes and may have {self.max_bytes} (--batch-gb).",
+                f"It has {self.num_bytes} bytes; the limit is {self.max_bytes} (--batch-gb).",
                 "Delete files that are not needed any more.",
             )
         if len(self.files) >= MAX_FILES:
             raise StorageFullError(
-                f"There are {len(self.files)} files", f"At most {MAX_FILES} are kept.", "Delete some."
+                f"There are {len(self.files)} files", f"The limit is {MAX_FILES}.", "Delete some."
             )
 
     def require_place(self) -> None:
-        """For another batch."""
+        """Raises an error if there may be no more batches."""
         if sum(not batch.has_ended for batch in self.batches.values()) >= MAX_OPEN_BATCHES:
             raise OverloadedError(
-                "Too many batches are open", f"At most {MAX_OPEN_BATCHES} may be.", "Wait for some to end."
+                "Too many batches are open", f"The limit is {MAX_OPEN_BATCHES}.", "Wait for some to end."
             )
 
     def file(self, file_id: str, tenant: str, param: str | None = None) -> StoredFile:
@@ -195,17 +195,17 @@ class BatchFolder:
             self.delete(file)
             file = None
         if file is None or file.tenant != tenant:
-            raise FileNotHereError(f"There is no file {file_id[:64]!r}", param=param)
+            raise FileNotHereError(f"No file has the id {file_id[:64]!r}", param=param)
         return file
 
     def batch(self, batch_id: str, tenant: str) -> Batch:
         batch = self.batches.get(batch_id)
         if batch is None or batch.tenant != tenant:
-            raise FileNotHereError(f"There is no batch {batch_id[:64]!r}")
+            raise FileNotHereError(f"No batch has the id {batch_id[:64]!r}")
         return batch
 
     def add(self, file: StoredFile) -> None:
-        """Its bytes are there already, and counted."""
+        """Its bytes are already stored, and counted."""
         self._write(self._files, file)
         self.files[file.id] = file
 
@@ -221,7 +221,7 @@ class BatchFolder:
         self.discard(file.id)
 
     def discard(self, file_id: str) -> None:
-        """The bytes of what is no file, or not any more."""
+        """Deletes the bytes of what is not a file, or no longer one."""
         path = self.path_of(file_id)
         if path.exists():
             self.num_bytes -= path.stat().st_size
@@ -253,6 +253,6 @@ def _read_all(folder: Path, kind: type[Record]) -> list[Record]:
             found.append(msgspec.json.decode(path.read_bytes(), type=kind))
         except (msgspec.DecodeError, OSError) as error:
             raise ConfigError(
-                f"{path} cannot be read", f"{error}.", "Remove it, or name another --batch-folder."
+                f"{path} cannot be read", f"{error}.", "Remove it, or use another --batch-folder."
             ) from error
     return sorted(found, key=lambda record: record.created_at)

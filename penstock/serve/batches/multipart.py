@@ -1,7 +1,7 @@
 """multipart/form-data, parsed as it arrives: a file may be larger than memory.
 
-Strict: lines end with CRLF, as every client writes them. Knows no fields and keeps nothing but the end of
-what it was given last.
+Strict: lines end with CRLF, as every client writes them. Knows no fields and keeps only the end of
+its last input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Part:
     """A field begins; its bytes follow."""
 
     name: str
-    filename: str | None  # None: it is no file
+    filename: str | None  # None: not a file
 
 
 def multipart_error(why: str) -> RequestError:
@@ -34,12 +34,13 @@ def multipart_error(why: str) -> RequestError:
 def boundary_of(content_type: str) -> bytes:
     found = _BOUNDARY.search(content_type)
     if not content_type.lower().startswith("multipart/form-data") or found is None:
-        raise multipart_error(f"It is declared as {content_type[:128]!r}.")
+        raise multipart_error(f"The Content-Type is {content_type[:128]!r}.")
     return (found[1] or found[2]).encode("latin-1")
 
 
 class MultipartParser:
-    """`feed` it the body in pieces of any size; it gives a `Part` for each field and then its bytes."""
+    """`feed` it the body in pieces of any size; it yields a `Part` for each field and then its
+    bytes."""
 
     def __init__(self, boundary: bytes) -> None:
         self._delimiter = b"\r\n--" + boundary
@@ -52,7 +53,7 @@ class MultipartParser:
         while not self.has_ended:
             place = self._buffer.find(self._delimiter)
             if place < 0:
-                # All but what could be the beginning of a boundary.
+                # Everything except what could be the beginning of a boundary.
                 yield from self._take(max(0, len(self._buffer) - len(self._delimiter) + 1))
                 return
             yield from self._take(place)
@@ -69,7 +70,7 @@ class MultipartParser:
             yield data
 
     def _begin_part(self) -> Part | None:
-        """What follows a boundary: headers, or the end. None: not all of it is here yet, or it is the end."""
+        """What follows a boundary: headers, or the end. None: it is incomplete, or the end."""
         start = len(self._delimiter)
         if self._buffer[start : start + 2] == b"--":
             self.has_ended = True
@@ -81,7 +82,7 @@ class MultipartParser:
             return None
         padding, _, headers = bytes(self._buffer[start : end + 4]).partition(b"\r\n")
         if padding.strip():
-            raise multipart_error("A boundary is followed by something else than a line's end.")
+            raise multipart_error("A boundary is not followed by a line end.")
         del self._buffer[: end + 4]
         self._is_in_part = True
         return _part_of(headers)

@@ -1,4 +1,4 @@
-"""/v1/batches: asking for a file of requests to be answered, looking how far that is, calling it off."""
+"""/v1/batches: create, inspect and cancel batches."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class BatchRoutes:
         batch = self._batch(request)
         assert self._runner is not None
         if batch.status in ("completed", "failed", "expired", "finalizing"):
-            raise RequestError(f"The batch cannot be cancelled any more: it is {batch.status}")
+            raise RequestError(f"The batch can no longer be cancelled: it is {batch.status}")
         self._runner.cancel(batch)
         return json_response(batch.view())
 

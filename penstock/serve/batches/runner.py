@@ -1,8 +1,10 @@
-"""Runs batches: each line is a request to the API's own route, of the least priority, while rows are free.
+"""Runs batches: each line is a request to the API's own route, of the lowest priority, while rows
+are free.
 
-A line's result is appended to a file as one write, so that a server that is killed loses only what it was
-generating: the next one reads which lines have results and asks the others. Each tenant has one batch at a
-time, and tenants' lines take turns. Knows no API's fields: routes answer a line as they answer a client.
+A line's result is appended to a file in one write, so that a killed server loses only what it was
+generating: the next one reads which lines have results and runs the others. Each tenant has one
+running batch, and the lines of tenants take turns. Knows no API's fields: routes answer a line as
+they answer a client.
 """
 
 from __future__ import annotations
@@ -42,17 +44,17 @@ from penstock.serve.tenants import tenant_of_key
 
 log = logging.getLogger("penstock.serve")
 
-LOOK_S = 0.2  # how often a line that waits for a row looks whether clients have left one
+LOOK_S = 0.2  # how often a line that waits for a row checks for one
 SWEEP_S = 30.0
-LINES_AT_ONCE, BYTES_AT_ONCE = 64, 4 * 1024**2  # that are read ahead, in a thread
+LINES_AT_ONCE, BYTES_AT_ONCE = 64, 4 * 1024**2  # read ahead, in a thread
 RETRY_S, MAX_RETRY_S = 0.5, 10.0
-UNAVAILABLE = ("overloaded", "engine_unavailable")  # passes, however long it takes
-MAX_TRIES = 5  # where another error says that it might pass
+UNAVAILABLE = ("overloaded", "engine_unavailable")  # temporary, however long it takes
+MAX_TRIES = 5  # for another error that may be temporary
 
 
 @dataclass(slots=True)
 class _Results:
-    """The two files that a batch writes, and the lines that have a result."""
+    """The two result files of a batch, and the lines that have a result."""
 
     output: int
     errors: int
@@ -66,17 +68,17 @@ class BatchRunner:
         self.endpoints = endpoints
         self._folder = folder
         self._serving = serving
-        self._app = app  # the routes, without what stands in front of them for clients
+        self._app = app  # the routes, without the middleware for clients
         self._changed = asyncio.Event()
         self._freed = asyncio.Event()
-        self._turn = asyncio.Lock()  # of those that wait for a row, in their order
+        self._turn = asyncio.Lock()  # of the lines that wait for a row, in their order
         self._num_in_flight = 0
         self._running: dict[str, asyncio.Task[None]] = {}  # by batch
         keys = serving.config.load_api_keys()
-        self._tenants = {tenant_of_key(key) for key in keys} or {""}  # a key that was withdrawn asks nothing
+        self._tenants = {tenant_of_key(key) for key in keys} or {""}  # a withdrawn key runs nothing
 
     def wake(self) -> None:
-        """There is another batch."""
+        """There is a new batch."""
         self._changed.set()
 
     def cancel(self, batch: Batch) -> None:
@@ -89,7 +91,7 @@ class BatchRunner:
         self._changed.set()
 
     async def run(self) -> None:
-        """Until the server drains. What is open then goes on with the next server."""
+        """Runs until the server drains. The next server continues open batches."""
         draining = asyncio.ensure_future(self._serving.draining.wait())
         try:
             await self._serving.client.wait_ready()
@@ -100,7 +102,7 @@ class BatchRunner:
                 await asyncio.wait({draining, changed}, timeout=SWEEP_S, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
                 self._delete_expired()
-        except PenstockError:  # there will be no engine; the server says why
+        except PenstockError:  # there will be no engine; the server reports why
             pass
         finally:
             draining.cancel()
@@ -110,7 +112,7 @@ class BatchRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start_next(self) -> None:
-        """The oldest batch of each tenant that has none running; one that was called off, at once."""
+        """Starts the oldest batch of each tenant that has none running, and cancelled ones at once."""
         busy = {self._folder.batches[id].tenant for id in self._running}
         for batch in list(self._folder.batches.values()):
             if batch.has_ended or batch.id in self._running or not self._is_ours(batch):
@@ -122,7 +124,7 @@ class BatchRunner:
             task.add_done_callback(lambda _, id=batch.id: self._end(id))  # type: ignore[misc]
 
     def _is_ours(self, batch: Batch) -> bool:
-        """Another model's may be ended here, but not answered."""
+        """Another model's batch may be ended here, but not run."""
         is_over = batch.status == "cancelling" or batch.expires_at <= time.time()
         return batch.tenant in self._tenants and (is_over or batch.model == self._serving.model_name)
 
@@ -138,7 +140,8 @@ class BatchRunner:
                 self._folder.delete(file)
 
     async def _live(self, batch: Batch) -> None:
-        """From wherever it is to its end. Cancelled without having been called off: the server ends."""
+        """From its current state to its end. Cancelled without a request to cancel: the server is
+        stopping."""
         try:
             await self._process(batch)
         except asyncio.CancelledError:
@@ -150,14 +153,14 @@ class BatchRunner:
         except Exception:
             log.exception("a batch failed unexpectedly")
             batch.ends_as = "failed"
-            message = "The server failed on this batch. It has been logged."
+            message = "The server failed on this batch. Its log has the details."
             batch.problems = [{"code": "internal_error", "line": None, "message": message, "param": None}]
         try:
             await self._finalize(batch)
         except (OSError, StorageFullError) as error:
             log.error("the results of batch %s could not be written: %s", batch.id, error)
             self._fail(batch, error)
-            batch.reach("failed")  # here at least; the next server tries again
+            batch.reach("failed")  # in memory at least; the next server tries again
 
     def _fail(self, batch: Batch, error: OSError | StorageFullError) -> None:
         what = error.what if isinstance(error, PenstockError) else f"A file could not be written: {error}"
@@ -167,7 +170,7 @@ class BatchRunner:
     async def _process(self, batch: Batch) -> None:
         if batch.status == "cancelling":
             batch.ends_as = "cancelled"
-        if batch.ends_as is not None:  # was written down when the last server ended
+        if batch.ends_as is not None:  # decided before the last server ended
             return
         try:
             async with asyncio.timeout(max(0.0, batch.expires_at - time.time())):
@@ -243,7 +246,7 @@ class BatchRunner:
                     yield number, line
 
     def _open_results(self, batch: Batch) -> _Results:
-        """Opens the files of results; what the last server has left in them counts."""
+        """Opens the result files; results of the last server count."""
         paths = [self._folder.path_of(id) for id in (batch.output_id, batch.errors_id)]
         output, errors = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in paths)
         results = _Results(output, errors)
@@ -270,8 +273,9 @@ class BatchRunner:
             self._num_in_flight += 1
 
     def _num_rows(self) -> int:
-        """That batches may use: what clients leave, and one, which waits behind them all in the engine."""
-        # A line that has just begun has no place yet, so there may seem to be fewer than none.
+        """Rows for batches: those that clients leave, and one, which waits behind all of them in
+        the engine."""
+        # A line that has just started has no place yet, so the number may be below zero.
         others = max(0, self._serving.intake.replies.num_taken - self._num_in_flight)
         most = min(self._serving.client.num_rows, self._serving.config.max_queue // 2)
         return max(1, most - others)
@@ -298,7 +302,8 @@ class BatchRunner:
             result = result[os.write(file, result) :]
 
     async def _answer(self, batch: Batch, line: BatchLine) -> tuple[int, str, bytes]:
-        """The answer to one line. What would pass is tried again, and a server that ends answers nothing."""
+        """The answer to one line. Temporary errors are retried, and a stopping server answers
+        nothing."""
         num_tries, wait_s = 0, RETRY_S
         while True:
             num_tries += 1
@@ -339,7 +344,7 @@ class BatchRunner:
         async def receive() -> Message:
             if messages:
                 return messages.pop()
-            await asyncio.Event().wait()  # for ever: nobody hangs up
+            await asyncio.Event().wait()  # for ever: there is no client to disconnect
             raise AssertionError
 
         async def send(message: Message) -> None:
@@ -352,7 +357,7 @@ class BatchRunner:
         return status, request_id, bytes(answer)
 
     async def _finalize(self, batch: Batch) -> None:
-        """Results become files. May be done again, should the server be killed meanwhile."""
+        """Turns results into files. May run again if the server was killed meanwhile."""
         assert batch.ends_as is not None
         status: Status = batch.ends_as
         if batch.status != "finalizing":
@@ -378,7 +383,7 @@ class BatchRunner:
             os.close(results.errors)
 
     def _write_expired(self, batch: Batch, results: _Results) -> None:
-        """Each line that has no result gets one that says why."""
+        """Gives each line without a result an error."""
         message = (
             f"The completion window of {batch.completion_window} ended before this request was answered."
         )
@@ -388,7 +393,8 @@ class BatchRunner:
                     id, custom_id = _result_id(batch, number), custom_id_of(line)
                     self._append(results.errors, error_line(id, custom_id, "batch_expired", message))
                     batch.num_failed += 1
-        batch.num_total = batch.num_completed + batch.num_failed  # it may have expired before it was counted
+        # It may have expired before it was counted.
+        batch.num_total = batch.num_completed + batch.num_failed
 
     def _publish(self, batch: Batch, id: str, kind: str, num_lines: int) -> bool:
         if not num_lines:

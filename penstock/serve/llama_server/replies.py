@@ -1,7 +1,7 @@
-"""llama-server's completions: deltas of replies into its JSON objects and events.
+"""llama-server's completions: deltas into its JSON objects and events.
 
-Each reply ends with one object that has everything; in a stream its text was told before. Several replies to
-one call are a list of such objects.
+Each reply ends with one object that has everything; in a stream its text was sent before. Several
+replies to one request are a list of such objects.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LlamaScores:
     def add(self, tokens: Sequence[ScoredToken]) -> None:
         for token in tokens:
             top = [_scored(id, data, logprob) for id, (data, logprob) in zip(token.top_ids, token.top)]
-            assert token.logprob is not None  # no prompt is scored
+            assert token.logprob is not None  # prompts are not scored
             fields = {**_scored(token.token_id, token.data, token.logprob), "top_logprobs": top}
             self._encoded += (b"," if self._encoded else b"") + msgspec.json.encode(fields)
 
@@ -51,7 +51,7 @@ def _scored(id: int, data: bytes, logprob: float) -> Fields:
 
 
 class LlamaFormat:
-    """`usage_of` a reply, by its index, and the texts of prompts are set before their first deltas come."""
+    """`usage_of` a reply, by its index, and the texts of prompts are set before the first delta."""
 
     usage_of: Callable[[int], Usage]
     prompts: list[str]
@@ -95,7 +95,7 @@ class LlamaFormat:
     def encode_end(self, usage: Usage) -> bytes:
         ends = []
         for index, choice in sorted(self._choices.items()):
-            choice.token_ids.clear()  # they were told
+            choice.token_ids.clear()  # they were sent
             ends.append(encode_event(msgspec.json.encode(self._whole(index, choice, content=""))))
         return b"".join(ends)
 
@@ -107,7 +107,7 @@ class LlamaFormat:
         return msgspec.json.encode(replies[0] if len(replies) == 1 else replies)
 
     def _whole(self, index: int, choice: Choice, content: str | None = None) -> Fields:
-        """`content`: where it is not all of the reply's text."""
+        """`content`: if it is not the whole text of the reply."""
         end = choice.deltas[-1]
         assert isinstance(end, ReplyEnd)
         said = ParsedReply.of(choice.deltas).content
@@ -137,7 +137,7 @@ class LlamaFormat:
 
 
 def settings_of(sampling: SamplingParams) -> Fields:
-    """As llama-server calls them."""
+    """By llama-server's names."""
     return {
         "n_predict": -1 if sampling.max_tokens is None else sampling.max_tokens,
         "seed": -1 if sampling.seed is None else sampling.seed,
@@ -156,7 +156,7 @@ def settings_of(sampling: SamplingParams) -> Fields:
 
 
 def _selected(fields: Fields, names: list[str]) -> Fields:
-    """Those that exist; `a/b` is b of a, under its own name."""
+    """The existing ones; `a/b` is b of a, by its own name."""
     selected: Fields = {}
     for name in names:
         outer, _, inner = name.partition("/")

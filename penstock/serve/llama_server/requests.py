@@ -1,7 +1,8 @@
-"""The body of llama-server's /completion: from the bytes of a POST to the completion that every API asks.
+"""The body of llama-server's /completion: from the bytes of a POST to the completion that every API
+shares.
 
-Fields of speed, caches and slots change no reply and are ignored; samplers that do not exist here are refused
-by name. A prompt may mix texts and token ids, which whoever has a tokenizer puts together.
+Fields about speed, caches and slots change no reply and are ignored; samplers that do not exist
+here are refused by name. A prompt may mix texts and token ids, which the tokenizer's owner joins.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ NAMES = {
 }
 NEVER_DRAWN = -100.0
 MAX_TEXTS = 256  # of a mixed prompt
-# What a sampler that is not among `samplers` is set to, by the field it has here.
+# The value of a sampler that is not among `samplers`, by its field here.
 WITHOUT_SAMPLER = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}
-OTHER_SAMPLERS = ("penalties", "dry", "top_n_sigma", "typ_p", "typical_p", "xtc")  # only to be turned off
+# Can only be turned off.
+OTHER_SAMPLERS = ("penalties", "dry", "top_n_sigma", "typ_p", "typical_p", "xtc")
 
 MixedPrompt = list[str | int]
 Prompt = str | MixedPrompt
@@ -55,8 +57,8 @@ class LlamaBody(LlamaOptions, kw_only=True):
     return_tokens: bool | None = None
     samplers: list[str] | None = None
     response_fields: Annotated[list[str], Meta(max_length=256)] | None = None
-    session_id: SessionId | None = None  # not llama-server's: a session that is kept here
-    # Taken where they are off.
+    session_id: SessionId | None = None  # not llama-server's: a session of this server
+    # Accepted if they are off.
     mirostat: int | None = None
     typical_p: float | None = None
     tfs_z: float | None = None
@@ -74,7 +76,7 @@ class LlamaBody(LlamaOptions, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class LlamaRequest:
-    asked: CompletionRequest  # with prompts yet to be put in
+    asked: CompletionRequest  # without prompts yet
     prompts: list[Prompt]
     returns_tokens: bool
     response_fields: list[str] | None  # None: all
@@ -85,7 +87,7 @@ def parse_completion(body: bytes, defaults: Defaults, table: FieldTable = LLAMA_
     require_off(msgspec.structs.asdict(fields))
     for name in ("post_sampling_probs", "grammar_lazy", "lora"):
         if getattr(fields, name):
-            raise RequestError(f"{name} is not supported", todo="Leave it out.", param=name)
+            raise RequestError(f"{name} is not supported", todo="Omit it.", param=name)
     prompts = _prompts_of(fields.prompt)
     openai_body = CompletionBody(
         prompt=[""] * len(prompts),
@@ -113,7 +115,8 @@ def parse_completion(body: bytes, defaults: Defaults, table: FieldTable = LLAMA_
 
 
 def _prompts_of(prompt: Any) -> list[Prompt]:
-    """One, or all of a list: texts alone are prompts of their own, token ids and a mixture are one."""
+    """One, or all of a list: a list of texts is several prompts; token ids, or a mixture, are one
+    prompt."""
     if not isinstance(prompt, list):
         return [_text_of(prompt)]
     if all(isinstance(part, str | int) for part in prompt) and any(isinstance(part, int) for part in prompt):
@@ -122,7 +125,7 @@ def _prompts_of(prompt: Any) -> list[Prompt]:
         if isinstance(part, int):
             raise RequestError(
                 "prompt mixes token ids and prompts",
-                "It must be one prompt, or a list of which each is one.",
+                "It must be one prompt, or a list of prompts.",
                 param="prompt",
             )
     return [_checked(part) if isinstance(part, list) else _text_of(part) for part in prompt]
@@ -133,8 +136,8 @@ def _checked(parts: MixedPrompt) -> MixedPrompt:
     num_chars = sum(map(len, texts))
     if len(texts) > MAX_TEXTS or num_chars > MAX_CHARS_ASKED:
         raise RequestError(
-            f"A prompt of token ids has {len(texts)} texts amid them, with {num_chars} characters",
-            f"It may have {MAX_TEXTS} texts, and they {MAX_CHARS_ASKED} characters.",
+            f"A prompt of token ids contains {len(texts)} texts with {num_chars} characters",
+            f"The limits are {MAX_TEXTS} texts and {MAX_CHARS_ASKED} characters.",
             param="prompt",
         )
     return parts
@@ -146,8 +149,8 @@ def _text_of(prompt: str | PromptObject) -> str:
     if prompt.multimodal_data:
         raise RequestError(
             "multimodal_data is not supported",
-            "Images and sound cannot be read here, only text.",
-            "Leave it out.",
+            "This model reads only text.",
+            "Omit it.",
             param="multimodal_data",
         )
     return prompt.prompt_string
@@ -163,7 +166,7 @@ def _biases(
 
 def _bias(bias: float | bool) -> float:
     if bias is True:
-        raise RequestError("logit_bias is true", "It is a number, or false.", param="logit_bias")
+        raise RequestError("logit_bias is true", "It must be a number, or false.", param="logit_bias")
     return NEVER_DRAWN if bias is False else bias
 
 
@@ -175,7 +178,7 @@ def _without_samplers(samplers: list[str] | None) -> dict[str, float]:
         if name not in WITHOUT_SAMPLER and name not in OTHER_SAMPLERS:
             raise RequestError(
                 f"samplers has {name[:32]!r}",
-                f"There are {', '.join(WITHOUT_SAMPLER)} here.",
+                f"This server has {', '.join(WITHOUT_SAMPLER)}.",
                 param="samplers",
             )
     return {field: off for field, off in WITHOUT_SAMPLER.items() if field not in samplers}
@@ -183,7 +186,9 @@ def _without_samplers(samplers: list[str] | None) -> dict[str, float]:
 
 def _form_of(fields: LlamaBody) -> dict[str, Any]:
     if fields.grammar and fields.json_schema is not None:
-        raise RequestError("There are a grammar and a json_schema", "A reply has one form.", param="grammar")
+        raise RequestError(
+            "grammar and json_schema are both set", "Only one of them can be enforced.", param="grammar"
+        )
     if fields.grammar:
         return {"text_form": TextForm("grammar", fields.grammar, "grammar")}
     if fields.json_schema is not None:

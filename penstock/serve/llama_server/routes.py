@@ -1,7 +1,7 @@
 """llama-server's own endpoints beside OpenAI's, and vLLM's /tokenizer_info.
 
-Its slots are rows here: which of them a request takes is the scheduler's affair. /tokenize and /detokenize
-take its fields too (openai/routes.py).
+Its slots are rows here: the scheduler decides which row a request takes. /tokenize and /detokenize
+accept its fields too (openai/routes.py).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LlamaServerRoutes:
         return Answer(start, formatter, completion.is_stream, new_choice=formatter.new_choice)
 
     async def _put_together(self, prompt: Prompt, tenant: str) -> str | list[int]:
-        """A text as it is; texts amid token ids as theirs."""
+        """A text as it is; a mixture as token ids."""
         if isinstance(prompt, str):
             return prompt
         token_ids: list[int] = []
@@ -121,7 +121,7 @@ class LlamaServerRoutes:
                 slots.append({"id": len(slots), "n_ctx": info.max_model_len, "is_processing": is_busy})
         is_needed = request.query_params.get("fail_on_no_slot") == "1"
         if is_needed and all(slot["is_processing"] for slot in slots):
-            raise NoSlotError("No slot is available", f"All {len(slots)} work.", "Ask again later.")
+            raise NoSlotError("No slot is available", f"All {len(slots)} are busy.", "Try again later.")
         return json_response(slots)
 
     async def tokenizer_info(self, request: Request) -> Response:
@@ -137,6 +137,6 @@ class LlamaServerRoutes:
 
 
 class NoSlotError(OverloadedError):
-    """As llama-server tells those that ask whether there is a slot."""
+    """llama-server's answer to a question for a free slot."""
 
     status = 503

@@ -1,7 +1,7 @@
 """The `context` of /api/generate: a conversation as a list of numbers, which the client sends back.
 
-Ollama's holds tokens. Clients do not look inside, so here it holds the messages: the next prompt is rendered
-from them by the chat template, as every other.
+Ollama's contains tokens. Clients do not look inside, so here it contains the messages: the chat
+template renders the next prompt from them, as any other.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import msgspec
 
 from penstock.errors import RequestError
 
-NUMBER = "H"  # of two bytes: every client's integers hold it
-MARK = b"penstock"  # what all of them begin with
+NUMBER = "H"  # of two bytes: every client's integers can hold it
+MARK = b"penstock"  # prefix of all of them
 
 
 class SaidMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -28,7 +28,7 @@ class Conversation:
     messages: list[dict[str, Any]]
 
     def context_with(self, reply: str) -> list[int]:
-        """Without its thoughts, which templates leave out of what was said before."""
+        """Without reasoning, which templates leave out of earlier turns."""
         said = [*self.messages, {"role": "assistant", "content": reply}]
         data = MARK + msgspec.json.encode(said)
         data += b" " * (len(data) % 2)
@@ -43,9 +43,9 @@ def decode_context(numbers: list[int]) -> list[dict[str, Any]]:
         messages = msgspec.json.decode(data[len(MARK) :], type=list[SaidMessage])
     except (ValueError, OverflowError, msgspec.DecodeError) as error:
         raise RequestError(
-            "context is none that this server gave",
-            "It holds a conversation in a form of its own.",
-            "Send the one of an answer from here, or use /api/chat.",
+            "context does not come from this server",
+            "A context is an encoded conversation of the server that answered.",
+            "Send the context of an answer of this server, or use /api/chat.",
             param="context",
         ) from error
     return [msgspec.to_builtins(message) for message in messages]

@@ -1,4 +1,4 @@
-"""Ollama's embeddings: /api/embed for texts, and /api/embeddings, which is older, for one."""
+"""Ollama's embeddings: /api/embed for texts, and the older /api/embeddings for one text."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import Usage
 from penstock.serve.vectors import EmbeddingRequest
 
-TO_CONTEXT = -1  # tokens that an input is cut to
+TO_CONTEXT = -1  # truncate an input to the context
 
 
 class EmbedBody(msgspec.Struct, kw_only=True):
     input: str | Annotated[list[str], Meta(max_length=MAX_INPUTS)] = ""
     model: str | None = None
-    truncate: bool | None = None  # unless it is false
+    truncate: bool | None = None  # default: true
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     keep_alive: float | str | None = None
-    options: dict[str, Any] | None = None  # of how a model is loaded, or of sampling: there is none
+    options: dict[str, Any] | None = None  # for loading and sampling: neither applies here
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True):
@@ -66,7 +66,7 @@ class EmbedAnswer:
 
 
 async def embed(request: Request, serving: ServerState, table: FieldTable) -> Answer | bytes:
-    """Bytes: there was nothing to embed, which clients send to have a model loaded."""
+    """Bytes: there was nothing to embed; clients send that to load a model."""
     fields = decode_body(await read_body(request), EmbedBody, table=table)
     inputs = [fields.input] if isinstance(fields.input, str) else fields.input
     asked = EmbeddingRequest(

@@ -1,7 +1,7 @@
 """The one model of this server, as Ollama describes models.
 
-What a client may learn of it is what the engine tells: sizes, precision, the context. What only Ollama's
-files know (families, layers, licences) is empty.
+Contains what the engine reports: sizes, precision, the context. What only Ollama's files know
+(families, layers, licences) is empty.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NEVER = "2999-12-31T23:59:59Z"
 
 
 class NoSuchModelError(PenstockError):
-    """Ollama's own words for it: clients look for them, and pull the model then."""
+    """Ollama's own message: clients look for it, and then pull the model."""
 
     status = 404
     code = "model_not_found"
@@ -38,7 +38,7 @@ class ModelCard:
 
     def require(self, name: str) -> None:
         if name not in (self._serving.model_name, self.name):
-            raise NoSuchModelError(f"model {name[:128]!r} not found", f"There is {self.name} here.")
+            raise NoSuchModelError(f"model {name[:128]!r} not found", f"This server serves {self.name}.")
 
     def listed(self) -> dict[str, Any]:
         return {
@@ -96,7 +96,7 @@ class ModelCard:
 
     @property
     def _digest(self) -> str:
-        """Of the name: clients show its beginning, and tell models apart by it."""
+        """Of the name: clients show its beginning, and distinguish models by it."""
         return hashlib.sha256(self._serving.model_name.encode()).hexdigest()
 
     def _details(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Ollama's replies: deltas of a reply into lines of JSON, and errors into error bodies.
+"""Ollama's replies: deltas into lines of JSON, and errors into error bodies.
 
-A stream is a line for each piece of text and for each whole call, then one that is `done`, which has why the
-reply ended and how long it took. A call that turned out to be none was never told.
+A stream is a line for each piece of text and for each whole call, then one that is `done`, with the
+reason why the reply ended and the times it took. A call that turned out to be invalid is never
+sent.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Fields = dict[str, Any]
 
 
 class TokenScores(ChatScores):
-    """As OpenAI's chats have them, but for the object around the list."""
+    """As in OpenAI's chats, without the object around the list."""
 
     def take(self) -> Pieces:
         _, content, _ = super().take()
@@ -42,21 +43,21 @@ class TokenScores(ChatScores):
 
 
 class OllamaFormat(ABC):
-    """What the replies of both endpoints have in common: all but the place of their text."""
+    """What the replies of both endpoints have in common: everything except the place of their text."""
 
     def __init__(
         self,
         model: str,
         clock: ReplyClock,
         has_logprobs: bool,
-        conversation: Conversation | None = None,  # which the reply becomes a part of
+        conversation: Conversation | None = None,  # that the reply becomes a part of
     ) -> None:
         self._model = model
         self.clock = clock
         self._conversation = conversation
         self._said: list[str] = []
         self._scores = TokenScores() if has_logprobs else None
-        self._call = ParsedCall("", "")  # that is being written
+        self._call = ParsedCall("", "")  # being generated
         self._num_calls = 0
         self._end = ReplyEnd("stop")
 
@@ -133,7 +134,7 @@ class OllamaFormat(ABC):
 
     @abstractmethod
     def _text_fields(self, content: str, **more: Any) -> Fields:
-        """`more`: the thought or the calls beside it."""
+        """`more`: the reasoning or the calls beside it."""
 
 
 class ChatFormat(OllamaFormat):

@@ -1,8 +1,8 @@
-"""Ollama's request bodies: from the bytes of a POST to the requests that every API asks.
+"""Ollama's request bodies: from the bytes of a POST to the requests that every API shares.
 
-A chat, or a prompt with its system message, becomes OpenAI's body of the same meaning and goes its way. A
-raw prompt becomes a completion. What a request leaves empty counts as left out, as Ollama's clients expect.
-Replies are written in replies.py.
+A chat, or a prompt with its system message, becomes OpenAI's body of the same meaning. A raw prompt
+becomes a completion. Empty fields count as missing, as Ollama's clients expect. replies.py writes
+the replies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.serve.requests import (
     SessionId,
 )
 
-# Of how Ollama loads a model, or of samplers that are off: they change nothing here.
+# For loading a model in Ollama, or for samplers that are off: they change nothing here.
 HARMLESS = {
     *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
     *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "penalize_newline"),
@@ -60,17 +60,17 @@ class OllamaMessage(msgspec.Struct):
 
 
 class ReplyFields(msgspec.Struct, kw_only=True):
-    """What both endpoints take."""
+    """The fields of both endpoints."""
 
     model: str | None = None
-    stream: bool | None = None  # unless it is false
+    stream: bool | None = None  # default: true
     format: str | dict[str, Any] | None = None
     options: dict[str, Any] | None = None
     think: bool | str | None = None
     keep_alive: float | str | None = None  # the model is never unloaded
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    session_id: SessionId | None = None  # not Ollama's: a session that is kept here
+    session_id: SessionId | None = None  # not Ollama's: a session of this server
 
 
 class OllamaChatBody(ReplyFields, kw_only=True):
@@ -92,7 +92,7 @@ class ModelBody(msgspec.Struct, kw_only=True):
     """A body about a model."""
 
     model: str | None = None
-    name: str | None = None  # as it was called before
+    name: str | None = None  # its older name
     stream: bool | None = None
 
     @property
@@ -105,14 +105,14 @@ class ModelBody(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A prompt that became a chat or, if it was raw, a completion."""
+    """A prompt as a chat or, if it is raw, as a completion."""
 
-    asked: ChatRequest | CompletionRequest | None  # None: nothing, only that the model be loaded
-    conversation: Conversation | None = None  # which the reply becomes a part of
+    asked: ChatRequest | CompletionRequest | None  # None: only load the model
+    conversation: Conversation | None = None  # that the reply becomes a part of
 
 
 def parse_chat(body: bytes, defaults: Defaults, table: FieldTable = OLLAMA_CHAT) -> ChatRequest | None:
-    """None: the model is to be loaded, no more."""
+    """None: the request only loads the model."""
     fields = decode_body(body, OllamaChatBody, table=table)
     if not fields.messages:
         return None
@@ -130,7 +130,7 @@ def parse_generate(body: bytes, defaults: Defaults, table: FieldTable = OLLAMA_G
         ("template", "The server's own chat template is used; with raw: true, none."),
     ):
         if getattr(fields, name):
-            raise RequestError(f"{name} is not supported", why, "Leave it out.", param=name)
+            raise RequestError(f"{name} is not supported", why, "Omit it.", param=name)
     if fields.raw:
         return _raw_generation(fields, defaults)
     said = decode_context(fields.context) if fields.context else []
@@ -147,9 +147,9 @@ def _raw_generation(fields: GenerateBody, defaults: Defaults) -> Generation:
     for name in ("system", "context", "think"):
         if getattr(fields, name):
             raise RequestError(
-                f"{name} cannot be had with raw",
-                "The prompt is taken as it is.",
-                "Leave one out.",
+                f"{name} does not work with raw",
+                "A raw prompt is used as it is.",
+                "Omit one of them.",
                 param=name,
             )
     if not fields.prompt:
@@ -168,7 +168,8 @@ def _raw_generation(fields: GenerateBody, defaults: Defaults) -> Generation:
     return Generation(
         replace(
             asked,
-            sampling=replace(asked.sampling, max_tokens=sampling.get("max_tokens")),  # OpenAI has a default
+            # OpenAI has a default.
+            sampling=replace(asked.sampling, max_tokens=sampling.get("max_tokens")),
             is_cut_to_context=True,
             json_form=None if form is None else replace(form, param="format"),
         )
@@ -227,8 +228,8 @@ def _refuse_images(images: list[Any] | None, where: str) -> None:
     if images:
         raise RequestError(
             f"{where} has {len(images)} images",
-            "Images cannot be read here, only text.",
-            "Leave them out, or say what they show.",
+            "This model reads only text.",
+            "Omit them, or describe them in the text.",
             param=where,
         )
 
@@ -240,11 +241,11 @@ def _sampling(options: dict[str, Any] | None) -> dict[str, Any]:
         if name not in known:
             raise RequestError(
                 f"options has {name[:64]!r}",
-                "There is no such option here.",
+                "This server has no such option.",
                 nearest(name, known),
                 param=name,
             )
-    # Numbers of JSON need not say whether they are whole.
+    # Numbers of JSON need not say whether they are integers.
     given = {n: int(v) if isinstance(v, float) and v.is_integer() else v for n, v in (options or {}).items()}
     require_off(given)
     try:
@@ -252,7 +253,8 @@ def _sampling(options: dict[str, Any] | None) -> dict[str, Any]:
     except msgspec.ValidationError as error:
         raise wrong_field(error, "options") from error
     fields = sampling_fields(checked)
-    if checked.num_predict is not None and checked.num_predict > 0:  # otherwise until the context is full
+    # Otherwise until the context is full.
+    if checked.num_predict is not None and checked.num_predict > 0:
         fields["max_tokens"] = checked.num_predict
     return fields
 

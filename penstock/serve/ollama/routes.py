@@ -1,6 +1,7 @@
-"""Ollama's endpoints: chats, prompts, and what there is to know about the one model.
+"""Ollama's endpoints: chats, prompts, and information about the one model.
 
-Whatever would load, build, move or remove a model is refused: it was chosen when the server started.
+Requests to load, build, move or remove a model are refused: the model was chosen when the server
+started.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from penstock.serve.sessions import SessionChat, in_session
 from penstock.serve.state import ServerState
 from penstock.serve.text_stream import Deliver, TextStream
 
-# The Ollama whose API this is, by what it has: clients refuse to speak to those before 0.6.4.
+# The version of Ollama whose API this is, by its features: clients refuse versions before 0.6.4.
 OLLAMA_VERSION = "0.12.11"
 
 
@@ -107,7 +108,7 @@ class OllamaRoutes:
         return Answer(start, formatter, asked.is_stream, None, formatter.new_choice, headers, NDJSON_TYPE)
 
     def _loaded(self, text: dict[str, object]) -> Response:
-        """To a request for nothing, with which clients load a model, or unload it: it stays."""
+        """Answers an empty request, with which clients load or unload a model: it stays loaded."""
         self._serving.client.require_ready()
         return json_response({**head(self._serving.model_name), **text, "done": True, "done_reason": "load"})
 
@@ -133,7 +134,7 @@ class OllamaRoutes:
         return json_response({"version": OLLAMA_VERSION, "penstock": penstock.__version__})
 
     async def pull(self, request: Request) -> Response:
-        """Of the model that is here, there is nothing to do, which is a success."""
+        """For the served model there is nothing to do, which is a success."""
         body = decode_body(await read_body(request, for_reply=False), ModelBody)
         if body.model_name not in (self._serving.model_name, self._model.name):
             raise self._refusal("pull")
@@ -146,8 +147,8 @@ class OllamaRoutes:
     def _refusal(self, verb: str) -> NotHereError:
         return NotHereError(
             f"{verb} is not supported here",
-            f"This server has one model, {self._model.name}, chosen when it was started.",
-            "Start `penstock serve MODEL` for another.",
+            f"This server serves one model, {self._model.name}, chosen when it was started.",
+            "Run `penstock serve MODEL` for another one.",
         )
 
 

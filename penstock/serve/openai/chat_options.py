@@ -1,7 +1,8 @@
-"""The fields of a chat request that say what its reply may be: tools and their choice, JSON, thinking.
+"""The fields of a chat request that say what its reply may be: tools and their choice, JSON,
+thinking.
 
-Checks them one by one and gives what follows from them; a field that cannot be honoured is a `RequestError`
-that names it. How a form is enforced is reply_form.py's.
+Checks them one by one and returns what follows; a field that cannot be honoured is a `RequestError`
+that names it. response_grammar.py enforces the forms.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from penstock.errors import RequestError
 PlainTool = dict[str, Any]  # as OpenAI has it, and as chat templates expect it
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
-# Whether to think, and up to how many tokens; None: as long as the server lets it (`--thinking-share`).
+# Whether to think, and up to how many tokens; None: until the server's limit (`--thinking-share`).
 EFFORTS: dict[str, tuple[bool, int | None]] = {
     "none": (False, None),
     "minimal": (False, None),
@@ -59,7 +60,7 @@ class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    """A `tool_choice` that is no word: one tool, or some of them and whether one must be called."""
+    """A `tool_choice` that is an object: one tool, or some of them and whether one must be called."""
 
     type: str = "function"
     function: NamedFunction | None = None
@@ -80,38 +81,38 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    """Anthropic's way to ask for thinking, which others took over."""
+    """Anthropic's field for thinking, which others adopted."""
 
     type: str = "enabled"
     budget_tokens: int | None = None
-    display: str | None = None  # "omitted": the thought is not told
+    display: str | None = None  # "omitted": the reasoning is not sent
     clear_thinking: bool | None = None  # of earlier turns: the chat template decides
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
-    """OpenRouter's way. A thought that is excluded is thought, and not told."""
+    """OpenRouter's field. With `exclude`, the model thinks but the reasoning is not sent."""
 
     effort: str | None = None
     max_tokens: int | None = None
     exclude: bool | None = None
     enabled: bool | None = None
-    summary: str | None = None  # of Responses; a thought is told as it is
+    summary: str | None = None  # of Responses; the reasoning is sent as it is
 
 
 @dataclass(frozen=True, slots=True)
 class JsonForm:
-    """JSON that a schema describes; without one, any object. Strict: all of the schema must be enforced."""
+    """JSON that a schema describes; without one, any object. Strict: all of the schema must be
+    enforced."""
 
     schema: Any = None
     is_strict: bool = False
-    is_closed: bool = False  # also where the server leaves objects open
+    is_closed: bool = False  # even if the server leaves objects open
     param: str = "response_format"
 
 
 def plain_tools(tools: Sequence[Tool]) -> list[PlainTool]:
-    """Of those with the same name the last, at the place of the first: OpenAI takes them, and clients that
-    look a called tool up by its name find the last.
-    """
+    """Of tools with the same name, the last one, at the place of the first: OpenAI accepts
+    duplicates, and clients that look up a called tool by name find the last."""
     for index, tool in enumerate(tools):
         if tool.type != "function":
             raise RequestError(
@@ -122,7 +123,7 @@ def plain_tools(tools: Sequence[Tool]) -> list[PlainTool]:
 
 
 def check_tool_name(name: str, where: str, param: str) -> None:
-    """In every API: a name stands in the prompt, and in the grammar of calls."""
+    """For every API: a name appears in the prompt and in the grammar of calls."""
     if not _TOOL_NAME.fullmatch(name):
         raise RequestError(
             f"{where} is {name[:64]!r}",
@@ -142,7 +143,7 @@ def _plain_tool(tool: Tool) -> PlainTool:
 def chosen_tools(
     choice: str | ToolChoice | None, tools: list[PlainTool] | None
 ) -> tuple[list[PlainTool] | None, list[PlainTool] | None]:
-    """The tools that may be called, and those of which one must be."""
+    """The tools that may be called, and those of which one must be called."""
     if isinstance(choice, ToolChoice) and choice.type == "allowed_tools":
         if choice.allowed_tools is None:
             raise RequestError("tool_choice has no allowed_tools", param="tool_choice.allowed_tools")
@@ -187,7 +188,7 @@ def _named_tools(names: Sequence[str], tools: list[PlainTool] | None) -> list[Pl
     for name in names:
         if name not in known:
             raise RequestError(
-                f"tool_choice names {name[:64]!r}", "There is no such tool among tools.", param="tool_choice"
+                f"tool_choice names {name[:64]!r}", "tools has no tool of that name.", param="tool_choice"
             )
     chosen = set(names)
     return [tool for tool in tools or () if tool["function"]["name"] in chosen]
@@ -212,7 +213,7 @@ def json_form(form: ResponseFormat | None) -> JsonForm | None:
 
 
 def thinking_switch(thinking: bool | Thinking | None) -> bool | None:
-    """None: as the server and the chat template have it."""
+    """None: the default of the server and the chat template."""
     if thinking is None or isinstance(thinking, bool):
         return thinking
     switches = {"enabled": True, "disabled": False, "auto": None, "adaptive": None}
@@ -226,7 +227,8 @@ def thinking_switch(thinking: bool | Thinking | None) -> bool | None:
 
 
 def effort_of(effort: str | None, param: str) -> tuple[bool | None, int | None]:
-    """Whether to think, and up to how many tokens; None: as the server and the chat template have it."""
+    """Whether to think, and up to how many tokens; None: the default of the server and the chat
+    template."""
     if effort is None:
         return None, None
     if effort not in EFFORTS:

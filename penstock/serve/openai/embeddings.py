@@ -1,7 +1,8 @@
-"""Vectors and scores over HTTP: OpenAI's /v1/embeddings, Jina's and Cohere's /v1/rerank, vLLM's /v1/score.
+"""Vectors and scores over HTTP: OpenAI's /v1/embeddings, Jina's and Cohere's /v1/rerank, vLLM's
+/v1/score.
 
-Answers are never streamed. A vector is encoded as it comes, so that the end of a call with thousands of them
-holds up nobody.
+Answers are never streamed. A vector is encoded as it comes, so that the end of a request with
+thousands of them does not block the server.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from penstock.serve.tenants import tenant_of
 from penstock.serve.text_stream import TextStream, Usage
 from penstock.serve.vectors import EmbeddingRequest, ScoreRequest
 
-MAX_INPUTS = 2048  # of one call, as OpenAI has it
+MAX_INPUTS = 2048  # of one request, as at OpenAI
 MAX_INSTRUCTION_CHARS = 16_384
 
 Texts = Annotated[list[str], Meta(min_length=1)]
 
 
 class VectorBody(msgspec.Struct, kw_only=True):
-    """What all three take."""
+    """The fields of all three."""
 
     model: str | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
@@ -73,9 +74,9 @@ class ScoreBody(VectorBody, kw_only=True):
 def _check_number(what: str, num_texts: int, param: str) -> None:
     if num_texts > MAX_INPUTS:
         raise RequestError(
-            f"{num_texts} {what} are too many for one call",
-            f"At most {MAX_INPUTS} are taken.",
-            "Split the call.",
+            f"{num_texts} {what} are too many for one request",
+            f"The limit is {MAX_INPUTS}.",
+            "Split the request.",
             param=param,
         )
 
@@ -85,7 +86,7 @@ def _common(fields: VectorBody, request: Request) -> dict[str, Any]:
         raise RequestError(
             "truncate_prompt_tokens is 0",
             "Nothing would be left.",
-            "Use 1 or more, or -1 for as many as the context holds.",
+            "Use 1 or more, or -1 for as many as fit the context.",
             param="truncate_prompt_tokens",
         )
     return {
@@ -147,8 +148,8 @@ class VectorRoutes:
         if len(first) not in (1, len(second)):
             raise RequestError(
                 f"text_1 has {len(first)} texts and text_2 has {len(second)}",
-                "They are compared one by one, or one with all of text_2.",
-                "Send one text_1, or as many as text_2 has.",
+                "They are compared pairwise, or one text_1 with each text_2.",
+                "Send one text_1, or as many as there are text_2.",
                 param="text_1",
             )
         _check_number("texts", len(second), "text_2")
@@ -175,7 +176,7 @@ def _whole_answer(
     answer: EmbeddingAnswer | RerankAnswer | ScoreAnswer,
     timeout_s: float | None,
 ) -> Answer:
-    """The answer hears of vectors itself. Only streams need the rest of a format."""
+    """The answer receives the vectors itself. Only streams need the rest of a format."""
     return Answer(lambda _: start(), cast(ReplyFormat, answer), False, timeout_s)
 
 
@@ -210,7 +211,7 @@ class RerankAnswer:
         self._id = id
         self._model = model
         self._top_n = top_n
-        self._texts = texts  # to be repeated
+        self._texts = texts  # to be repeated in the answer
         self._scores: dict[int, float] = {}
 
     def take(self, index: int, score: float) -> None:

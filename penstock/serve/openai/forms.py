@@ -1,7 +1,8 @@
-"""The fields that say what a reply's text must be: JSON, or what an expression, a list or a grammar allows.
+"""The fields that constrain a reply's text: JSON, a regular expression, a list of texts or a
+grammar.
 
-OpenAI has `response_format`; vLLM, SGLang and llama.cpp have names of their own for the same. A request says
-it once. How a form is enforced is reply_form.py's.
+OpenAI has `response_format`; vLLM, SGLang and llama.cpp have their own names for the same. A
+request may use only one of them. response_grammar.py enforces the forms.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Schema = str | dict[str, Any] | bool  # a text is JSON
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's object; one of the first five is given."""
+    """vLLM's object; one of the first five fields is set."""
 
     json: Schema | None = None
     regex: str | None = None
@@ -33,8 +34,8 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     structural_tag: Any = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None  # as is done without it, unless --open-schemas
-    disable_fallback: bool | None = None  # to another backend: there is one
+    disable_additional_properties: bool | None = None  # the default here, unless --open-schemas
+    disable_fallback: bool | None = None  # to another backend: there is only one
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,9 @@ def form_of(fields: SamplingFields) -> JsonForm | TextForm | None:
     forms = [form for form in (json_form(fields.response_format), *_other_forms(fields)) if form is not None]
     if len(forms) > 1:
         raise RequestError(
-            f"{forms[0].param} and {forms[1].param} both say what the reply must be",
-            "One form can be enforced.",
-            "Leave one of them out.",
+            f"{forms[0].param} and {forms[1].param} both constrain the reply",
+            "Only one of them can be enforced.",
+            "Omit one of them.",
             param=forms[1].param,
         )
     return forms[0] if forms else None
@@ -64,8 +65,8 @@ def _other_forms(fields: SamplingFields) -> list[JsonForm | TextForm | None]:
         if getattr(asked, name):
             raise RequestError(
                 f"structured_outputs.{name} is not supported",
-                "Enforced are json, json_object, regex, choice and grammar.",
-                "Leave it out.",
+                "The supported ones are json, json_object, regex, choice and grammar.",
+                "Omit it.",
                 param=f"structured_outputs.{name}",
             )
     return [
@@ -89,7 +90,7 @@ def _schema_form(schema: Schema | None, param: str, is_closed: bool = False) -> 
     if isinstance(schema, str):
         if len(schema) > MAX_SCHEMA_BYTES:
             raise RequestError(
-                f"{param} has {len(schema)} characters", f"It may have {MAX_SCHEMA_BYTES}.", param=param
+                f"{param} has {len(schema)} characters", f"The limit is {MAX_SCHEMA_BYTES}.", param=param
             )
         try:
             schema = json.loads(schema)

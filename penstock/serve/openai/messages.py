@@ -1,4 +1,6 @@
-"""A chat's messages as OpenAI's clients send them, checked one by one and made plain for chat templates."""
+"""A chat's messages as OpenAI's clients send them, checked one by one and converted for chat
+templates.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class Message(msgspec.Struct):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: Any = None  # the same, as OpenRouter and vLLM call it
+    reasoning: Any = None  # the same, by OpenRouter's and vLLM's name
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -43,7 +45,7 @@ class Message(msgspec.Struct):
 def plain_messages(messages: list[Message], omitted: list[str]) -> list[PlainMessage]:
     """The messages as chat templates expect them: plain values, and content that is text.
 
-    `omitted` is told what the results of tools had besides.
+    Adds to `omitted` what tool results contained besides text.
     """
     plain = [_plain_message(m, f"messages[{i}]", omitted) for i, m in enumerate(messages)]
     return place_instructions(plain)

@@ -1,6 +1,7 @@
-"""What a reply tells besides its text, and what it goes on from: fields that vLLM added to OpenAI's.
+"""What an answer contains besides its text, and what a reply continues: fields that vLLM added to
+OpenAI's.
 
-Checks them and gives what follows from them. Prompt and text themselves are made elsewhere.
+Checks them and returns what follows from them. Prompt and text are made elsewhere.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from penstock.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What is told besides the text."""
+    """What an answer contains besides the text."""
 
     returns_token_ids: bool = False  # of the prompt and of the reply
-    prompt_logprobs: int | None = None  # how many alternatives of every token of the prompt
+    prompt_logprobs: int | None = None  # alternatives for every token of the prompt
     counts_usage: bool = False  # in every chunk of a stream
 
     @property
@@ -28,7 +29,7 @@ PLAIN_OUTPUT = OutputOptions()
 
 
 class OutputFields(Protocol):
-    """Of a body of either endpoint."""
+    """The fields of either endpoint's body."""
 
     stream: bool | None
     stream_options: Any
@@ -39,9 +40,9 @@ class OutputFields(Protocol):
 def output_options(fields: OutputFields) -> OutputOptions:
     if fields.prompt_logprobs is not None and fields.stream:
         raise RequestError(
-            "prompt_logprobs is given with stream: true",
-            "Those of a prompt come with the whole answer.",
-            "Leave one of them out.",
+            "prompt_logprobs does not work with stream: true",
+            "The log-probabilities of a prompt come with a whole answer.",
+            "Omit one of them.",
             param="prompt_logprobs",
         )
     options = fields.stream_options
@@ -54,14 +55,14 @@ def output_options(fields: OutputFields) -> OutputOptions:
 
 
 def scored_alternatives(prompt_logprobs: int | None, echo_logprobs: int | None) -> int | None:
-    """Of each token of a prompt, as many as the field that wants most of them."""
+    """For each token of a prompt, as many as the larger field asks for."""
     given = [number for number in (prompt_logprobs, echo_logprobs) if number is not None]
     return max(given, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """What the assistant has thought and said already, and the reply goes on from."""
+    """What the assistant has already thought and said, which the reply continues."""
 
     thought: str
     text: str
@@ -70,36 +71,36 @@ class Prefill:
 def take_prefill(
     messages: list[dict[str, Any]], continues: bool | None, adds_prompt: bool | None, has_form: bool
 ) -> Prefill | None:
-    """Takes an assistant's last message off the messages if the reply is to continue it.
+    """Removes an assistant's last message from the messages if the reply continues it.
 
-    It is, unless the request says `continue_final_message: false` or `add_generation_prompt: true`, or asks
-    for a form, which only a whole reply can have, or the message calls a tool.
+    It does, unless the request has `continue_final_message: false` or `add_generation_prompt:
+    true`, or a form, which only a whole reply can have, or the message calls a tool.
     """
     where = f"messages[{len(messages) - 1}]"
     if continues and adds_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt are both true",
-            "A reply goes on from the last message, or begins a turn of its own.",
-            "Leave add_generation_prompt out.",
+            "A reply either continues the last message or begins a new turn.",
+            "Omit add_generation_prompt.",
             param="continue_final_message",
         )
     last = messages[-1]
     obstacle = ""
     if last["role"] != "assistant":
-        obstacle = f"{where}, the last one, is of the role {last['role']}."
+        obstacle = f"{where}, the last message, has the role {last['role']}."
     elif last.get("tool_calls"):
-        obstacle = f"{where}, the last one, calls a tool."
+        obstacle = f"{where}, the last message, calls a tool."
     elif has_form:
-        obstacle = "The reply is to have a form (response_format, tool_choice), from its beginning."
-    is_alone = len(messages) == 1 and not continues  # a session may have what it goes on from
+        obstacle = "response_format or tool_choice constrains the reply from its beginning."
+    is_alone = len(messages) == 1 and not continues  # a session may hold the message to continue
     if not (obstacle or is_alone) and continues is not False and not adds_prompt:
         messages.pop()
         return Prefill(last.get("reasoning_content", ""), last["content"])
     if continues:
         raise RequestError(
-            "continue_final_message cannot be followed",
+            "continue_final_message cannot be honoured",
             obstacle,
-            "End the messages with an assistant's, and ask for no form.",
+            "End with an assistant message, and omit response_format and tool_choice.",
             param="continue_final_message",
         )
     return None

@@ -1,7 +1,7 @@
-"""OpenAI's replies: deltas of replies into JSON bodies and server-sent events, and errors into error bodies.
+"""OpenAI's replies: deltas into JSON bodies and server-sent events, and errors into error bodies.
 
-The frame of a streamed chunk is made once for each reply; a chunk is that frame around one encoded string.
-Knows how answers are spelled, not where they come from or how they travel.
+The frame of a streamed chunk is made once for each reply; a chunk is that frame around one encoded
+string. Knows the format of answers, not where they come from or how they are sent.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from penstock.text.dialects import (
 )
 
 DONE = b"data: [DONE]\n\n"
-CHUNK_END = b"}]}\n\n"  # of its choice, its choices, and itself
+CHUNK_END = b"}]}\n\n"  # closes its choice, its choices, and itself
 Frame = tuple[bytes, bytes]
 
 
 class OpenAIReplyFormat(ABC):
-    """What the replies of both endpoints have in common: all but what stands in a choice."""
+    """What the replies of both endpoints have in common: everything except the content of a choice."""
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
@@ -84,7 +84,7 @@ class OpenAIReplyFormat(ABC):
         return b"".join((*pieces, b'],"usage":', msgspec.json.encode(_usage(usage)), *extra, b"}"))
 
     def _of_prompt(self, choice: Choice) -> Pieces:
-        """What is told of a prompt, as more fields of an object."""
+        """The fields about a prompt, as more fields of an object."""
         pieces: Pieces = []
         if self._output.returns_token_ids:
             pieces += [b',"prompt_token_ids":', msgspec.json.encode(choice.prompt_token_ids)]
@@ -115,7 +115,7 @@ class OpenAIReplyFormat(ABC):
         return b"".join(self._scores[delta.index].take())
 
     def _with_extra(self, chunk: bytes, extra: ReplyExtra | None) -> bytes:
-        """A chunk of one choice with what few requests ask for."""
+        """A chunk of one choice with the rarely requested fields."""
         if extra is None:
             return chunk
         of_choice: dict[str, Any] = {}
@@ -140,7 +140,8 @@ class OpenAIReplyFormat(ABC):
 
 
 class ChatReplyFormat(OpenAIReplyFormat):
-    """chat.completion, and chat.completion.chunk: a role first, then what comes, then why it ended."""
+    """chat.completion, and chat.completion.chunk: first a role, then the deltas, then the finish
+    reason."""
 
     id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     tells_prompt_once = True
@@ -176,7 +177,8 @@ class ChatReplyFormat(OpenAIReplyFormat):
         return b"".join(chunks)
 
     def _add_extra(self, chunks: list[bytes], extra: ReplyExtra) -> None:
-        """The prompt's to the first chunk, the reply's to the first behind its role, and counts to all."""
+        """The prompt's fields go to the first chunk, the reply's to the first after its role, usage
+        to all."""
         first = ReplyExtra(prompt_token_ids=extra.prompt_token_ids, usage=extra.usage)
         second = ReplyExtra(token_ids=extra.token_ids, usage=extra.usage)
         extras = [extra] if len(chunks) == 1 or not extra.prompt_token_ids else [first, second]
@@ -184,7 +186,8 @@ class ChatReplyFormat(OpenAIReplyFormat):
         chunks[:] = map(self._with_extra, chunks, extras)
 
     def _frame(self, index: int, field: bytes) -> Frame:
-        """What stands before and after the text of a plain chunk; a NUL marks its place, JSON has none."""
+        """What comes before and after the text of a plain chunk; a NUL marks its place, since JSON
+        has none."""
         head, tail = self._chunk(index, b'{"%b":\0}' % field).split(b"\0")
         return head, tail
 
@@ -205,9 +208,9 @@ class ChatReplyFormat(OpenAIReplyFormat):
 
 
 class CompletionReplyFormat(OpenAIReplyFormat):
-    """text_completion, streamed or not: the older shape, with parallel lists of log-probabilities.
+    """text_completion, streamed or not: the older format, with parallel lists of log-probabilities.
 
-    A prompt that was thought about (sagemaker.py) has the thought beside its text, as chats have it.
+    A prompt with thinking (sagemaker.py) has the reasoning beside its text, as chats do.
     """
 
     id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
@@ -243,12 +246,12 @@ def _text_fields(text: str, thought: str) -> dict[str, str]:
 
 
 def _finish(reason: str, stop_reason: str | int | None) -> bytes:
-    """The value of a chunk's finish_reason, and what stands after it, as vLLM has it."""
+    """The value of a chunk's finish_reason, and vLLM's field after it."""
     return b'%b,"stop_reason":%b' % (msgspec.json.encode(reason), msgspec.json.encode(stop_reason))
 
 
 def _delta_fields(piece: Delta) -> dict[str, Any] | None:
-    """A delta as the `delta` of a chunk; None where chunks have nothing for it."""
+    """A delta as the `delta` of a chunk; None if chunks have nothing for it."""
     match piece:
         case ContentDelta(text):
             return {"content": text}
@@ -263,7 +266,7 @@ def _delta_fields(piece: Delta) -> dict[str, Any] | None:
 
 
 def _message(reply: ParsedReply) -> dict[str, Any]:
-    """A whole reply. As OpenAI has it, content is null where there are only calls."""
+    """A whole reply. As at OpenAI, content is null if there are only calls."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning

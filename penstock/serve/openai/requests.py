@@ -1,8 +1,9 @@
-"""OpenAI's request bodies: from the bytes of a POST to a request whose every field has been checked.
+"""OpenAI's request bodies: from the bytes of a POST to a request whose every field has been
+checked.
 
-The schema ends here: what comes out is messages or prompts, `SamplingParams`, and how to answer. A field with
-a wrong type or value is a `RequestError` that names it; which fields are ignored on purpose is in fields.py.
-Nothing here renders, tokenises or generates; replies are written in replies.py.
+The schema ends here: the result is messages or prompts, `SamplingParams`, and how to answer. A
+field with a wrong type or value is a `RequestError` that names it; fields.py lists the ignored
+ones. Nothing here renders, tokenises or generates; replies.py writes the replies.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from penstock.serve.requests import (
 from penstock.text.template import RESERVED_NAMES
 from penstock.types import SamplingParams
 
-MAX_REPLIES = 128  # prompts x n of one call
+MAX_REPLIES = 128  # prompts x n of one request
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_TEMPLATE_ARGUMENTS = 64
 
@@ -66,12 +67,12 @@ TemplateArguments = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_ARGUM
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # padding against observers: there is none, and none is needed
+    include_obfuscation: bool | None = None  # padding against traffic analysis: none is sent
     continuous_usage_stats: bool | None = None
 
 
 class DrawFields(msgspec.Struct, kw_only=True):
-    """What OpenAI's endpoints take, responses included."""
+    """The fields of all of OpenAI's endpoints, Responses included."""
 
     model: str | None = None
     temperature: float | None = None
@@ -90,7 +91,7 @@ class DrawFields(msgspec.Struct, kw_only=True):
     cache_salt: CacheSalt | None = None
 
 
-DRAW_NAMES = (  # of those fields, the ones that `SamplingParams` calls the same
+DRAW_NAMES = (  # the fields that `SamplingParams` has by the same name
     "temperature",
     "top_p",
     "top_k",
@@ -105,13 +106,13 @@ DRAW_NAMES = (  # of those fields, the ones that `SamplingParams` calls the same
 
 def given_fields(fields: DrawFields, names: tuple[str, ...]) -> dict[str, Any]:
     given = {name: value for name in names if (value := getattr(fields, name)) is not None}
-    if given.get("top_k") == -1:  # the other common spelling of "off"
+    if given.get("top_k") == -1:  # the other common value for "off"
         given["top_k"] = 0
     return given
 
 
 class SamplingFields(DrawFields, kw_only=True):
-    """What both endpoints take."""
+    """The fields of both endpoints."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -186,7 +187,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    # llama-server's names: a text, and what is told of it.
+    # llama-server's names: a text, and what to return.
     content: Annotated[str, Meta(max_length=MAX_CHARS_ASKED)] | None = None
     add_special: bool | None = None
     parse_special: bool | None = None
@@ -198,7 +199,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 def parse_chat(body: bytes, defaults: Defaults = NO_DEFAULTS, table: FieldTable = CHAT) -> ChatRequest:
-    """`defaults`: the server's sampling parameters; `table`: of ignored fields; here and below."""
+    """`defaults`: the server's sampling parameters; `table`: the ignored fields; here and below."""
     return chat_request(decode_body(body, ChatBody, table=table), defaults)
 
 
@@ -208,7 +209,7 @@ def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequ
     if fields.functions or fields.function_call:
         raise RequestError(
             "functions and function_call are not supported",
-            "Tools have taken their place.",
+            "Tools replaced them.",
             "Use tools and tool_choice.",
             param="functions" if fields.functions else "function_call",
         )
@@ -266,9 +267,9 @@ def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS)
     prompts = split_prompts(fields.prompt)
     if len(prompts) * (fields.n or 1) > MAX_REPLIES:
         raise RequestError(
-            f"{len(prompts)} prompts with n = {fields.n or 1} are too many for one call",
-            f"At most {MAX_REPLIES} replies are given.",
-            "Split the call.",
+            f"{len(prompts)} prompts with n = {fields.n or 1} are too many for one request",
+            f"The limit is {MAX_REPLIES} replies.",
+            "Split the request.",
             param="prompt",
         )
     sampling = _sampling(fields, fields.logprobs, {}, defaults)
@@ -295,7 +296,7 @@ def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS)
 def parse_tokenize(body: bytes) -> TokenizeRequest:
     fields = decode_body(body, TokenizeBody, table=TOKENIZE)
     if [fields.prompt, fields.messages, fields.content].count(None) != 2:
-        raise RequestError("A prompt or messages are needed, and not both", param="prompt")
+        raise RequestError("Either prompt or messages is required, not both", param="prompt")
     if fields.content is not None:
         return TokenizeRequest(
             text=fields.content,
@@ -309,7 +310,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     if fields.messages is not None:
         continues = fields.continue_final_message
         if continues is None and fields.add_generation_prompt is False:
-            continues = False  # a whole conversation, as it stands
+            continues = False  # a whole conversation, as it is
         chat = chat_request(
             ChatBody(
                 messages=fields.messages,
@@ -340,7 +341,7 @@ def _includes_usage(fields: SamplingFields) -> bool:
 def _sampling(
     fields: SamplingFields, logprobs: int | None, renamed: dict[str, str], defaults: Defaults
 ) -> SamplingParams:
-    """`renamed`: how this endpoint calls a field that `SamplingParams` calls otherwise."""
+    """`renamed`: this endpoint's name of a field that has another name in `SamplingParams`."""
     names = ("max_tokens", "min_tokens", *DRAW_NAMES, "n", *OUTPUT_NAMES, "prompt_logprobs")
     given = {**defaults, **given_fields(fields, names)}
     stop = fields.stop or ()
@@ -381,7 +382,7 @@ def _effort(fields: ChatBody) -> tuple[bool | None, int | None]:
 
 
 def _thinking_options(fields: ChatBody) -> dict[str, Any]:
-    """How long a thought may be, and whether it is told."""
+    """How long thinking may be, and whether the reasoning is sent."""
     reasoning, thinking = fields.reasoning or Reasoning(), fields.thinking
     budgets = (
         thinking_budget(thinking),
@@ -400,7 +401,7 @@ def _thinking_options(fields: ChatBody) -> dict[str, Any]:
 def _template_arguments(fields: ChatBody) -> dict[str, Scalar]:
     arguments: dict[str, Scalar] = {}
     reasoning = fields.reasoning or Reasoning()
-    switches = (  # the last that says something counts
+    switches = (  # the last one that is set counts
         None if reasoning.max_tokens is None else True,
         _effort(fields)[0],
         reasoning.enabled,
@@ -420,8 +421,8 @@ def _template_arguments(fields: ChatBody) -> dict[str, Scalar]:
         if name in RESERVED_NAMES:
             raise RequestError(
                 f"chat_template_kwargs has {name}",
-                "The request itself, or the template, says what that is.",
-                "Leave it out.",
+                "The request itself, or the template, sets it.",
+                "Omit it.",
                 param="chat_template_kwargs",
             )
         arguments[name] = value
@@ -429,7 +430,7 @@ def _template_arguments(fields: ChatBody) -> dict[str, Scalar]:
 
 
 def split_prompts(prompt: str | list[str | int | list[int]], name: str = "prompt") -> list[str | list[int]]:
-    """OpenAI takes a text, a list of texts, token ids, or a list of token ids; never a mixture."""
+    """OpenAI accepts a text, a list of texts, token ids, or a list of token ids; never a mixture."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}

@@ -49,14 +49,15 @@ class OpenAIRoutes:
         self._keeps_thoughts = serving.config.reasoning == "content"
 
     async def list_models(self, request: Request) -> Response:
-        """In OpenAI's and in Anthropic's form at once: both ask here, and neither minds more fields."""
+        """In OpenAI's and in Anthropic's format at once: clients of both ask here, and neither
+        minds more fields."""
         name = self._serving.model_name
         ends = {"first_id": name, "last_id": name, "has_more": False}
         return json_response({"object": "list", "data": [self._model_card()], **ends})
 
     async def show_model(self, request: Request) -> Response:
         if request.path_params["name"] != self._serving.model_name:
-            raise HTTPException(404, f"There is no such model here; there is {self._serving.model_name}.")
+            raise HTTPException(404, f"This server has no such model; it serves {self._serving.model_name}.")
         return json_response(self._model_card())
 
     def _model_card(self) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class OpenAIRoutes:
     def answer_chat(
         self, request: Request, chat: ChatRequest, format_class: type[OpenAIReplyFormat] = ChatReplyFormat
     ) -> Answer:
-        # Content of a given form has no room for a thought.
+        # Constrained content has no room for thinking.
         keeps_thoughts = self._keeps_thoughts and chat.form is None and not chat.hides_thoughts
         chat = replace(chat, keeps_thoughts_in_content=keeps_thoughts)
         talk = SessionChat(chat, request, self._serving)
@@ -150,10 +151,10 @@ class OpenAIRoutes:
     async def detokenize(self, request: Request) -> Response:
         tokens = parse_detokenize(await read_body(request, for_reply=False))
         text = await self._text.detokenize(tokens, place_of(request.scope).num_bytes)
-        return json_response({"prompt": text, "content": text})  # as vLLM and as llama-server call it
+        return json_response({"prompt": text, "content": text})  # vLLM's name and llama-server's
 
 
 def _encode_list(values: Sequence[Any]) -> Iterator[bytes]:
-    """The parts of a long JSON list. An encoder lets no other thread run, so each has little to do."""
+    """The parts of a long JSON list. The encoder blocks other threads, so each part is small."""
     for start in range(0, len(values), LIST_PART):
         yield (b"," if start else b"") + msgspec.json.encode(values[start : start + LIST_PART])[1:-1]

@@ -1,6 +1,7 @@
-"""Log-probabilities as OpenAI's endpoints spell them, encoded while a reply is generated.
+"""Log-probabilities in the format of OpenAI's endpoints, encoded while a reply is generated.
 
-A reply may have a million of them: what is kept until its end is JSON, which only has to be copied then.
+A reply may have a million of them: until its end they are stored as JSON, which only has to be
+copied then.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import msgspec
 from penstock.serve.answer import Pieces
 from penstock.serve.text_stream import ScoredToken
 
-LOWEST_LOGPROB = -9999.0  # JSON has no -inf; this is what OpenAI writes for it
+LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI writes this instead
 COLUMN_HEADS = (b'{"tokens":[', b'],"token_logprobs":[', b'],"top_logprobs":[', b'],"text_offset":[')
 
 
 class ScoredText(msgspec.Struct, gc=False):
-    """A token of a chat, or one that might have stood in its place."""
+    """A token of a chat, or an alternative at its place."""
 
     token: str
     logprob: float
@@ -51,7 +52,7 @@ class ChatScores:
 
 
 class CompletionScores:
-    """Of a completion: four lists that go side by side."""
+    """Of a completion: four parallel lists."""
 
     def __init__(self) -> None:
         self._num_chars = 0  # of all tokens so far
@@ -85,9 +86,9 @@ class CompletionScores:
 
 
 class PromptLogprobs:
-    """Of a prompt, as vLLM has them: for each token its own and the likeliest, by their ids.
+    """Of a prompt, in vLLM's format: for each token its own and the likeliest, by their ids.
 
-    The rank of a token that is not among the likeliest is not known.
+    The rank of a token that is not among the likeliest is unknown.
     """
 
     def __init__(self) -> None:
@@ -119,7 +120,7 @@ def _top_of(token: ScoredToken) -> dict[str, float]:
 
 
 def _append(encoded: bytearray, values: list[Any]) -> None:
-    """More values of a JSON list, which has no brackets yet."""
+    """Appends values to a JSON list, which has no brackets yet."""
     if values:
         if encoded:
             encoded += b","
@@ -128,7 +129,7 @@ def _append(encoded: bytearray, values: list[Any]) -> None:
 
 @lru_cache(maxsize=2**15)
 def _text_of(data: bytes) -> str:
-    """A token may end inside a character; `bytes` is what such clients must read."""
+    """A token may end inside a character; such clients must read `bytes`."""
     return data.decode("utf-8", "replace")
 
 

@@ -1,7 +1,7 @@
-"""Compaction: a long conversation becomes its users' messages and a summary of the rest by the model.
+"""Compaction: a long conversation becomes its user messages and the model's summary of the rest.
 
-The summary comes as an opaque item that is sent back like any other. What does not fit the context is left
-out from the oldest on.
+The summary is an opaque item that clients send back like any other. The oldest messages are left
+out if all of them do not fit the context.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from penstock.serve.text_stream import ReplyDelta, Usage
 from penstock.text.dialects import ParsedReply
 
 ASK = (
-    "Summarise our conversation for someone who goes on with it and has not read it: the goal, what was done "
-    "and found, decisions with their reasons, names, paths and numbers that are still needed, and what is "
+    "Summarise our conversation for someone who goes on with it and has not read it: the goal, "
+    "what was done "
+    "and found, decisions with their reasons, names, paths and numbers that are still needed, and "
+    "what is "
     "left to do. Reply with the summary alone."
 )
 KEPT_ROLES = ("user", "system", "developer")
@@ -58,7 +60,7 @@ class CompactionFormat:
     """A compacted response; it is not streamed."""
 
     def __init__(self, items: Sequence[Item]) -> None:
-        *said, _ = items  # the last is `ASK`
+        *said, _ = items  # the last item is `ASK`
         self._kept = [item for item in said if item.role in KEPT_ROLES]
 
     def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:

@@ -1,7 +1,8 @@
-"""OpenAI's Conversations API: named lists of items that responses go on from and add to.
+"""OpenAI's Conversations API: named lists of items that responses continue and extend.
 
-A conversation is kept like a response, in memory and within the same limits; its age counts from the last
-addition. Sessions (serve/sessions.py) are the same idea for every API, and share nothing with these.
+A conversation is stored like a response, in memory and within the same limits; its age counts from
+the last addition. Sessions (serve/sessions.py) are the same idea for every API, and share nothing
+with these.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class ConversationRoutes:
         body = await read_body(request, for_reply=False)
         fields = decode_body(body or b"{}", ConversationBody, table=self._table)
         items = self._new_items(fields.items or [], request)
-        plain_messages([], items, None, field="items")  # raises what is wrong with them
+        plain_messages([], items, None, field="items")  # raises an error if they are wrong
         id = new_id("conv")
         body = _describe(id, int(time.time()), fields.metadata or {})
         self._store.keep(id, body, items, tenant_of(request.scope))
@@ -100,7 +101,7 @@ class ConversationRoutes:
         tenant, item_id = tenant_of(request.scope), request.path_params["item_id"]
         if item_id not in self._item_ids(request):
             raise UnknownItemError(
-                f"Item with id {item_id[:64]!r} not found.", "The conversation has none such."
+                f"Item with id {item_id[:64]!r} not found.", "The conversation has no such item."
             )
         (item,) = self._store.items_by_id([item_id], tenant)
         return json_response(shown(item))

@@ -1,7 +1,7 @@
-"""Custom tools: to their clients they take a text, to the model they are functions with one string.
+"""Custom tools: for clients they take a text, for the model they are functions with one string.
 
-What a model calls one with is JSON; here it becomes the text again, while it is still being written. Knows
-tools as clients define them; how grammars are enforced is penstock.text's.
+The model calls them with JSON, which becomes the text again while it is being generated. Knows
+tools as clients define them; penstock.text enforces grammars.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.serve.responses.requests import FlatTool
 
 _START = re.compile(rf'\s*{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
-# Characters and whole escapes. A high surrogate is whole when it is known what stands behind it.
+# Characters and whole escapes. A high surrogate is whole only when its successor is known.
 _WHOLE = re.compile(
     r"""(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"""
     r"""|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u])))*"""
@@ -27,7 +27,7 @@ _WHOLE = re.compile(
 
 
 def text_parameters(tool: FlatTool) -> dict[str, Any]:
-    """The parameters of the function that a custom tool is to the model."""
+    """The parameters of the function that the model sees instead of a custom tool."""
     text: dict[str, Any] = {"type": "string"}
     if tool.format is not None and tool.format.type == "grammar":
         text["description"] = f"Text of this {tool.format.syntax} grammar:\n{tool.format.definition}"
@@ -40,7 +40,7 @@ def text_parameters(tool: FlatTool) -> dict[str, Any]:
 
 
 def text_grammars(tools: Mapping[str, FlatTool]) -> Mapping[str, TextGrammar]:
-    """What the texts must match, by the names of tools that say it."""
+    """The grammars of texts, by the names of the tools that set one."""
     grammars: dict[str, TextGrammar] = {}
     for name, tool in tools.items():
         if tool.type != "custom" or tool.format is None or tool.format.type == "text":
@@ -64,7 +64,7 @@ def text_grammars(tools: Mapping[str, FlatTool]) -> Mapping[str, TextGrammar]:
 
 
 class InputText:
-    """The text in the arguments of a call, taken out while they come."""
+    """The text in the arguments of a call, extracted while they arrive."""
 
     def __init__(self) -> None:
         self._unread = ""  # JSON
@@ -77,7 +77,7 @@ class InputText:
         return "".join(self._texts)
 
     def feed(self, more: str) -> str:
-        """The text that is new; none of arguments that do not begin with it, until their end."""
+        """The new text; none for arguments that do not begin with it, until their end."""
         self._unread += more
         if not self._has_begun:
             start = _START.match(self._unread)
@@ -94,7 +94,7 @@ class InputText:
         return self._add(json.loads(f'"{whole.group()}"', strict=False))
 
     def end(self) -> str:
-        """The text that is new at the end: of arguments of another form, all of them."""
+        """The new text at the end; for arguments of another form, all of them."""
         if self._has_begun:
             return ""
         try:
@@ -104,6 +104,6 @@ class InputText:
         return self._add(text if isinstance(text, str) else self._unread)
 
     def _add(self, text: str) -> str:
-        text = text.encode("utf-8", "replace").decode()  # half of a character beyond U+FFFF is none
+        text = text.encode("utf-8", "replace").decode()  # replaces lone surrogates
         self._texts.append(text)
         return text

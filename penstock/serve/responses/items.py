@@ -1,8 +1,8 @@
-"""Items, the units of a conversation in the Responses API, and the chat messages they are to a model.
+"""Items, the units of a conversation in the Responses API, and the chat messages that they become.
 
-Messages, calls, results of calls and thoughts are items of their own here, while a chat template knows turns:
-what the model said between two other voices, its thought, text and calls, is one turn. Items that came out of
-a reply go in again as they are, so a conversation that is kept needs no other form. Knows no endpoint.
+Here messages, calls, results and reasoning are separate items, while a chat template knows turns:
+the model's reasoning, text and calls between two other roles are one turn. The items of a reply are
+sent back as they are, so a stored conversation needs no other form. Knows no endpoint.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ ID_PREFIXES = {
     "custom_tool_call_output": "ctco",
     "compaction": "cmp",
 }
-SEAL = "penstock:"  # begins what this server sealed; another's cannot be opened
+SEAL = "penstock:"  # prefix of what this server sealed; another server's cannot be opened
 COMPACTED = "Summary of our conversation before this message:\n\n"
-CUSTOM_INPUT = "input"  # the one parameter of the function that a custom tool is to the model
+CUSTOM_INPUT = "input"  # the only parameter of the function that stands for a custom tool
 
 
 class Part(msgspec.Struct, omit_defaults=True):
-    """A piece of content, of which only text can be read."""
+    """A part of content; only text can be read."""
 
     type: str
     text: str | None = None
@@ -47,8 +47,8 @@ class Part(msgspec.Struct, omit_defaults=True):
 
 
 class Item(msgspec.Struct, omit_defaults=True):
-    """Any item; which of the fields it has depends on its type. One without a type is a message, or, if it
-    has an id and no role, the reference to an item that is kept."""
+    """Any item; its type decides which fields it has. Without a type it is a message or, with an id
+    and no role, a reference to a stored item."""
 
     type: str | None = None
     role: str | None = None
@@ -61,7 +61,7 @@ class Item(msgspec.Struct, omit_defaults=True):
     id: str | None = None
     status: str | None = None
     summary: list[Part] | None = None
-    encrypted_content: str | None = None  # of a thought or a compaction: `seal`ed text
+    encrypted_content: str | None = None  # of reasoning or a compaction: `seal`ed text
 
     @property
     def is_reference(self) -> bool:
@@ -81,10 +81,10 @@ def plain_messages(
     field: str = "input",
     omitted: list[str] | None = None,
 ) -> list[PlainMessage]:
-    """The conversation as chat templates expect it: instructions, what was kept, what was sent.
+    """The conversation as chat templates expect it: instructions, stored items, sent items.
 
-    `called`: names of tools by the ids of calls that came before all of it; `field`: that has the items.
-    `omitted` is told what the results of tools had besides text.
+    `called`: names of tools by the ids of earlier calls; `field`: the field with the items. Adds to
+    `omitted` what tool results contained besides text.
     """
     whole = [*history, *items]
     _check_size(whole, field)
@@ -95,7 +95,7 @@ def plain_messages(
 
 
 def items_of(messages: list[PlainMessage]) -> list[Item]:
-    """The other way: messages of a chat as items."""
+    """The reverse: messages of a chat as items."""
     items: list[Item] = []
     for message in messages:
         if message["role"] == "tool":
@@ -116,7 +116,8 @@ def items_of(messages: list[PlainMessage]) -> list[Item]:
 
 
 def seal(text: str) -> str:
-    """Text as an opaque string that clients send back as it is. It hides nothing: they may read it anyway."""
+    """Text as an opaque string that clients send back unchanged. It hides nothing: they may read
+    it."""
     return SEAL + base64.b64encode(text.encode()).decode()
 
 
@@ -131,7 +132,7 @@ def unseal(sealed: str) -> str | None:
 
 
 def shown(item: Item) -> dict[str, Any]:
-    """An item that was kept, as the API lists it."""
+    """A stored item, as the API lists it."""
     fields: dict[str, Any] = msgspec.to_builtins(item)
     kind = item.type or "message"
     fields = {"type": kind, "status": "completed", **fields}
@@ -152,11 +153,11 @@ def shown(item: Item) -> dict[str, Any]:
 
 
 def _check_size(items: list[Item], field: str) -> None:
-    """What is decoded, rendered and kept of it, others wait for."""
+    """Decoding, rendering and storing it delays other requests."""
     if len(items) > MAX_ITEMS:
         raise RequestError(
             f"The conversation has {len(items)} items",
-            f"It may have {MAX_ITEMS}, those that were kept included.",
+            f"The limit is {MAX_ITEMS}, including stored items.",
             "Send a shorter one.",
             param=field,
         )
@@ -164,7 +165,7 @@ def _check_size(items: list[Item], field: str) -> None:
 
 
 class _Message:
-    """One that may grow: its content by paragraphs, its thought by pieces."""
+    """A message that may grow: its content by paragraphs, its reasoning by pieces."""
 
     def __init__(self, role: str, *paragraphs: str, **others: str) -> None:
         self.role = role
@@ -181,7 +182,7 @@ class _Message:
 
 
 class _Conversation:
-    """Messages so far, of which the last may be the model's and still grow."""
+    """Messages so far; the last one may be the model's and still grow."""
 
     def __init__(self, instructions: str | None, called: Mapping[str, str], omitted: list[str]) -> None:
         self._messages: list[_Message] = []
@@ -240,7 +241,7 @@ class _Conversation:
             turn.paragraphs.append(text)
 
     def _add_thought(self, item: Item, where: str) -> None:
-        """A thought that was not sent back, as when only its summary is known, is none."""
+        """Reasoning that was not sent back, as when only its summary is known, is left out."""
         text = _text(item.content or "", f"{where}.content", ("reasoning_text",))
         text = text or unseal(item.encrypted_content or "") or ""
         if not text:
@@ -253,7 +254,7 @@ class _Conversation:
     def _add_call(self, item: Item, where: str) -> None:
         if item.call_id is None or item.name is None or item.arguments is None:
             raise RequestError(
-                f"{where} is not whole", "A function_call has call_id, name and arguments.", param=where
+                f"{where} is incomplete", "A function_call has call_id, name and arguments.", param=where
             )
         function = {"name": item.name, "arguments": read_arguments(item.arguments)}
         call = {"id": item.call_id, "type": "function", "function": function}
@@ -263,7 +264,7 @@ class _Conversation:
     def _add_custom_call(self, item: Item, where: str) -> None:
         if item.call_id is None or item.name is None or item.input is None:
             raise RequestError(
-                f"{where} is not whole", "A custom_tool_call has call_id, name and input.", param=where
+                f"{where} is incomplete", "A custom_tool_call has call_id, name and input.", param=where
             )
         function = {"name": item.name, "arguments": {CUSTOM_INPUT: item.input}}
         self._turn().calls.append({"id": item.call_id, "type": "function", "function": function})
@@ -283,7 +284,7 @@ class _Conversation:
     def _add_result(self, item: Item, where: str) -> None:
         if item.call_id is None or item.call_id not in self._called:
             raise RequestError(
-                f"{where} is the output of no call",
+                f"{where} has no matching call",
                 f"No function_call before it has the call_id {(item.call_id or '')[:64]!r}.",
                 "Send the call's item first, or the previous_response_id of the reply that had it.",
                 param=f"{where}.call_id",
@@ -302,7 +303,7 @@ class _Conversation:
         return replace_attachment(part.type, where, self._omitted)
 
     def _turn(self) -> _Message:
-        """The model's turn that is open; a new one after another voice."""
+        """The model's open turn; a new one after another role."""
         if self._messages and self._messages[-1].role == "assistant":
             return self._messages[-1]
         return self._begin_turn()

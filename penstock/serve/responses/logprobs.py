@@ -1,8 +1,8 @@
-"""Which tokens a message's text was written with: their log-probabilities stand beside it.
+"""Matches tokens to the text of a message, to put their log-probabilities beside it.
 
-The tokens of a reply are those of its thoughts, its calls and its messages, and the text of one may come
-later than the token, in another piece. What brings them together again is the bytes: those of the tokens, in
-their order, have every piece of text in them.
+The tokens of a reply belong to its reasoning, its calls and its messages, and the text of a token
+may come later, in another piece. They are matched by their bytes: the bytes of the tokens, in
+order, contain every piece of text.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ class ScoreQueue:
 
     def __init__(self) -> None:
         self._tokens: deque[ScoredToken] = deque()
-        self._data = b""  # theirs; of the first, what has no text yet
+        self._data = b""  # their bytes; of the first one, those without text yet
 
     def add(self, tokens: Sequence[ScoredToken]) -> None:
         self._tokens += tokens
         self._data += b"".join(token.data for token in tokens)
 
     def take(self, text: str) -> list[ChatToken]:
-        """The tokens that this text, the next there is, begins in; those before it are of no text."""
+        """The tokens in which this text, the next one, begins; the tokens before it belong to no
+        text."""
         data = text.encode()
         start = 0 if self._data.startswith(data) else self._data.rfind(data)
-        end = start + len(data) if start >= 0 else len(self._data)  # not found: a character was replaced
+        # Not found: a character was replaced.
+        end = start + len(data) if start >= 0 else len(self._data)
         taken: list[ChatToken] = []
-        at = len(self._data) - sum(len(token.data) for token in self._tokens)  # below 0: text has come of it
+        # Below 0: part of its text has come.
+        at = len(self._data) - sum(len(token.data) for token in self._tokens)
         while self._tokens and at < end:
             token = self._tokens[0]
             after = at + len(token.data)

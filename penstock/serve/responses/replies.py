@@ -1,11 +1,12 @@
-"""Replies as the Responses API spells them: output items, the response around them, events of a stream.
+"""Replies in the format of the Responses API: output items, the response around them, events of a
+stream.
 
-One machine (`Output`) makes items of a reply's deltas and tells their events on the way. A body that is sent
-whole is that machine's items, so a stream ends with the very response it would have been. Only a call that
-came to nothing differs: a stream that had begun it says that it is incomplete, and then it is forgotten; all
-the model wrote of it follows as text.
+One state machine (`Output`) turns a reply's deltas into items and emits their events on the way. A
+whole body consists of that machine's items, so a stream ends with the very response that it would
+have been. Only an invalid call differs: a stream that had begun it says that it is incomplete, and
+then it is dropped; what the model wrote of it follows as text.
 
-Knows how answers are spelled, not where they come from, how they travel, or where they are kept.
+Knows the format of answers, not where they come from, how they are sent, or where they are stored.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from penstock.text.dialects import (
 )
 
 Fields = dict[str, Any]
-Event = tuple[str, Fields]  # its type, and what it says besides
+Event = tuple[str, Fields]  # its type, and its other fields
 Keep = Callable[[bytes, list[Fields]], None]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class TextItem:
-    """A message or a thought of the model's: an item with one part of text."""
+    """A message or reasoning of the model: an item with one part of text."""
 
     def __init__(self, token: str, index: int, is_thought: bool, form: ReplyForm) -> None:
         self.id = f"{'rs' if is_thought else 'msg'}_{token}_{index}"
@@ -145,7 +146,7 @@ class CallItem:
     def end(self, status: Status) -> list[Event]:
         item = self.fields(status)
         done = ("response.output_item.done", {"output_index": self.index, "item": item})
-        if status != "completed":  # whoever waits for arguments must not take these
+        if status != "completed":  # a client that waits for arguments must not use these
             return [done]
         arguments = {**self._place, "name": self._call.name, "arguments": item["arguments"]}
         return [("response.function_call_arguments.done", arguments), done]
@@ -195,19 +196,19 @@ class CustomCallItem:
 
 
 class Output:
-    """The items of one reply, of which the last may be open; makes events of all that happens to them."""
+    """The items of one reply, of which the last may be open; emits the events of every change."""
 
     def __init__(self, token: str, form: ReplyForm) -> None:
-        self.items: list[Fields] = []  # that are done
+        self.items: list[Fields] = []  # finished ones
         self.reason: str | None = None  # why the reply ended
         self._token = token
         self._form = form
         self._scores = ScoreQueue()
         self._open: TextItem | CallItem | CustomCallItem | None = None
-        self._num_items = 0  # that were ever begun
+        self._num_items = 0  # ever begun
         self._num_events = 0
         self._has_answer = False  # a message or a whole call
-        self._has_spoken = {True: False, False: False}  # thoughts, messages
+        self._has_spoken = {True: False, False: False}  # reasoning, messages
 
     def encode_event(self, kind: str, fields: Fields) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
@@ -215,7 +216,7 @@ class Output:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
     def add_scores(self, tokens: Sequence[ScoredToken]) -> None:
-        """The log-probabilities of tokens whose text comes next, as far as it is text."""
+        """The log-probabilities of tokens whose text comes next, if it is text."""
         if self._form.has_logprobs:
             self._scores.add(tokens)
 
@@ -238,14 +239,14 @@ class Output:
                 return self._take_end(reason)
 
     def unfinished(self, status: Status = "incomplete") -> list[Fields]:
-        """All items, of which the last may not be done: then it has this status."""
+        """All items; the last one may be unfinished: then it has this status."""
         open_items = [] if self._open is None else [{**self._open.fields("incomplete"), "status": status}]
         return [*self.items, *open_items]
 
     def _take_text(self, text: str, is_thought: bool) -> bytes:
         events = b""
         if not isinstance(self._open, TextItem) or self._open.is_thought != is_thought:
-            if self._has_spoken[is_thought]:  # what parted this text from the last
+            if self._has_spoken[is_thought]:  # what separated this text from the last
                 text = text.lstrip()
             self._has_spoken[is_thought] = True
             events = self._begin(TextItem(self._token, self._num_items, is_thought, self._form))
@@ -283,7 +284,7 @@ class Output:
 
 
 class ResponseChoice(Choice):
-    """Keeps what came as it came: which tokens a text has is seen from what came together."""
+    """Keeps deltas as they came: which tokens a text has is visible from what came together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +295,7 @@ class ResponseChoice(Choice):
 
 
 class ResponseReplyFormat:
-    """A response: created, its items, completed. `keep` is given one that has ended, and its items."""
+    """A response: created, its items, completed. `keep` receives an ended response and its items."""
 
     def __init__(
         self, id: str, model: str, echo: Fields, keep: Keep | None, form: ReplyForm = PLAIN_FORM
@@ -306,7 +307,7 @@ class ResponseReplyFormat:
         self._has_begun = False
 
     def encode_queued(self) -> bytes:
-        """The events of a response that is not waited for, before there is anything of it."""
+        """The events of a background response before anything of it is generated."""
         response = {"response": self._response("queued", [])}
         kinds = ("response.created", "response.queued")
         return b"".join([self._output.encode_event(kind, response) for kind in kinds])
@@ -349,7 +350,7 @@ class ResponseReplyFormat:
         return self._finish(usage)[1]
 
     def encode_so_far(self, status: str, error: PenstockError | None = None) -> bytes:
-        """The response as it is, or stays, without its end."""
+        """The response so far, without its end."""
         failure = None if error is None else {"code": _failure_code(error), "message": str(error)}
         output = self._output.unfinished("in_progress" if status == "in_progress" else "incomplete")
         return msgspec.json.encode(self._response(status, output, error=failure))
@@ -382,8 +383,9 @@ class ResponseReplyFormat:
 
 
 def _failure_code(error: PenstockError) -> str:
-    """The nearest of the few that the API has."""
-    if isinstance(error, RequestError):  # Codex shortens its conversation where it reads the first of these
+    """The nearest of the API's few codes."""
+    # Codex shortens its conversation when it reads the first of these.
+    if isinstance(error, RequestError):
         return error.code if isinstance(error, ContextLengthError) else "invalid_prompt"
     return "rate_limit_exceeded" if isinstance(error, OverloadedError) else "server_error"
 

@@ -1,10 +1,11 @@
-"""Bodies of the Responses API: from the bytes of a POST to a chat request and what its response repeats.
+"""Bodies of the Responses API: from the bytes of a POST to a chat request and what its response
+repeats.
 
-A custom tool is a function with one text to the model (custom_tools.py). Nobody summarises thoughts here:
-where `reasoning.summary` asks for one, it is the thought.
+For the model a custom tool is a function with one text (custom_tools.py). Reasoning is not
+summarised here: where `reasoning.summary` asks for a summary, it is the reasoning itself.
 
-A field that cannot be honoured is a `RequestError` that names it; those that are ignored are in fields.py.
-How items become messages is items.py's, which conversations are kept store.py's.
+A field that cannot be honoured is a `RequestError` that names it; fields.py lists the ignored ones.
+items.py turns items into messages, store.py stores conversations.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from penstock.serve.responses.custom_tools import text_grammars, text_parameters
 from penstock.serve.responses.items import NO_CALLS, Item, Items, PlainMessage, plain_messages
 from penstock.types import SamplingParams
 
-HARMLESS_INCLUDES = (  # of things that no reply of ours has, or has anyway
+HARMLESS_INCLUDES = (  # about things that no reply of ours has, or has anyway
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -53,8 +54,8 @@ HARMLESS_INCLUDES = (  # of things that no reply of ours has, or has anyway
 SEALED_THOUGHTS = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 SUMMARIES = ("auto", "concise", "detailed")
-CLIENTS_TOOLS = ("function", "custom")  # which clients run
-OWN_NAMES = {  # of the fields that chats call otherwise
+CLIENTS_TOOLS = ("function", "custom")  # that clients run
+OWN_NAMES = {  # fields by other names than those of chats
     "messages": "input",
     "prompt": "input",
     "max_tokens": "max_output_tokens",
@@ -65,7 +66,7 @@ OWN_NAMES = {  # of the fields that chats call otherwise
 
 
 class ToolFormat(msgspec.Struct, omit_defaults=True):
-    """What the text for a custom tool must be."""
+    """What the text for a custom tool must match."""
 
     type: str
     syntax: str | None = None
@@ -89,7 +90,7 @@ class AllowedTool(msgspec.Struct, omit_defaults=True):
 
 
 class FlatChoice(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """One tool, or those of which some may or must be called."""
+    """One tool, or a set of which some may or must be called."""
 
     type: str
     name: str | None = None
@@ -114,7 +115,7 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None  # the older name
-    context: str | None = None  # which thoughts a prompt repeats: the chat template decides
+    context: str | None = None  # which reasoning a prompt repeats: the chat template decides
     mode: str | None = None
 
 
@@ -158,11 +159,11 @@ class ResponseBody(DrawFields, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class ReplyForm:
-    """How a reply's items are spelled."""
+    """How to format a reply's items."""
 
-    custom_tools: frozenset[str] = frozenset()  # by name: what they are called with is text
-    has_summary: bool = False  # a thought is its item's summary, and sealed, instead of its content
-    is_sealed: bool = False  # a thought is given in a sealed form too, for clients that keep only that
+    custom_tools: frozenset[str] = frozenset()  # by name: their input is text
+    has_summary: bool = False  # reasoning is its item's summary, and sealed, instead of its content
+    is_sealed: bool = False  # reasoning is also sent sealed, for clients that keep only that
     has_logprobs: bool = False
 
 
@@ -191,13 +192,13 @@ def response_request(
     called: Mapping[str, str] = NO_CALLS,
     defaults: Defaults = NO_DEFAULTS,
 ) -> ResponseRequest:
-    """`history`: the items before those that were sent; `called`: names of tools by ids of calls before;
-    `defaults`: the server's sampling parameters."""
+    """`history`: the items before the sent ones; `called`: names of tools by the ids of earlier
+    calls; `defaults`: the server's sampling parameters."""
     items = sent_items(fields)
     if not (history or items):
         raise RequestError(
-            "There is no input",
-            "The model replies to input, or to a conversation that is kept.",
+            "The request has no input",
+            "The model replies to input, or to a stored conversation.",
             "Send input as a text or a list of items.",
             param="input",
         )
@@ -275,22 +276,22 @@ def _refuse_unsupported(fields: ResponseBody) -> None:
     if fields.prompt:
         raise RequestError(
             "prompt is not supported",
-            "No prompts are kept here.",
+            "This server stores no prompts.",
             "Send instructions and input.",
             param="prompt",
         )
     if fields.conversation is not None and fields.previous_response_id is not None:
         raise RequestError(
-            "conversation and previous_response_id are both given",
-            "Either of them says what comes before the input.",
-            "Leave one of them out.",
+            "conversation and previous_response_id are both set",
+            "Each of them sets what comes before the input.",
+            "Omit one of them.",
             param="conversation",
         )
     if fields.background and fields.store is False:
         raise RequestError(
             "background is true and store is false",
-            "A reply that nobody waits for is kept, so that it can be fetched.",
-            "Leave store out.",
+            "A background response must be stored, so that it can be fetched.",
+            "Omit store.",
             param="background",
         )
     reasoning, text = fields.reasoning or Reasoning(), fields.text or Text()
@@ -306,13 +307,14 @@ def _refuse_unsupported(fields: ResponseBody) -> None:
             )
     for name in fields.include or ():
         if name not in (*HARMLESS_INCLUDES, SEALED_THOUGHTS, LOGPROBS):
-            raise RequestError(f"include has {name[:64]!r}", "That cannot be given here.", param="include")
+            raise RequestError(
+                f"include has {name[:64]!r}", "This server cannot include it.", param="include"
+            )
 
 
 def _plain_tools(tools: list[FlatTool]) -> list[PlainTool]:
-    """The tools that the client runs. Agents also offer tools that a vendor's own server would run, and do
-    without them where nobody does: the model is not told of those.
-    """
+    """The tools that the client runs. Agents also offer tools that a vendor's server would run, and
+    work without them: the model is not told of those."""
     return plain_tools(
         [
             Tool(
@@ -329,7 +331,7 @@ def _plain_tools(tools: list[FlatTool]) -> list[PlainTool]:
 
 
 def _by_name(fields: ResponseBody) -> dict[str, FlatTool]:
-    """Of tools with the same name the last counts."""
+    """Of tools with the same name, the last one counts."""
     return {tool.name or "": tool for tool in fields.tools or () if tool.type in CLIENTS_TOOLS}
 
 
@@ -338,7 +340,7 @@ def _name_of(tool: FlatTool | AllowedTool, where: str, param: str) -> str:
         raise RequestError(
             f"{where}.type is {tool.type[:32]!r}",
             "Only functions and custom tools are supported: the client runs what the model calls.",
-            "Leave the tool out, or offer it as a function of your own.",
+            "Omit the tool, or offer it as a function.",
             param=param,
         )
     if tool.name is None:
@@ -347,7 +349,7 @@ def _name_of(tool: FlatTool | AllowedTool, where: str, param: str) -> str:
 
 
 def _nested(choice: str | FlatChoice | None) -> str | ToolChoice | None:
-    """A choice of tools as chats spell it."""
+    """A choice of tools in the format of chats."""
     if not isinstance(choice, FlatChoice):
         return choice
     if choice.type == "allowed_tools":

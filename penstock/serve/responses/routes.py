@@ -1,4 +1,4 @@
-"""The Responses API's endpoints: replies, and those that were kept, to read, to stream again, to delete."""
+"""The Responses API's endpoints: replies, and stored responses to read, stream again or delete."""
 
 from __future__ import annotations
 
@@ -85,8 +85,9 @@ class ResponsesRoutes:
         )
 
     def _keeper(self, id: str, said: list[Item] | None, fields: ResponseBody, tenant: str) -> Keep | None:
-        """Keeps a response that has ended, and adds to its conversation. None: neither was asked for, and
-        nothing of a long request need stay in memory. `said`: None if the response is not to be kept."""
+        """Stores a response that has ended, and extends its conversation. None: neither was
+        requested, and nothing of a long request stays in memory. `said`: None if the response is
+        not stored."""
         conversation = fields.conversation_id
         if said is None and conversation is None:
             return None
@@ -104,7 +105,8 @@ class ResponsesRoutes:
     async def _run(
         self, id: str, run: Run, talk: SessionChat, request: Request, timeout_s: float | None
     ) -> Response:
-        """Begins a reply that goes on without its client. What is wrong with the request is said at once."""
+        """Starts a reply that continues without its client. An error in the request is reported at
+        once."""
         require_open(self._serving)
         with own_names():
             stream = await talk.stream(run.deliver)
@@ -115,7 +117,8 @@ class ResponsesRoutes:
         return Response(run.body(), headers=talk.headers, media_type=JSON_TYPE)
 
     def _asked(self, fields: ResponseBody, request: Request) -> ResponseRequest:
-        """The request with the conversation it goes on from, and with the items it refers to."""
+        """The request with the conversation that it continues, and with the items that it refers
+        to."""
         tenant, place = tenant_of(request.scope), place_of(request.scope)
         history: list[Item] = []
         before: tuple[tuple[str, Kind, str | None], ...] = (
@@ -166,7 +169,7 @@ class ResponsesRoutes:
         return json_response({"id": id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        """One that was cancelled already is the answer again."""
+        """Cancelling again returns the same response."""
         id, tenant = request.path_params["id"], tenant_of(request.scope)
         if (run := self._runs.find(id, tenant)) is not None:
             run.cancel()
@@ -175,11 +178,11 @@ class ResponsesRoutes:
         if not kept.background:
             raise RequestError(
                 f"The response {id[:64]!r} cannot be cancelled",
-                "It was not asked for with background: true.",
+                "It was not requested with background: true.",
                 "Close the connection that waits for such a reply.",
             )
         if kept.status != "cancelled":
-            raise RequestError(f"Cannot cancel a {kept.status} response.", "It has ended before.")
+            raise RequestError(f"Cannot cancel a {kept.status} response.", "It has already ended.")
         return Response(body, media_type=JSON_TYPE)
 
     async def list_input(self, request: Request) -> Response:
@@ -206,7 +209,7 @@ class ResponsesRoutes:
     async def compact(self, request: Request) -> OwnNames:
         fields = parse_compact(await read_body(request), self._compact_table)
         asked = self._asked(fields, request)
-        # No turn of a session: the client goes on with what comes back.
+        # Not a turn of a session: the client continues with the result.
         chat = replace(asked.chat, loop_guard=True, tenant=tenant_of(request.scope))
         id, place = request.scope["request_id"], place_of(request.scope)
         return OwnNames(
@@ -224,7 +227,7 @@ class _Ended(msgspec.Struct):
 
 
 class OwnNames:
-    """An answer whose refusals name fields as this API does, not as chats do."""
+    """An answer whose errors name fields by this API's names, not those of chats."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -237,7 +240,7 @@ class OwnNames:
 def resolved(
     items: list[Item], store: ResponseStore, tenant: str, place: Place, param: str = "input"
 ) -> list[Item]:
-    """With the items that references stand for; `param`: the field that has them."""
+    """With the referenced items in place of references; `param`: the field that has them."""
     ids = [item.id or "" for item in items if item.is_reference]
     if not ids:
         return items
@@ -247,7 +250,7 @@ def resolved(
 
 
 def add_if_there(store: ResponseStore, id: str, items: list[Item], tenant: str, num_inputs: int) -> None:
-    """To a conversation, unless it was deleted meanwhile."""
+    """Extends a conversation, unless it was deleted meanwhile."""
     try:
         store.extend(id, items, tenant, num_inputs)
     except RequestError:

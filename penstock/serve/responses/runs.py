@@ -1,8 +1,9 @@
-"""Replies that nobody waits for (`background`): they go on when their client leaves, and can be looked at.
+"""Background replies (`background`): they continue when their client disconnects, and can be read
+later.
 
-A run writes its response's events down, if they were asked for: whoever comes later reads them from any
-number on. What it comes to is kept like every other response; that is not done here. Events of runs take a
-limited number of bytes: beyond it those of the oldest runs go, whose responses can still be fetched.
+A run records its response's events, if they were requested: later readers start from any event. Its
+result is stored like every other response, but not by this module. The events of all runs are
+limited in bytes: beyond it the oldest runs lose theirs, and their responses can still be fetched.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ KeepUnfinished = Callable[[bytes], None]
 
 
 class Events:
-    """What a run has written, and who waits for more."""
+    """The events that a run has written, for readers that wait for more."""
 
     def __init__(self) -> None:
-        self.data: bytearray | None = bytearray()  # None: they are gone
+        self.data: bytearray | None = bytearray()  # None: they were dropped
         self.has_ended = False
         self.on_write: Callable[[int], None] = lambda num_bytes: None
         self._written = asyncio.Event()
@@ -43,7 +44,7 @@ class Events:
         self.wake()
 
     def drop(self) -> int:
-        """Ends all reading; gives how many bytes there were."""
+        """Ends all reading; returns the number of bytes."""
         data, self.data = self.data, None
         self.wake()
         return len(data or b"")
@@ -53,7 +54,7 @@ class Events:
         self._written = asyncio.Event()
 
     async def read(self, num_skipped: int) -> AsyncIterator[bytes]:
-        """All events but the first ones, as they come; a comment where none comes for long."""
+        """All events except the first ones, as they come; a comment when none comes for long."""
         at, num_left = 0, num_skipped
         while self.data is not None:
             while num_left and (end := self.data.find(EVENT_END, at)) >= 0:
@@ -72,7 +73,7 @@ class Events:
 
 
 class Run:
-    """One reply on its way."""
+    """One running reply."""
 
     def __init__(self, formatter: ResponseReplyFormat, keep_unfinished: KeepUnfinished, logs: bool) -> None:
         self.status = "queued"
@@ -88,13 +89,14 @@ class Run:
         return self._formatter.encode_so_far(self.status)
 
     def deliver(self, delta: ReplyDelta) -> None:
-        if self.status not in ("queued", "in_progress"):  # cancelled, and the engine does not know yet
+        # Cancelled, and the engine does not know yet.
+        if self.status not in ("queued", "in_progress"):
             return
         self.status = "in_progress"
         self._write(self._formatter.encode_chunk(delta))
 
     def follow(self, stream: TextStream, timeout_s: float | None) -> None:
-        """To its end, whoever comes or goes."""
+        """To its end, whether its client is connected or not."""
         self._task = asyncio.create_task(self._follow(stream, timeout_s))
 
     def cancel(self) -> None:
@@ -107,7 +109,7 @@ class Run:
             try:
                 async with asyncio.timeout(timeout_s):
                     await stream.wait_ended()
-                self._write(self._formatter.encode_end(stream.usage))  # which keeps the response
+                self._write(self._formatter.encode_end(stream.usage))  # which stores the response
                 self._end("completed")
             except TimeoutError:
                 late = DeadlineError("The reply was not complete in time", f"It had {timeout_s:g} seconds.")
@@ -119,7 +121,7 @@ class Run:
                 self._fail("failed", unexpected_error())
 
     def _fail(self, status: str, error: PenstockError | None = None) -> None:
-        """What there is of the response is kept: it says what became of it."""
+        """Stores the unfinished response, with what happened to it."""
         self._keep_unfinished(self._formatter.encode_so_far(status, error))
         if error is None:
             self._write(self._formatter.encode_cancelled())
@@ -140,13 +142,14 @@ class Run:
 
 
 class Runs:
-    """Those on their way, and the events of those that have ended."""
+    """The running replies, and the events of ended ones."""
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self._max_event_bytes = max_event_bytes
         self._num_event_bytes = 0
         self._running: dict[str, tuple[str, Run]] = {}  # with their tenants
-        self._events: OrderedDict[str, Events] = OrderedDict()  # of all that have any, the oldest first
+        # Of all that have any, the oldest first.
+        self._events: OrderedDict[str, Events] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -160,17 +163,17 @@ class Runs:
             self._count(len(run.events.data or b""))
 
     def find(self, id: str, tenant: str) -> Run | None:
-        """One that is on its way."""
+        """A running one."""
         owner, run = self._running.get(id, (None, None))
         return run if owner == tenant else None
 
     def events_of(self, id: str) -> Events:
-        """Of a response that is there."""
+        """Of an existing response."""
         events = self._events.get(id)
         if events is None:
             raise RequestError(
                 "This response cannot be streamed again",
-                "Events are kept of responses asked for with background and stream, "
+                "Events are stored only for responses with background and stream, "
                 f"{self._max_event_bytes} bytes of them.",
                 "Fetch it without stream.",
                 param="stream",

@@ -1,12 +1,14 @@
-"""Responses and conversations that are kept, to be read again and to go on from; and the items in them.
+"""Stored responses and conversations, to be read again and continued; and the items in them.
 
-In memory only: up to a number of records, of bytes and of hours, whichever is reached first. What is too old
-goes; for what is too much, the oldest of the tenant who has most, so that nobody's requests make others'
-records go while they have fewer. A record is a response or a conversation: its JSON, and its items by id.
+In memory only: up to a number of records, of bytes and of hours, whichever is reached first. Old
+records are dropped; if there are too many, the oldest of the tenant that has most, so that no
+tenant's requests evict the records of a tenant with fewer. A record is a response or a
+conversation: its JSON, and its items by id.
 
-Items are kept once, as JSON, however many records of a tenant list them: an agent's tenth response has the
-items of nine others in it. An item goes with the last record that lists it; until then it can be referred to
-by its id. Ids of records are drawn at random: only whoever was answered knows one. Knows no HTTP.
+Items are stored once, as JSON, however many records of a tenant list them: an agent's tenth
+response contains the items of nine others. An item is dropped with the last record that lists it;
+until then it can be referenced by its id. Ids of records are random: only the client that was
+answered knows one. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ MAX_RECORDS = 4096
 MAX_BYTES = 256 * 1024 * 1024
 MAX_AGE_S = 24 * 3600.0
 PREFIXES = {"response": "resp", "conversation": "conv"}  # of ids
-LISTING_BYTES = 16  # what a record takes for each item that it lists, besides the item
+LISTING_BYTES = 16  # a record's cost for each item that it lists, besides the item
 
 
 Kind = Literal["response", "conversation"]
 
 
 class UnknownResponseError(RequestError):
-    """A response that was never kept here, or no longer is."""
+    """A response that was never stored here, or is no longer."""
 
     status = 404
     code = "response_not_found"
@@ -53,8 +55,8 @@ class UnknownItemError(RequestError):
 
 @dataclass(slots=True)
 class _Record:
-    tenant: str  # others do not find it
-    body: bytes  # the response as it was sent, or what is said of the conversation
+    tenant: str  # other tenants do not find it
+    body: bytes  # the response as it was sent, or the fields of the conversation
     item_ids: list[str]  # of its conversation, with the reply
     num_inputs: int | None  # of those, the ones before the reply
     at: float
@@ -73,15 +75,15 @@ class _KeptItem:
 
 @dataclass(slots=True)
 class _Shelf:
-    """What one tenant has here."""
+    """The records of one tenant."""
 
     ids: OrderedDict[str, None] = field(default_factory=OrderedDict)  # of records, the oldest first
     items: dict[str, _KeptItem] = field(default_factory=dict)
     num_bytes: int = 0
 
     def use(self, item: Item, new_id: str) -> str:
-        """Keeps an item, if it is not kept yet; gives the id it is listed by. That of one which is not kept
-        is `new_id`: others could guess, and then refer to, an id that a client chose."""
+        """Stores an item, if it is new; returns the id by which it is listed. A new one gets
+        `new_id`: others could guess, and then reference, an id that a client chose."""
         kept = self.items.get(item.id or "")
         if kept is None or kept.json != msgspec.json.encode(item):
             json = msgspec.json.encode(msgspec.structs.replace(item, id=new_id))
@@ -138,7 +140,7 @@ class ResponseStore:
     def keep(
         self, id: str, body: bytes, items: Sequence[Item], tenant: str = "", num_inputs: int | None = None
     ) -> None:
-        """Items behind `num_inputs` are a reply's, and have ids that we drew."""
+        """Items after `num_inputs` belong to a reply, and have ids of ours."""
         shelf = self._shelves.setdefault(tenant, _Shelf())
         item_ids = _use_all(shelf, items, num_inputs)
         record = self._kept[id] = _Record(tenant, body, item_ids, num_inputs, self._clock())
@@ -150,7 +152,7 @@ class ResponseStore:
     def extend(
         self, id: str, items: Sequence[Item], tenant: str = "", num_inputs: int | None = None
     ) -> list[str]:
-        """Adds items to a conversation, which is then the youngest record; gives their ids."""
+        """Adds items to a conversation, which becomes the youngest record; returns their ids."""
         record = self._find(id, tenant)
         shelf = self._shelves[tenant]
         item_ids = _use_all(shelf, items, num_inputs)
@@ -163,7 +165,7 @@ class ResponseStore:
         return item_ids
 
     def remove_item(self, id: str, item_id: str, tenant: str = "") -> None:
-        """Takes an item out of a conversation."""
+        """Removes an item from a conversation."""
         record = self._find(id, tenant)
         if item_id not in record.item_ids:
             raise self._unknown_item(item_id)
@@ -178,7 +180,8 @@ class ResponseStore:
         record.body = body
 
     def require(self, id: str, kind: Kind, tenant: str = "", param: str | None = None) -> None:
-        """Raises if there is no such record of this kind; `param`: the field that named it."""
+        """Raises an error if there is no such record of this kind; `param`: the field that named
+        it."""
         if not (id.startswith(f"{PREFIXES[kind]}_") and id in self._kept):
             raise self._unknown(id, kind, param)
         self._find(id, tenant, param)
@@ -195,11 +198,11 @@ class ResponseStore:
         return record.item_ids[: record.num_inputs] if is_input else record.item_ids
 
     def num_bytes_of(self, id: str, param: str | None, tenant: str = "") -> int:
-        """Of its items, before they are decoded."""
+        """Size of its items, before they are decoded."""
         return self.num_bytes_of_items(self._find(id, tenant, param).item_ids, tenant)
 
     def num_bytes_of_items(self, item_ids: Sequence[str], tenant: str = "", param: str | None = None) -> int:
-        """Before they are decoded; raises if one is not there."""
+        """Before they are decoded; raises an error if one is missing."""
         self._forget_old()
         items = self._shelves[tenant].items if tenant in self._shelves else {}
         for id in item_ids:
@@ -208,7 +211,7 @@ class ResponseStore:
         return sum(len(items[id].json) for id in item_ids)
 
     def items_by_id(self, item_ids: Sequence[str], tenant: str = "") -> list[Item]:
-        """Of a tenant's items that are there."""
+        """The tenant's items that exist."""
         return self._decode(item_ids, tenant)
 
     def delete(self, id: str, tenant: str = "") -> None:
@@ -220,10 +223,10 @@ class ResponseStore:
             return []
         items = self._shelves[tenant].items
         jsons = [items[id].json for id in item_ids]
-        if has_more_values(jsons):  # while they are decoded, nobody else is served
+        if has_more_values(jsons):  # decoding them blocks the server
             raise RequestError(
-                f"The conversation has {len(item_ids)} items that consist of too many values",
-                f"They may have {MAX_VALUES:,} together.",
+                f"The conversation has {len(item_ids)} items with too many values",
+                f"The limit is {MAX_VALUES:,} values in all.",
                 "Send a shorter conversation as input.",
                 param="input",
             )
@@ -240,8 +243,9 @@ class ResponseStore:
     def _unknown(self, id: str, kind: Kind, param: str | None) -> RequestError:
         error = UnknownConversationError if kind == "conversation" else UnknownResponseError
         return error(
-            f"There is no {kind} {id[:64]!r} here",
-            f"Up to {self._max_records} are kept for {self._max_age_s / 3600:.0f} hours, in up to "
+            f"No {kind} has the id {id[:64]!r}",
+            f"Up to {self._max_records} are stored for {self._max_age_s / 3600:.0f} hours, in up "
+            "to "
             f"{self._max_bytes} bytes of memory; those asked for with store: false are not.",
             "Send the conversation as input.",
             param=param,
@@ -250,9 +254,9 @@ class ResponseStore:
     def _unknown_item(self, id: str, param: str | None = None) -> UnknownItemError:
         return UnknownItemError(
             f"Item with id {id[:64]!r} not found.",
-            "Items are kept with the responses and conversations that have them, for "
+            "Items are stored with the responses and conversations that list them, for "
             f"{self._max_age_s / 3600:.0f} hours; not if store was false.",
-            "Send the item itself, or leave it out.",
+            "Send the item itself, or omit it.",
             param=param,
         )
 

@@ -1,7 +1,8 @@
-"""What a model's text means: thoughts, tool calls and answers, told apart while the text arrives.
+"""The meaning of a model's text: reasoning, tool calls and answers, separated while the text
+arrives.
 
-`dialect_of` finds the dialect a checkpoint's chat template teaches; `StreamParser` turns replies in it into
-deltas (deltas.py), from which every API's events are spelled. Knows text only: no tokens, no HTTP.
+`dialect_of` finds the dialect of a checkpoint's chat template; `StreamParser` turns replies into
+deltas (deltas.py), from which each API makes its events. Knows text only: no tokens, no HTTP.
 """
 
 from penstock.text.dialects.deltas import (

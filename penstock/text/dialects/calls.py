@@ -1,14 +1,15 @@
-"""Reads one tool call, from behind the text that opened it to its end, and says what it says as it goes.
+"""Reads one tool call, from its opening to its end, and reports its parts on the way.
 
-A call is refused (`NotACall`) at the first character that cannot belong to one; what was read is then text.
-A call of a tool nobody offered is text too, but is read to its end, so that whatever stands inside one of its
-arguments is not taken for a call of its own.
+A call is refused (`NotACall`) at the first character that cannot belong to one; what was read is
+then text. A call of a tool that was not offered is text too, but is read to its end, so that
+nothing inside its arguments is mistaken for a call.
 
-XML values have no escapes, so that a tag inside one cannot always be told from its end. The reading taken:
-`</parameter>` ends a value if another parameter or the end of the function follows, and is part of it
-otherwise. Models forget that tag, so two things more end a value: `</function>` with `</tool_call>` behind
-it, if no `<function=` stands in the value; and, at the start of a line, a parameter that the tool has and the
-call has not given yet. Of a parameter given twice the first counts, as it may have been sent already.
+XML values have no escapes, so a tag inside one cannot always be distinguished from its end. The
+rule: `</parameter>` ends a value if another parameter or the end of the function follows, and is
+part of it otherwise. Models forget that tag, so two more things end a value: `</function>` with
+`</tool_call>` after it, if no `<function=` is in the value; and, at the start of a line, a
+parameter that the tool has and the call has not given yet. Of a parameter given twice the first
+counts, as it may have been sent already.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _NOT_IN_LABEL = re.compile(r"[<\n]")
 
 
 class NotACall(Exception):
-    """What was read is not a call; the text that shows it has been given back to the scanner."""
+    """What was read is not a call; the rest was given back to the scanner."""
 
 
 class CallSink:
-    """Where a reader says what it finds. Keeps quiet about a call of an unknown tool."""
+    """Receives what a reader finds. Ignores a call of an unknown tool."""
 
     def __init__(self, deltas: list[Delta], index: int, has_tag: bool) -> None:
         self._deltas = deltas
@@ -47,7 +48,7 @@ class CallSink:
         self.is_unknown = False
 
     def refuse(self) -> None:
-        """The tool is not one of those offered."""
+        """The tool was not offered."""
         if not self.has_tag:
             raise NotACall
         self.is_unknown = True
@@ -75,7 +76,7 @@ def expect(scanner: Scanner, markers: Markers) -> Reading[str]:
 
 
 class XmlCall:
-    """`NAME>`, parameters and `</function>`, behind `<function=`."""
+    """`NAME>`, parameters and `</function>`, after `<function=`."""
 
     def __init__(self, scanner: Scanner, tools: Tools, sink: CallSink) -> None:
         self._scanner = scanner
@@ -131,7 +132,7 @@ class XmlCall:
         return next_label
 
     def _read_value(self, value: _Value) -> Reading[str | None]:
-        """Reads to the value's end and past what follows it; gives the next parameter's name."""
+        """Reads to the value's end and past what follows it; returns the next parameter's name."""
         holds_function = False
         while True:
             text, is_marker = yield from self._scanner.next(IN_VALUE)
@@ -155,10 +156,10 @@ class XmlCall:
 
 
 class _Value:
-    """A parameter's text on its way to JSON, without the line breaks that the tags stand on.
+    """A parameter's text on its way to JSON, without the line breaks beside the tags.
 
-    A string is written as it comes. Everything else waits for its end; a string that may be null waits only
-    while it could still be that.
+    A string is written as it comes. Everything else waits for its end; a string that may be null
+    waits only while it could still be null.
     """
 
     def __init__(self, write: Callable[[str], None], types: frozenset[str], choices: frozenset[str]) -> None:

@@ -33,7 +33,7 @@ import msgspec
 from penstock.types import FinishReason
 
 
-# Made for every token; a dataclass would take six times as long.
+# Created for every token; a dataclass would take six times as long.
 class ContentDelta(msgspec.Struct, frozen=True, gc=False):
     """Text of the answer."""
 
@@ -41,13 +41,13 @@ class ContentDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
-    """Text of a thought."""
+    """Text of the reasoning."""
 
     text: str
 
 
 class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
-    """A call of a tool the request offers. Indices count from 0 and are not used twice."""
+    """A call of an offered tool. Indices count from 0 and are not used twice."""
 
     index: int
     id: str
@@ -55,14 +55,15 @@ class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolArguments(msgspec.Struct, frozen=True, gc=False):
-    """More of a call's arguments; all of them joined are one JSON object, or its beginning if it is cut."""
+    """More of a call's arguments; all of them joined are one JSON object, or its beginning if it is
+    cut."""
 
     index: int
     json: str
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
-    """The call is complete, or is none after all, or the reply has reached its limit inside it."""
+    """The call is complete, turned out to be invalid, or the reply has reached its limit inside it."""
 
     index: int
     is_broken: bool = False
@@ -70,16 +71,16 @@ class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReplyEnd(msgspec.Struct, frozen=True, gc=False):
-    """The last delta: why the reply ended, where "tool_calls" is a stop after at least one whole call."""
+    """The last delta: why the reply ended; "tool_calls" is a stop after at least one complete call."""
 
     reason: FinishReason | Literal["tool_calls"]
-    stop_string: str | None = None  # that the client gave and the reply came to
-    is_loop: bool = False  # it only repeated itself, and was ended for that
-    stop_token_id: int | None = None  # of those that the client gave
+    stop_string: str | None = None  # the client's stop string that ended the reply
+    is_loop: bool = False  # it was ended because it only repeated itself
+    stop_token_id: int | None = None  # the client's stop token that ended the reply
 
     @property
     def stop_reason(self) -> str | int | None:
-        """As vLLM tells what stopped a reply; None: its model or its limit did."""
+        """vLLM's field: what stopped a reply; None: its model or its limit."""
         if self.is_loop:
             return "loop_guard"
         return self.stop_token_id if self.stop_string is None else self.stop_string
@@ -97,7 +98,7 @@ class ParsedCall:
 
 @dataclass(slots=True)
 class ParsedReply:
-    """All deltas of a reply put together, for answers that are not streamed."""
+    """All deltas of a reply joined, for answers that are not streamed."""
 
     content: str = ""
     reasoning: str = ""
@@ -113,7 +114,8 @@ class ParsedReply:
         fragments: list[str] = []
         reply = cls()
         for delta in deltas:
-            if type(delta) is ContentDelta:  # nearly all are text, and `match` takes four times as long
+            # Nearly all are text, and `match` takes four times as long.
+            if type(delta) is ContentDelta:
                 contents.append(delta.text)
                 continue
             if type(delta) is ReasoningDelta:

@@ -1,8 +1,8 @@
-"""How a family of models writes its thoughts and its tool calls, as data.
+"""How a family of models writes its reasoning and its tool calls, as data.
 
-A dialect says what a parser looks for, what a decoder that forces a call must let through, and what ends a
-thought that has used up its budget. Which one a checkpoint speaks is read from its chat template, which shows
-the model how to call; no table of model names.
+A dialect defines what a parser looks for, what a grammar that forces a call must allow, and what
+ends thinking that has used up its budget. It is detected from a checkpoint's chat template, which
+shows the model how to call; there is no table of model names.
 """
 
 from __future__ import annotations
@@ -20,29 +20,27 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 class Thinking:
     start: str = "<think>"
     end: str = "</think>"
-    forced_end: str = (
-        "\n</think>\n\n"  # what to append to a thought that must stop, so that the answer begins
-    )
+    forced_end: str = "\n</think>\n\n"  # appended to thinking that must stop, so that the answer begins
 
     def split(self, reply: str) -> tuple[str, str]:
-        """The thought that a reply begins with, and the answer."""
+        """The reasoning that a reply begins with, and the answer."""
         if not reply.lstrip().startswith(self.start):
             return "", reply
         thought, _, answer = reply.lstrip().removeprefix(self.start).partition(self.end)
         return thought.strip("\n"), answer.lstrip("\n")
 
     def is_open_after(self, prompt: str) -> bool:
-        """Whether a prompt ends inside a thought, so that the reply begins with one."""
+        """Whether a prompt ends inside thinking, so that the reply begins with it."""
         return prompt.rstrip().endswith(self.start)
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a call is spelled: `start` + arguments + `end`, with `separator` between calls.
+    """The format of a call: `start` + arguments + `end`, with `separator` between calls.
 
-    `arguments` says what stands in the middle: "json", one object that the tool's schema describes; or "xml",
-    for every parameter `parameter_start` + value + `parameter_end`, where a value is a bare string or, for
-    every other type, JSON.
+    `arguments` is the format in the middle: "json", one object that the tool's schema describes; or
+    "xml", for every parameter `parameter_start` + value + `parameter_end`, where a value is a bare
+    string or, for every other type, JSON.
     """
 
     arguments: Literal["json", "xml"]
@@ -62,10 +60,11 @@ class CallForm:
 @dataclass(frozen=True, slots=True)
 class Dialect:
     name: str
-    thinking: Thinking | None = None  # None: the model does not think aloud
-    call: CallForm | None = None  # None: it knows no tools
-    openings: tuple[str, ...] = ()  # each may begin a call, in text or (only CALL_START) in a thought
-    separators: str = ""  # characters that, besides white space, only part one call from the next
+    thinking: Thinking | None = None  # None: the model has no thinking
+    call: CallForm | None = None  # None: it has no tools
+    # Each may begin a call, in text or (only CALL_START) in reasoning.
+    openings: tuple[str, ...] = ()
+    separators: str = ""  # characters that, besides white space, only separate calls
     control_tokens: tuple[str, ...] = ()  # never text, whatever they were meant to do
 
 
@@ -80,7 +79,7 @@ QWEN_XML = Dialect(
         end=f"{FUNCTION_END}\n{CALL_END}",
         separator="\n",
     ),
-    openings=(CALL_START, FUNCTION),  # the first is often forgotten
+    openings=(CALL_START, FUNCTION),  # models often forget the first
     control_tokens=("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
 )
 
@@ -119,7 +118,7 @@ _PARAMETERS_KEY = re.compile(r"""["']parameters\\?["']\s*:""")
 
 
 def dialect_of(template: str | None) -> Dialect:
-    """The dialect a chat template teaches; plain text where it teaches no tool calls that are known here."""
+    """The dialect of a chat template; plain text if it has no known format of tool calls."""
     template = template or ""
     thinking = Thinking()
     return replace(_calls_of(template), thinking=thinking if thinking.end in template else None)

@@ -1,8 +1,9 @@
-"""Reads a tool call that is one JSON object: `{"name": ..., "arguments": {...}}`, or with "parameters".
+"""Reads a tool call that is one JSON object: `{"name": ..., "arguments": {...}}`, or with
+"parameters".
 
-Arguments have their types already and are passed on as they are written, checked character by character. The
-one liberty: line breaks and other control characters inside a string, which JSON forbids and models write,
-are escaped.
+Arguments already have their types and are passed on as they are written, checked character by
+character. One exception: newlines and other control characters inside a string, which JSON forbids
+and models write, are escaped.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from penstock.text.dialects.values import is_json, quote
 
 ARGUMENTS_KEYS = frozenset({"arguments", "parameters"})
 KEYS = ARGUMENTS_KEYS | {"name", "type", "id"}
-MAX_DEPTH = 100  # beyond what any tool takes; readers of JSON fail at some hundreds
+MAX_DEPTH = 100  # more than any tool needs; JSON parsers fail at some hundreds
 MAX_SCALAR_CHARS = 300
 
 QUOTE, COLON = Markers('"'), Markers(":")
@@ -33,14 +34,14 @@ _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+
 
 
 class JsonCall:
-    """Members and `}`, behind `{`."""
+    """Members and `}`, after `{`."""
 
     def __init__(self, scanner: Scanner, tools: Tools, sink: CallSink) -> None:
         self._scanner = scanner
         self._tools = tools
         self._sink = sink
         self._name: str | None = None
-        self._arguments: list[str] | None = None  # those that came before the name, or were not an object
+        self._arguments: list[str] | None = None  # those before the name, or not an object
 
     def read(self) -> Reading[None]:
         keys = KEYS
@@ -88,14 +89,14 @@ class JsonCall:
         self._arguments = ["{}"] if opening == "null" else []
         if opening != "null":
             yield from self._read_value(opening, self._arguments.append)
-        if opening == '"':  # an object spelled as a string
+        if opening == '"':  # an object written as a string
             text = json.loads("".join(self._arguments)).strip()
             if not (text.startswith("{") and is_json(text)):
                 raise NotACall
             self._arguments = [text]
 
     def _read_value(self, opening: str, write: Callable[[str], None]) -> Reading[None]:
-        """Any JSON value, of which `opening` has been read."""
+        """Any JSON value; `opening` has been read."""
         value = JsonText()
         value.take(opening)
         write(value.take_checked())
@@ -109,19 +110,19 @@ class JsonCall:
 
 
 class JsonText:
-    """Checks one JSON value that arrives in pieces, and gives it out with its strings put right."""
+    """Checks one JSON value that arrives in pieces, and returns it with corrected strings."""
 
     def __init__(self) -> None:
         self.is_complete = False
         self.is_wrong = False
         self._checked: list[str] = []
-        self._brackets: list[str] = []  # those open, each as the character that will close it
-        self._num_whole = 0  # pieces that were checked when a value was last whole, or empty so far
+        self._brackets: list[str] = []  # the closing characters of the open ones
+        self._num_whole = 0  # checked pieces when a value was last complete
         self._whole_depth = 0  # brackets that were open then, and still are
         self._allowed = "value"
         self._is_in_string = False
-        self._escape = ""  # begun
-        self._scalar = ""  # a number, true, false or null, begun
+        self._escape = ""  # incomplete
+        self._scalar = ""  # an incomplete number, true, false or null
 
     def take(self, text: str) -> int:
         """How many characters belong to the value: all, unless it is complete or wrong there."""
@@ -226,6 +227,6 @@ class JsonText:
         self._num_whole, self._whole_depth = len(self._checked), len(self._brackets)
 
     def whole_part(self) -> str:
-        """What was taken, up to where a value was last whole, closed there; nothing was given out before."""
+        """What was taken, up to the last complete value, closed there; nothing was emitted before."""
         closing = reversed(self._brackets[: self._whole_depth])
         return "".join([*self._checked[: self._num_whole], *closing])

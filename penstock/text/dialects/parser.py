@@ -1,15 +1,16 @@
-"""One reply's text into deltas: what is thought, what is said, which tools are called.
+"""One reply's text into deltas: reasoning, content and tool calls.
 
-The only state machine there is: dialects are data, and the readers of calls know nothing of what is around a
-call. Text is given out as soon as it can no longer be part of a marker. However a reply is cut into pieces,
-its deltas joined are the same.
+This is the only state machine: dialects are data, and the readers of calls know nothing of what is
+around a call. Text is emitted as soon as it can no longer be part of a marker. However a reply is
+cut into pieces, its joined deltas are the same.
 
-What is layout and no text: markers that did their work; white space next to them; control tokens, and ends of
-thoughts and calls that were never begun. All else that the model wrote is given out, including every
-character of a call that turned out to be none. A call that a limit cuts off stays a call, told once.
+Layout, not text: markers that were used; white space next to them; control tokens, and ends of
+thinking and calls that were never begun. Everything else that the model wrote is emitted, including
+every character of a call that turned out to be invalid. A call that a limit cuts off stays a call,
+reported once.
 
-Models start calls inside a thought without ending it: a whole call ends it for them, while a thought that
-only mentions a call goes on.
+Models start calls inside thinking without ending it: a complete call ends it for them, while
+thinking that only mentions a call continues.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from penstock.types import FinishReason
 
 
 class StreamParser:
-    """`in_thinking`: the prompt has opened a thought. `parses_tools`: if not, calls are text as any other."""
+    """`in_thinking`: the prompt has opened thinking. `parses_tools`: if not, calls are ordinary
+    text."""
 
     def __init__(
         self,
@@ -38,7 +40,7 @@ class StreamParser:
         *,
         in_thinking: bool = False,
         parses_tools: bool = True,
-        continues_thought: bool = False,  # of which the prompt has more than the beginning
+        continues_thought: bool = False,  # the prompt has more than the beginning of it
     ) -> None:
         self._dialect = dialect
         self._tools = tools_by_name(tools)
@@ -54,7 +56,7 @@ class StreamParser:
         self._content_markers, self._thought_markers = _markers_of(dialect, parses_tools)
         self._num_calls = 0  # started
         self._has_whole_call = False
-        self._awaits_call_end = False  # a whole call was read and nothing but white space since
+        self._awaits_call_end = False  # a complete call was read, and only white space since
         self._is_in_broken_call = False  # its end tag is text, as its start was
         self._is_cut = False  # by a limit, where it ends
         self._scanner = Scanner()
@@ -63,17 +65,17 @@ class StreamParser:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the text that comes next belongs to a thought."""
+        """Whether the text that comes next is reasoning."""
         return self._voice is self._reasoning
 
     def feed(self, text: str) -> list[Delta]:
-        """Takes more of the reply; gives what is now certain."""
+        """Takes more of the reply; returns what is now certain."""
         self._scanner.add(text)
         next(self._machine)
         return self._take_deltas()
 
     def close(self, finish: FinishReason) -> list[Delta]:
-        """The rest, when no more text will come: what was held back, and why the reply ended."""
+        """The rest, after the last text: what was held back, and why the reply ended."""
         self._scanner.end()
         self._is_cut = finish == "length"
         next(self._machine, None)
@@ -104,7 +106,7 @@ class StreamParser:
         if self._awaits_call_end and not text.isspace():
             self._awaits_call_end = False
             if self._scanner.has_ended and CALL_END.startswith(text):
-                return  # cut off in the end tag of a call that is whole without it
+                return  # cut off in the end tag of a call that is complete without it
         self._voice.say(text)
 
     def _pass_marker(self, marker: str) -> None:
@@ -134,7 +136,7 @@ class StreamParser:
             is_whole = False
         except EndOfText:
             is_whole = False
-            is_cut = self._is_cut and sink.has_started  # before that, nothing was told of it but text
+            is_cut = self._is_cut and sink.has_started  # before that, only text was emitted
         is_whole = is_whole and not sink.is_unknown
         sink.end(is_broken=not (is_whole or is_cut), is_cut=is_cut)
         self._num_calls += sink.has_started
@@ -152,7 +154,7 @@ class StreamParser:
             self._voice.say(text)
 
     def _reader(self, opening: str, sink: CallSink) -> Reading[None]:
-        """Reads the call behind its opening; a tag may hold either form, whatever the dialect."""
+        """Reads the call after its opening; a tag may contain either form, whatever the dialect."""
         if opening == CALL_START:
             opening = yield from expect(self._scanner, BODY_STARTS)
         call = XmlCall if opening == FUNCTION else JsonCall
@@ -161,7 +163,7 @@ class StreamParser:
 
 @cache
 def _markers_of(dialect: Dialect, parses_tools: bool) -> tuple[Markers, Markers]:
-    """What is looked for in an answer and in a thought."""
+    """The markers of an answer and of thinking."""
     both = set(dialect.control_tokens)
     if dialect.thinking is not None:
         both |= {dialect.thinking.start, dialect.thinking.end}
@@ -172,9 +174,9 @@ def _markers_of(dialect: Dialect, parses_tools: bool) -> tuple[Markers, Markers]
 
 
 class _Voice:
-    """One kind of text. Leaves out the white space between it and a marker, unless there is text beyond that.
+    """One kind of text. Drops the white space between it and a marker, unless text follows.
 
-    White space at the end is kept back where `trims_end`, since a marker may follow.
+    White space at the end is held back if `trims_end`, since a marker may follow.
     """
 
     def __init__(
@@ -211,7 +213,7 @@ class _Voice:
             self._gap.append(text[len(spoken) :])
 
     def pass_marker(self) -> None:
-        """White space between two markers is of no use to any text."""
+        """White space between two markers belongs to no text."""
         if self._is_past_marker:
             del self._gap[self._num_gaps_before_marker :]
         self._num_gaps_before_marker = len(self._gap)
@@ -223,7 +225,7 @@ class _Voice:
 
 
 def _merge(deltas: list[Delta]) -> list[Delta]:
-    """Neighbours of one kind, which long pieces of text were cut into, as one delta."""
+    """Joins adjacent deltas of one kind, which long pieces of text were cut into."""
     merged: list[Delta] = []
     for _, group in groupby(deltas, type):
         run = list(group)

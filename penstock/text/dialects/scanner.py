@@ -1,10 +1,10 @@
 """Cuts a text that arrives in pieces into markers and the text between them.
 
-The one place that holds text back: only an end that could still become a marker, and only while it could.
-Which strings are markers is asked anew for every cut, since it depends on where in a reply one is.
+The only place that holds text back: only a suffix that could still become a marker. The set of
+markers is given for every cut, since it depends on the place in the reply.
 
-Readers are generators that yield whenever the text so far is used up. They go on when more has been added,
-and meet `EndOfText` when there is no more, so that a reader looks like the text it reads.
+Readers are generators that yield when the text so far is used up. They continue when more is added,
+and get `EndOfText` at the end, so that a reader looks like the text it reads.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 
 WHITESPACE = " \t\r\n"
-MAX_PIECE_CHARS = 256  # longer than any marker; short, as a reader may look at a piece and give it back
+# Longer than any marker; short, as a reader may inspect a piece and give it back.
+MAX_PIECE_CHARS = 256
 
 
 class EndOfText(Exception):
-    """Nothing more will come."""
+    """There will be no more text."""
 
 
 class Markers:
-    """Strings to look for, none of which holds its first character twice."""
+    """Strings to look for, none of which contains its first character twice."""
 
     def __init__(self, markers: Iterable[str]) -> None:
         markers = sorted(markers)
@@ -54,7 +55,7 @@ class Scanner:
         self.has_ended = True
 
     def next(self, markers: Markers) -> Reading[tuple[str, bool]]:
-        """The next marker, or text before it; with it, whether it is a marker."""
+        """The next marker, or text before it; and whether it is a marker."""
         while (piece := self._cut(markers)) is None:
             if self.has_ended:
                 raise EndOfText
@@ -70,7 +71,7 @@ class Scanner:
             self._recorded[-1] = self._recorded[-1][:-num_chars]
 
     def record(self, first: str) -> None:
-        """From now on keeps what is read, after `first`."""
+        """From now on records what is read, after `first`."""
         self._recorded = [first]
 
     def take_recorded(self) -> str:
@@ -104,7 +105,7 @@ class Scanner:
 
 
 def skip_space(scanner: Scanner, markers: Markers) -> Reading[tuple[str, str | None]]:
-    """The white space that comes next and the marker behind it, or None if something else is there."""
+    """The next white space and the marker after it, or None if something else is there."""
     space: list[str] = []
     while True:
         text, is_marker = yield from scanner.next(markers)
@@ -118,9 +119,9 @@ def skip_space(scanner: Scanner, markers: Markers) -> Reading[tuple[str, str | N
 
 
 def read_name(scanner: Scanner, end: Markers, names: Iterable[str]) -> Reading[tuple[str, bool]]:
-    """One of `names` up to the marker `end`, which is read too; with it, whether it is one.
+    """One of `names` up to the marker `end`, which is read too; and whether it is one.
 
-    If not, what is returned is as much as has been read: up to where no name could go on.
+    If not, returns what was read: up to where no name could continue.
     """
     read = ""
     while True:

@@ -1,7 +1,9 @@
-"""Thoughts as part of the content, between the model's own tags: for clients that know no other field.
+"""Reasoning as part of the content, between the model's own tags: for clients without a field for
+it.
 
-Stands behind a parser and changes kinds only. The prompt has opened the first thought, so its opening tag is
-not among the tokens of the reply; it is written here, because clients that fold thoughts away look for it.
+Wraps a parser and only changes kinds of deltas. The prompt has opened the first thinking block, so
+its opening tag is not among the reply's tokens; it is added here, because clients that fold
+reasoning look for it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from penstock.types import FinishReason
 
 
 class ThoughtsInContent:
-    """A parser that gives no `ReasoningDelta`. A thought that the reply ends in stays open."""
+    """A parser without `ReasoningDelta`. A thinking block in which the reply ends stays open."""
 
     def __init__(self, parser: StreamParser, thinking: Thinking) -> None:
         self._parser = parser
@@ -48,7 +50,7 @@ class ThoughtsInContent:
         return [*told, *_content(texts)]
 
     def _turn(self, to_thought: bool) -> str:
-        """The tag between what was said last and what comes."""
+        """The tag between the last text and the next."""
         if to_thought == self._is_open:
             return ""
         self._is_open = to_thought

@@ -1,9 +1,9 @@
-"""What a tool's JSON schema makes of a parameter that was written as bare text.
+"""Converts a parameter that was written as bare text to JSON, by the tool's JSON schema.
 
-Gives JSON text back, not values: a number keeps its digits. Nothing is ever evaluated. A text that fits no
-type the schema allows is a string, which the tool can then refuse. Where several types are allowed, the
-narrowest that fits wins and a string is the last. Schemas come from requests: whatever they hold, the answer
-is a type or "anything".
+Returns JSON text, not values: a number keeps its digits. Nothing is ever evaluated. A text that
+fits no allowed type is a string, which the tool can then refuse. If several types are allowed, the
+narrowest that fits wins and string is the last. Schemas come from requests: whatever they contain,
+the result is a type or "anything".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "array", "object", "string"})
 TEXT_ONLY = frozenset({"string"})
-NULLS = ("null", "none")  # as JSON and as Python spell it, in any case
+NULLS = ("null", "none")  # as in JSON and in Python, in any case
 
 _INTEGER = re.compile(r"(-?(?:0|[1-9]\d*))(?:\.0+)?", re.ASCII)
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)
@@ -34,13 +34,14 @@ _TYPE_OF = {
 
 
 def tools_by_name(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Parameters]:
-    """OpenAI's list of tools, as what the calls of each may hold."""
+    """OpenAI's list of tools, as the parameters of each."""
     functions = [tool["function"] for tool in tools or ()]
     return {function["name"]: Parameters(function.get("parameters")) for function in functions}
 
 
 def quote(text: str) -> str:
-    """The inside of a JSON string. Done character by character, so parts of a text may be quoted apart."""
+    """The inside of a JSON string. Works character by character, so parts of a text may be quoted
+    separately."""
     return encode_basestring(text)[1:-1]
 
 
@@ -57,19 +58,20 @@ class Parameters:
         return frozenset(self._properties)
 
     def types_of(self, name: str) -> frozenset[str]:
-        """The types a parameter may have. One that is not declared is text, as nobody said otherwise."""
+        """The types that a parameter may have. An undeclared one is text."""
         schema = self._properties.get(name, self._root.get("additionalProperties"))
         if name not in self._properties and not isinstance(schema, dict):
             return TEXT_ONLY
         return self._collect_types(schema)
 
     def choices_of(self, name: str) -> frozenset[str]:
-        """The strings among the values a schema lists: they are strings even if they look otherwise."""
+        """The strings among the values that a schema lists: they are strings even if they look
+        otherwise."""
         schema = self._properties.get(name)
         return frozenset(value for value in _listed(schema) if isinstance(value, str))
 
     def _collect_types(self, schema: Any) -> frozenset[str]:
-        """The types of all alternatives. Visits each part once: references may go in circles."""
+        """The types of all alternatives. Visits each part once: references may be circular."""
         types: set[str] = set()
         seen: set[int] = set()
         waiting = [(schema, True)]
@@ -90,7 +92,7 @@ class Parameters:
             waiting += [(option, True) for option in alternatives]
             waiting += [(option, False) for option in restrictions]
             if is_alternative and not alternatives and not restrictions:
-                types |= TYPES  # it says nothing, so anything goes
+                types |= TYPES  # it says nothing, so anything is allowed
         return frozenset(types) if types and types <= TYPES else TYPES
 
     def _resolve(self, reference: str) -> Any:
@@ -102,7 +104,7 @@ class Parameters:
 
 
 def _named_types(schema: Mapping[str, Any]) -> set[str]:
-    """Those the schema itself names or, where it names none, those of the values it lists."""
+    """The types that the schema names or, if it names none, those of its listed values."""
     declared = schema.get("type")
     types = {t for t in (declared if isinstance(declared, list) else [declared]) if isinstance(t, str)}
     return types or {_TYPE_OF.get(type(value), "string") for value in _listed(schema)}
