@@ -74,15 +74,18 @@ def _numbers(model: nn.Module) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__dataclass_fields__ if name != "is_nested"}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen35moe"])
-def test_packed_matrices_expand_to_what_the_gguf_package_says(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [("qwen35moe", "Q8_0"), *(("llama", kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"))],
+)
+def test_packed_matrices_expand_to_what_the_gguf_package_says(
+    architecture: str, kind: str, tmp_path: Path
+) -> None:
     """Also where rows and columns are put in another order, experts are cut out, or only rows are read."""
     config = CONFIGS[architecture]
     state = random_state(config)
-    file = write_gguf(tmp_path / "model.gguf", architecture, config, state, matrices="Q8_0")
-    plain = write_gguf(
-        tmp_path / "plain.gguf", architecture, config, state, matrices="Q8_0", is_expanded=True
-    )
+    file = write_gguf(tmp_path / "model.gguf", architecture, config, state, matrices=kind)
+    plain = write_gguf(tmp_path / "plain.gguf", architecture, config, state, matrices=kind, is_expanded=True)
     expanded = {tensor.name: tensor.load() for tensor in open_gguf(plain)}
     num_packed = 0
     for tensor in open_gguf(file):
@@ -91,13 +94,36 @@ def test_packed_matrices_expand_to_what_the_gguf_package_says(architecture: str,
         assert torch.equal(whole, expanded[tensor.name])
         assert torch.equal(tensor.load(slice(1, 3)), whole[1:3])
         if tensor.scheme:
-            assert tensor.scheme == "Q8_0"
+            assert tensor.scheme == kind
             assert tensor.read_codes is not None
             assert torch.equal(tensor.read_codes(None).dequantize(), whole)
             assert torch.equal(tensor.read_codes(slice(1, 3)).dequantize(), whole[1:3])
-            assert tensor.num_bytes * 32 == whole.numel() * 34
+            block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+            assert tensor.num_bytes * block_size == whole.numel() * block_bytes
             num_packed += 1
     assert num_packed > 10
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16)])
+def test_halves_are_read_as_they_are(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    config = CONFIGS["qwen35"]
+    state = random_state(config)
+    file = write_gguf(tmp_path / "model.gguf", "qwen35", config, state, matrices=kind)
+    stored = {tensor.name: tensor for tensor in open_gguf(file)}
+    for name in ("model.layers.0.linear_attn.out_proj.weight", "model.layers.3.self_attn.q_proj.weight"):
+        assert stored[name].dtype == dtype
+        assert not stored[name].scheme
+        assert torch.equal(stored[name].load(), state[name].to(dtype))
+
+
+@pytest.mark.parametrize("settings", [{"split_max_tensors": 9}, {"fuses_experts": True}], ids=str)
+def test_split_files_and_fused_experts_are_the_same_model(settings: dict[str, Any], tmp_path: Path) -> None:
+    config = CONFIGS["qwen35moe"]
+    state = random_state(config)
+    whole = parameters_of(write_gguf(tmp_path / "whole.gguf", "qwen35moe", config, state))
+    write_gguf(tmp_path / "other.gguf", "qwen35moe", config, state, **settings)
+    other = parameters_of(min(tmp_path.glob("other*.gguf")))
+    assert all(torch.equal(other[name], parameter) for name, parameter in whole.items())
 
 
 @pytest.mark.parametrize("matrices", ["F32", "Q8_0"])
