@@ -191,6 +191,11 @@ def test_a_packed_vector_is_refused(tmp_path: Path) -> None:
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count in model.gguf is 8"),
         ({"llama.expert_count": 8}, "Mixtral"),
         ({"llama.attention.value_length": 8}, "attention.value_length"),
+        ({"llama.attention.causal": False}, "llama.attention.causal in model.gguf is False"),
+        ({"llama.attention.scale": 0.5}, "llama.attention.scale in model.gguf is 0.5"),
+        ({"llama.attention.sliding_window": 1024}, "llama.attention.sliding_window in model.gguf is 1024"),
+        ({"llama.final_logit_softcapping": 30.0}, "llama.final_logit_softcapping in model.gguf is 30.0"),
+        ({"llama.embedding_scale": [1.0]}, "llama.embedding_scale in model.gguf is [1.0]"),
         ({"llama.feed_forward_length": [96, 48]}, "llama.feed_forward_length in model.gguf is [96, 48]"),
         ({"llama.attention.head_count": 0}, "llama.attention.head_count"),
         ({"llama.embedding_length": "many"}, "one whole number"),
@@ -211,6 +216,18 @@ def test_other_factors_of_frequencies_than_llama_3s_are_refused(factors: np.ndar
     extra = {"rope_freqs.weight": (factors.astype(np.float32), "F32")}
     path = write_gguf(tmp_path / "model.gguf", "llama", ONE_LAYER, random_state(ONE_LAYER), extra=extra)
     assert "is not the scaling of Llama 3.1" in error_of(lambda: find_model(str(path)))
+
+
+def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
+    metadata = {
+        "llama.attention.scale": 0.25,  # 1 / sqrt of a head of 16
+        "llama.attention.sliding_window": 4096,
+        "llama.attention.causal": True,
+        "llama.logit_scale": 1.0,
+        "llama.attention.head_count_kv": [2, 2],
+    }
+    path = write_gguf(tmp_path / "model.gguf", "llama", ONE_LAYER, random_state(ONE_LAYER), metadata=metadata)
+    assert find_model(str(path)).config["num_key_value_heads"] == 2
 
 
 def test_a_folder_with_one_gguf_model_is_that_model(tmp_path: Path) -> None:
