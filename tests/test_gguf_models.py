@@ -193,6 +193,7 @@ def test_a_packed_vector_is_refused(tmp_path: Path) -> None:
         ({"llama.attention.value_length": 8}, "attention.value_length"),
         ({"llama.attention.causal": False}, "llama.attention.causal in model.gguf is False"),
         ({"llama.attention.scale": 0.5}, "llama.attention.scale in model.gguf is 0.5"),
+        ({"llama.pooling_type": 1}, "llama.pooling_type in model.gguf is 1"),
         ({"llama.attention.sliding_window": 1024}, "llama.attention.sliding_window in model.gguf is 1024"),
         ({"llama.final_logit_softcapping": 30.0}, "llama.final_logit_softcapping in model.gguf is 30.0"),
         ({"llama.embedding_scale": [1.0]}, "llama.embedding_scale in model.gguf is [1.0]"),

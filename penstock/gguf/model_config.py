@@ -24,6 +24,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "residual_scale": (0.0, 1.0),
     "rope.scaling.attn_factor": (0.0, 1.0),
     "use_parallel_residual": (False,),
+    "pooling_type": (0, 3),  # none, or the last token's vector, as here
     "leading_dense_block_count": (0,),
     "expert_gating_func": (0, 1),  # 1: softmax
     "expert_group_count": (0, 1),
