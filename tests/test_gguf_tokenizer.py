@@ -321,6 +321,18 @@ def test_a_vocabulary_that_lies_is_refused_by_name(
     assert caught.value.todo
 
 
+def test_a_file_that_names_no_rule_is_read_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metadata = small_metadata()
+    expected = Tokenizer.load(write(tmp_path / "named.gguf", metadata)).encode("Hello, it's 42!")
+    assert not caplog.text
+    del metadata["tokenizer.ggml.pre"]
+    found = Tokenizer.load(write(tmp_path / "silent.gguf", metadata))
+    assert "silent.gguf does not say how text is cut into pieces" in caplog.text
+    assert found.encode("Hello, it's 42!") == expected
+
+
 def test_every_rule_that_is_known_can_be_compiled(tmp_path: Path) -> None:
     for name in CUTS:
         found = Tokenizer.load(write(tmp_path / f"{name}.gguf", small_metadata(ggml__pre=name)))
