@@ -104,6 +104,23 @@ def test_packed_matrices_expand_to_what_the_gguf_package_says(
     assert num_packed > 10
 
 
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ3_S"])
+def test_heads_come_back_in_order_though_a_block_holds_parts_of_two(kind: str, tmp_path: Path) -> None:
+    """DeltaNet's output: columns of four value heads of 128, tiled in the file, in blocks of 256."""
+    block_type = gguf.GGMLQuantizationType[kind]
+    block_bytes = gguf.GGML_QUANT_SIZES[block_type][1]
+    data = np.random.default_rng(0).integers(0, 60, (64, 2 * block_bytes), dtype=np.uint8)  # no infinities
+    tiled = torch.from_numpy(gguf.quants.dequantize(data, block_type))
+    config = {**CONFIGS["qwen35"], "linear_value_head_dim": 128}
+    state = {"model.embed_tokens.weight": torch.zeros(320, 64)}
+    extra = {"blk.0.ssm_a": (-np.ones(4, np.float32), "F32"), "blk.0.ssm_out.weight": (data, kind)}
+    file = write_gguf(tmp_path / "model.gguf", "qwen35", config, state, extra=extra)
+    (found,) = [tensor for tensor in open_gguf(file) if tensor.name.endswith("out_proj.weight")]
+    assert torch.equal(found.load(), tiled.view(64, 2, 2, 128).transpose(1, 2).reshape(64, 512))
+    if found.read_codes is not None:
+        assert torch.equal(found.read_codes(slice(3, 9)).dequantize(), found.load()[3:9])
+
+
 @pytest.mark.parametrize(("kind", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16)])
 def test_halves_are_read_as_they_are(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     config = CONFIGS["qwen35"]
