@@ -114,13 +114,18 @@ def write_gguf(
     is_expanded: bool = False,  # and then written as float32
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, tuple[np.ndarray, str]] | None = None,  # tensors as they stand in the file
+    fuses_experts: bool = False,  # gate and up in one tensor
     **settings: Any,  # of the writer
 ) -> Path:
     writer = gguf.GGUFWriter(path, architecture, **settings)
     for key, value in {**metadata_of(architecture, config), **(metadata or {})}.items():
         add_value(writer, key, value)
     kind = gguf.GGMLQuantizationType[matrices]
-    for name, tensor in converted(architecture, config, state):
+    tensors = dict(converted(architecture, config, state))
+    for name in [name for name in tensors if fuses_experts and "ffn_gate_exps" in name]:
+        both = (tensors.pop(name), tensors.pop(name.replace("gate", "up")))
+        tensors[name.replace("gate", "gate_up")] = torch.cat(both, dim=1)
+    for name, tensor in tensors.items():
         values = tensor.float().contiguous().numpy()
         if values.ndim == 1 or values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] or "conv1d" in name:
             writer.add_tensor(name, values)

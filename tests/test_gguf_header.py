@@ -113,8 +113,9 @@ DAMAGED = {
     "text's length": (file_of([value("a", 8, u64(2**50))], []), "a should have"),
     "kind of value": (file_of([value("a", 13, bytes(8))], []), "a is of type 13"),
     "kind of list": (file_of([value("a", LIST, u32(9) + u64(1))], []), "a is a list of type 9"),
-    "list's length": (file_of([value("a", LIST, TEXTS + u64(2**61))], []), "strings in a"),
-    "list of bytes": (file_of([value("a", LIST, BYTES + u64(2**62))], []), "a should have"),
+    "list's length": (file_of([value("a", LIST, TEXTS + u64(2**61))], []), "a should be a list of 2,305,"),
+    "list of texts": (file_of([value("a", LIST, TEXTS + u64(2**20))], []), "1,048,576 strings in a"),
+    "list of bytes": (file_of([value("a", LIST, BYTES + u64(2**20))], []), "a should have 1,048,576 bytes"),
     "flag": (file_of([value("a", 7, b"\2")], []), "a is neither true nor false"),
     "key twice": (file_of([value("a", 0, b"\1")] * 2, []), "it has a twice"),
     "alignment": (file_of([value("general.alignment", 4, u32(48))], []), "general.alignment is 48"),
@@ -146,9 +147,9 @@ def test_a_file_that_lies_is_refused_at_once(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_header_ends_before_the_memory_does(tmp_path: Path) -> None:
-    """A sparse file of any size could make a list of any length look right."""
+    """A sparse file of any size could make a text of any length look right."""
     path = tmp_path / "model.gguf"
-    path.write_bytes(file_of([value("a", LIST, BYTES + u64(2**33))], []))
+    path.write_bytes(file_of([value("a", 8, u64(2**33))], []))
     os.truncate(path, 2**34)
     with pytest.raises(CheckpointError, match=f"a header may have {MAX_HEADER_BYTES:,} bytes"):
         read_header(path)

@@ -74,15 +74,18 @@ def _numbers(model: nn.Module) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__dataclass_fields__ if name != "is_nested"}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen35moe"])
-def test_packed_matrices_expand_to_what_the_gguf_package_says(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [("qwen35moe", "Q8_0"), *(("llama", kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"))],
+)
+def test_packed_matrices_expand_to_what_the_gguf_package_says(
+    architecture: str, kind: str, tmp_path: Path
+) -> None:
     """Also where rows and columns are put in another order, experts are cut out, or only rows are read."""
     config = CONFIGS[architecture]
     state = random_state(config)
-    file = write_gguf(tmp_path / "model.gguf", architecture, config, state, matrices="Q8_0")
-    plain = write_gguf(
-        tmp_path / "plain.gguf", architecture, config, state, matrices="Q8_0", is_expanded=True
-    )
+    file = write_gguf(tmp_path / "model.gguf", architecture, config, state, matrices=kind)
+    plain = write_gguf(tmp_path / "plain.gguf", architecture, config, state, matrices=kind, is_expanded=True)
     expanded = {tensor.name: tensor.load() for tensor in open_gguf(plain)}
     num_packed = 0
     for tensor in open_gguf(file):
@@ -91,13 +94,53 @@ def test_packed_matrices_expand_to_what_the_gguf_package_says(architecture: str,
         assert torch.equal(whole, expanded[tensor.name])
         assert torch.equal(tensor.load(slice(1, 3)), whole[1:3])
         if tensor.scheme:
-            assert tensor.scheme == "Q8_0"
+            assert tensor.scheme == kind
             assert tensor.read_codes is not None
             assert torch.equal(tensor.read_codes(None).dequantize(), whole)
             assert torch.equal(tensor.read_codes(slice(1, 3)).dequantize(), whole[1:3])
-            assert tensor.num_bytes * 32 == whole.numel() * 34
+            block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+            assert tensor.num_bytes * block_size == whole.numel() * block_bytes
             num_packed += 1
     assert num_packed > 10
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ3_S"])
+def test_heads_come_back_in_order_though_a_block_holds_parts_of_two(kind: str, tmp_path: Path) -> None:
+    """DeltaNet's output: columns of four value heads of 128, tiled in the file, in blocks of 256."""
+    block_type = gguf.GGMLQuantizationType[kind]
+    block_bytes = gguf.GGML_QUANT_SIZES[block_type][1]
+    data = np.random.default_rng(0).integers(0, 60, (64, 2 * block_bytes), dtype=np.uint8)  # no infinities
+    tiled = torch.from_numpy(gguf.quants.dequantize(data, block_type))
+    config = {**CONFIGS["qwen35"], "linear_value_head_dim": 128}
+    state = {"model.embed_tokens.weight": torch.zeros(320, 64)}
+    extra = {"blk.0.ssm_a": (-np.ones(4, np.float32), "F32"), "blk.0.ssm_out.weight": (data, kind)}
+    file = write_gguf(tmp_path / "model.gguf", "qwen35", config, state, extra=extra)
+    (found,) = [tensor for tensor in open_gguf(file) if tensor.name.endswith("out_proj.weight")]
+    assert torch.equal(found.load(), tiled.view(64, 2, 2, 128).transpose(1, 2).reshape(64, 512))
+    if found.read_codes is not None:
+        assert torch.equal(found.read_codes(slice(3, 9)).dequantize(), found.load()[3:9])
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16)])
+def test_halves_are_read_as_they_are(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    config = CONFIGS["qwen35"]
+    state = random_state(config)
+    file = write_gguf(tmp_path / "model.gguf", "qwen35", config, state, matrices=kind)
+    stored = {tensor.name: tensor for tensor in open_gguf(file)}
+    for name in ("model.layers.0.linear_attn.out_proj.weight", "model.layers.3.self_attn.q_proj.weight"):
+        assert stored[name].dtype == dtype
+        assert not stored[name].scheme
+        assert torch.equal(stored[name].load(), state[name].to(dtype))
+
+
+@pytest.mark.parametrize("settings", [{"split_max_tensors": 9}, {"fuses_experts": True}], ids=str)
+def test_split_files_and_fused_experts_are_the_same_model(settings: dict[str, Any], tmp_path: Path) -> None:
+    config = CONFIGS["qwen35moe"]
+    state = random_state(config)
+    whole = parameters_of(write_gguf(tmp_path / "whole.gguf", "qwen35moe", config, state))
+    write_gguf(tmp_path / "other.gguf", "qwen35moe", config, state, **settings)
+    other = parameters_of(min(tmp_path.glob("other*.gguf")))
+    assert all(torch.equal(other[name], parameter) for name, parameter in whole.items())
 
 
 @pytest.mark.parametrize("matrices", ["F32", "Q8_0"])
@@ -165,6 +208,12 @@ def test_a_packed_vector_is_refused(tmp_path: Path) -> None:
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count in model.gguf is 8"),
         ({"llama.expert_count": 8}, "Mixtral"),
         ({"llama.attention.value_length": 8}, "attention.value_length"),
+        ({"llama.attention.causal": False}, "llama.attention.causal in model.gguf is False"),
+        ({"llama.attention.scale": 0.5}, "llama.attention.scale in model.gguf is 0.5"),
+        ({"llama.pooling_type": 1}, "llama.pooling_type in model.gguf is 1"),
+        ({"llama.attention.sliding_window": 1024}, "llama.attention.sliding_window in model.gguf is 1024"),
+        ({"llama.final_logit_softcapping": 30.0}, "llama.final_logit_softcapping in model.gguf is 30.0"),
+        ({"llama.embedding_scale": [1.0]}, "llama.embedding_scale in model.gguf is [1.0]"),
         ({"llama.feed_forward_length": [96, 48]}, "llama.feed_forward_length in model.gguf is [96, 48]"),
         ({"llama.attention.head_count": 0}, "llama.attention.head_count"),
         ({"llama.embedding_length": "many"}, "one whole number"),
@@ -185,6 +234,18 @@ def test_other_factors_of_frequencies_than_llama_3s_are_refused(factors: np.ndar
     extra = {"rope_freqs.weight": (factors.astype(np.float32), "F32")}
     path = write_gguf(tmp_path / "model.gguf", "llama", ONE_LAYER, random_state(ONE_LAYER), extra=extra)
     assert "is not the scaling of Llama 3.1" in error_of(lambda: find_model(str(path)))
+
+
+def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
+    metadata = {
+        "llama.attention.scale": 0.25,  # 1 / sqrt of a head of 16
+        "llama.attention.sliding_window": 4096,
+        "llama.attention.causal": True,
+        "llama.logit_scale": 1.0,
+        "llama.attention.head_count_kv": [2, 2],
+    }
+    path = write_gguf(tmp_path / "model.gguf", "llama", ONE_LAYER, random_state(ONE_LAYER), metadata=metadata)
+    assert find_model(str(path)).config["num_key_value_heads"] == 2
 
 
 def test_a_folder_with_one_gguf_model_is_that_model(tmp_path: Path) -> None:

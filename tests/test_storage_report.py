@@ -86,6 +86,8 @@ def test_a_server_of_a_gguf_file_answers_and_says_how_its_weights_are_stored(tmp
         assert 8.5 <= card["weights"]["bits_per_weight"] < 9.5
         health = server.health().json()
         assert health["weights"] == card["weights"]
+        (listed,) = server.http.get(f"{server.url}/api/tags").json()["models"]
+        assert listed["details"]["quantization_level"] == "Q8_0"
         assert health["sampling"]["temperature"] == 0.7
         body = {
             "model": "tiny-Q8_0",

@@ -24,7 +24,8 @@ from penstock.gguf.block_types import BLOCK_TYPES, BlockType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MAX_HEADER_BYTES = 128 * 2**20  # ten times that of the largest vocabularies
+MAX_HEADER_BYTES = 64 * 2**20  # several times that of the largest vocabularies
+MAX_LIST = 2**22  # values: the largest vocabularies have half a million merges
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 2**20
 MAX_NAME_BYTES = 4096
@@ -204,6 +205,8 @@ class _Reader:
         if kind != ARRAY:
             raise self._damaged(f"{key[:MAX_SHOWN]} is of type {kind}, which no value has")
         kind, count = self._number("<u4"), self._number("<u8")
+        if count > MAX_LIST:
+            raise self._damaged(f"{key[:MAX_SHOWN]} should be a list of {count:,} values")
         if kind == STRING:
             self._check_count(count, 8, f"strings in {key[:MAX_SHOWN]}")
             return [self._string(key) for _ in range(count)]

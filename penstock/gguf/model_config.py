@@ -12,6 +12,25 @@ from penstock.errors import CheckpointError
 from penstock.gguf.header import MAX_SHOWN, Header, TensorInfo, damaged
 
 _REQUIRED: Any = object()
+# Keys of other mathematics, and the values with which they change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.temperature_scale": (0.0, 1.0),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "rope.scaling.attn_factor": (0.0, 1.0),
+    "use_parallel_residual": (False,),
+    "pooling_type": (0, 3),  # none, or the last token's vector, as here
+    "leading_dense_block_count": (0,),
+    "expert_gating_func": (0, 1),  # 1: softmax
+    "expert_group_count": (0, 1),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0.0, 1.0),
+}
 
 
 def config_of(model: Header) -> dict[str, Any]:
@@ -69,11 +88,20 @@ class _Metadata:
             raise self.unusable(key, value, "a number")
         return shortest_float(value)
 
-    def flag(self, key: str, default: bool) -> bool:
-        value = self._value(key, default)
-        if not isinstance(value, bool):
-            raise self.unusable(key, value, "true or false")
-        return value
+    def refuse_other_mathematics(self, head_dim: int) -> None:
+        """What would run, and be wrong."""
+        usual_scale = shortest_float(head_dim**-0.5)
+        longest = self.whole("context_length")
+        neutral = {**_NEUTRAL, "attention.scale": (0.0, usual_scale)}
+        for key, values in neutral.items():
+            value = self._value(key, values[0])
+            if isinstance(value, float):
+                value = shortest_float(value)
+            if value not in values:
+                raise self.unusable(key, value, " or ".join(map(str, values)))
+        window = self.whole("attention.sliding_window", 0)
+        if 0 < window < longest:
+            raise self.unusable("attention.sliding_window", window, f"0, or the whole context of {longest}")
 
     def text(self, key: str, default: str) -> str:
         value = self._value(key, default)
@@ -104,6 +132,7 @@ def _common(metadata: _Metadata) -> dict[str, Any]:
     value_dim = metadata.whole("attention.value_length", head_dim)
     if value_dim != head_dim:
         raise metadata.unusable("attention.value_length", value_dim, f"the key's, {head_dim}")
+    metadata.refuse_other_mathematics(max(head_dim, 1))
     embedding = metadata.model.tensors.get("token_embd.weight")
     ids = ("bos_token_id", "eos_token_id", "padding_token_id")
     named = {key: metadata.model.metadata.get(f"tokenizer.ggml.{key}") for key in ids}
@@ -154,8 +183,6 @@ def _qwen3_moe(metadata: _Metadata) -> dict[str, Any]:
 
 
 def _experts(metadata: _Metadata) -> dict[str, Any]:
-    if not metadata.flag("expert_weights_norm", True):
-        raise metadata.unusable("expert_weights_norm", False, "true")
     return {
         "num_experts": metadata.whole("expert_count"),
         "num_experts_per_tok": metadata.whole("expert_used_count"),

@@ -6,6 +6,7 @@ that is not known is refused: a wrong cut gives plausible tokens and worse answe
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any
 from penstock.errors import CheckpointError
 from penstock.gguf.header import MAX_SHOWN, Header, damaged
 from penstock.gguf.model_config import shortest_float
+
+logger = logging.getLogger(__name__)
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"
@@ -227,6 +230,12 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
             f"tokenizer.ggml.pre in {vocabulary.model.path.name} is {str(name)[:MAX_SHOWN]!r}",
             f"Known are {', '.join(CUTS)}.",
             "Name a folder or a tokenizer.json that fits the model with --tokenizer.",
+        )
+    if name == "default":
+        logger.warning(
+            "%s does not say how text is cut into pieces (tokenizer.ggml.pre); GPT-2's rule is used, and "
+            "answers are worse if it is another: name the original's folder with --tokenizer",
+            vocabulary.model.path.name,
         )
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     steps: list[dict[str, Any]] = []

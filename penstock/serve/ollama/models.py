@@ -102,12 +102,12 @@ class ModelCard:
     def _details(self) -> dict[str, Any]:
         info = self._serving.client.info
         dtype = "" if info is None else info.dtype
-        scheme = "" if info is None or not info.stored_as else info.stored_as[0]
+        packed = [] if info is None else [scheme for scheme in info.stored_as if scheme not in PRECISIONS]
         return {
             "parent_model": "",
             "format": "",
             "family": ARCHITECTURE,
             "families": [ARCHITECTURE],
             "parameter_size": "",
-            "quantization_level": PRECISIONS.get(dtype, dtype) if scheme in ("", *PRECISIONS) else scheme,
+            "quantization_level": packed[0] if packed else PRECISIONS.get(dtype, dtype),
         }
