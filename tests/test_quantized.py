@@ -17,13 +17,14 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from packed_checkpoints import FORMATS, in_mlx_form, pack_state, plain_state, write
 from penstock.errors import CheckpointError
 from penstock.models.source import ModelSource, find_model
+from penstock.weights.codes import Codes
 from penstock.weights.load import load_model
 from penstock.weights.quantized import find_format, open_weights
 from penstock.weights.stored import StoredTensor
 from small_models import HYBRID_DENSE, HYBRID_MOE, LLAMA, prompt
 from step_inputs import ByHand
 
-REFUSED = ("bitsandbytes", "eetq", "aqlm", "quanto", "torchao", "fbgemm_fp8", "mxfp4", "auto-round", "quark")
+REFUSED = ("bitsandbytes", "eetq", "aqlm", "quanto", "torchao", "fbgemm_fp8", "mxfp4", "quark")
 VALUES = Path(__file__).parent / "data" / "quantized_values.safetensors"
 
 
@@ -146,8 +147,18 @@ def test_large_weights_are_expanded_some_rows_at_a_time(
     packed, _ = pack_state(plain_state(LLAMA), FORMATS["gptq"])
     folder = write(tmp_path, packed, {**LLAMA, "quantization_config": FORMATS["gptq"].quantization})
     whole = load(folder)
+    sizes = []
+
+    def dequantize(codes: Codes) -> Tensor:
+        sizes.append(codes.values.numel())
+        return expand(codes)
+
+    expand = Codes.dequantize
+    monkeypatch.setattr(Codes, "dequantize", dequantize)
     monkeypatch.setattr("penstock.weights.load.EXPANDED_ELEMENTS", 500)  # five rows of 96
     assert_same(load(folder), whole)
+    assert 480 in sizes
+    assert max(sizes) <= 500
 
 
 def test_groups_are_found_by_name_then_pattern_then_class(tmp_path: Path) -> None:
@@ -202,6 +213,32 @@ def test_dynamic_of_gptq_changes_the_bits_of_some_modules(tmp_path: Path) -> Non
     assert torch.equal(weight.load(), expected)
 
 
+AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 64,
+    "sym": False,
+    "autoround_version": "1",
+}
+
+
+def test_auto_round_packs_as_gptq_or_awq(tmp_path: Path) -> None:
+    _, parts, expected = CASES["gptq int4 64"]
+    _, eight, expected_of_eight = CASES["gptq int8 32"]
+    state = parts | {name.replace("x.", "model.y."): part for name, part in eight.items()}
+    own = {"model.language_model.y": {"bits": 8, "group_size": 32}, "z": {"bits": 16}}
+    config = {**AUTO_ROUND, "packing_format": "auto_round:auto_gptq", "extra_config": own}
+    weights = {weight.name: weight for weight in open_parts(tmp_path, config, state)}
+    assert torch.equal(weights["x.weight"].load(), expected)
+    assert torch.equal(weights["model.y.weight"].load(), expected_of_eight)
+    _, parts, expected = CASES["awq int4 64"]
+    [weight] = open_parts(tmp_path, {**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, parts)
+    assert torch.equal(weight.load(), expected)
+    assert "packing_format in config.json is 'auto_round'" in error_of(
+        tmp_path, {**AUTO_ROUND, "packing_format": "auto_round"}, parts
+    )
+
+
 def test_modules_of_mlx_have_settings_of_their_own(tmp_path: Path) -> None:
     config, four, expected = CASES["mlx affine 4 64"]
     _, eight, expected_of_eight = CASES["mlx affine 8 64"]
@@ -219,6 +256,18 @@ def test_an_older_release_of_modelopt_has_its_config_in_a_file_of_its_own(tmp_pa
     quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
     (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": quantization}))
     assert_same(load(folder), load(write(tmp_path / "plain", expanded, LLAMA)))
+
+
+def test_a_bias_that_no_model_has_is_skipped_if_it_is_zero(tmp_path: Path) -> None:
+    packed, _ = pack_state(plain_state(LLAMA), FORMATS["gptq"])
+    config = {**LLAMA, "quantization_config": FORMATS["gptq"].quantization}
+    without = load(write(tmp_path / "without", packed, config))
+    packed["model.layers.0.mlp.up_proj.bias"] = torch.zeros(96)
+    assert_same(load(write(tmp_path / "with", packed, config)), without)
+    packed["model.layers.0.mlp.up_proj.bias"][3] = 1.0
+    folder = write(tmp_path / "other", packed, config)
+    with pytest.raises(CheckpointError, match=r"1 unexpected: model\.layers\.0\.mlp\.up_proj\.bias"):
+        load(folder)
 
 
 def test_scales_of_activations_and_of_the_kv_cache_are_not_weights(tmp_path: Path) -> None:
@@ -338,9 +387,10 @@ def test_all_that_is_wrong_with_the_parts_is_one_error(tmp_path: Path) -> None:
         (GPTQ_CASE, {"group_size": True}, "group_size in config.json is True"),
         (GPTQ_CASE, {"checkpoint_format": "marlin"}, "checkpoint_format of gptq in config.json is 'marlin'"),
         (GPTQ_CASE, {"is_marlin_format": True}, "quantization_config of gptq has is_marlin_format"),
-        (GPTQ_CASE, {"dynamic": {"+:(": {"bits": 8}}}, "a pattern of dynamic in config.json is '+:('"),
+        (GPTQ_CASE, {"dynamic": {"+:(": {"bits": 8}}}, "a pattern of modules in config.json is '('"),
         (GPTQ_CASE, {"dynamic": {"+:x": 8}}, "dynamic of +:x in config.json is 8"),
         (AWQ_CASE, {"version": "gemv"}, "version of awq in config.json is 'gemv'\nIt must be 'gemm'"),
+        (AWQ_CASE, {"backend": "llm-awq"}, "backend of awq in config.json is 'llm-awq'"),
         (AWQ_CASE, {"group_size": 128}, "x.scales is [2, 32], expected [1, 32]"),
         (MLX_CASE, {"bits": 8}, "x.weight is [16, 16], expected [16, 32]"),
         (MLX_CASE, {"group_size": 32}, "x.weight is [16, 16], expected [16, 8]"),

@@ -137,6 +137,7 @@ def _copy(
     model: nn.Module, path: Path, stored: list[StoredTensor], progress: _Progress
 ) -> list[StoredTensor]:
     placements = model.placements([tensor.name for tensor in stored])  # type: ignore[operator]
+    stored = _without_idle_biases(stored, placements)
     wanted = match_tensors(path, stored, placements, model.ignored)  # type: ignore[arg-type]
     progress.start(sum(tensor.num_bytes for tensor in wanted))
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
@@ -153,6 +154,20 @@ def _copy(
             _fill_place(target, tensor, placement)
         progress.advance(tensor.num_bytes)
     return wanted
+
+
+def _without_idle_biases(
+    stored: list[StoredTensor], placements: Mapping[str, Placement]
+) -> list[StoredTensor]:
+    """Early tools of GPTQ store a bias of zeros for every layer that they quantise."""
+    quantized = {tensor.name for tensor in stored if tensor.scheme}
+
+    def is_idle(tensor: StoredTensor) -> bool:
+        module, _, kind = tensor.name.rpartition(".")
+        is_extra = kind == "bias" and tensor.name not in placements and f"{module}.weight" in quantized
+        return is_extra and not tensor.load().any()
+
+    return [tensor for tensor in stored if not is_idle(tensor)]
 
 
 def _fill_place(target: Tensor, tensor: StoredTensor, placement: Placement) -> None:

@@ -14,7 +14,7 @@ from penstock.errors import CheckpointError
 from penstock.file_kinds import LOADABLE
 from penstock.models.source import ModelSource, read_json_object
 from penstock.weights.checkpoint import damaged, open_checkpoint
-from penstock.weights.formats import awq, compressed_tensors, fp8, gptq, mlx, modelopt
+from penstock.weights.formats import auto_round, awq, compressed_tensors, fp8, gptq, mlx, modelopt
 from penstock.weights.formats.parts import CODES, UNUSED, Format, Parts
 from penstock.weights.mlx_names import as_published
 from penstock.weights.stored import StoredTensor
@@ -26,6 +26,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "awq": awq.read_config,
     "mlx": mlx.read_config,
     "modelopt": modelopt.read_config,
+    "auto-round": auto_round.read_config,
 }
 MODELOPT_CONFIG = "hf_quant_config.json"
 MAX_METHOD_CHARS = 64
