@@ -110,6 +110,27 @@ def test_a_packed_model_is_the_one_of_its_expanded_weights(tmp_path: Path, name:
     assert_same(load(quantized), load(write(tmp_path / "plain", expanded, config)))
 
 
+@pytest.mark.parametrize("name", ["fp8", "gptq", "mlx"])
+def test_names_are_those_of_the_published_files(tmp_path: Path, name: str) -> None:
+    """A text model inside one that sees, whose other tensors are no business of ours."""
+    format, config = FORMATS[name], {"model_type": "qwen3_5_moe", "text_config": FAMILIES["hybrid_moe"]}
+    packed, expanded = pack_state(plain_state(FAMILIES["hybrid_moe"]), format)
+    seeing = {"model.visual.blocks.0.attn.qkv.weight": torch.ones(6, 2)}
+    if name == "mlx":
+        expanded = {name: values for name, values in expanded.items() if not name.startswith("mtp.")}
+        published = in_mlx_form(packed, "language_model.")
+        seeing = {"vision_tower.blocks.0.attn.qkv.weight": torch.ones(6, 2)}
+    else:
+        inside = ("model.", "model.language_model.")
+        published = {
+            inside[1] + name.removeprefix(inside[0]) if name.startswith(inside[0]) else name: part
+            for name, part in packed.items()
+        }
+    quantized = {**config, format.key: format.quantization}
+    folder = write(tmp_path / "packed", published | seeing, quantized)
+    assert_same(load(folder), load(write(tmp_path / "plain", expanded, config)))
+
+
 def test_fp8_blocks_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
     codes, scale = torch.randn(256, 384).to(torch.float8_e4m3fn), torch.rand(2, 3).bfloat16()
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
@@ -398,6 +419,7 @@ def test_all_that_is_wrong_with_the_parts_is_one_error(tmp_path: Path) -> None:
         (MLX_CASE, {"rotation": 3}, "quantization of rotation in config.json is 3"),
         (PACKED_CASE, {"format": "marlin-24"}, "format of compressed-tensors in config.json is 'marlin-24'"),
         (PACKED_CASE, {"transform_config": {"R1": {}}}, "compressed-tensors has transform_config"),
+        (PACKED_CASE, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "is 'sparse-24-bitmask'"),
         (PACKED_CASE, {"config_groups": {"a": ["Linear"]}}, "config_groups.a in config.json is ['Linear']"),
         (PACKED_CASE, {"config_groups": {}}, "no group of config_groups has it as a target"),
         (BLOCK_CASE, {"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size in config.json"),

@@ -28,6 +28,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "modelopt": modelopt.read_config,
     "auto-round": auto_round.read_config,
 }
+CONFIG_KEYS = ("quantization_config", "quantization", "compression_config")
 MODELOPT_CONFIG = "hf_quant_config.json"
 MAX_METHOD_CHARS = 64
 
@@ -95,7 +96,7 @@ def _sort_parts(
 def _find_config(source: ModelSource) -> Mapping[str, Any] | None:
     text_config = source.config.get("text_config")
     for level in (source.config, text_config if isinstance(text_config, dict) else {}):
-        for key in ("quantization_config", "quantization"):
+        for key in CONFIG_KEYS:
             if quantization := level.get(key):
                 return quantization if isinstance(quantization, dict) else {"quant_method": quantization}
     assert source.path is not None

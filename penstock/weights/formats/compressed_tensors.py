@@ -48,7 +48,7 @@ ENDINGS = {
 
 FIELDS = (
     *("quant_method", "config_groups", "format", "ignore", "kv_cache_scheme", "quantization_status"),
-    *("global_compression_ratio", "version", "run_compressed", "compression_version"),
+    *("global_compression_ratio", "version", "sparsity_config", "run_compressed", "compression_version"),
 )
 GROUP_FIELDS = ("targets", "weights", "input_activations", "output_activations", "format")
 WEIGHT_FIELDS = (
@@ -84,6 +84,8 @@ class Group:
 
 def read_config(config: Mapping[str, Any]) -> Format:
     check_fields("compressed-tensors", config, FIELDS)
+    sparsity = read(config, "sparsity_config", dict, {})
+    check_values("sparsity_config", sparsity, {"format": ("dense",)})
     default = read(config, "format", str, "")
     groups = []
     for name, group in read(config, "config_groups", dict).items():
