@@ -448,7 +448,7 @@ class EngineInfo:
     @property
     def weights(self) -> dict[str, Any]:
         """How they are stored, and in what they are computed with."""
-        stored: dict[str, Any] = {"scheme": self.weight_scheme or self.dtype}
+        stored = {"scheme": self.weight_scheme or self.dtype}
         if self.bits_per_weight:
             stored |= {"bits_per_weight": self.bits_per_weight}
         return {**stored, "dtype": self.dtype}
