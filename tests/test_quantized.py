@@ -155,11 +155,21 @@ def test_blocks_may_be_larger_than_the_weight_and_need_not_divide_it(tmp_path: P
 def test_fused_experts_of_fp8_are_read_by_expert(tmp_path: Path) -> None:
     codes, scale = torch.randn(3, 40, 50).to(torch.float8_e4m3fn), torch.rand(3, 2, 2)
     parts = {"mlp.experts.gate_up_proj": codes, "mlp.experts.gate_up_proj_scale_inv": scale}
+    parts["mlp.experts.gate_up_proj_activation_scale"] = torch.ones(3)
     [weight] = open_parts(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 32]}, parts)
     assert weight.name == "mlp.experts.gate_up_proj"
     expected = codes.float() * scale.repeat_interleave(32, 1).repeat_interleave(32, 2)[:, :40, :50]
     assert torch.equal(weight.load(), expected)
     assert torch.equal(weight.load(slice(1, 2)), expected[1:2])
+
+
+def test_what_the_expansion_costs_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    packed, _ = pack_state(plain_state(LLAMA), FORMATS["int8"])
+    load(write(tmp_path, packed, {**LLAMA, "quantization_config": FORMATS["int8"].quantization}))
+    # Of each of two layers: q, k, v and o have 6, 2, 2 and 6 heads of 16, and the MLP is 96 wide.
+    weights = 2 * 64 * (16 * 16 + 3 * 96)
+    assert weights == 69632
+    assert "14 quantised weights are expanded to float32: 0.3 MB in place of 0.1 MB" in caplog.text
 
 
 def test_large_weights_are_expanded_some_rows_at_a_time(

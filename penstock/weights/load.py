@@ -6,6 +6,7 @@ the checkpoint holds before a byte is read, then follows it. Knows no architectu
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -29,6 +30,8 @@ from penstock.weights.quantized import find_format, open_weights
 from penstock.weights.random_weights import fill_parameter
 from penstock.weights.storage_report import describe_storage
 from penstock.weights.stored import StoredTensor
+
+logger = logging.getLogger(__name__)
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NEWS_INTERVAL_S = 0.2
@@ -139,6 +142,7 @@ def _copy(
     placements = model.placements([tensor.name for tensor in stored])  # type: ignore[operator]
     stored = _without_idle_biases(stored, placements)
     wanted = match_tensors(path, stored, placements, model.ignored)  # type: ignore[arg-type]
+    _tell_expansion(wanted, model.dtype)  # type: ignore[arg-type]
     progress.start(sum(tensor.num_bytes for tensor in wanted))
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     _assert_covered(parameters, placements.values())
@@ -154,6 +158,18 @@ def _copy(
             _fill_place(target, tensor, placement)
         progress.advance(tensor.num_bytes)
     return wanted
+
+
+def _tell_expansion(wanted: list[StoredTensor], dtype: torch.dtype) -> None:
+    packed = [tensor for tensor in wanted if tensor.read_codes is not None]
+    if packed:
+        logger.warning(
+            "%d quantised weights are expanded to %s: %s in place of %s",
+            len(packed),
+            str(dtype).removeprefix("torch."),
+            _gigabytes(sum(math.prod(tensor.shape) for tensor in packed) * dtype.itemsize),
+            _gigabytes(sum(tensor.num_bytes for tensor in packed)),
+        )
 
 
 def _without_idle_biases(

@@ -78,7 +78,7 @@ def _sort_parts(
     parts_of: dict[str, dict[str, StoredTensor]] = {}
     plain = []
     for tensor in stored:
-        if tensor.name.rpartition(".")[2] in UNUSED:
+        if tensor.name.rpartition(".")[2] in UNUSED or tensor.name.endswith("_activation_scale"):
             continue
         for ending, (of_weight, role) in endings:
             if tensor.name.endswith(ending):
