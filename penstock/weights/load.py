@@ -142,11 +142,11 @@ def _copy(
     placements = model.placements([tensor.name for tensor in stored])  # type: ignore[operator]
     stored = _without_idle_biases(stored, placements)
     wanted = match_tensors(path, stored, placements, model.ignored)  # type: ignore[arg-type]
-    _tell_expansion(wanted, model.dtype)  # type: ignore[arg-type]
     progress.start(sum(tensor.num_bytes for tensor in wanted))
     parameters = {name: parameter.data for name, parameter in model.named_parameters()}
     _assert_covered(parameters, placements.values())
     filled_by: dict[tuple[str, str], str] = {}
+    _tell_expansion(wanted, model.dtype)  # type: ignore[arg-type]
     for tensor in wanted:
         placement = placements[tensor.name]
         target = parameters[placement.parameter][placement.index]
