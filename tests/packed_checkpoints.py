@@ -175,7 +175,7 @@ def _groups(format: str, **weights: Any) -> dict[str, Any]:
         "config_groups": {"group_0": group},
         "ignore": ["lm_head", "re:.*norm"],
         "kv_cache_scheme": None,
-        "sparsity_config": {},
+        "sparsity_config": {"format": "dense", "global_sparsity": 0.1},
         "quantization_status": "compressed",
     }
 

@@ -18,13 +18,14 @@ from packed_checkpoints import FORMATS, in_mlx_form, pack_state, plain_state, wr
 from penstock.errors import CheckpointError
 from penstock.models.source import ModelSource, find_model
 from penstock.ops.weight import Weight
+from penstock.weights.codes import Codes
 from penstock.weights.load import load_model
 from penstock.weights.quantized import find_format, open_weights
 from penstock.weights.stored import StoredTensor
 from small_models import HYBRID_DENSE, HYBRID_MOE, LLAMA, prompt
 from step_inputs import ByHand
 
-REFUSED = ("bitsandbytes", "eetq", "aqlm", "quanto", "torchao", "fbgemm_fp8", "mxfp4", "auto-round", "quark")
+REFUSED = ("bitsandbytes", "eetq", "aqlm", "quanto", "torchao", "fbgemm_fp8", "mxfp4", "quark")
 VALUES = Path(__file__).parent / "data" / "quantized_values.safetensors"
 
 
@@ -118,6 +119,27 @@ def test_a_packed_model_is_the_one_of_its_expanded_weights(tmp_path: Path, name:
     assert_same(load(quantized), load(write(tmp_path / "plain", expanded, config)))
 
 
+@pytest.mark.parametrize("name", ["fp8", "gptq", "mlx"])
+def test_names_are_those_of_the_published_files(tmp_path: Path, name: str) -> None:
+    """A text model inside one that sees, whose other tensors are no business of ours."""
+    format, config = FORMATS[name], {"model_type": "qwen3_5_moe", "text_config": FAMILIES["hybrid_moe"]}
+    packed, expanded = pack_state(plain_state(FAMILIES["hybrid_moe"]), format)
+    seeing = {"model.visual.blocks.0.attn.qkv.weight": torch.ones(6, 2)}
+    if name == "mlx":
+        expanded = {name: values for name, values in expanded.items() if not name.startswith("mtp.")}
+        published = in_mlx_form(packed, "language_model.")
+        seeing = {"vision_tower.blocks.0.attn.qkv.weight": torch.ones(6, 2)}
+    else:
+        inside = ("model.", "model.language_model.")
+        published = {
+            inside[1] + name.removeprefix(inside[0]) if name.startswith(inside[0]) else name: part
+            for name, part in packed.items()
+        }
+    quantized = {**config, format.key: format.quantization}
+    folder = write(tmp_path / "packed", published | seeing, quantized)
+    assert_same(load(folder), load(write(tmp_path / "plain", expanded, config)))
+
+
 def test_fp8_blocks_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
     codes, scale = torch.randn(256, 384).to(torch.float8_e4m3fn), torch.rand(2, 3).bfloat16()
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
@@ -142,11 +164,21 @@ def test_blocks_may_be_larger_than_the_weight_and_need_not_divide_it(tmp_path: P
 def test_fused_experts_of_fp8_are_read_by_expert(tmp_path: Path) -> None:
     codes, scale = torch.randn(3, 40, 50).to(torch.float8_e4m3fn), torch.rand(3, 2, 2)
     parts = {"mlp.experts.gate_up_proj": codes, "mlp.experts.gate_up_proj_scale_inv": scale}
+    parts["mlp.experts.gate_up_proj_activation_scale"] = torch.ones(3)
     [weight] = open_parts(tmp_path, {"quant_method": "fp8", "weight_block_size": [32, 32]}, parts)
     assert weight.name == "mlp.experts.gate_up_proj"
     expected = codes.float() * scale.repeat_interleave(32, 1).repeat_interleave(32, 2)[:, :40, :50]
     assert torch.equal(weight.load(), expected)
     assert torch.equal(weight.load(slice(1, 2)), expected[1:2])
+
+
+def test_what_the_expansion_costs_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    packed, _ = pack_state(plain_state(LLAMA), FORMATS["int8"])
+    load(write(tmp_path, packed, {**LLAMA, "quantization_config": FORMATS["int8"].quantization}))
+    # Of each of two layers: q, k, v and o have 6, 2, 2 and 6 heads of 16, and the MLP is 96 wide.
+    weights = 2 * 64 * (16 * 16 + 3 * 96)
+    assert weights == 69632
+    assert "14 quantised weights are expanded to float32: 0.3 MB in place of 0.1 MB" in caplog.text
 
 
 def test_large_weights_are_expanded_some_rows_at_a_time(
@@ -155,9 +187,19 @@ def test_large_weights_are_expanded_some_rows_at_a_time(
     packed, _ = pack_state(plain_state(LLAMA), FORMATS["gptq"])
     folder = write(tmp_path, packed, {**LLAMA, "quantization_config": FORMATS["gptq"].quantization})
     whole = load(folder)
+    sizes = []
+
+    def dequantize(codes: Codes) -> Tensor:
+        sizes.append(codes.values.numel())
+        return expand(codes)
+
+    expand = Codes.dequantize
+    monkeypatch.setattr(Codes, "dequantize", dequantize)
     monkeypatch.setattr("penstock.weights.load.EXPANDED_ELEMENTS", 500)  # five rows of 96
     monkeypatch.setattr("penstock.weights.load._weights_that_stay_quantized", lambda *_: {})
     assert_same(load(folder), whole)
+    assert 480 in sizes
+    assert max(sizes) <= 500
 
 
 def test_groups_are_found_by_name_then_pattern_then_class(tmp_path: Path) -> None:
@@ -212,6 +254,32 @@ def test_dynamic_of_gptq_changes_the_bits_of_some_modules(tmp_path: Path) -> Non
     assert torch.equal(weight.load(), expected)
 
 
+AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 64,
+    "sym": False,
+    "autoround_version": "1",
+}
+
+
+def test_auto_round_packs_as_gptq_or_awq(tmp_path: Path) -> None:
+    _, parts, expected = CASES["gptq int4 64"]
+    _, eight, expected_of_eight = CASES["gptq int8 32"]
+    state = parts | {name.replace("x.", "model.y."): part for name, part in eight.items()}
+    own = {"model.language_model.y": {"bits": 8, "group_size": 32}, "z": {"bits": 16}}
+    config = {**AUTO_ROUND, "packing_format": "auto_round:auto_gptq", "extra_config": own}
+    weights = {weight.name: weight for weight in open_parts(tmp_path, config, state)}
+    assert torch.equal(weights["x.weight"].load(), expected)
+    assert torch.equal(weights["model.y.weight"].load(), expected_of_eight)
+    _, parts, expected = CASES["awq int4 64"]
+    [weight] = open_parts(tmp_path, {**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, parts)
+    assert torch.equal(weight.load(), expected)
+    assert "packing_format in config.json is 'auto_round'" in error_of(
+        tmp_path, {**AUTO_ROUND, "packing_format": "auto_round"}, parts
+    )
+
+
 def test_modules_of_mlx_have_settings_of_their_own(tmp_path: Path) -> None:
     config, four, expected = CASES["mlx affine 4 64"]
     _, eight, expected_of_eight = CASES["mlx affine 8 64"]
@@ -229,6 +297,18 @@ def test_an_older_release_of_modelopt_has_its_config_in_a_file_of_its_own(tmp_pa
     quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
     (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": quantization}))
     assert_same(load(folder), load(write(tmp_path / "plain", expanded, LLAMA)))
+
+
+def test_a_bias_that_no_model_has_is_skipped_if_it_is_zero(tmp_path: Path) -> None:
+    packed, _ = pack_state(plain_state(LLAMA), FORMATS["gptq"])
+    config = {**LLAMA, "quantization_config": FORMATS["gptq"].quantization}
+    without = load(write(tmp_path / "without", packed, config))
+    packed["model.layers.0.mlp.up_proj.bias"] = torch.zeros(96)
+    assert_same(load(write(tmp_path / "with", packed, config)), without)
+    packed["model.layers.0.mlp.up_proj.bias"][3] = 1.0
+    folder = write(tmp_path / "other", packed, config)
+    with pytest.raises(CheckpointError, match=r"1 unexpected: model\.layers\.0\.mlp\.up_proj\.bias"):
+        load(folder)
 
 
 def test_scales_of_activations_and_of_the_kv_cache_are_not_weights(tmp_path: Path) -> None:
@@ -348,9 +428,10 @@ def test_all_that_is_wrong_with_the_parts_is_one_error(tmp_path: Path) -> None:
         (GPTQ_CASE, {"group_size": True}, "group_size in config.json is True"),
         (GPTQ_CASE, {"checkpoint_format": "marlin"}, "checkpoint_format of gptq in config.json is 'marlin'"),
         (GPTQ_CASE, {"is_marlin_format": True}, "quantization_config of gptq has is_marlin_format"),
-        (GPTQ_CASE, {"dynamic": {"+:(": {"bits": 8}}}, "a pattern of dynamic in config.json is '+:('"),
+        (GPTQ_CASE, {"dynamic": {"+:(": {"bits": 8}}}, "a pattern of modules in config.json is '('"),
         (GPTQ_CASE, {"dynamic": {"+:x": 8}}, "dynamic of +:x in config.json is 8"),
         (AWQ_CASE, {"version": "gemv"}, "version of awq in config.json is 'gemv'\nIt must be 'gemm'"),
+        (AWQ_CASE, {"backend": "llm-awq"}, "backend of awq in config.json is 'llm-awq'"),
         (AWQ_CASE, {"group_size": 128}, "x.scales is [2, 32], expected [1, 32]"),
         (MLX_CASE, {"bits": 8}, "x.weight is [16, 16], expected [16, 32]"),
         (MLX_CASE, {"group_size": 32}, "x.weight is [16, 16], expected [16, 8]"),
@@ -358,6 +439,7 @@ def test_all_that_is_wrong_with_the_parts_is_one_error(tmp_path: Path) -> None:
         (MLX_CASE, {"rotation": 3}, "quantization of rotation in config.json is 3"),
         (PACKED_CASE, {"format": "marlin-24"}, "format of compressed-tensors in config.json is 'marlin-24'"),
         (PACKED_CASE, {"transform_config": {"R1": {}}}, "compressed-tensors has transform_config"),
+        (PACKED_CASE, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "is 'sparse-24-bitmask'"),
         (PACKED_CASE, {"config_groups": {"a": ["Linear"]}}, "config_groups.a in config.json is ['Linear']"),
         (PACKED_CASE, {"config_groups": {}}, "no group of config_groups has it as a target"),
         (BLOCK_CASE, {"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size in config.json"),

@@ -6,6 +6,7 @@ the checkpoint holds before a byte is read, then follows it. Knows no architectu
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -31,6 +32,8 @@ from penstock.weights.quantized import find_format, open_weights
 from penstock.weights.random_weights import fill_parameter
 from penstock.weights.storage_report import describe_storage
 from penstock.weights.stored import StoredTensor
+
+logger = logging.getLogger(__name__)
 
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NEWS_INTERVAL_S = 0.2
@@ -142,12 +145,15 @@ def _fill(model: nn.Module, seed: int, progress: _Progress) -> None:
 
 def _copy(model: nn.Module, path: Path, stored: list[StoredTensor], progress: _Progress) -> None:
     placements = model.placements([tensor.name for tensor in stored])  # type: ignore[operator]
+    stored = _without_idle_biases(stored, placements)
     wanted = match_tensors(path, stored, placements, model.ignored)  # type: ignore[arg-type]
     model.storage = describe_storage(wanted)  # type: ignore[assignment]
     progress.start(sum(tensor.num_bytes for tensor in wanted))
     parameters = targets_of(model)
     _assert_covered(parameters, placements.values())
     quantized = _weights_that_stay_quantized(model, wanted, placements)
+    expanded = [tensor for tensor in wanted if placements[tensor.name].parameter not in quantized]
+    _tell_expansion(expanded, model.dtype)  # type: ignore[arg-type]
     filled_by: dict[tuple[str, str], StoredTensor] = {}
     for tensor in wanted:
         placement = placements[tensor.name]
@@ -175,6 +181,32 @@ def _weights_that_stay_quantized(
         for name in sorted(names & weights.keys())
         if weights[name].can_quantize and weights[name].values.is_cpu
     }
+
+
+def _tell_expansion(wanted: list[StoredTensor], dtype: torch.dtype) -> None:
+    packed = [tensor for tensor in wanted if tensor.read_codes is not None]
+    if packed:
+        logger.warning(
+            "%d quantised weights are expanded to %s: %s in place of %s",
+            len(packed),
+            str(dtype).removeprefix("torch."),
+            _gigabytes(sum(math.prod(tensor.shape) for tensor in packed) * dtype.itemsize),
+            _gigabytes(sum(tensor.num_bytes for tensor in packed)),
+        )
+
+
+def _without_idle_biases(
+    stored: list[StoredTensor], placements: Mapping[str, Placement]
+) -> list[StoredTensor]:
+    """Early tools of GPTQ store a bias of zeros for every layer that they quantise."""
+    quantized = {tensor.name for tensor in stored if tensor.scheme}
+
+    def is_idle(tensor: StoredTensor) -> bool:
+        module, _, kind = tensor.name.rpartition(".")
+        is_extra = kind == "bias" and tensor.name not in placements and f"{module}.weight" in quantized
+        return is_extra and not tensor.load().any()
+
+    return [tensor for tensor in stored if not is_idle(tensor)]
 
 
 def _fill_place(target: Tensor, tensor: StoredTensor, placement: Placement) -> None:

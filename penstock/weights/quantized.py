@@ -14,7 +14,7 @@ from penstock.errors import CheckpointError
 from penstock.file_kinds import LOADABLE
 from penstock.models.source import ModelSource, read_json_object
 from penstock.weights.checkpoint import damaged, open_checkpoint
-from penstock.weights.formats import awq, compressed_tensors, fp8, gptq, mlx, modelopt
+from penstock.weights.formats import auto_round, awq, compressed_tensors, fp8, gptq, mlx, modelopt
 from penstock.weights.formats.parts import CODES, UNUSED, Format, Parts
 from penstock.weights.mlx_names import as_published
 from penstock.weights.stored import StoredTensor
@@ -26,7 +26,9 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "awq": awq.read_config,
     "mlx": mlx.read_config,
     "modelopt": modelopt.read_config,
+    "auto-round": auto_round.read_config,
 }
+CONFIG_KEYS = ("quantization_config", "quantization", "compression_config")
 MODELOPT_CONFIG = "hf_quant_config.json"
 MAX_METHOD_CHARS = 64
 
@@ -76,7 +78,7 @@ def _sort_parts(
     parts_of: dict[str, dict[str, StoredTensor]] = {}
     plain = []
     for tensor in stored:
-        if tensor.name.rpartition(".")[2] in UNUSED:
+        if tensor.name.rpartition(".")[2] in UNUSED or tensor.name.endswith("_activation_scale"):
             continue
         for ending, (of_weight, role) in endings:
             if tensor.name.endswith(ending):
@@ -94,7 +96,7 @@ def _sort_parts(
 def _find_config(source: ModelSource) -> Mapping[str, Any] | None:
     text_config = source.config.get("text_config")
     for level in (source.config, text_config if isinstance(text_config, dict) else {}):
-        for key in ("quantization_config", "quantization"):
+        for key in CONFIG_KEYS:
             if quantization := level.get(key):
                 return quantization if isinstance(quantization, dict) else {"quant_method": quantization}
     assert source.path is not None

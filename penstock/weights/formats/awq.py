@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.models.reading import read
+from penstock.models.reading import read, unusable
 from penstock.weights.codes import Codes, Scales
 from penstock.weights.formats import gptq
 from penstock.weights.formats.parts import (
@@ -43,6 +43,8 @@ def read_config(config: Mapping[str, Any]) -> Format:
     check_fields("awq", config, FIELDS)
     orders = ("gemm", "GEMM")
     check_values("awq", config, dict.fromkeys(("version", "format", "checkpoint_format"), orders))
+    if config.get("backend") == "llm-awq":
+        raise unusable("backend of awq", "llm-awq", "another one, as it packs in an order of its own")
     read_bits(config, (BITS,))
     has_zeros = read(config, "zero_point", bool, True)
     return Format(ENDINGS, partial(_open, group_size=read_group(config), has_zeros=has_zeros))

@@ -6,7 +6,6 @@ Groups of config.json say which modules are quantised how: by name, by pattern, 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +31,9 @@ from penstock.weights.formats.parts import (
     check_width,
     describe,
     group_order,
+    matches,
     read_bits,
+    spellings,
     unpack,
     wrong_shape,
 )
@@ -47,7 +48,7 @@ ENDINGS = {
 
 FIELDS = (
     *("quant_method", "config_groups", "format", "ignore", "kv_cache_scheme", "quantization_status"),
-    *("global_compression_ratio", "version", "run_compressed", "compression_version"),
+    *("global_compression_ratio", "version", "sparsity_config", "run_compressed", "compression_version"),
 )
 GROUP_FIELDS = ("targets", "weights", "input_activations", "output_activations", "format")
 WEIGHT_FIELDS = (
@@ -83,6 +84,8 @@ class Group:
 
 def read_config(config: Mapping[str, Any]) -> Format:
     check_fields("compressed-tensors", config, FIELDS)
+    sparsity = read(config, "sparsity_config", dict, {})
+    check_values("sparsity_config", sparsity, {"format": ("dense",)})
     default = read(config, "format", str, "")
     groups = []
     for name, group in read(config, "config_groups", dict).items():
@@ -128,13 +131,12 @@ def _read_group(group: Mapping[str, Any], default: str) -> Group:
 
 def find_group(module: str, groups: Sequence[Group]) -> Group:
     """The group of a module: by its name, else by a pattern, else by its class."""
-    names = _spellings(module)
 
     def by_name(target: str) -> bool:
-        return target in names
+        return target in spellings(module)
 
     def by_pattern(target: str) -> bool:
-        return target.startswith("re:") and any(_matches(target[3:], name) for name in names)
+        return target.startswith("re:") and matches(target[3:], module)
 
     def by_class(target: str) -> bool:
         is_embedding = module.endswith("embed_tokens")
@@ -147,19 +149,6 @@ def find_group(module: str, groups: Sequence[Group]) -> Group:
     if len(groups) == 1:
         return groups[0]
     raise CheckpointError(f"{module} is quantised, and no group of config_groups has it as a target")
-
-
-def _spellings(module: str) -> tuple[str, ...]:
-    """Tools call the text model of a larger one by several names."""
-    bare = module.removeprefix("model.language_model.").removeprefix("model.")
-    return (module, f"model.{bare}", f"model.language_model.{bare}", f"language_model.model.{bare}")
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.match(pattern, name) is not None
-    except (re.error, OverflowError, RecursionError) as error:
-        raise unusable("a target of config_groups", pattern, f"a regular expression ({error})") from error
 
 
 def _open(parts: Parts, groups: Sequence[Group]) -> StoredTensor:

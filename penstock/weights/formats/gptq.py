@@ -6,7 +6,6 @@ qweight [K * bits / 32, N]   qzeros [K / group, N * bits / 32]   scales [K / gro
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +25,7 @@ from penstock.weights.formats.parts import (
     check_width,
     describe,
     group_order,
+    matches,
     read_bits,
     read_group,
     unpack,
@@ -75,11 +75,7 @@ def read_config(config: Mapping[str, Any]) -> Format:
 def _for_module(module: str, given: GPTQ, exceptions: Mapping[str, Any]) -> GPTQ:
     """`dynamic`: the first pattern that a module's name begins with changes its bits or group."""
     for pattern, changes in exceptions.items():
-        try:
-            is_meant = re.match(pattern.removeprefix("+:").removeprefix("-:"), module) is not None
-        except (re.error, OverflowError, RecursionError) as error:
-            raise unusable("a pattern of dynamic", pattern, f"a regular expression ({error})") from error
-        if is_meant and not pattern.startswith("-:"):
+        if not pattern.startswith("-:") and matches(pattern.removeprefix("+:"), module):
             if not isinstance(changes, dict):
                 raise unusable(f"dynamic of {pattern}", changes, "an object")
             check_fields(f"dynamic of {pattern}", changes, FIELDS)

@@ -7,6 +7,7 @@ that its header tells (presence, dtype, shape) is checked before a byte is read.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -233,3 +234,17 @@ def check_values(method: str, config: Mapping[str, Any], expected: Mapping[str, 
         value = config.get(key)
         if value is not None and value not in values:
             raise unusable(f"{key} of {method}", value, " or ".join(map(repr, values)))
+
+
+def spellings(module: str) -> tuple[str, ...]:
+    """Tools call the text model of a larger one by several names."""
+    bare = module.removeprefix("model.language_model.").removeprefix("model.")
+    return (module, f"model.{bare}", f"model.language_model.{bare}", f"language_model.model.{bare}")
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a name of the module begins with what a pattern of config.json means."""
+    try:
+        return any(re.match(pattern, name) for name in spellings(module))
+    except (re.error, OverflowError, RecursionError) as error:
+        raise unusable("a pattern of modules", pattern, f"a regular expression ({error})") from error
