@@ -7,7 +7,6 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -15,21 +14,9 @@ import pytest
 
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
-from serving import FREE, MESSAGES, TINY_ENGINE, Server, ask, assert_refused, eventually, start_server
+from serving import FREE, MAX_QUEUE, MESSAGES, TINY_ENGINE, Server, ask, assert_refused, eventually
 
-MAX_QUEUE = 32
 LONG_BEFORE_THE_END_S = 3.0  # of a reply that fills the context
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with start_server(serve={"max_queue": MAX_QUEUE}) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def api(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60.0)
 
 
 def complete(api: openai.OpenAI, **fields: Any) -> Any:

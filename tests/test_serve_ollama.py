@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -30,12 +29,6 @@ FEED = {
     },
 }
 LENA = [{"role": "user", "content": "Give 225 grams of food to Lena."}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with start_server() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
