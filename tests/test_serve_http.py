@@ -19,6 +19,7 @@ from penstock.errors import ConfigError
 from penstock.serve import open_files
 from penstock.serve.open_files import connection_limit
 from serving import FREE, MESSAGES, Server, eventually, start_server
+from two_layers import two_layers
 
 MAX_FILES = 200
 CHAT = {"messages": MESSAGES, "max_tokens": 4, **FREE}
@@ -37,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
-        with start_server(max_files=MAX_FILES) as running:
+        with start_server({"model": two_layers()}, max_files=MAX_FILES) as running:
             yield running
 
 
