@@ -17,7 +17,7 @@ from penstock.errors import RequestError
 from penstock.text.stream import StreamDecoder
 from penstock.text.tokenizer import Tokenizer
 
-LAWS = settings(max_examples=500, deadline=None)
+LAWS = settings(max_examples=250, deadline=None)
 
 
 @pytest.fixture(scope="module")
