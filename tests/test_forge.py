@@ -68,9 +68,9 @@ def make_target(folder: Path, config: dict[str, Any]) -> Target:
     return target
 
 
-def draw_cases(target: Target, seed: int, num_random: int = 2, crowd: int = 65) -> list[Case]:
+def draw_cases(target: Target, seed: int, num_random: int = 2) -> list[Case]:
     knowing = Oracle(target)
-    traces = correctness_traces(target.shape, seed, num_random=num_random, max_batch=12, crowd=crowd)
+    traces = correctness_traces(target.shape, seed, num_random=num_random, max_batch=12, crowd=17)
     return [knowing.answer(trace) for trace in traces]
 
 
@@ -181,7 +181,7 @@ def gpu_designs() -> list[Design]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_design_of_the_cpu_is_right(name: str, tmp_path: Path) -> None:
     target = make_target(tmp_path, CONFIGS[name])
-    cases = draw_cases(target, seed=5, num_random=1, crowd=17)
+    cases = draw_cases(target, seed=5, num_random=1)
     singles = [design for _, design in decisions.moves(decisions.plain_design(), "cpu")]
     chosen = singles if name == "grouped heads" else singles[3::3]
     assert len(singles) > 8
