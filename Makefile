@@ -14,6 +14,9 @@ FLAGS ?=
 # Libraries choose their kernels, and so their rounding, by the CPU: these make them choose as on an older one.
 AS_AVX2 := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 
+# Hundreds of processes start, which read compiled modules only where one of them may write these.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: help install serve test
 
@@ -31,8 +34,8 @@ test: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-	OMP_NUM_THREADS=1 $(AS_AVX2) $(BIN)/python -m pytest -n 2 --dist loadfile -m 'bitwise and not slow'
+	$(PYTEST) --no-loadscope-reorder --durations=25
+	$(AS_AVX2) $(PYTEST) -m 'bitwise and not slow' $$(grep -l 'mark\.bitwise' tests/test_*.py)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 120.0
+MAX_QUEUE = 32  # of the server that tests share
 TINY_ENGINE = {"device": "cpu", "dtype": "float32", "page_size": 16, "memory_gb": 0.05, "max_model_len": 4096}
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me about rivers."}]
 # The tiny model's weights are random: only a limit ends its replies.
@@ -100,6 +101,11 @@ class Server:
         stats = self.stats()
         pages_back = stats["num_free_pages"] == stats["num_pages"] - 1  # page 0 is never handed out
         return pages_back and stats["num_running"] == 0 and stats["num_waiting"] == 0
+
+    def end_sessions(self) -> None:
+        """Their pages stay taken until then."""
+        for session in self.http.get(f"{self.url}/v1/sessions").json()["data"]:
+            self.http.delete(f"{self.url}/v1/sessions/{session['id']}")
 
     def stop(self) -> None:
         if self.process.poll() is None:

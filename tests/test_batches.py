@@ -15,6 +15,7 @@ import pytest
 
 from serving import FREE, MESSAGES, Server, assert_refused, eventually, start_server
 from test_serve_access import app_of, call
+from two_layers import two_layers
 
 ENDED = ("completed", "failed", "cancelled", "expired")
 CHATS = "/v1/chat/completions"
@@ -39,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two rows, so that batches are seen to leave one; small limits, so that they are seen to hold."""
     settings = {"batch_folder": str(tmp_path_factory.mktemp("state") / "batches"), "api_key": KEYS}
     settings |= {"batch_file_mb": 0.5, "batch_gb": 0.001}
-    with start_server(engine={"max_rows": 2}, serve=settings) as running:
+    with start_server(engine={"model": two_layers(), "max_rows": 2}, serve=settings) as running:
         running.http.headers["authorization"] = f"Bearer {KEYS[0]}"
         yield running
 
@@ -277,8 +278,8 @@ def test_a_batch_outlives_a_server_that_is_killed_and_no_line_has_two_results(tm
     folder = tmp_path / "batches"
     settings = {"batch_folder": str(folder)}
     lines = [chat_line(f"r{i}", max_tokens=40) for i in range(24)]
-    with start_server(engine={"max_rows": 2}, serve=settings) as first:
-        with start_server(serve=settings, wait_for="failed") as second:
+    with start_server(engine={"model": two_layers(), "max_rows": 2}, serve=settings) as first:
+        with start_server({"model": two_layers()}, settings, wait_for="failed") as second:
             assert "Another server uses" in second.phases[-1]["detail"]
         api = api_of(first)
         done = start(api, [chat_line("a")])
@@ -291,7 +292,7 @@ def test_a_batch_outlives_a_server_that_is_killed_and_no_line_has_two_results(tm
     before = output.read_bytes()
     with output.open("ab") as file:
         file.write(b'{"id":"torn')
-    with start_server(engine={"max_rows": 2}, serve=settings) as again:
+    with start_server(engine={"model": two_layers(), "max_rows": 2}, serve=settings) as again:
         api = api_of(again)
         assert api.batches.retrieve(done.id).status == "completed"
         batch = wait(api, batch)
@@ -305,7 +306,7 @@ def test_a_batch_outlives_a_server_that_is_killed_and_no_line_has_two_results(tm
         wait(api, late, lambda batch: batch.request_counts.completed == 1)
     record = folder / "batches" / f"{late.id}.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "expires_at": int(time.time()) - 1}))
-    with start_server(serve={**settings, "served_model_name": "another"}) as last:
+    with start_server({"model": two_layers()}, {**settings, "served_model_name": "another"}) as last:
         api = api_of(last)
         batch = wait(api, late)
         assert batch.status == "expired"

@@ -7,7 +7,6 @@ import io
 import itertools
 import re
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,7 +18,7 @@ from penstock.serve.browsers import ForbiddenError, MediaTypeError
 from penstock.serve.openapi import OPERATIONS
 from penstock.serve.responses.store import UnknownConversationError, UnknownItemError, UnknownResponseError
 from penstock.serve.sessions import SessionNotFoundError
-from serving import Server, start_server
+from serving import Server
 
 DOCUMENT = (ROOT / "docs" / "api.md").read_text()
 ADDRESS = "http://127.0.0.1:8000"
@@ -36,12 +35,6 @@ EXAMPLES = [
     for (language, note, text), (answer, _, printed) in itertools.pairwise(BLOCKS)
     if language in ("bash", "python") and note == "" and answer == "text"
 ]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with start_server() as running:
-        yield running
 
 
 def as_shown(text: str, url: str) -> str:

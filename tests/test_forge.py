@@ -70,7 +70,7 @@ def make_target(folder: Path, config: dict[str, Any]) -> Target:
 
 def draw_cases(target: Target, seed: int, num_random: int = 2) -> list[Case]:
     knowing = Oracle(target)
-    traces = correctness_traces(target.shape, seed, num_random=num_random, max_batch=12, crowd=65)
+    traces = correctness_traces(target.shape, seed, num_random=num_random, max_batch=12, crowd=17)
     return [knowing.answer(trace) for trace in traces]
 
 

@@ -34,6 +34,7 @@ from penstock.serve.state import ServerState
 from penstock.serve.text_stream import Deliver, TextStream
 from penstock.text.turns import CHEAP
 from serving import MESSAGES, Server, assert_refused, child_pids, command_of, eventually, start_server
+from two_layers import two_layers
 
 MAX_QUEUE = 4
 MB = 1024**2
@@ -280,7 +281,7 @@ def test_the_conversation_that_a_response_goes_on_from_counts_as_if_it_had_been_
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with start_server(serve={"max_queue": MAX_QUEUE}) as running:
+    with start_server({"model": two_layers()}, {"max_queue": MAX_QUEUE}) as running:
         yield running
 
 

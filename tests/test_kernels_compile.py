@@ -21,7 +21,7 @@ BUILDS = [
     *(pytest.param(str(number), "one", marks=pytest.mark.slow) for number in (80, 86, 89)),
     pytest.param("90", "all", marks=pytest.mark.slow),
 ]
-MUCH_SHARED_MEMORY = 16 * 1024
+MUCH_SHARED_MEMORY = 48 * 1024  # half of what the smallest card has
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227}  # KiB that one program may have
 
 # In a process of its own: under the interpreter, which the other tests use, nothing can be compiled.
@@ -57,7 +57,7 @@ for module in (attention, decode_rows, delta_net, masking, matmul, moe, norm, sa
             continue
         size = shared_memory(first, *case)
         seen[first].setdefault(name, []).append(size)
-        for capability in others if size > much else ():
+        for capability in others if size >= much else ():
             seen[capability].setdefault(name, []).append(shared_memory(capability, *case))
 print(json.dumps(seen))
 """
@@ -81,7 +81,8 @@ def test_kernels_compile_and_fit(capabilities: str, forms: str, tmp_path: Path) 
     shared = json.loads(done.stdout.splitlines()[-1])
     assert list(shared) == capabilities.split(",")
     for capability, by_kernel in shared.items():
-        assert len(by_kernel) >= 10, f"only {sorted(by_kernel)} were compiled for {capability}"
+        least = 10 if capability == next(iter(shared)) else 5
+        assert len(by_kernel) >= least, f"only {sorted(by_kernel)} were compiled for {capability}"
         for name, sizes in by_kernel.items():
             assert max(sizes) <= SHARED_MEMORY[int(capability)] * 1024, f"{name} wants {max(sizes)} bytes"
 

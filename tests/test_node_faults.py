@@ -62,6 +62,7 @@ def test_no_reply_changes_when_an_engine_is_killed(node: Server, undisturbed: li
     assert sorted(restarts) == [0, 1]
 
 
+@pytest.mark.slow  # test_fleet.py states it without processes
 def test_a_stopped_engine_is_replaced_within_two_seconds_and_no_reply_changes(
     node: Server, undisturbed: list[StreamedReply]
 ) -> None:
@@ -81,6 +82,7 @@ def test_a_stopped_engine_is_replaced_within_two_seconds_and_no_reply_changes(
     assert seconds[0] < 3.0  # 1.75 where nobody else works
 
 
+@pytest.mark.slow  # test_fleet.py states it without processes
 def test_a_rolling_restart_under_load_replaces_every_engine_and_loses_nothing(
     node: Server, undisturbed: list[StreamedReply]
 ) -> None:

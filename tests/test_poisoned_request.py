@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from serving import FREE, MESSAGES, Server, assert_refused, start_server
+from two_layers import two_layers
 
 POISON = [77, 78, 79] * 30
 # Read by every Python that starts here; only engines have something to patch.
@@ -28,7 +29,7 @@ if "penstock.engine.worker" in sys.orig_argv:
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     (tmp_path / "sitecustomize.py").write_text(SITE)
-    with start_server(path=tmp_path) as running:
+    with start_server({"model": two_layers()}, path=tmp_path) as running:
         yield running
 
 

@@ -221,7 +221,7 @@ def test_pinned_checkpoints_stay_whatever_comes() -> None:
     assert checkpoints.evict_for(ANY_WORTH, keep=()) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**40))
 def test_the_third_reuses_whatever_the_order_and_the_sizes(seed: int) -> None:
     """Random prefixes, tails, chunks and arrivals, a few at a time; memory suffices."""

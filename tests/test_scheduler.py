@@ -739,20 +739,20 @@ def has_learned(world: World) -> bool:
     return any(sequence.num_cached_tokens in places for sequence in world.sequences.values())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**40))
 def test_histories_found_by_search_keep_every_law(seed: int) -> None:
     run_history(seed)
 
 
-def test_two_thousand_random_histories_keep_every_law() -> None:
-    worlds = [run_history(seed) for seed in range(2000)]
+def test_five_hundred_random_histories_keep_every_law() -> None:
+    worlds = [run_history(seed) for seed in range(500)]
     # The histories reach the paths they are meant for.
-    assert sum(world.scheduler.num_preemptions > 0 for world in worlds) > 100
-    assert sum(world.cache.counters["hit"] > 0 for world in worlds) > 500
-    assert sum(world.cache.counters["evicted_checkpoints"] > 0 for world in worlds) > 200
-    assert sum(world.cache.counters["evicted_pages"] > 0 for world in worlds) > 200
-    assert sum("abort" in world.finishes.values() for world in worlds) > 200
-    assert sum(world.num_sessions > 0 for world in worlds) > 300
-    assert sum(has_learned(world) for world in worlds) > 200
-    assert sum("stop" in world.finishes.values() for world in worlds) > 500
+    assert sum(world.scheduler.num_preemptions > 0 for world in worlds) > 25
+    assert sum(world.cache.counters["hit"] > 0 for world in worlds) > 125
+    assert sum(world.cache.counters["evicted_checkpoints"] > 0 for world in worlds) > 50
+    assert sum(world.cache.counters["evicted_pages"] > 0 for world in worlds) > 50
+    assert sum("abort" in world.finishes.values() for world in worlds) > 50
+    assert sum(world.num_sessions > 0 for world in worlds) > 75
+    assert sum(has_learned(world) for world in worlds) > 50
+    assert sum("stop" in world.finishes.values() for world in worlds) > 125

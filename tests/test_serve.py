@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -15,21 +13,9 @@ import pytest
 
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
-from serving import FREE, MESSAGES, TINY_ENGINE, Server, ask, assert_refused, eventually, start_server
+from serving import FREE, MAX_QUEUE, MESSAGES, TINY_ENGINE, Server, ask, assert_refused, eventually
 
-MAX_QUEUE = 32
 LONG_BEFORE_THE_END_S = 3.0  # of a reply that fills the context
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with start_server(serve={"max_queue": MAX_QUEUE}) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def api(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60.0)
 
 
 def complete(api: openai.OpenAI, **fields: Any) -> Any:
@@ -495,23 +481,3 @@ def test_leaving_before_a_json_answer_frees_its_pages(server: Server) -> None:
         send_chat(connection, {"messages": MESSAGES, "n": 2, "temperature": 1.0, **FREE})
         assert eventually(lambda: server.stats()["num_running"] == 2)
     assert eventually(server.is_idle, LONG_BEFORE_THE_END_S)
-
-
-def test_a_client_that_does_not_read_is_cut_off_and_holds_nobody_up(server: Server) -> None:
-    body = {"messages": MESSAGES, "n": 24, "logprobs": True, "top_logprobs": 20, "stream": True, **FREE}
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(server.address)
-        send_chat(connection, body)
-        assert eventually(lambda: server.stats()["num_running"] == 24)
-        assert server.post({"messages": MESSAGES, "max_tokens": 2}).status_code == 200
-        assert eventually(server.is_idle, 60.0)  # 24 full contexts would take minutes
-
-        connection.settimeout(10.0)
-        text = b""
-        with contextlib.suppress(ConnectionResetError):
-            while piece := connection.recv(2**20):
-                text += piece
-    assert text.startswith(b"HTTP/1.1 200")
-    assert b"[DONE]" not in text
-    assert not text.endswith(b"0\r\n\r\n"), "the stream looks complete"

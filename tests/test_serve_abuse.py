@@ -13,6 +13,7 @@ import pytest
 
 from penstock.serve.ollama.context import Conversation
 from serving import MESSAGES, Server, assert_refused, start_server
+from two_layers import two_layers
 
 SLOWEST_S = 15.0  # an answer on a busy machine; what hangs takes longer
 TOOL = {
@@ -222,7 +223,8 @@ JUNK: list[Any] = [
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """A short context: where a limit was lost, replies end there."""
-    with start_server(engine={"max_model_len": 512}, serve={"request_timeout": 10.0}) as running:
+    engine = {"model": two_layers(), "max_model_len": 512}
+    with start_server(engine, {"request_timeout": 10.0}) as running:
         yield running
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from anthropic_cases import CALL_BLOCK, IDENTITY, NOTE, QUESTION, billed, events
 from penstock.errors import RequestError
 from penstock.serve.anthropic.threads import Threads
 from penstock.serve.conversations import Conversations, Thread
-from serving import Server, eventually, start_server
+from serving import Server, eventually
 
 GOLDEN = Path(__file__).parent / "golden"
 ANY_MODEL = "claude-of-any-name"
@@ -46,12 +45,6 @@ TWO_CALLS: list[Any] = [
 ]
 FEED_LENA = ("feed_pet", {"pet": "Lena", "grams": 225})
 CHECK_T6D32 = ("check_stock", {"product": "t6d32"})
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with start_server() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

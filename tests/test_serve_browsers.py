@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import re
@@ -14,7 +15,8 @@ import pytest
 from penstock.config import ServeConfig
 from penstock.errors import ConfigError
 from penstock.serve.browsers import HostNames, is_same_origin
-from test_serve_access import BATCH_ROUTES, GOOD, KEYS, Answered, app_of, call, routes_of
+from test_serve_access import BATCH_ROUTES, GOOD, KEYS, Answered, call, routes_of
+from test_serve_access import app_of as new_app
 
 HOME = "127.0.0.1:8000"
 JSON = {"content-type": "application/json"}
@@ -39,6 +41,7 @@ POSTS = [
     *("/v1/conversations", "/v1/conversations/{id}", "/v1/conversations/{id}/items"),
 ]
 NO_BODY = "/v1/responses/{id}/cancel"
+app_of = functools.cache(new_app)  # no call changes anything in it
 
 
 def post(path: str, headers: dict[str, str], **settings: Any) -> Answered:

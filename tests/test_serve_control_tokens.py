@@ -23,12 +23,6 @@ TOOL = {"type": "object", "properties": {"path": {"type": "string"}}}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with start_server() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def lenient() -> Iterator[Server]:
     with start_server(serve={"allow_special_tokens_in_content": True}) as server:
         yield server

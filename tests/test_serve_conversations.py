@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from response_events import assert_well_formed, parse_events
-from serving import Server, assert_refused, eventually, start_server
+from serving import Server, assert_refused, eventually
 
 QUESTION = "What is 17 + 26? Reply with just the number."
 FEED = "Give 225 grams of food to Lena."
@@ -27,17 +26,6 @@ FEED_PET: Any = {
     },
 }
 LONG: Any = {"input": "Tell me about rivers.", "background": True}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with start_server() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def api(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60.0)
 
 
 def respond(api: openai.OpenAI, input: Any = openai.omit, **fields: Any) -> Any:

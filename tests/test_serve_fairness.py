@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from serving import FREE, MESSAGES, Server, eventually, start_server
+from two_layers import two_layers
 
 ANN, BEN = "sk-of-ann", "sk-of-ben"
 MAX_QUEUE = 12
@@ -19,7 +20,7 @@ NUM_LONG, LONG_TOKENS = 5, 2000
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    engine = {"max_rows": 6, "prefix_cache": False, "memory_gb": 0.3}
+    engine = {"model": two_layers(), "max_rows": 6, "prefix_cache": False, "memory_gb": 0.3}
     with start_server(engine, {"api_key": (ANN, BEN), "max_queue": MAX_QUEUE}) as server:
         server.http.headers["authorization"] = f"Bearer {ANN}"  # /health tells who has a key more
         yield server

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from serving import MESSAGES, Server, assert_refused, start_server
+from serving import MESSAGES, Server, assert_refused
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
 IS_SCHEMA, IS_DIGITS = r'\{\s*"n"\s*:\s*-?\d+\s*\}', r"\d{3}"
@@ -45,12 +44,6 @@ WRONG_FORMS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "structural_tag"}}, "response_format"),
 ]
 LONG = "Of all rivers I like those best that nobody has counted the bridges of, since they are few. " * 6
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with start_server(serve={"ignore_field": ("vendor_extra",)}) as server:
-        yield server
 
 
 @pytest.mark.parametrize(("form", "pattern"), FORMS)

@@ -19,6 +19,7 @@ from penstock.errors import ConfigError
 from penstock.serve import open_files
 from penstock.serve.open_files import connection_limit
 from serving import FREE, MESSAGES, Server, eventually, start_server
+from two_layers import two_layers
 
 MAX_FILES = 200
 CHAT = {"messages": MESSAGES, "max_tokens": 4, **FREE}
@@ -37,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
-        with start_server(max_files=MAX_FILES) as running:
+        with start_server({"model": two_layers()}, max_files=MAX_FILES) as running:
             yield running
 
 
@@ -214,3 +215,23 @@ def test_the_operators_limit_counts_and_must_be_possible(monkeypatch: pytest.Mon
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
     with pytest.raises(ConfigError, match="leaves 0"):
         connection_limit(ServeConfig())
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_holds_nobody_up(server: Server) -> None:
+    body = {"messages": MESSAGES, "n": 24, "logprobs": True, "top_logprobs": 20, "stream": True, **FREE}
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(server.address)
+        connection.sendall(request(body))
+        assert eventually(lambda: server.stats()["num_running"] == 24)
+        assert server.post({"messages": MESSAGES, "max_tokens": 2}).status_code == 200
+        assert eventually(server.is_idle, 30.0)  # 24 full contexts would take a minute
+
+        connection.settimeout(10.0)
+        text = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(2**20):
+                text += piece
+    assert text.startswith(b"HTTP/1.1 200")
+    assert b"[DONE]" not in text
+    assert not text.endswith(b"0\r\n\r\n"), "the stream looks complete"

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from ollama_cases import QUESTION, SUM
-from serving import Server, eventually, start_server
+from serving import Server, eventually
 
 PROMPT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with start_server() as running:
-        yield running
 
 
 def complete(server: Server, prompt: Any = PROMPT, path: str = "/completion", **fields: Any) -> Any:

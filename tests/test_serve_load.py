@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from serving import Server, eventually, start_server
+from two_layers import two_layers
 
 NUM_CLIENTS = 64
 
@@ -18,7 +19,8 @@ NUM_CLIENTS = 64
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     # Answers are equal bit for bit only where prefixes end on whole chunks of the delta rule: 64 tokens.
-    with start_server(engine={"deterministic": True, "page_size": 64, "max_rows": 48}) as running:
+    engine = {"model": two_layers(), "deterministic": True, "page_size": 64, "max_rows": 48}
+    with start_server(engine) as running:
         yield running
 
 

@@ -33,12 +33,6 @@ LENA = [{"role": "user", "content": "Give 225 grams of food to Lena."}]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with start_server() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def api(server: Server) -> Any:
     return ollama.Client(host=server.url, timeout=60.0)
 
@@ -342,23 +336,27 @@ def test_errors_have_ollamas_form_whoever_finds_them(server: Server) -> None:
         assert isinstance(answer.json()["error"], str)
 
 
-def test_an_error_amid_a_stream_is_a_line_of_it() -> None:
-    with start_server(serve={"request_timeout": 1.0}) as server:
-        api = ollama.Client(host=server.url, timeout=60.0)
-        endless = {"temperature": 50.0, "seed": 1, "num_predict": -1}
-        parts: list[Any] = []
-        with pytest.raises(ollama.ResponseError, match="not complete in time"):
-            parts.extend(api.generate(MODEL, "Once", raw=True, stream=True, options=endless))
-        assert parts
+@pytest.fixture(scope="module")
+def strict() -> Iterator[Server]:
+    with start_server(serve={"request_timeout": 1.5, "api_key": ["secret"]}) as server:
+        yield server
 
 
-def test_keys_are_needed_here_too() -> None:
-    with start_server(serve={"api_key": ["secret"]}) as server:
-        with pytest.raises(ollama.ResponseError, match="API key") as refused:
-            ollama.Client(host=server.url).list()
-        assert refused.value.status_code == 401
-        known = ollama.Client(host=server.url, headers={"Authorization": "Bearer secret"})
-        assert known.chat(MODEL, ASKED).message.content == "43"
+def test_an_error_amid_a_stream_is_a_line_of_it(strict: Server) -> None:
+    api = ollama.Client(host=strict.url, timeout=60.0, headers={"Authorization": "Bearer secret"})
+    endless = {"temperature": 50.0, "seed": 1, "num_predict": -1}
+    parts: list[Any] = []
+    with pytest.raises(ollama.ResponseError, match="not complete in time"):
+        parts.extend(api.generate(MODEL, "Once", raw=True, stream=True, options=endless))
+    assert parts
+
+
+def test_keys_are_needed_here_too(strict: Server) -> None:
+    with pytest.raises(ollama.ResponseError, match="API key") as refused:
+        ollama.Client(host=strict.url).list()
+    assert refused.value.status_code == 401
+    known = ollama.Client(host=strict.url, headers={"Authorization": "Bearer secret"})
+    assert known.chat(MODEL, ASKED).message.content == "43"
 
 
 def test_a_client_that_leaves_ends_its_reply(server: Server) -> None:

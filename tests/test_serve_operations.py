@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from serving import FREE, MESSAGES, Server, assert_refused, eventually, start_server
+from two_layers import two_layers
 
 READ_TIMEOUT_S = 1.0
 SECRET = "quicksilver"  # in prompts; the log must not have it
@@ -32,7 +33,7 @@ def server(log_file: Path) -> Iterator[Server]:
     settings["min_priority"] = -10
     with (
         log_file.open("w") as log,
-        start_server(engine={"max_rows": 1}, serve=settings, log=log) as running,
+        start_server(engine={"model": two_layers(), "max_rows": 1}, serve=settings, log=log) as running,
     ):
         yield running
 

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from penstock.serve.openai.requests import parse_chat
 from penstock.text.tokenizer import Tokenizer
-from serving import Server, assert_refused, start_server
+from serving import Server, assert_refused
 
 QUESTION = {"role": "user", "content": "What is 17 + 26?"}
 STORY = {"messages": [{"role": "user", "content": "Tell me about rivers."}], "max_tokens": 24}
 PREFILL = {"role": "assistant", "content": "The answer, in words, is"}
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with start_server() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

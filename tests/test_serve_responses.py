@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ import pytest
 from openai.types.responses import Response
 
 from response_events import assert_well_formed, parse_events, transcript, without_chance
-from serving import Server, assert_refused, eventually, start_server
+from serving import Server, assert_refused, eventually
 
 GOLDEN = Path(__file__).parent / "golden"
 QUESTION = "What is 17 + 26? Reply with just the number."
@@ -50,17 +49,6 @@ class Distance(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
     value: int
     unit: Literal["km", "m"]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with start_server() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def api(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60.0)
 
 
 def respond(api: openai.OpenAI, input: Any, **fields: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -56,17 +55,6 @@ class Answer:
     calls: list[tuple[str, Any]] = field(default_factory=list)
     finish: str = ""
     usage: Any = None
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with start_server() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def api(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60.0)
 
 
 def ask_whole(api: openai.OpenAI, **fields: Any) -> Answer:

@@ -17,7 +17,7 @@ from penstock.errors import RequestError
 from penstock.text.stream import StreamDecoder
 from penstock.text.tokenizer import Tokenizer
 
-LAWS = settings(max_examples=500, deadline=None)
+LAWS = settings(max_examples=250, deadline=None)
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +133,15 @@ def test_a_character_that_never_ends_becomes_one_replacement(tokenizer: Tokenize
     decoder = StreamDecoder(tokenizer)
     assert decoder.push(bytes_as_ids(tokenizer, b"a\xf0\x9f\x9a")) == "a"
     assert decoder.finish() == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xed\xa0", b"\xed\xbf", b"\xe0\x80", b"\xf4\x90", b"\xc1", b"\xf5"], ids=bytes.hex
+)
+def test_bytes_that_nothing_can_mend_are_shown_at_once(tokenizer: Tokenizer, data: bytes) -> None:
+    decoder = StreamDecoder(tokenizer)
+    assert decoder.push(bytes_as_ids(tokenizer, data)) == "\ufffd" * len(data)
+    assert decoder.push(bytes_as_ids(tokenizer, b"\xc3\xa9")) + decoder.finish() == "é"
 
 
 def test_a_stop_spelt_in_single_bytes_is_found(tokenizer: Tokenizer) -> None:

@@ -31,7 +31,8 @@ def ask(server: Server, key: str, path: str, body: dict[str, Any] | None = None)
     headers = {"authorization": f"Bearer {key}"}
     if body is None:
         return server.http.get(server.url + path, headers=headers)
-    return server.http.post(server.url + path, json={"model": "any", **body}, headers=headers)
+    named = body if path == "/v1/conversations" else {"model": "any", **body}  # which asks no model
+    return server.http.post(server.url + path, json=named, headers=headers)
 
 
 def num_cached(server: Server, key: str, prompt: str, **fields: Any) -> int:

@@ -13,6 +13,8 @@ from penstock.errors import RequestError
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import SamplingParams
 
+SURROGATE_START, SURROGATE_END = b"\xed\xa0", b"\xed\xbf"  # first bytes of U+D800 to U+DFFF: never UTF-8
+
 
 class StreamDecoder:
     """The text of one reply. What `push` and `finish` return, joined, is the decoded reply up to a
@@ -98,7 +100,11 @@ class StreamDecoder:
             except UnicodeDecodeError:
                 pass
         text = self._characters.decode(data)
-        self._is_split = bool(self._characters.getstate()[0])
+        pending = self._characters.getstate()[0]
+        if SURROGATE_START <= pending[:2] <= SURROGATE_END:  # Python waits for a third byte; none can mend it
+            text += self._characters.decode(b"", final=True)
+            pending = b""
+        self._is_split = bool(pending)
         return text
 
     def _release(self, text: str) -> str:
