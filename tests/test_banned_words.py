@@ -13,7 +13,7 @@ from penstock.text.prompt import build_requests
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Request, SamplingParams
 from small_models import FAMILIES, LLAMA, make_engine, prompt, request, run, tokens_of
-from test_constraints import ENDS, PERSON_GRAMMAR, engine_of
+from test_grammar_masks import ENDS, PERSON_GRAMMAR, engine_of
 from test_laws import tight_budget
 
 

@@ -91,7 +91,7 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same(ours: nn.Module, expected: nn.Module) -> None:
-    """The same values, bit for bit, and the same logits but for the order in which they are summed."""
+    """The same values, bit for bit, and the same logits but for how products round their inputs."""
     found, theirs = values_of(ours), values_of(expected)
     assert found.keys() == theirs.keys()
     for name, value in found.items():
@@ -102,7 +102,7 @@ def assert_same(ours: nn.Module, expected: nn.Module) -> None:
             by_hand = ByHand(model)
             logits += by_hand.run(by_hand.row(0, prompt(length)))
         assert logits[1].isfinite().all()
-        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5 * logits[1].abs().max().item())
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4 * logits[1].abs().max().item())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,7 +12,7 @@ from penstock.text.dialects.dialect import Thinking
 from penstock.text.grammar import json_schema_grammar, with_blank_start
 from penstock.types import Request, TokenDelta
 from small_models import HYBRID_MOE, LLAMA, make_engine, prompt, request, run, tokens_of
-from test_constraints import PERSON_GRAMMAR, THINK_END, TOKENIZER, assert_person, constrained, engine_of
+from test_grammar_masks import PERSON_GRAMMAR, THINK_END, TOKENIZER, assert_person, constrained, engine_of
 
 ENDS = tuple(range(0, 320, 9))
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}

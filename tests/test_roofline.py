@@ -44,7 +44,7 @@ def test_inspect_shows_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "penstock-tiny" in said
     assert re.search(r"longest context +8,192 tokens", said)
-    assert re.search(r"requests at once", said)
+    assert re.search(r"requests at a time", said)
 
 
 def roofline_of(name: str, state_bytes: int = 4) -> Roofline:

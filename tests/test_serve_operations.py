@@ -39,7 +39,7 @@ def server(log_file: Path) -> Iterator[Server]:
 
 
 def test_health_and_models_say_how_the_weights_are_stored(server: Server) -> None:
-    stored = {"dtype": "float32", "stored_as": ["bfloat16"], "bits_per_weight": 16.0}
+    stored = {"dtype": "float32", "stored_as": ["bfloat16", "float32"], "bits_per_weight": 16.0}
     assert server.health().json()["weights"] == stored
     (model,) = server.http.get(f"{server.url}/v1/models").json()["data"]
     assert model["weights"] == stored

@@ -1,8 +1,10 @@
 """Rows of a weight that stay quantised in memory: codes in planes of bits, a scale for each group of columns.
 
-A plane holds 8, 4, 2 or 1 bits of each code, in words of 32 bits. 16 words are a block of 512 / bits columns:
-word `lane` holds columns lane, lane + 16, lane + 32, … from its lowest bits up, so that one shift of a vector
-of 16 words gives 16 neighbours. A code of 3, 5 or 6 bits has a low plane and a high one.
+A plane holds 8, 4, 2 or 1 bits of each code, for blocks of 128 columns. Its 64 bytes have one field for
+the even columns of a block and one for the odd ones: a byte of a 4-bit plane holds columns 2i and 2i + 1.
+Planes of 2 and 1 bits hold two and four blocks, one after the other from the lowest bits up; of an 8-bit
+plane, 64 bytes hold the even columns and the next 64 the odd ones. A code of 3, 5 or 6 bits has a low plane
+and a high one.
 
 `dequantize` is the specification of the kernels. Layout and numbers are lossless: a code, a scale and an
 offset are the ones of the file.
@@ -11,12 +13,13 @@ offset are the ones of the file.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-LANES = 16
+BLOCK = 128  # columns
 # bits of a code -> bits of its low and of its high plane
 PLANES = {1: (1, 0), 2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (8, 0)}
 NARROW_TYPES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32)
@@ -44,7 +47,7 @@ class QuantizedRows:
     num_columns: int
     bits: int
     group: int  # columns that share a scale: a multiple of 16
-    low: Tensor  # [..., N, blocks, 16] int32
+    low: Tensor  # [..., N, bytes] uint8
     high: Tensor | None  # the same, of the upper bits
     scales: Blocks
     offsets: Blocks | None  # or zeros
@@ -52,14 +55,15 @@ class QuantizedRows:
     levels: Tensor | None  # [2 ** bits] float32  what codes stand for; None: code - bias
     bias: int
     columns: Tensor | None = None  # [K]  the input column of each of ours; None: in order
+    kept: dict[str, Any] = field(init=False, default_factory=dict, compare=False)  # what kernels prepare once
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.low.shape[:-2], self.num_columns)
+        return (*self.low.shape[:-1], self.num_columns)
 
     @property
     def num_rows(self) -> int:
-        return self.low.shape[-3]
+        return self.low.shape[-2]
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -93,7 +97,7 @@ class QuantizedRows:
         chosen = self._mapped(lambda tensor: tensor[flat], columns=False)
         return chosen.dequantize().view(*ids.shape, self.num_columns)
 
-    def codes(self) -> Tensor:  # [..., N, K] int32
+    def codes(self) -> Tensor:  # [..., N, K] uint8
         low_bits, high_bits = PLANES[self.bits]
         codes = _read_plane(self.low, low_bits, self.num_columns)
         if self.high is None:
@@ -102,7 +106,7 @@ class QuantizedRows:
 
     def dequantize(self) -> Tensor:  # [..., N, K] float32
         codes = self.codes()
-        values = codes.float() - self.bias if self.levels is None else self.levels[codes]
+        values = codes.float() - self.bias if self.levels is None else self.levels[codes.long()]
         scales = self._spread(self.scales.expand())
         if self.offsets is None:
             weight = values * scales
@@ -143,25 +147,31 @@ class QuantizedRows:
         )
 
 
-def write_plane(codes: Tensor, bits: int) -> Tensor:  # [..., K] -> [..., blocks, 16] int32
+def write_plane(codes: Tensor, bits: int) -> Tensor:  # [..., K] uint8 -> [..., bytes] uint8
     """Columns that fill no block are followed by zeros."""
-    in_word = 32 // bits
-    padding = -codes.shape[-1] % (LANES * in_word)
-    wide = torch.nn.functional.pad(codes.to(torch.int32), (0, padding))
-    words = wide.unflatten(-1, (-1, in_word, LANES))
-    plane = torch.zeros_like(words[..., 0, :])
-    for place in range(in_word):
-        plane |= (words[..., place, :] & ((1 << bits) - 1)) << (bits * place)
-    return plane
+    blocks_in_byte = max(1, 4 // bits)
+    padding = -codes.shape[-1] % (BLOCK * blocks_in_byte)
+    fields = torch.nn.functional.pad(codes, (0, padding)).unflatten(-1, (-1, blocks_in_byte, BLOCK // 2, 2))
+    if bits == 8:
+        return fields.squeeze(-3).transpose(-1, -2).flatten(-3)
+    plane = torch.zeros_like(fields[..., 0, :, 0])
+    for block in range(blocks_in_byte):
+        for odd in range(2):
+            plane |= fields[..., block, :, odd] << (bits * (2 * block + odd))
+    return plane.flatten(-2)
 
 
-def _read_plane(plane: Tensor, bits: int, num_columns: int) -> Tensor:  # [..., blocks, 16] -> [..., K]
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=plane.device)
-    codes = (plane[..., None, :] >> shifts[:, None]) & ((1 << bits) - 1)
-    return codes.flatten(-3)[..., :num_columns]
+def _read_plane(plane: Tensor, bits: int, num_columns: int) -> Tensor:  # [..., bytes] -> [..., K] uint8
+    if bits == 8:
+        halves = plane.unflatten(-1, (-1, 2, BLOCK // 2)).transpose(-1, -2)
+        return halves.flatten(-3)[..., :num_columns]
+    vectors = plane.unflatten(-1, (-1, 1, BLOCK // 2, 1))
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=plane.device).view(-1, 1, 2)
+    fields = (vectors >> shifts) & ((1 << bits) - 1)  # [..., vectors, blocks, 64, 2]
+    return fields.flatten(-4)[..., :num_columns]
 
 
-def pack_codes(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:  # [..., K] -> planes
+def pack_codes(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:  # [..., K] uint8 -> planes
     low_bits, high_bits = PLANES[bits]
-    low = write_plane(codes.to(torch.int32) & ((1 << low_bits) - 1), low_bits)
-    return low, write_plane(codes.to(torch.int32) >> low_bits, high_bits) if high_bits else None
+    low = write_plane(codes & ((1 << low_bits) - 1), low_bits)
+    return low, write_plane(codes >> low_bits, high_bits) if high_bits else None

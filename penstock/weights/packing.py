@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from penstock.models.placement import Placement
+from penstock.ops.cpu.memory import new_tensor
 from penstock.ops.quantized import NARROW_TYPES, PLANES, Blocks, QuantizedRows, pack_codes
 from penstock.ops.weight import Part, Weight
 from penstock.weights.codes import Codes, Scales
 from penstock.weights.stored import StoredTensor
 
 SMALLEST_GROUP = 16
+PACKED_ELEMENTS = 2**22  # at a time
 
 
 def can_pack(codes: Codes) -> bool:
@@ -31,10 +33,9 @@ def pack(codes: Codes, rows: Tensor | None = None) -> QuantizedRows:
         values = values.view(torch.uint8)
     elif values.dtype == torch.int8:  # from the lowest: codes are not negative
         bias = 1 << (codes.bits - 1)
-        values = values.short() + bias
-    num_rows = values.shape[-2]
-    order = torch.arange(num_rows) if rows is None else rows
-    low, high = pack_codes(values[..., order, :], codes.bits)
+        values = values.view(torch.uint8) + bias  # modulo 256: the sum has no sign
+    order = torch.arange(values.shape[-2]) if rows is None else rows
+    low, high = _planes(values, codes.bits, order)
     offsets, are_zeros = None, codes.zeros is not None
     if codes.zeros is not None:
         zeros = codes.zeros.float() + bias if bias else codes.zeros
@@ -55,6 +56,28 @@ def pack(codes: Codes, rows: Tensor | None = None) -> QuantizedRows:
         bias=bias,
         columns=codes.columns,
     )
+
+
+def _planes(values: Tensor, bits: int, order: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Some rows at a time: what is in between takes several times as much memory."""
+    planes: tuple[Tensor | None, ...] | None = None
+    num_rows = max(1, PACKED_ELEMENTS // max(1, values[..., 0, :].numel()))
+    for first in range(0, max(1, len(order)), num_rows):
+        own = order[first : first + num_rows]
+        packed = pack_codes(values[..., own, :], bits)
+        if planes is None:
+            planes = tuple(part if part is None else _new_plane(part, len(order)) for part in packed)
+        for plane, part in zip(planes, packed, strict=True):
+            if plane is not None and part is not None:
+                plane[..., first : first + num_rows, :] = part
+    assert planes is not None
+    low, high = planes
+    assert low is not None
+    return low, high
+
+
+def _new_plane(first: Tensor, num_rows: int) -> Tensor:
+    return new_tensor((*first.shape[:-2], num_rows, first.shape[-1]), first.dtype, first.device)
 
 
 def _blocks(scales: Scales, block_rows: int, order: Tensor) -> Blocks:

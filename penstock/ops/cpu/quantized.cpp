@@ -1,14 +1,18 @@
 // Products of a few tokens with quantised rows: out[t, n] = sum over k of x[t, k] * weight[n, k].
 //
-// The layout is that of ops/quantized.py. Codes become float32 in registers: one shift of 16 words gives 16
-// neighbouring columns, and codes of up to 5 bits are looked up in a table that registers hold. A row is read
-// once for all tokens, and is asked for long before it is needed, as in few_rows.cpp. What is added to a group's
-// values is multiplied with the sum of its inputs. Sums come in one order, so a token has the same result
-// whatever stands beside it.
+// The layout is that of ops/quantized.py: codes of a block's even columns are 64 bytes, and so are those of its
+// odd columns. Inputs become integers of 16 bits with a scale for each block, in two bytes that are multiplied
+// with the codes apart: the products are exact, and only the inputs were rounded, to 1 / 65024 of their block's
+// range. Eight columns of a lane share a scale, so a block is scaled once. What is added to a group's values is
+// multiplied with the sum of its inputs. FP8 codes are multiplied as float32. A row is read once for all tokens
+// and is asked for long before it is needed, as in few_rows.cpp. Sums come in one order, so a token has the same
+// result whatever stands beside it.
 //
-// Compiled for one kind of rows: BITS of a code, UNIT columns that share a scale (16, 32 or 128), IS_FP8.
+// Compiled for one kind of rows: BITS of a code, UNIT columns that share a scale (16, 32, 64 or 128), HAS_TABLE
+// where codes stand for other bytes, IS_FP8.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
@@ -17,177 +21,187 @@
 
 namespace {
 
-constexpr int LANES = 16, BLOCK = 128, PIECES = BLOCK / LANES, UNITS = BLOCK / UNIT;
+using u8 = uint8_t;
+using s8 = int8_t;
+constexpr int LANES = 16, BLOCK = 128, HALF = BLOCK / 2, UNITS = BLOCK / UNIT, TOKENS = 4, ROWS = 4;
 constexpr int LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : BITS >= 2 ? 2 : 1, HIGH = BITS - LOW;
-constexpr bool HAS_TABLE = BITS <= 5;
-constexpr bool SCALES_SUMS = UNIT >= 32; // once a group; values of the shortest are scaled themselves
-constexpr int AHEAD = 32768;    // bytes: on their way to the second cache while these are multiplied
-constexpr long MOST_TAKEN = 64; // blocks of rows by a thread at a time
-constexpr int SHARES = 4;       // of a thread, at least: another program may hold one thread up
+constexpr bool IS_WIDE = BITS == 8 || HAS_TABLE; // pairs of products do not fit 16 bits
+constexpr int AHEAD = 32768;                     // bytes: on their way to the second cache meanwhile
+constexpr long MOST_TAKEN = 64;                  // blocks of rows by a thread at a time
+constexpr int SHARES = 4;                        // of a thread, at least: another program may hold one up
 
-#ifdef __AVX512F__
+#ifdef __AVX512BW__
 
-constexpr int TOKENS = 4, ROWS = 4;
+struct Bytes { __m512i v; };
 struct Floats { __m512 v; };
-struct Words { __m512i v; };
 
+inline Bytes load_bytes(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline Bytes right(Bytes a, int n) { return {(__m512i)((__v16su)a.v >> n)}; }
+inline Bytes left(Bytes a, int n) { return {(__m512i)((__v16su)a.v << n)}; }
+inline Bytes mask(Bytes a, uint32_t bits) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(bits))}; }
+inline Bytes either(Bytes a, Bytes b) { return {_mm512_or_si512(a.v, b.v)}; }
+inline Bytes plus(Bytes a, Bytes b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Bytes nothing() { return {_mm512_setzero_si512()}; }
+inline Bytes look_up(Bytes table, Bytes codes) { return {_mm512_shuffle_epi8(table.v, codes.v)}; }
+inline Bytes load_table(const u8* p) { return {_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p))}; }
+
+// sums + products of four unsigned and four signed bytes in each lane
+inline Bytes dot(Bytes sums, Bytes codes, Bytes x) {
+#ifdef __AVX512VNNI__
+    return {_mm512_dpbusd_epi32(sums.v, codes.v, x.v)};
+#else
+    __m512i low = _mm512_set1_epi16(0xff);
+    if constexpr (IS_WIDE) {
+        __m512i even = _mm512_madd_epi16(_mm512_and_si512(codes.v, low), _mm512_srai_epi16(_mm512_slli_epi16(x.v, 8), 8));
+        __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(codes.v, 8), _mm512_srai_epi16(x.v, 8));
+        return {_mm512_add_epi32(sums.v, _mm512_add_epi32(even, odd))};
+    }
+    return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(_mm512_maddubs_epi16(codes.v, x.v), _mm512_set1_epi16(1)))};
+#endif
+}
+
+inline Floats convert(Bytes a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline Floats as_floats(Bytes a) { return {_mm512_castsi512_ps(a.v)}; }
 inline Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
-inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a.v); }
 inline Floats zero() { return {_mm512_setzero_ps()}; }
 inline Floats all(float x) { return {_mm512_set1_ps(x)}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Floats mul(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
-inline Floats add(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
-inline Floats sub(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline float total(Floats a) { return _mm512_reduce_add_ps(a.v); }
 
-inline Words load_words(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
-inline Words right(Words a, int n) { return {_mm512_srl_epi32(a.v, _mm_cvtsi32_si128(n))}; }
-inline Words left(Words a, int n) { return {_mm512_sll_epi32(a.v, _mm_cvtsi32_si128(n))}; }
-inline Words mask(Words a, int bits) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(bits))}; }
-inline Words either(Words a, Words b) { return {_mm512_or_si512(a.v, b.v)}; }
-inline Words minus(Words a, int n) { return {_mm512_sub_epi32(a.v, _mm512_set1_epi32(n))}; }
-inline Floats convert(Words a) { return {_mm512_cvtepi32_ps(a.v)}; }
-inline Floats as_floats(Words a) { return {_mm512_castsi512_ps(a.v)}; }
-
-struct Table {
-    __m512 low, high;
-    Table(const float* levels)
-        : low(_mm512_loadu_ps(levels)), high(BITS == 5 ? _mm512_loadu_ps(levels + 16) : low) {}
-    Floats operator[](Words codes) const { // looks at no other bits than those of an index
-        if constexpr (BITS == 5) return {_mm512_permutex2var_ps(low, codes.v, high)};
-        return {_mm512_permutexvar_ps(codes.v, low)};
-    }
-};
+// UNITS numbers, each for the lanes whose columns it belongs to
+inline Floats spread(const float* p) {
+    if constexpr (UNITS == 1) return all(*p);
+    constexpr int EACH = LANES / UNITS;
+    alignas(64) static const int places[16] = {0 / EACH, 1 / EACH, 2 / EACH, 3 / EACH, 4 / EACH, 5 / EACH, 6 / EACH, 7 / EACH,
+        8 / EACH, 9 / EACH, 10 / EACH, 11 / EACH, 12 / EACH, 13 / EACH, 14 / EACH, 15 / EACH};
+    __m512 own = _mm512_castps256_ps512(_mm256_loadu_ps(p));
+    return {_mm512_permutexvar_ps(_mm512_load_si512(places), own)};
+}
 
 #else
 
-constexpr int TOKENS = 4, ROWS = 2;
+struct Bytes { __m256i a, b; };
 struct Floats { __m256 a, b; };
-struct Words { __m256i a, b; };
 
+inline Bytes load_bytes(const void* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)}; }
+inline Bytes right(Bytes x, int n) { return {(__m256i)((__v8su)x.a >> n), (__m256i)((__v8su)x.b >> n)}; }
+inline Bytes left(Bytes x, int n) { return {(__m256i)((__v8su)x.a << n), (__m256i)((__v8su)x.b << n)}; }
+inline Bytes mask(Bytes x, uint32_t bits) {
+    __m256i m = _mm256_set1_epi32(bits);
+    return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
+}
+inline Bytes either(Bytes x, Bytes y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline Bytes plus(Bytes x, Bytes y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline Bytes nothing() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Bytes look_up(Bytes t, Bytes x) { return {_mm256_shuffle_epi8(t.a, x.a), _mm256_shuffle_epi8(t.b, x.b)}; }
+inline Bytes load_table(const u8* p) {
+    __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+    return {t, t};
+}
+inline __m256i dot_one(__m256i sums, __m256i codes, __m256i x) {
+    if constexpr (IS_WIDE) {
+        __m256i even = _mm256_madd_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(0xff)), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+        __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), _mm256_srai_epi16(x, 8));
+        return _mm256_add_epi32(sums, _mm256_add_epi32(even, odd));
+    }
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
+}
+inline Bytes dot(Bytes s, Bytes c, Bytes x) { return {dot_one(s.a, c.a, x.a), dot_one(s.b, c.b, x.b)}; }
+
+inline Floats convert(Bytes x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline Floats as_floats(Bytes x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 inline Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-inline void store(float* p, Floats x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
 inline Floats zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline Floats all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Floats fma(Floats x, Floats y, Floats z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 inline Floats mul(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
-inline Floats add(Floats x, Floats y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
-inline Floats sub(Floats x, Floats y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 inline float total(Floats x) {
     float lanes[8], sum = 0;
     _mm256_storeu_ps(lanes, _mm256_add_ps(x.a, x.b));
     for (float lane : lanes) sum += lane;
     return sum;
 }
-
-inline Words load_words(const uint32_t* p) {
-    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
+inline Floats spread(const float* p) {
+    if constexpr (UNITS == 1) return all(*p);
+    constexpr int EACH_LANES = LANES / UNITS;
+    alignas(64) float lanes[LANES];
+    for (int i = 0; i < LANES; i++) lanes[i] = p[i / EACH_LANES];
+    return load(lanes);
 }
-inline Words right(Words x, int n) {
-    __m128i by = _mm_cvtsi32_si128(n);
-    return {_mm256_srl_epi32(x.a, by), _mm256_srl_epi32(x.b, by)};
-}
-inline Words left(Words x, int n) {
-    __m128i by = _mm_cvtsi32_si128(n);
-    return {_mm256_sll_epi32(x.a, by), _mm256_sll_epi32(x.b, by)};
-}
-inline Words mask(Words x, int bits) {
-    __m256i m = _mm256_set1_epi32(bits);
-    return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
-}
-inline Words either(Words x, Words y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
-inline Words minus(Words x, int n) {
-    __m256i by = _mm256_set1_epi32(n);
-    return {_mm256_sub_epi32(x.a, by), _mm256_sub_epi32(x.b, by)};
-}
-inline Floats convert(Words x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
-inline Floats as_floats(Words x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
-
-struct Table { // eights of the levels; the upper bits of a code choose one
-    __m256 part[4];
-    Table(const float* levels) {
-        for (int i = 0; i < (BITS == 5 ? 4 : 2); i++) part[i] = _mm256_loadu_ps(levels + 8 * i);
-    }
-    __m256 one(__m256i codes) const {
-        __m256 by_bit_3 = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));
-        __m256 found = _mm256_blendv_ps(
-            _mm256_permutevar8x32_ps(part[0], codes), _mm256_permutevar8x32_ps(part[1], codes), by_bit_3);
-        if constexpr (BITS < 5) return found;
-        __m256 upper = _mm256_blendv_ps(
-            _mm256_permutevar8x32_ps(part[2], codes), _mm256_permutevar8x32_ps(part[3], codes), by_bit_3);
-        return _mm256_blendv_ps(found, upper, _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
-    }
-    Floats operator[](Words x) const { return {one(x.a), one(x.b)}; }
-};
 
 #endif
 
-// Words in a row of a plane of so many bits, and the 16 of them that hold a block's piece.
-inline long words_of(long K, int bits) { return (K + 512 / bits - 1) / (512 / bits) * LANES; }
+constexpr uint32_t in_each_byte(int bits) { return ((1u << bits) - 1) * 0x01010101u; }
 
-template <int bits> inline Words plane(const uint32_t* row, long block, int piece) {
-    constexpr int IN_WORD = 32 / bits;
-    long at = block * PIECES + piece;
-    return right(load_words(row + at / IN_WORD * LANES), bits * int(at % IN_WORD));
+// Bytes that a row of a plane takes, and the `bits` of each code of a block's even (0) or odd (1) columns.
+inline long bytes_of(long blocks, int bits) { return bits == 8 ? blocks * BLOCK : (blocks * bits + 3) / 4 * HALF; }
+
+constexpr int blocks_in(int bits) { return bits >= 4 ? 1 : 4 / bits; } // that share 64 bytes of a plane
+constexpr int STEP = std::max(blocks_in(LOW), HIGH ? blocks_in(HIGH ? HIGH : 4) : 1);
+
+// Of block `first + part`, where `first` is a multiple of STEP; `to`: the lowest bit that the fields have here.
+template <int bits> inline Bytes fields(const u8* row, long first, int part, int odd, int to) {
+    if constexpr (bits == 8) return load_bytes(row + (2 * (first + part) + odd) * HALF);
+    Bytes own = load_bytes(row + (first + part) / blocks_in(bits) * HALF);
+    int from = bits * (2 * (part % blocks_in(bits)) + odd);
+    return mask(from > to ? right(own, from - to) : left(own, to - from), in_each_byte(bits) << to);
 }
 
 struct Rows {
-    const uint32_t *low, *high;
-    const float* levels; // of codes that are looked up
-    int bias;
-    long low_words, high_words;
+    const u8 *low, *high;
+    long low_bytes, high_bytes; // of a row
 
-    Floats values(const Table& table, long n, long block, int piece) const {
-        Words code = plane<LOW>(low + n * low_words, block, piece);
-        if constexpr (IS_FP8) { // E4M3: sign to the top, the rest where float32 has it, but for its bias
-            Words sign = left(mask(code, 0x80), 24), rest = left(mask(code, 0x7f), 20);
-            return mul(as_floats(either(sign, rest)), all(0x1p120f));
-        }
-        if constexpr (HIGH > 0) {
-            Words upper = plane<HIGH>(high + n * high_words, block, piece);
-            code = either(mask(code, (1 << LOW) - 1), left(mask(upper, (1 << HIGH) - 1), LOW));
-        } else if constexpr (BITS < 4 || !HAS_TABLE) code = mask(code, (1 << BITS) - 1);
-        if constexpr (HAS_TABLE) return table[code];
-        return convert(minus(code, bias));
+    Bytes codes(long n, long first, int part, int odd) const {
+        Bytes code = fields<LOW>(low + n * low_bytes, first, part, odd, 0);
+        if constexpr (HIGH > 0) code = either(code, fields<HIGH ? HIGH : 1>(high + n * high_bytes, first, part, odd, LOW));
+        return code;
     }
 };
 
+// E4M3 of every fourth byte: sign to the top, the rest where float32 has it, but for its bias.
+inline Floats widen_fp8(Bytes codes, int byte) {
+    Bytes one = right(codes, 8 * byte);
+    return mul(as_floats(either(left(mask(one, 0x80), 24), left(mask(one, 0x7f), 20))), all(0x1p120f));
+}
+
 enum Type { NONE, UINT8, INT8, FLOAT16, BFLOAT16, FLOAT32 };
 
-struct Blocks { // [N, groups]
+struct Numbers { // one for each group of columns: [N, groups]
     const void* fine;
     const float* coarse;
     int type, repeat;
 
     // Numbers `first` to `first + count`, in float32. Several rows at once are quicker, where they are aligned.
     void expand(long first, long count, long first_coarse, float* __restrict out) const {
+        const float* own = coarse ? coarse + first_coarse : nullptr;
         switch (type) {
-        case UINT8: widen((const uint8_t*)fine + first, count, out); break;
-        case INT8: widen((const int8_t*)fine + first, count, out); break;
-        case FLOAT16: widen((const _Float16*)fine + first, count, out); break;
+        case UINT8: widen((const u8*)fine + first, count, own, out); break;
+        case INT8: widen((const s8*)fine + first, count, own, out); break;
+        case FLOAT16: widen((const _Float16*)fine + first, count, own, out); break;
         case BFLOAT16: {
-            const uint16_t* own = (const uint16_t*)fine + first;
-            for (long g = 0; g < count; g++) ((uint32_t*)out)[g] = uint32_t(own[g]) << 16;
+            const uint16_t* halves = (const uint16_t*)fine + first;
+            for (long g = 0; g < count; g++) ((uint32_t*)out)[g] = uint32_t(halves[g]) << 16;
+            if (own)
+                for (long g = 0; g < count; g++) out[g] = own[g / repeat] * out[g];
             break;
         }
-        case FLOAT32: widen((const float*)fine + first, count, out); break;
+        case FLOAT32: widen((const float*)fine + first, count, own, out); break;
         }
-        if (!coarse) return;
-        const float* own = coarse + first_coarse;
-        if (repeat == 8) scale<8>(own, count, out);
-        else if (repeat == 16) scale<16>(own, count, out);
-        else
-            for (long g = 0; g < count; g++) out[g] = own[g / repeat] * out[g];
     }
-    template <typename T> static void widen(const T* __restrict from, long count, float* __restrict out) {
+    template <typename T> void widen(const T* __restrict from, long count, const float* __restrict by, float* __restrict out) const {
+        if (by && repeat == 8) return widen_each<8>(from, count, by, out);
+        if (by && repeat == 16) return widen_each<16>(from, count, by, out);
         for (long g = 0; g < count; g++) out[g] = float(from[g]);
+        if (by)
+            for (long g = 0; g < count; g++) out[g] = by[g / repeat] * out[g];
     }
-    template <int each> static void scale(const float* __restrict by, long count, float* __restrict out) {
+    template <int each, typename T>
+    static void widen_each(const T* __restrict from, long count, const float* __restrict by, float* __restrict out) {
         long c = 0;
         for (; (c + 1) * each <= count; c++)
-            for (int g = 0; g < each; g++) out[c * each + g] = by[c] * out[c * each + g];
-        for (long g = c * each; g < count; g++) out[g] = by[c] * out[g];
+            for (int g = 0; g < each; g++) out[c * each + g] = by[c] * float(from[c * each + g]);
+        for (long g = c * each; g < count; g++) out[g] = by[c] * float(from[g]);
     }
     void expand_row(long n, long groups, float* out) const {
         expand(n * groups, groups, n * ((groups + repeat - 1) / repeat), out);
@@ -196,70 +210,145 @@ struct Blocks { // [N, groups]
 
 struct Weight {
     Rows rows;
-    Blocks scales, offsets; // offsets: type NONE where there are none
+    Numbers scales, offsets; // offsets: type NONE where there are none
     bool are_zeros;
-    long group, K, groups, units;
+    long group, K, groups, blocks;
+
+    long units() const { return blocks * UNITS; }
+    long stride() const { return (units() + LANES - 1) / LANES * LANES; } // of a row's numbers: whole vectors
 
     // A number for each UNIT columns of some rows; columns past the end count nothing.
     void prepare(long first, long count, float* scale, float* offset) const {
-        spread(scales, first, count, scale);
+        spread_units(scales, first, count, scale);
         if (!offset) return;
-        spread(offsets, first, count, offset);
+        spread_units(offsets, first, count, offset);
         if (are_zeros)
-            for (long u = 0; u < count * units; u++) offset[u] = -offset[u] * scale[u];
+            for (long u = 0; u < count * stride(); u++) offset[u] = -offset[u] * scale[u];
     }
-    void spread(const Blocks& from, long first, long count, float* out) const {
-        if (groups == units && groups % from.repeat == 0)
+    void spread_units(const Numbers& from, long first, long count, float* out) const {
+        if (groups == stride() && groups % from.repeat == 0)
             return from.expand(first * groups, count * groups, first * groups / from.repeat, out);
         thread_local std::vector<float> by_group;
         by_group.resize(groups);
         long each = group / UNIT;
-        for (long n = 0; n < count; n++, out += units) {
-            from.expand_row(first + n, groups, by_group.data());
-            long u = 0;
-            for (long g = 0; g < groups; g++)
-                for (long end = std::min(units, u + each); u < end; u++) out[u] = by_group[g];
-            std::fill(out + u, out + units, 0.0f);
+        for (long n = 0; n < count; n++, out += stride()) {
+            long u = std::min(units(), groups * each);
+            if (each == 1) from.expand_row(first + n, groups, out);
+            else {
+                from.expand_row(first + n, groups, by_group.data());
+                for (long i = 0; i < u; i++) out[i] = by_group[i / each];
+            }
+            std::fill(out + u, out + stride(), 0.0f);
         }
     }
 };
 
+// Tokens as kernels read them: even columns of a block, then odd ones.
+struct Inputs {
+    std::vector<s8> high, low;  // [T, blocks, 2, 64]  bytes of integers
+    std::vector<float> scales;  // [T, blocks]
+    std::vector<float> wide;    // [T, blocks, 2, 4, 16]  of FP8, lane by lane
+    std::vector<float> sums;    // [T, stride]  of what was rounded, by unit
+
+    Inputs(const float* x, long T, long K, long blocks, long stride) {
+        long padded = blocks * BLOCK;
+        if (IS_FP8) wide.resize(T * padded);
+        else high.resize(T * padded), low.resize(T * padded), scales.resize(T * blocks);
+        sums.resize(T * stride);
+        for (long t = 0; t < T; t++)
+            for (long block = 0; block < blocks; block++) {
+                float own[BLOCK] = {};
+                long first = block * BLOCK;
+                std::copy(x + t * K + first, x + t * K + std::min(K, first + BLOCK), own);
+                if (IS_FP8) spread_lanes(own, wide.data() + t * padded + first);
+                else round(own, t * padded + first, scales[t * blocks + block]);
+                for (int u = 0; u < UNITS; u++) {
+                    float sum = 0;
+                    for (int i = 0; i < UNIT; i++) sum += own[u * UNIT + i];
+                    sums[t * stride + block * UNITS + u] = sum;
+                }
+            }
+    }
+    static void spread_lanes(const float* own, float* out) {
+        for (int odd = 0; odd < 2; odd++)
+            for (int byte = 0; byte < 4; byte++)
+                for (int lane = 0; lane < LANES; lane++) *out++ = own[8 * lane + 2 * byte + odd];
+    }
+    void round(float* own, long at, float& scale) { // leaves the rounded values
+        float largest = 0;
+        for (int i = 0; i < BLOCK; i++) largest = std::max(largest, std::fabs(own[i]));
+        scale = largest / 32512;
+        float inverse = largest > 0 ? 32512 / largest : 0;
+        for (int i = 0; i < BLOCK; i++) {
+            int value = int(std::nearbyint(own[i] * inverse)), upper = (value + 128) >> 8;
+            long place = at + (i & 1) * HALF + i / 2;
+            high[place] = s8(upper), low[place] = s8(value - 256 * upper);
+            own[i] = value * scale;
+        }
+    }
+};
+
+// What belongs to the codes of some rows: a code is (value + bias) / unit.
+struct Sides {
+    const float *scales, *offsets; // offsets: or null
+    float bias, unit;
+
+    Sides from(long row) const { return {scales + row, offsets ? offsets + row : nullptr, bias, unit}; }
+
+    // Bias and offsets come to a row's sums with the sums of the inputs, lane by lane.
+    void add(Floats& lanes, long row, const float* sums_of_x, long count) const {
+        if (bias != 0)
+            for (long i = 0; i < count; i += LANES)
+                lanes = fma(mul(load(scales + row + i), all(-bias)), load(sums_of_x + i), lanes);
+        if (unit != 1) lanes = mul(lanes, all(unit));
+        if (offsets)
+            for (long i = 0; i < count; i += LANES) lanes = fma(load(offsets + row + i), load(sums_of_x + i), lanes);
+    }
+};
+
+// Adds the products of one block of one row to the lanes of each token.
+template <int tokens>
+inline void add_block(const Weight& w, Bytes table, const Inputs& x, long token, long row, long step, int part, const float* scales, Floats* lanes) {
+    long block = step + part;
+    Bytes even = w.rows.codes(row, step, part, 0), odd = w.rows.codes(row, step, part, 1);
+    if (HAS_TABLE) even = look_up(table, even), odd = look_up(table, odd);
+    Floats scale = spread(scales + block * UNITS), values[IS_FP8 ? 8 : 1];
+    if constexpr (IS_FP8)
+        for (int i = 0; i < 8; i++) values[i] = widen_fp8(i < 4 ? even : odd, i % 4);
+    for (int t = 0; t < tokens; t++) {
+        long at = (token + t) * w.blocks + block;
+        if constexpr (IS_FP8) {
+            Floats sum = zero();
+            for (int i = 0; i < 8; i++) sum = fma(values[i], load(x.wide.data() + at * BLOCK + i * LANES), sum);
+            lanes[t] = fma(sum, scale, lanes[t]);
+        } else {
+            const s8 *high = x.high.data() + at * BLOCK, *low = x.low.data() + at * BLOCK;
+            Bytes upper = dot(dot(nothing(), even, load_bytes(high)), odd, load_bytes(high + HALF));
+            Bytes lower = dot(dot(left(upper, 8), even, load_bytes(low)), odd, load_bytes(low + HALF));
+            lanes[t] = fma(convert(lower), mul(scale, all(x.scales[at])), lanes[t]);
+        }
+    }
+}
+
 template <int rows, int tokens>
-void multiply(const Weight& w, const Table& table, const float* x, long stride, long first, const float* scales, float* sums) {
+void multiply(const Weight& w, Bytes table, const Inputs& x, long token, long first, const Sides& sides, float* sums) {
     Floats lanes[rows][tokens];
     for (int n = 0; n < rows; n++)
         for (int t = 0; t < tokens; t++) lanes[n][t] = zero();
-    long blocks = w.units / UNITS;
-    for (long block = 0; block < blocks; block++) {
-        for (int n = 0; n < rows; n++)
-            __builtin_prefetch((const char*)(w.rows.low + (first + n) * w.rows.low_words) + block * BLOCK * LOW / 8 + AHEAD, 0, 2);
-#pragma GCC unroll 8
-        for (int unit = 0; unit < UNITS; unit++) {
-            Floats scale[rows], group[rows][tokens];
+    for (long step = 0; step < w.blocks; step += STEP)
+#pragma GCC unroll 4
+        for (int part = 0; part < STEP; part++) {
+            if (STEP > 1 && step + part >= w.blocks) break;
             for (int n = 0; n < rows; n++) {
-                scale[n] = all(scales[n * w.units + block * UNITS + unit]);
-                for (int t = 0; t < tokens; t++) group[n][t] = zero();
+                __builtin_prefetch(w.rows.low + (first + n) * w.rows.low_bytes + (step + part) * BLOCK * LOW / 8 + AHEAD, 0, 2);
+                add_block<tokens>(w, table, x, token, first + n, step, part, sides.scales + n * w.stride(), lanes[n]);
             }
-#pragma GCC unroll 8
-            for (int i = 0; i < UNIT / LANES; i++) {
-                int piece = unit * (UNIT / LANES) + i;
-                const float* column = x + block * BLOCK + piece * LANES;
-                for (int n = 0; n < rows; n++) {
-                    Floats values = w.rows.values(table, first + n, block, piece);
-                    if constexpr (!SCALES_SUMS) values = mul(values, scale[n]);
-                    for (int t = 0; t < tokens; t++) {
-                        Floats& sum = SCALES_SUMS ? group[n][t] : lanes[n][t];
-                        sum = fma(values, load(column + t * stride), sum);
-                    }
-                }
-            }
-            if constexpr (SCALES_SUMS)
-                for (int n = 0; n < rows; n++)
-                    for (int t = 0; t < tokens; t++) lanes[n][t] = fma(group[n][t], scale[n], lanes[n][t]);
         }
-    }
     for (int n = 0; n < rows; n++)
-        for (int t = 0; t < tokens; t++) sums[t * ROWS + n] = total(lanes[n][t]);
+        for (int t = 0; t < tokens; t++) {
+            sides.add(lanes[n][t], n * w.stride(), x.sums.data() + (token + t) * w.stride(), w.stride());
+            sums[t * ROWS + n] = total(lanes[n][t]);
+        }
 }
 
 // The two counts become constants, so that all sums stay in registers.
@@ -269,100 +358,77 @@ void multiply_some(long num_tokens, const Given&... given) {
     if constexpr (tokens > 1) multiply_some<rows, tokens - 1>(num_tokens, given...);
 }
 
-float dot(const float* a, const float* b, long count) {
-    Floats sums = zero();
-    long i = 0;
-    for (; i + LANES <= count; i += LANES) sums = fma(load(a + i), load(b + i), sums);
-    float sum = total(sums);
-    for (; i < count; i++) sum += a[i] * b[i];
-    return sum;
-}
-
 Weight weight_of(
-    const uint32_t* low, const uint32_t* high, const float* levels, int bias,
-    const void* scale, int scale_type, const float* scale_coarse, int scale_repeat,
-    const void* offset, int offset_type, const float* offset_coarse, int offset_repeat,
-    int are_zeros, long group, long K) {
-    long units = (K + BLOCK - 1) / BLOCK * UNITS, high_words = HIGH ? words_of(K, HIGH ? HIGH : 1) : 0;
-    return {{low, high, levels, bias, words_of(K, LOW), high_words},
+    const u8* low, const u8* high, const void* scale, int scale_type, const float* scale_coarse, int scale_repeat,
+    const void* offset, int offset_type, const float* offset_coarse, int offset_repeat, int are_zeros, long group, long K) {
+    long blocks = (K + BLOCK - 1) / BLOCK;
+    return {{low, high, bytes_of(blocks, LOW), HIGH ? bytes_of(blocks, HIGH) : 0},
             {scale, scale_coarse, scale_type, scale_repeat},
             {offset, offset_coarse, offset_type, offset_repeat},
-            bool(are_zeros), group, K, (K + group - 1) / group, units};
+            bool(are_zeros), group, K, (K + group - 1) / group, blocks};
 }
 
 } // namespace
 
-#define WEIGHT                                                                                                        \
-    const uint32_t *low, const uint32_t *high, const float *levels, int bias, const void *scale, int scale_type,      \
-        const float *scale_coarse, int scale_repeat, const void *offset, int offset_type, const float *offset_coarse, \
-        int offset_repeat, int are_zeros, long group, long K
-#define GIVEN                                                                                              \
-    low, high, levels, bias, scale, scale_type, scale_coarse, scale_repeat, offset, offset_type, offset_coarse, \
-        offset_repeat, are_zeros, group, K
+#define WEIGHT                                                                                                   \
+    const u8 *low, const u8 *high, const void *scale, int scale_type, const float *scale_coarse, int scale_repeat, \
+        const void *offset, int offset_type, const float *offset_coarse, int offset_repeat, int are_zeros, long group, long K
+#define GIVEN                                                                                                        \
+    low, high, scale, scale_type, scale_coarse, scale_repeat, offset, offset_type, offset_coarse, offset_repeat, are_zeros, \
+        group, K
 
-// x [T, stride] with zeros after K, out [T, out_stride]; rows 0 to N.
-extern "C" void multiply_quantized(WEIGHT, const float* x, float* out, long T, long N, long stride, long out_stride) {
+// x [T, K], out [T, stride]; rows 0 to N. A code, or the byte that the table has for it, is (value + bias) / unit.
+extern "C" void multiply_quantized(
+    WEIGHT, const u8* bytes, float bias, float unit, const float* x, float* out, long T, long N, long stride) {
     Weight w = weight_of(GIVEN);
     bool has_offsets = offset_type != NONE;
-    std::vector<float> sums_of_x;
-    if (has_offsets) {
-        sums_of_x.resize(T * w.units);
-        for (long t = 0; t < T; t++)
-            for (long u = 0; u < w.units; u++) {
-                float sum = 0;
-                for (int i = 0; i < UNIT; i++) sum += x[t * stride + u * UNIT + i];
-                sums_of_x[t * w.units + u] = sum;
-            }
-    }
-    Table table(HAS_TABLE ? levels : (const float*)x);
-    long num_blocks = (N + ROWS - 1) / ROWS;
+    Inputs inputs(x, T, K, w.blocks, w.stride());
+    u8 nobody[16] = {};
+    Bytes table = load_table(bytes ? bytes : nobody);
+    long num_blocks = (N + ROWS - 1) / ROWS, row_stride = w.stride();
     long taken = std::clamp(num_blocks / (SHARES * omp_get_max_threads()), 1l, MOST_TAKEN);
 #pragma omp parallel for schedule(dynamic, taken)
     for (long block = 0; block < num_blocks; block++) {
         long first = block * ROWS, num_rows = std::min<long>(ROWS, N - first);
         thread_local std::vector<float> scales, offsets;
-        scales.resize(ROWS * w.units), offsets.resize(ROWS * w.units);
+        scales.resize(ROWS * row_stride + LANES), offsets.resize(ROWS * row_stride); // spread() reads past the end
         w.prepare(first, num_rows, scales.data(), has_offsets ? offsets.data() : nullptr);
+        Sides sides = {scales.data(), has_offsets ? offsets.data() : nullptr, bias, unit};
         for (long start = 0; start < T; start += TOKENS) {
             long num_tokens = std::min<long>(TOKENS, T - start);
             float sums[TOKENS * ROWS];
-            const float* own = x + start * stride;
-            if (num_rows == ROWS) multiply_some<ROWS>(num_tokens, w, table, own, stride, first, scales.data(), (float*)sums);
+            if (num_rows == ROWS) multiply_some<ROWS>(num_tokens, w, table, inputs, start, first, sides, (float*)sums);
             else
                 for (long n = 0; n < num_rows; n++)
-                    multiply_some<1>(num_tokens, w, table, own, stride, first + n, scales.data() + n * w.units, sums + n);
+                    multiply_some<1>(num_tokens, w, table, inputs, start, first + n, sides.from(n * row_stride), sums + n);
             for (long t = 0; t < num_tokens; t++)
-                for (long n = 0; n < num_rows; n++) {
-                    float sum = sums[t * ROWS + n];
-                    if (has_offsets) sum += dot(offsets.data() + n * w.units, sums_of_x.data() + (start + t) * w.units, w.units);
-                    out[(start + t) * out_stride + first + n] = sum;
-                }
+                for (long n = 0; n < num_rows; n++) out[(start + t) * stride + first + n] = sums[t * ROWS + n];
         }
     }
 }
 
 // out [count, K]: rows `first` to `first + count` in float32, rounded as ops/quantized.py rounds them.
-extern "C" void expand_quantized(WEIGHT, float* out, long first, long count) {
+extern "C" void expand_quantized(WEIGHT, const float* levels, float* out, long first, long count) {
     Weight w = weight_of(GIVEN);
-    float nothing[32] = {};
-    Table table(HAS_TABLE ? levels : nothing);
 #pragma omp parallel for
     for (long row = 0; row < count; row++) {
         thread_local std::vector<float> scales, offsets;
-        scales.resize(w.groups), offsets.resize(w.groups);
+        scales.resize(w.groups), offsets.assign(w.groups, 0.0f);
         w.scales.expand_row(first + row, w.groups, scales.data());
         if (offset_type != NONE) w.offsets.expand_row(first + row, w.groups, offsets.data());
-        for (long k = 0; k < K; k += LANES) {
-            Floats values = w.rows.values(table, first + row, k / BLOCK, int(k % BLOCK / LANES));
-            Floats scale = all(scales[k / group]), offset = all(offset_type != NONE ? offsets[k / group] : 0.0f);
-            if (offset_type == NONE) values = mul(values, scale);
-            else if (are_zeros) values = mul(sub(values, offset), scale);
-            else values = add(mul(values, scale), offset);
-            if (k + LANES <= K) store(out + row * K + k, values);
-            else {
-                float last[LANES];
-                store(last, values);
-                std::copy(last, last + K - k, out + row * K + k);
+        for (long block = 0; block < w.blocks; block++) {
+            u8 codes[BLOCK];
+            for (int odd = 0; odd < 2; odd++) {
+                Bytes own = w.rows.codes(first + row, block / STEP * STEP, int(block % STEP), odd);
+                std::memcpy(codes + odd * HALF, &own, HALF);
+            }
+            long begin = block * BLOCK, end = std::min(K, begin + BLOCK);
+            for (long k = begin; k < end; k++) {
+                float value = levels[codes[(k & 1) * HALF + (k - begin) / 2]], scale = scales[k / group], offset = offsets[k / group];
+                if (offset_type == NONE) value = value * scale;
+                else if (are_zeros) value = (value - offset) * scale;
+                else value = value * scale + offset;
+                out[row * K + k] = value;
             }
         }
     }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import c_int, c_long, c_void_p
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_long, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.ops.cpu import library
@@ -17,30 +18,50 @@ from penstock.ops.quantized import Blocks, QuantizedRows
 
 MOST_TOKENS = 16  # for more, expanding the rows costs less than multiplying with codes
 BLOCK = 128  # columns that a step of the kernel takes
-UNITS = (128, 32, 16)  # columns that share a scale, as kernels are compiled; groups are multiples
-TABLE_BITS = 5  # of codes that are looked up; wider ones are converted
+UNITS = (128, 64, 32, 16)  # columns that share a scale, as kernels are compiled; groups are multiples
 TYPES = {None: 0, torch.uint8: 1, torch.int8: 2, torch.float16: 3, torch.bfloat16: 4, torch.float32: 5}
 WEIGHT_TYPES: list[Any] = [
-    *(c_void_p, c_void_p, c_void_p, c_int),  # planes, levels, bias
+    *(c_void_p, c_void_p),  # planes
     *(c_void_p, c_int, c_void_p, c_int),  # scales
     *(c_void_p, c_int, c_void_p, c_int, c_int),  # offsets
     *(c_long, c_long),
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What codes stand for: `(byte - bias) * unit`, where a table has the byte of each code."""
+
+    bytes: Tensor | None = None  # [16] uint8
+    bias: int = 0
+    unit: float = 1.0
+
+
 def is_available(rows: QuantizedRows) -> bool:
-    return rows.low.is_cpu and _library(*_kind(rows)) is not None
+    return rows.low.is_cpu and _call_of(rows) is not None
 
 
 def multiply(x: Tensor, rows: QuantizedRows, out: Tensor) -> None:
-    """x [T, K] float32 times rows [N, K] into out [T, N] float32, which may be columns of a wider tensor."""
-    (T, K), N = x.shape, rows.num_rows
-    x = F.pad(x if rows.columns is None else x[:, rows.columns], (0, -K % BLOCK)).contiguous()
-    loaded = _library(*_kind(rows))
-    assert loaded is not None, "asked only where it is available"
-    given, kept = _arguments(rows)
-    loaded.multiply_quantized(*given, x.data_ptr(), out.data_ptr(), T, N, x.shape[1], out.stride(0))
-    del kept
+    """x [T, K] float32 times rows [N, K] into out [T, N] float32, which may be columns of a wider tensor.
+
+    Inputs are rounded to 16 bits, with a scale for each 128 columns."""
+    x = (x if rows.columns is None else x[:, rows.columns]).contiguous()
+    call = _call_of(rows)
+    assert call is not None, "asked only where it is available"
+    call(x.data_ptr(), out.data_ptr(), len(x), rows.num_rows, out.stride(0))
+
+
+def _call_of(rows: QuantizedRows) -> Callable[..., None] | None:
+    """The kernel with the rows' own arguments, which are found once."""
+    if "cpu" not in rows.kept:
+        loaded, meaning = _library(*_kind(rows)), _meaning_of(rows)
+        call = None
+        if loaded is not None and meaning is not None:
+            own = (*_arguments(rows), _pointer(meaning.bytes), meaning.bias, meaning.unit)
+            call = functools.partial(loaded.multiply_quantized, *own)
+        rows.kept["cpu"] = call
+    found: Callable[..., None] | None = rows.kept["cpu"]
+    return found
 
 
 def expand(rows: QuantizedRows, first: int, count: int) -> Tensor:  # [count, K] float32
@@ -48,9 +69,10 @@ def expand(rows: QuantizedRows, first: int, count: int) -> Tensor:  # [count, K]
     out = torch.empty(count, rows.num_columns)
     loaded = _library(*_kind(rows))
     assert loaded is not None, "asked only where it is available"
-    given, kept = _arguments(rows)
-    loaded.expand_quantized(*given, out.data_ptr(), first, count)
-    del kept
+    levels = rows.levels
+    if levels is None:
+        levels = torch.arange(1 << rows.bits) - float(rows.bias)
+    loaded.expand_quantized(*_arguments(rows), levels.data_ptr(), out.data_ptr(), first, count)
     if rows.columns is None:
         return out
     ordered = torch.empty_like(out)
@@ -58,10 +80,29 @@ def expand(rows: QuantizedRows, first: int, count: int) -> Tensor:  # [count, K]
     return ordered
 
 
-def _kind(rows: QuantizedRows) -> tuple[int, int, bool]:
-    """What a library is compiled for: bits, columns that share a scale, whether codes are floats."""
+def _kind(rows: QuantizedRows) -> tuple[int, int, bool, bool]:
+    """What a library is compiled for: bits, columns that share a scale, a table, whether codes are floats."""
     unit = next(unit for unit in UNITS if _group(rows) % unit == 0)
-    return rows.bits, unit, rows.bits == 8 and rows.levels is not None
+    has_levels = rows.levels is not None
+    return rows.bits, unit, has_levels and rows.bits < 8, has_levels and rows.bits == 8
+
+
+def _meaning_of(rows: QuantizedRows) -> Meaning | None:
+    """None: codes stand for numbers that bytes cannot."""
+    if rows.levels is None:
+        return Meaning(bias=rows.bias)
+    return Meaning() if rows.bits == 8 else _levels_as_bytes(tuple(rows.levels.tolist()))
+
+
+@functools.cache
+def _levels_as_bytes(levels: tuple[float, ...]) -> Meaning | None:
+    for unit in (1.0, 0.5):
+        whole = [level / unit for level in levels]
+        bias = max(0, -int(min(whole)))
+        if all(value.is_integer() and 0 <= value + bias < 256 for value in whole) and len(whole) <= 16:
+            values = [int(value) + bias for value in whole] + [0] * (16 - len(whole))
+            return Meaning(torch.tensor(values, dtype=torch.uint8), bias, unit)
+    return None
 
 
 def _group(rows: QuantizedRows) -> int:
@@ -70,32 +111,26 @@ def _group(rows: QuantizedRows) -> int:
 
 
 @functools.cache
-def _library(bits: int, unit: int, is_fp8: bool) -> ctypes.CDLL | None:
-    constants = {"BITS": bits, "UNIT": unit, "IS_FP8": int(is_fp8)}
+def _library(bits: int, unit: int, has_table: bool, is_fp8: bool) -> ctypes.CDLL | None:
+    constants = {"BITS": bits, "UNIT": unit, "HAS_TABLE": int(has_table), "IS_FP8": int(is_fp8)}
     options = ("-ffp-contract=off", *(f"-D{name}={value}" for name, value in constants.items()))
     loaded = library.load(Path(__file__).with_suffix(".cpp"), *options)
     if loaded is None:
         return None
-    loaded.multiply_quantized.argtypes = [*WEIGHT_TYPES, c_void_p, c_void_p, *[c_long] * 4]
-    loaded.expand_quantized.argtypes = [*WEIGHT_TYPES, c_void_p, c_long, c_long]
+    loaded.multiply_quantized.argtypes = [
+        *(*WEIGHT_TYPES, c_void_p, c_float, c_float),
+        *(c_void_p, c_void_p, c_long, c_long, c_long),
+    ]
+    loaded.expand_quantized.argtypes = [*WEIGHT_TYPES, c_void_p, c_void_p, c_long, c_long]
     for function in (loaded.multiply_quantized, loaded.expand_quantized):
         function.restype = None
     return loaded
 
 
-def _arguments(rows: QuantizedRows) -> tuple[list[object], list[Tensor]]:
-    """For C, and the tensors that must live until it is done."""
-    levels = _levels(rows) if rows.bits <= TABLE_BITS else None
-    kept = [tensor for tensor in (levels,) if tensor is not None]
-    given: list[object] = [rows.low.data_ptr(), _pointer(rows.high), _pointer(levels), rows.bias]
+def _arguments(rows: QuantizedRows) -> list[object]:
+    given: list[object] = [rows.low.data_ptr(), _pointer(rows.high)]
     given += [*_block_arguments(rows.scales), *_block_arguments(rows.offsets), int(rows.are_zeros)]
-    return [*given, _group(rows), rows.num_columns], kept
-
-
-def _levels(rows: QuantizedRows) -> Tensor:
-    """As many as registers hold."""
-    levels = torch.arange(1 << rows.bits) - float(rows.bias) if rows.levels is None else rows.levels.float()
-    return F.pad(levels, (0, (32 if rows.bits == TABLE_BITS else 16) - len(levels))).contiguous()
+    return [*given, _group(rows), rows.num_columns]
 
 
 def _block_arguments(blocks: Blocks | None) -> list[object]:
