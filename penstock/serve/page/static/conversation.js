@@ -130,9 +130,7 @@ export function readConversation(found) {
   const list = (value) => (Array.isArray(value) ? value : []);
   if (!found || typeof found.messages !== "object" || !found.messages)
     throw new Error("It has no messages.");
-  const talk = newConversation(
-    typeof found.settings === "object" && found.settings ? { ...found.settings } : {},
-  );
+  const talk = newConversation();
   const ids = new Map(Object.keys(found.messages).map((id) => [id, newId()]));
   for (const [id, one] of Object.entries(found.messages)) {
     if (!["user", "assistant", "tool"].includes(one?.role))

@@ -24,10 +24,20 @@ export function make(tag, fields = {}, ...children) {
 export const button = (label, act, fields = {}) =>
   make("button", { type: "button", ...fields, on: { click: act } }, label);
 
-/** A field with its name above it; `control` is what a person types into. */
+let numFields = 0;
+
+/** A field with its name above it and a hint below; `control` is what a person types into. */
 export function labelled(text, control, hint) {
-  const note = hint ? make("small", {}, hint) : null;
-  return make("label", { class: "field" }, make("span", {}, text), control, note);
+  control.id ||= `field-${++numFields}`;
+  const note = hint ? make("small", { id: `${control.id}-hint` }, hint) : null;
+  if (note) control.setAttribute("aria-describedby", note.id);
+  return make(
+    "div",
+    { class: "field" },
+    make("label", { htmlFor: control.id }, text),
+    control,
+    note,
+  );
 }
 
 /** Says something to everybody, screen readers too. */

@@ -139,7 +139,7 @@ export class LiveView {
         make("figcaption", {}, title),
         make(
           "div",
-          { class: "scroll" },
+          { class: "scroll", tabIndex: 0, role: "region", "aria-label": title },
           make(
             "table",
             {},

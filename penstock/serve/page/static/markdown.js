@@ -82,7 +82,7 @@ let temml = null;
 async function drawMath(element, source, isBlock) {
   temml ??= import("./vendor/temml.js").then((module) => module.default);
   try {
-    const drawn = document.createDocumentFragment();
+    const drawn = make("span");
     (await temml).render(source, drawn, {
       displayMode: isBlock,
       throwOnError: true,

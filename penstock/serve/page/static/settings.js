@@ -90,3 +90,19 @@ export function jsonProblem(text) {
     return `Not JSON yet: ${error.message}`;
   }
 }
+
+/** Those that a file brought, each of its own kind; a file may say anything. */
+export function readSettings(found) {
+  const settings = {};
+  const text = (value) => (typeof value === "string" ? value : "");
+  for (const name of ["system", "schema", "thinking", "toolChoice"])
+    if (text(found?.[name])) settings[name] = found[name];
+  for (const { name } of NUMBERS) if (Number.isFinite(found?.[name])) settings[name] = found[name];
+  const tools = Array.isArray(found?.tools) ? found.tools : [];
+  settings.tools = tools.map((tool) =>
+    Object.fromEntries(
+      ["name", "description", "parameters", "code"].map((name) => [name, text(tool?.[name])]),
+    ),
+  );
+  return settings;
+}

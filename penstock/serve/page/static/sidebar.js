@@ -2,6 +2,7 @@
 
 import { matches, newConversation, readConversation } from "./conversation.js";
 import { announce, button, byId, download, make } from "./dom.js";
+import { readSettings } from "./settings.js";
 import * as store from "./store.js";
 
 export class Sidebar {
@@ -92,7 +93,7 @@ export class Sidebar {
       try {
         const found = JSON.parse(await file.text());
         for (const one of Array.isArray(found.conversations) ? found.conversations : [found]) {
-          const talk = readConversation(one);
+          const talk = { ...readConversation(one), settings: readSettings(one.settings) };
           await store.save(talk);
           this.chat.talks.unshift(talk);
           number += 1;
