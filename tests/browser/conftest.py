@@ -16,7 +16,7 @@ CHROMIUMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-
 WAIT_MS = 20_000
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # its event loop must not outlive these tests
 def browser() -> Iterator[Any]:
     """Debian's Chromium if it is here, or else the one that Playwright has installed."""
     playwright = pytest.importorskip("playwright.sync_api", reason="make test-page installs Playwright")

@@ -72,6 +72,21 @@ def test_an_answer_can_be_stopped_and_continued(page: Any) -> None:
     assert page.locator(".message.assistant").count() == 1
 
 
+def test_an_answer_goes_on_while_another_conversation_is_looked_at(page: Any) -> None:
+    page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=150))
+    say(page, "Tell me about rivers.")
+    page.wait_for_function("() => document.querySelector('.message.assistant .prose')?.innerText.length > 5")
+    page.keyboard.press("Alt+n")
+    assert page.locator(".message").count() == 0
+    page.locator("#talks .open").click()
+    before = page.locator(".message.assistant .prose").text_content()
+    page.wait_for_function(
+        "(n) => document.querySelector('.message.assistant .prose').textContent.length > n", arg=len(before)
+    )
+    wait_answer(page)
+    assert "150 tokens" in page.locator(".message.assistant footer small").text_content()
+
+
 def test_an_edited_question_is_a_branch_and_the_first_one_stays(page: Any) -> None:
     say(page, QUESTION)
     wait_answer(page)
@@ -189,7 +204,7 @@ def test_markdown_becomes_code_with_colours_tables_lists_and_maths(page: Any) ->
     assert "$5 or $6" in prose.inner_text()
     assert prose.locator("pre").inner_text() == 'def f(x): return "<b>"'
     prose.get_by_role("button", name="Copy").click()
-    assert page.locator("#announcer").inner_text() == "Copied."
+    page.wait_for_function("() => document.querySelector('#announcer').textContent === 'Copied.'")
 
 
 def test_a_function_in_the_sandbox_answers_a_call_and_the_model_goes_on(page: Any) -> None:

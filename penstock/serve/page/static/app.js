@@ -119,8 +119,9 @@ function setTheme(name) {
   if (name === "system") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = name;
   localStorage.setItem("penstock-theme", name);
-  byId("theme").textContent = { system: "Auto", light: "Light", dark: "Dark" }[name];
-  byId("theme").setAttribute("aria-label", `Theme: ${name}`);
+  const label = { system: "Auto", light: "Light", dark: "Dark" }[name];
+  byId("theme").textContent = label;
+  byId("theme").setAttribute("aria-label", `${label} theme`);
 }
 setTheme(
   THEMES.includes(localStorage.getItem("penstock-theme"))

@@ -130,6 +130,6 @@ export class HistogramChart extends Chart {
 export function niceCeiling(value) {
   const scale = 10 ** Math.floor(Math.log10(value));
   return (
-    [1, 2, 4, 5, 10].map((digit) => digit * scale).find((one) => one >= value * 0.999) ?? value
+    [1, 2, 4, 6, 8, 10].map((digit) => digit * scale).find((one) => one >= value * 0.999) ?? value
   );
 }

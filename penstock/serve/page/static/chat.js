@@ -78,16 +78,17 @@ export class Chat {
     this.composer.focus();
   }
 
-  keep() {
-    if (!this.talks.includes(this.talk)) this.talks.unshift(this.talk);
+  keep(talk = this.talk) {
+    if (!this.talks.includes(talk)) this.talks.unshift(talk);
     this.onChange();
-    return store.save(this.talk);
+    return store.save(talk);
   }
 
   draw() {
     const path = pathTo(this.talk);
     const left = path.findIndex((message) => message.id === this.talk.firstSent);
     const elements = path.map((message, place) => {
+      if (this.running?.message === message) this.views.set(message.id, this.running.view);
       if (!this.views.has(message.id))
         this.views.set(message.id, new MessageView(this.talk, message, this.actions));
       const view = this.views.get(message.id);
@@ -107,9 +108,16 @@ export class Chat {
     if (this.isAtEnd) this.list.scrollTop = this.list.scrollHeight;
   }
 
+  /** One answer at a time: says so to whoever asks for another. */
+  isBusy() {
+    if (this.running) announce("An answer is still coming. Stop it first, with Esc.");
+    return Boolean(this.running);
+  }
+
   // What a person does
 
   send(text, files) {
+    if (this.isBusy()) return undefined;
     const message = addMessage(this.talk, this.talk.leaf, { role: "user", content: text, files });
     this.isAtEnd = true;
     return this.reply(message.id);
@@ -125,20 +133,28 @@ export class Chat {
   }
 
   again(message) {
+    if (this.isBusy()) return undefined;
     return this.reply(message.role === "assistant" ? message.parent : message.id);
   }
 
   edit(message) {
+    if (this.isBusy()) return;
     this.views.get(message.id).startEdit((text) => {
+      const isQuestion = message.role === "user";
+      if (text === message.content) {
+        if (isQuestion && this.talk.leaf === message.id) this.reply(message.id); // it has no answer yet
+        return;
+      }
       const { id, created, stats, problem, ...kept } = message;
       addMessage(this.talk, message.parent, { ...kept, content: text });
       this.redraw();
-      if (message.role === "user") this.reply(this.talk.leaf);
+      if (isQuestion) this.reply(this.talk.leaf);
       else this.keep();
     });
   }
 
   remove(message) {
+    if (this.isBusy()) return;
     removeMessage(this.talk, message);
     this.redraw();
     this.keep();
@@ -152,6 +168,7 @@ export class Chat {
   }
 
   async continue(message) {
+    if (this.isBusy()) return;
     const body = this.bodyFor(message.id);
     if (body)
       await this.run(message, {
@@ -219,13 +236,11 @@ export class Chat {
       view.grow();
       if (this.talk === talk) this.follow();
     });
-    this.running = { controller, talk };
+    this.running = { controller, talk, message, view };
     Object.assign(message, { problem: undefined, wasStopped: undefined });
-    view.isGrowing = true;
-    view.update();
+    view.setGrowing(true);
     this.composer.changed();
-    this.onChange();
-    await store.save(talk);
+    await this.keep(talk);
     let isComplete = false;
     try {
       await streamReply(body, message, { signal: controller.signal, onGrow: grow });
@@ -240,14 +255,11 @@ export class Chat {
     } finally {
       grow.cancel();
       this.running = null;
-      view.isGrowing = false;
-      view.update();
+      view.setGrowing(false);
       if (this.talk === talk) this.follow();
       talk.updated = Date.now();
-      if (!this.talks.includes(talk)) this.talks.unshift(talk);
-      this.onChange();
       this.composer.changed();
-      await store.save(talk);
+      await this.keep(talk);
     }
     return isComplete;
   }

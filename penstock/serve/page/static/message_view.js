@@ -11,6 +11,7 @@ export class MessageView {
   /** `actions`: what the buttons do, each with the message. */
   constructor(talk, message, actions) {
     Object.assign(this, { talk, message, actions, isGrowing: false });
+    this.makeParts();
     this.element = make("article", {
       class: `message ${message.role}`,
       tabIndex: -1,
@@ -75,20 +76,27 @@ export class MessageView {
     return [make("pre", { class: "result", tabIndex: 0 }, this.message.content)];
   }
 
-  answer() {
-    const { message } = this;
+  /** The parts of an answer, which stay while it grows and when it has ended. */
+  makeParts() {
     this.prose = make("div", { class: "prose" });
     this.markdown = new MarkdownView(this.prose);
     this.thought = make(
       "details",
       { class: "thought", hidden: true },
       make("summary"),
-      make("div", { class: "said" }),
+      make("div", { class: "said" }, document.createTextNode("")),
     );
-    this.thought.open = this.wasOpen ?? false;
-    this.thought.addEventListener("toggle", () => (this.wasOpen = this.thought.open));
     this.calls = make("div", { class: "calls" });
     this.waiting = make("p", { class: "waiting", hidden: true }, "Waiting for the first token …");
+  }
+
+  setGrowing(isGrowing) {
+    if (isGrowing) this.markdown.reset(); // what was the end may now be the middle of a paragraph
+    this.isGrowing = isGrowing;
+    this.update();
+  }
+
+  answer() {
     this.grow();
     return [this.thought, this.waiting, this.prose, this.calls, this.problem()].filter(Boolean);
   }
@@ -102,12 +110,16 @@ export class MessageView {
     if (message.reasoning) {
       const isThinking = isGrowing && !message.content && !message.calls?.length;
       const tokens = stats.thoughtTokens ? `, ${count(stats.thoughtTokens)} tokens` : "";
-      const time = stats.thoughtS === undefined ? "" : ` for ${seconds(stats.thoughtS)}`;
+      const time =
+        stats.thoughtS === undefined
+          ? ""
+          : ` for ${stats.thoughtS < 0.1 ? "a moment" : seconds(stats.thoughtS)}`;
       this.thought.hidden = false;
       this.thought.firstChild.textContent = isThinking
         ? `Thinking${time} …`
         : `Thought${time}${tokens}`;
-      this.thought.lastChild.textContent = message.reasoning;
+      const shown = this.thought.lastChild.firstChild;
+      shown.appendData(message.reasoning.slice(shown.length));
     }
     this.markdown.show(message.content, !isGrowing);
     if (message.calls?.length)
@@ -236,7 +248,7 @@ export class MessageView {
     });
     const finish = (value) => {
       this.update();
-      if (value !== null && value !== message.content) done(value);
+      if (value !== null) done(value);
     };
     text.addEventListener("keydown", (event) => {
       if (event.key === "Escape") finish(null);
