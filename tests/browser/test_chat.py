@@ -218,6 +218,24 @@ def test_a_function_in_the_sandbox_answers_a_call_and_the_model_goes_on(page: An
     assert asked[1]["messages"][-2]["tool_calls"][0]["function"]["name"] == "add"
 
 
+def test_a_function_that_ends_late_answers_in_no_other_conversation(page: Any) -> None:
+    asked = script_replies(page, [CALL, USAGE], [chunk(content="It is 5."), USAGE])
+    open_settings(page, "Tools")
+    page.get_by_role("button", name="Add a tool").click()
+    slow = "({ a, b }) => new Promise((done) => setTimeout(done, 600, a + b))"
+    page.get_by_label("Function (JavaScript)").fill(slow)
+    say(page, "Add 2 and 3.")
+    wait_answer(page)
+    page.keyboard.press("Alt+n")
+    page.wait_for_timeout(1000)
+    assert page.locator(".message").count() == 0
+    assert len(asked) == 1
+    page.locator("#talks .open").click()
+    page.get_by_role("button", name="Run its function").click()
+    wait_answer(page, 2)
+    assert page.locator(".message.tool .result").inner_text() == "5"
+
+
 @pytest.mark.parametrize(
     ("code", "result"),
     [

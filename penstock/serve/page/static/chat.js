@@ -78,6 +78,13 @@ export class Chat {
     this.composer.focus();
   }
 
+  /** After settings have changed: not at every letter, and not for a conversation without messages. */
+  keepSoon() {
+    const { talk } = this;
+    clearTimeout(this.keeping);
+    if (talk.leaf) this.keeping = setTimeout(() => this.keep(talk), 300);
+  }
+
   keep(talk = this.talk) {
     if (!this.talks.includes(talk)) this.talks.unshift(talk);
     this.onChange();
@@ -223,7 +230,8 @@ export class Chat {
     const message = addMessage(this.talk, parent, { role: "assistant" });
     this.views.clear();
     this.draw();
-    if (!(await this.run(message, body))) return;
+    const { talk } = this;
+    if (!(await this.run(message, body)) || this.talk !== talk) return;
     if (message.calls?.length && round < MAX_ROUNDS) await this.runAll(message, round);
   }
 
@@ -278,15 +286,23 @@ export class Chat {
     return (this.talk.settings.tools ?? []).find((tool) => tool.name === name);
   }
 
+  /** Answers all calls by their functions, if each has one and the conversation is still shown. */
   async runAll(message, round) {
+    const { talk } = this;
     if (!message.calls.every((call) => this.actions.hasFunction(call.name))) return;
-    for (const call of message.calls)
-      this.addResult(message, call, await runTool(this.toolCalled(call.name).code, call.arguments));
-    await this.reply(this.talk.leaf, round + 1);
+    const ran = message.calls.map((call) =>
+      runTool(this.toolCalled(call.name).code, call.arguments),
+    );
+    const results = await Promise.all(ran);
+    if (this.talk !== talk || talk.leaf !== message.id) return;
+    message.calls.forEach((call, place) => this.addResult(message, call, results[place]));
+    await this.reply(talk.leaf, round + 1);
   }
 
   async runCall(message, call) {
-    this.answerCall(message, call, await runTool(this.toolCalled(call.name).code, call.arguments));
+    const { talk } = this;
+    const result = await runTool(this.toolCalled(call.name).code, call.arguments);
+    if (this.talk === talk) this.answerCall(message, call, result);
   }
 
   answerCall(message, call, text) {

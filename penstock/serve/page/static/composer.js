@@ -1,8 +1,8 @@
 // Where a message is written: the draft, files dropped into it, how many tokens it makes, and send or stop.
 
-import { requestMessages } from "./conversation.js";
 import { announce, button, byId, count, make } from "./dom.js";
 import { json } from "./server.js";
+import { chatBody } from "./settings.js";
 
 const MAX_FILE_BYTES = 4 * 1024 * 1024;
 const COUNT_AFTER_MS = 350;
@@ -86,22 +86,22 @@ export class Composer {
     const { chat } = this;
     if (chat.running || !chat.model.contextLength) return;
     const draft = [...this.files.map((file) => file.text), this.draft.value].join("\n\n").trim();
-    const messages = [
-      ...requestMessages(chat.talk),
-      ...(draft ? [{ role: "user", content: draft }] : []),
-    ];
-    if (!messages.length) {
+    if (!draft && !chat.talk.leaf) {
       this.note.textContent = "";
       return;
     }
     try {
-      const { count: total } = await json("tokenize", { body: { messages } });
+      const asked = chatBody(chat.talk, chat.talk.leaf, "");
+      const messages = [...asked.messages, ...(draft ? [{ role: "user", content: draft }] : [])];
+      const { tools, chat_template_kwargs } = asked;
+      const body = { messages, tools, chat_template_kwargs };
+      const { count: total } = await json("tokenize", { body });
       const share = total / chat.model.contextLength;
       const fits = share < 1 ? "" : ": too long for the model";
       this.note.textContent = `${count(total)} of ${count(chat.model.contextLength)} tokens${fits}`;
       this.note.classList.toggle("over", share >= 1);
     } catch {
-      this.note.textContent = ""; // a server that is busy or starting says so elsewhere
+      this.note.textContent = ""; // what is wrong, with the server or a schema, is said elsewhere
     }
   }
 

@@ -23,7 +23,7 @@ export function drawSettings(chat) {
   const { settings } = chat.talk;
   const changed = () => {
     byId("settings-problem").textContent = "";
-    chat.keep();
+    chat.keepSoon();
     chat.composer.changed();
   };
   const set = (name, value) => {
