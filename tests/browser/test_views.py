@@ -68,16 +68,18 @@ def test_the_whole_chat_works_by_keyboard(page: Any) -> None:
     assert page.evaluate("document.activeElement.id") == "draft"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("kind", ["light", "dark", "phone"])
 def test_an_automated_check_finds_nothing_that_keeps_people_out(
-    open_page: Callable[..., Any], server: Server, scheme: str
+    open_page: Callable[..., Any], server: Server, kind: str
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    page = open_page(server.url, color_scheme=scheme)
+    page = open_page(server.url, **(PHONE if kind == "phone" else {"color_scheme": kind}))
     script_replies(page, [chunk(reasoning_content="Hm."), chunk(content="# Hi\n\n```py\nx = 1\n```"), USAGE])
     say(page, "Hello")
     wait_answer(page)
     page.click("#toggle-settings")
+    page.locator("#settings summary", has_text="Tools").click()
+    page.get_by_role("button", name="Add a tool").click()
     for view in ("chat", "playground", "live"):
         page.evaluate(f"location.hash = '{view}'")
         page.wait_for_timeout(1500 if view == "live" else 300)
@@ -98,6 +100,8 @@ def test_a_completion_shows_each_token_with_its_alternatives(page: Any) -> None:
     page.locator(".output .token").first.hover()
     assert page.locator(".token-card tr").count() >= 5
     assert "%" in page.locator(".token-card").inner_text()
+    page.get_by_role("button", name="Copy as").nth(1).click()
+    assert '"temperature": 1' in page.locator("#copy-dialog pre").inner_text()
 
 
 def test_tokens_and_template_show_what_the_model_sees(page: Any) -> None:

@@ -59,7 +59,6 @@ export class Playground {
       on: { change: (event) => (second.hidden = !event.target.checked) },
     });
     this.runButton = button("Complete", () => this.run(), { class: "primary" });
-    const copy = button("Copy as", () => showCopyAs("v1/completions", this.bodyOf(this.sides[0])));
     return make(
       "div",
       {},
@@ -73,7 +72,6 @@ export class Playground {
         "div",
         { class: "row" },
         this.runButton,
-        copy,
         make("label", {}, compare, "Compare with other settings"),
       ),
       make("div", { class: "columns" }, ...this.sides.map((side) => side.element)),
@@ -104,15 +102,19 @@ export class Playground {
           }),
         ),
     );
-    const element = make(
+    const side = { settings, output, note };
+    const copy = button("Copy as", () => showCopyAs("v1/completions", this.bodyOf(side)), {
+      class: "quiet",
+    });
+    side.element = make(
       "div",
       {},
-      make("h3", {}, `Settings ${name}`),
+      make("div", { class: "row" }, make("h3", {}, `Settings ${name}`), copy),
       make("div", { class: "grid" }, ...fields),
       output,
       note,
     );
-    return { settings, output, note, element };
+    return side;
   }
 
   bodyOf(side) {
