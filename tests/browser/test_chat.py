@@ -279,6 +279,24 @@ def test_conversations_are_found_exported_and_imported(page: Any, tmp_path: Path
     assert "needle" in page.locator(".message.assistant .prose").text_content()
 
 
+def test_what_one_tab_keeps_another_shows_and_does_not_overwrite(page: Any, server: Server) -> None:
+    say(page, QUESTION)
+    wait_answer(page)
+    other = page.context.new_page()
+    other.goto(server.url)
+    other.locator("#talks .open").click()
+    assert wait_answer(other).locator(".prose").inner_text() == "43"
+    say(page, "What is 20 + 3? Reply with just the number.")
+    wait_answer(page, 2)
+    other.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    wait_answer(other, 2)
+    script_replies(other, [chunk(content="Third."), USAGE])
+    say(other, "And now?")
+    wait_answer(other, 3)
+    page.reload()
+    assert wait_answer(page, 3).locator(".prose").text_content() == "Third."
+
+
 def test_a_text_file_is_sent_along_and_another_is_refused_by_name(page: Any, tmp_path: Path) -> None:
     asked = script_replies(page, [chunk(content="Read."), USAGE])
     (tmp_path / "notes.txt").write_text("remember the milk")

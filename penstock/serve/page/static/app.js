@@ -132,6 +132,10 @@ byId("theme").addEventListener("click", () =>
   setTheme(THEMES[(THEMES.indexOf(localStorage.getItem("penstock-theme")) + 1) % THEMES.length]),
 );
 
+document.addEventListener("visibilitychange", () => {
+  if (document.visibilityState === "visible") chat.refresh();
+});
+
 // Panels and keys
 
 function togglePanel(name, isOpen = document.body.dataset[name] !== "open") {
@@ -146,7 +150,10 @@ for (const suggestion of document.querySelectorAll("#welcome button"))
   suggestion.addEventListener("click", () => chat.send(suggestion.textContent, []));
 
 const SHORTCUTS = {
-  "alt+n": () => chat.startNew(),
+  "alt+n": () => {
+    location.hash = "chat";
+    chat.startNew();
+  },
   "alt+s": () => togglePanel("settings"),
   "alt+r": () => {
     const last = chat.talk.messages[chat.talk.leaf];

@@ -63,6 +63,20 @@ export class Chat {
     );
   }
 
+  /** What another tab has kept meanwhile; the newer of two states of this conversation is shown. */
+  async refresh() {
+    if (this.running) return;
+    const found = await store.loadAll();
+    const shown = found.find((talk) => talk.id === this.talk.id);
+    if (shown && shown.updated > this.talk.updated) {
+      this.talks = found;
+      this.open(shown);
+    } else {
+      this.talks = found.map((talk) => (talk === shown ? this.talk : talk));
+      this.onChange();
+    }
+  }
+
   open(talk) {
     this.talk = talk;
     sessionStorage.setItem("penstock-talk", talk.id);
