@@ -18,12 +18,13 @@ AS_AVX2 := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUC
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test
+.PHONY: help install serve test test-page
 
 help:
 	@echo "make install   make $(VENV) and install Penstock into it"
 	@echo "make serve     serve a model on port $(PORT); MODEL=folder PORT=8000 FLAGS='--max-rows 8'"
 	@echo "make test      lint, format, types and tests"
+	@echo "make test-page the page in a real browser; uses Debian's chromium, or gets Playwright's"
 
 install: $(VENV)/installed
 
@@ -36,6 +37,9 @@ test: $(VENV)/installed-test
 	$(BIN)/mypy
 	$(PYTEST) --no-loadscope-reorder --durations=25
 	$(AS_AVX2) $(PYTEST) -m 'bitwise and not slow' $$(grep -l 'mark\.bitwise' tests/test_*.py)
+
+test-page: $(VENV)/installed-page
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/browser -m browser
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
@@ -55,3 +59,10 @@ $(VENV)/installed: pyproject.toml | $(VENV)/torch
 $(VENV)/installed-test: pyproject.toml | $(VENV)/torch
 	$(BIN)/python -m pip install -q -e '.[test]'
 	@touch $@ $(VENV)/installed
+
+# Debian's chromium-headless-shell or chromium will do; CHROMIUM=path names another one.
+$(VENV)/installed-page: pyproject.toml | $(VENV)/installed-test
+	$(BIN)/python -m pip install -q -e '.[page]'
+	@test -n "$(CHROMIUM)" || command -v chromium-headless-shell chromium google-chrome > /dev/null || \
+	  $(BIN)/python -m playwright install --only-shell chromium
+	@touch $@

@@ -24,6 +24,7 @@ from penstock.errors import PenstockError, nearest
 COMMANDS = {
     "serve": "answer the OpenAI API over HTTP",
     "chat": "talk to a model in this terminal",
+    "top": "watch a running server in this terminal",
     "generate": "continue one text and print it",
     "batch": "answer a file of requests into another file",
     "inspect": "show the size of a model and what fits this machine",
@@ -42,10 +43,11 @@ usage: penstock COMMAND [...]
 {commands}
 
 Try it; without a model these use a tiny one that comes along:
-  penstock chat                               talk to it
+  penstock chat                               talk to it; with --web in your browser
   penstock generate --chat "What is 7 * 8?"   one answer, streamed
   penstock serve                              an OpenAI-compatible server on port 8000
   penstock serve ~/models/Qwen3.5-4B          the same with a checkpoint of yours
+  penstock top                                what that server does now
   penstock batch requests.jsonl               a file of requests, answered into another
   penstock eval gates                         what the model behind that server can do
   penstock inspect Qwen3.5-35B-A3B            parameters, bytes, what fits here

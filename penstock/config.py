@@ -270,6 +270,7 @@ class ServeConfig:
     cors_origin: tuple[str, ...] = setting(
         (), "web origin whose pages may call this server, or *; may be repeated"
     )
+    page: bool = setting(True, "show browsers that open the server's address a page to chat and to look")
     allowed_host: tuple[str, ...] = setting(
         (), "name by which clients may call a server without keys, or *; may be repeated"
     )

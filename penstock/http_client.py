@@ -122,6 +122,13 @@ class HttpClient:
             "The stream ended without [DONE].",
         )
 
+    def watch(self, path: str) -> Generator[dict[str, Any], None, None]:
+        """The events of a stream that goes on until the server ends or the iterator is closed."""
+        with lost_connection_is_said(self.base_url), self._open("GET", path, None) as answer:
+            if answer.status != 200:
+                raise self._objection(answer.read(), answer.status)
+            yield from (json.loads(line[5:]) for line in answer if line.startswith(b"data:"))
+
     def models(self) -> list[dict[str, Any]]:
         """The server's list of models; empty if the list has another format."""
         answer = self.json("GET", "/v1/models")

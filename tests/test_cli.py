@@ -78,14 +78,14 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             "error: penstock has no command 'srve'\n"
             "  Did you mean 'serve'?\n"
-            "  The commands are serve, chat, generate, batch, inspect, bench, tune, eval, forge.\n",
+            "  The commands are serve, chat, top, generate, batch, inspect, bench, tune, eval, forge.\n",
         ),
         (
             ["--versoin"],
             2,
             "error: penstock has no flag '--versoin'\n"
             "  Did you mean '--version'?\n"
-            "  The commands are serve, chat, generate, batch, inspect, bench, tune, eval, forge.\n",
+            "  The commands are serve, chat, top, generate, batch, inspect, bench, tune, eval, forge.\n",
         ),
         (
             ["serve", "--max-row", "4"],

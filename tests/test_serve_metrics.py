@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -10,7 +11,7 @@ from penstock.serve.metrics import Histogram, Metrics, TokenTimer, render
 from penstock.serve.replica import ReplicaReport
 from penstock.serve.vllm_metrics import render as render_vllm_names
 from penstock.types import EngineStats
-from serving import FREE, MESSAGES, Server, eventually, start_server
+from serving import FREE, MESSAGES, REPOSITORY, Server, eventually, start_server
 
 LABEL = r'(?:replica|le|outcome|status|reason)="[^"]+"'
 SAMPLE = re.compile(rf"^(penstock_[a-z_]+)(\{{{LABEL}(?:,{LABEL})?\}})? (\S+)$")
@@ -171,3 +172,26 @@ def test_every_family_is_described_once_before_its_samples() -> None:
     assert found["penstock_moved_requests_total"] == 5
     assert (found["penstock_replica_up"], found['penstock_replica_up{replica="1"}']) == (1, 0)
     assert found['penstock_replica_restarts_total{replica="1"}'] == 2
+
+
+# The dashboard
+
+
+def test_the_dashboard_asks_for_every_metric_and_for_none_that_is_not_there(server: Server) -> None:
+    server.health()  # so that there is an answer to count
+    text = server.http.get(f"{server.url}/metrics").text
+    kinds = dict(re.findall(r"^# TYPE (penstock_\w+) (\w+)$", text, re.MULTILINE))
+    names = {name: "_bucket" if kind == "histogram" else "" for name, kind in kinds.items()}
+    board = json.loads((REPOSITORY / "examples" / "grafana.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    used = set(re.findall(r"penstock_\w+", " ".join(asked)))
+    assert used == {name + end for name, end in names.items()}
+    for expression in asked:
+        assert expression.count("(") == expression.count(")")
+        for name in re.findall(r"rate\((penstock_\w+)", expression):
+            assert kinds[name.removesuffix("_bucket")] in ("counter", "histogram")
+        for label in re.findall(r"sum by \((\w+)\)", expression):
+            (name,) = set(re.findall(r"penstock_\w+", expression))
+            assert re.search(rf'^{name}{{[^}}]*{label}="', text, re.MULTILINE), expression
+    (variable,) = [one["query"] for one in board["templating"]["list"] if one["type"] == "query"]
+    assert re.findall(r"penstock_\w+", variable)[0] in kinds

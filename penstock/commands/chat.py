@@ -20,10 +20,11 @@ from types import FrameType
 from typing import Any, Protocol
 
 from penstock.commands.console import paint, print_error
-from penstock.commands.flags import add_engine_flags
+from penstock.commands.flags import UsageError, add_engine_flags, read_settings
 from penstock.commands.local import LocalModel, load_llm
 from penstock.commands.remote import RemoteModel
 from penstock.commands.sampling import add_sampling_flags, given_sampling, read_sampling
+from penstock.config import SAMPLING_NAMES, EngineConfig, ServeConfig, from_mapping
 from penstock.errors import PenstockError, nearest
 
 DESCRIPTION = "Talk to a model. It runs in this process, or behind --base-url."
@@ -31,6 +32,7 @@ USAGE = "penstock chat [-m MODEL] [flags]"
 EXAMPLES = [
     "penstock chat                                  the embedded tiny model",
     "penstock chat -m ~/models/Qwen3.5-4B           your checkpoint",
+    "penstock chat --web                            the same in your browser",
     "penstock chat --base-url http://127.0.0.1:8000 a running server",
 ]
 
@@ -213,18 +215,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="talk to this server instead of loading a model; its key is read from PENSTOCK_API_KEY",
     )
+    parser.add_argument(
+        "--web", action="store_true", help="talk in a browser: serve the model and open its page"
+    )
     parser.add_argument("--system", metavar="TEXT", default="", help="system prompt")
     add_sampling_flags(parser, skip=("n", "logprobs"))
     add_engine_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.web:
+        return _talk_in_browser(arguments)
     conversation = Conversation(_open_model(arguments), system=arguments.system)
     if sys.stdin.isatty():
         print(f"{conversation.model.name}: type a message; /help lists commands, Ctrl-D leaves.")
         with _line_history():
             return _converse(conversation, ">>> ", "... ")
     return _converse(conversation, "", "")
+
+
+def _talk_in_browser(arguments: argparse.Namespace) -> int:
+    from penstock.commands.browser import open_page
+    from penstock.commands.serve import serve
+
+    sampling = given_sampling(arguments)
+    unknown = [name for name in sampling if name not in SAMPLING_NAMES]
+    if arguments.system or unknown or (arguments.base_url and sampling):
+        given = "--system" if arguments.system else f"--{next(iter(unknown or sampling)).replace('_', '-')}"
+        raise UsageError(
+            f"{given} and --web are both given", "The page keeps such settings itself.", "Set it there."
+        )
+    if arguments.base_url:
+        open_page(arguments.base_url).join()
+        return 0
+    settings = {**read_settings(ServeConfig, arguments), **sampling}
+    engine_config: EngineConfig = from_mapping(EngineConfig, read_settings(EngineConfig, arguments))
+    serve(engine_config, from_mapping(ServeConfig, settings), is_opened=True)
+    return 0
 
 
 def _open_model(arguments: argparse.Namespace) -> ChatModel:

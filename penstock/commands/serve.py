@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
+from penstock.commands.browser import open_page, page_address
 from penstock.commands.console import paint
-from penstock.commands.flags import add_flags, add_model_argument, read_settings
+from penstock.commands.flags import UsageError, add_flags, add_model_argument, read_settings
 from penstock.config import EngineConfig, ServeConfig, from_mapping
 from penstock.models.source import find_model
 from penstock.progress import Phase, PhaseList
@@ -16,6 +17,7 @@ DESCRIPTION = "Answer the OpenAI API over HTTP. Ctrl-C stops it when the running
 EXAMPLES = [
     "penstock serve                               the embedded tiny model, port 8000",
     "penstock serve ~/models/Qwen3.5-4B --port 9000",
+    "penstock serve --open                        the same, and its page in your browser",
     "penstock serve ~/models/Qwen3.5-35B-A3B --gpus 0,1,2,3   an engine on each GPU, one address",
     "penstock serve Qwen3.5-4B --random-weights   a preset without weights, to try its speed",
 ]
@@ -23,6 +25,7 @@ EXAMPLES = [
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
+    parser.add_argument("--open", action="store_true", help="open the server's page in a browser")
     add_flags(parser, ServeConfig, title="the server")
     add_flags(parser, EngineConfig, title="the engine")
 
@@ -30,7 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     engine_config: EngineConfig = from_mapping(EngineConfig, read_settings(EngineConfig, arguments))
     serve_config: ServeConfig = from_mapping(ServeConfig, read_settings(ServeConfig, arguments))
+    serve(engine_config, serve_config, is_opened=arguments.open)
+    return 0
 
+
+def serve(engine_config: EngineConfig, serve_config: ServeConfig, is_opened: bool = False) -> None:
+    """Until a signal; `is_opened`: the page opens as soon as there is a port, and shows the start."""
+    if is_opened and not serve_config.page:
+        raise UsageError(
+            "The page is to be opened, and --no-page turns it off", todo="Leave one of them out."
+        )
     serve_config.load_api_keys()
     source = find_model(engine_config.model)  # report errors before anything is imported
     name = serve_config.served_model_name or source.name
@@ -41,18 +53,21 @@ def run(arguments: argparse.Namespace) -> int:
 
         def on_phase(phase: Phase) -> None:
             phases(phase)
+            if phase.name == "listening" and is_opened:
+                open_page(phase.detail)
             if phase.name == "ready":
                 phases.close()
-                print_welcome(name, url=phase.detail, to=phases)
+                print_welcome(name, url=phase.detail, to=phases, has_page=serve_config.page)
 
         server.run(engine_config, serve_config, on_phase)
-    return 0
 
 
-def print_welcome(name: str, url: str, to: PhaseList) -> None:
+def print_welcome(name: str, url: str, to: PhaseList, has_page: bool = True) -> None:
     """The address, and a command to paste into another terminal."""
     body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
     print(f"\n{paint(name, 'bold', to.stream)} is served at {paint(url, 'green', to.stream)}", file=to.stream)
+    if has_page:
+        print(f"Open {page_address(url)} in a browser to chat.", file=to.stream)
     print("Try it from another terminal:\n", file=to.stream)
     print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\", file=to.stream)
     print(f"    -d '{json.dumps(body)}'\n", file=to.stream)

@@ -21,10 +21,11 @@ from penstock.config import ServeConfig
 from penstock.errors import AuthenticationError
 from penstock.serve.browsers import JsonBodies, KnownSites
 from penstock.serve.error_answers import answer_error
+from penstock.serve.page.files import PAGE_PATHS
 from penstock.serve.tenants import tenant_of_key
 
 # Clients without a key: load balancers, probes, and a browser that opens the page to enter one.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/docs"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/docs"}) | PAGE_PATHS
 EXPOSED_HEADERS = ("x-request-id", "x-session-status", "x-penstock-warning", "retry-after")
 
 

@@ -33,6 +33,7 @@ from penstock.serve.llama_server import routes as llama_server_routes
 from penstock.serve.ollama import routes as ollama_routes
 from penstock.serve.openai import embeddings
 from penstock.serve.openai import routes as openai_routes
+from penstock.serve.page import routes as page_routes
 from penstock.serve.request_log import RequestLog
 from penstock.serve.responses import conversation_routes
 from penstock.serve.responses import routes as responses_routes
@@ -58,6 +59,7 @@ def create_app(serving: ServerState) -> Starlette:
     """`state.batch_runner` of the app runs batches; None: batches are off."""
     store = ResponseStore()
     routes = [
+        *page_routes.routes(serving),
         *health.routes(serving),
         *openai_routes.routes(serving),
         *embeddings.routes(serving),

@@ -228,6 +228,8 @@ OPERATIONS = (
     Operation("get", "/ping", "The same for SageMaker", is_probe=True),
     Operation("get", "/version", "The version of Penstock", _object("version", version=STRING)),
     Operation("get", "/metrics", "Counters and histograms in Prometheus' text format"),
+    Operation("get", "/live", "The same numbers, as an event a second"),
+    Operation("get", "/page/{file}", "A file of the page that browsers are shown at /"),
     Operation("get", "/docs", "This document, for people"),
     Operation("get", "/openapi.json", "This document", _object("openapi", "info", "paths")),
     Operation("get", "/v1/models", "The model", _object("object", "data", data=_list_of(MODEL))),

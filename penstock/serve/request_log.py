@@ -20,11 +20,13 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.serve.metrics import Metrics
+from penstock.serve.page.files import PAGE_PATHS
 from penstock.serve.text_stream import Usage
 
 log = logging.getLogger("penstock.requests")
 
-PROBES = frozenset({"/health", "/ready", "/ping", "/metrics"})
+# Asked for often, by programs: probes, and the files that the page loads.
+PROBES = frozenset({"/health", "/ready", "/ping", "/metrics"}) | PAGE_PATHS
 CLIENT_CLOSED = 499  # the usual status for a client that disconnected before its answer began
 _CLIENTS_ID = re.compile(r"[!-~]{1,128}")
 

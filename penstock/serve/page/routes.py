@@ -1,0 +1,33 @@
+"""The page over HTTP: `GET /` for browsers, the files that it loads, and the numbers of its live view."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from penstock.serve.page.files import FOLDER, INDEX, PREFIX, StaticFile, file_names
+from penstock.serve.page.live import LiveRoute
+from penstock.serve.state import ServerState
+
+
+def routes(serving: ServerState) -> list[Route]:
+    """Before those of health: who asks for HTML is shown the page, everybody else that a server is there."""
+    live = Route("/live", LiveRoute(serving).stream)
+    if not serving.config.page:
+        return [live]
+    files = {name: StaticFile.read(FOLDER / name) for name in file_names()}
+
+    async def send_file(request: Request) -> Response:
+        found = files.get(request.path_params["file"])
+        if found is None:
+            raise HTTPException(404)
+        return found.answer(request)
+
+    async def send_index(request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return files[INDEX].answer(request)
+        return Response("Penstock is running", media_type="text/plain", headers={"vary": "accept"})
+
+    return [Route("/", send_index), Route(f"{PREFIX}{{file:path}}", send_file), live]

@@ -1,0 +1,135 @@
+// Charts over the last two minutes, drawn on canvases: lines, and histograms as columns of shades.
+
+import { make } from "./dom.js";
+
+export const SPAN_S = 120;
+const LEFT = 52,
+  BOTTOM = 18,
+  TOP = 8,
+  RIGHT = 4;
+const colour = (name) =>
+  getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+class Chart {
+  constructor(title, key = []) {
+    this.points = []; // [time, values]
+    this.canvas = make("canvas", { role: "img", "aria-label": title });
+    this.title = title;
+    const marks = key.map(([name, role]) => {
+      const mark = make("i");
+      mark.style.background = `var(--${role})`;
+      return make("span", {}, mark, name);
+    });
+    this.element = make(
+      "figure",
+      {},
+      make("figcaption", {}, title),
+      this.canvas,
+      make("div", { class: "key" }, ...marks),
+    );
+  }
+
+  push(time, values) {
+    this.points.push([time, values]);
+    while (this.points[0][0] < time - SPAN_S) this.points.shift();
+  }
+
+  /** The canvas, cleared, in CSS pixels. */
+  begin() {
+    const { canvas } = this;
+    const { clientWidth: width, clientHeight: height } = canvas;
+    if (!width) return null;
+    canvas.width = width * devicePixelRatio;
+    canvas.height = height * devicePixelRatio;
+    const pen = canvas.getContext("2d");
+    pen.scale(devicePixelRatio, devicePixelRatio);
+    pen.font = `11px ${colour("font")}`;
+    pen.fillStyle = colour("quiet");
+    const now = this.points.at(-1)?.[0] ?? 0;
+    const x = (time) => LEFT + ((time - now + SPAN_S) / SPAN_S) * (width - LEFT - RIGHT);
+    pen.textAlign = "center";
+    for (const ago of [120, 60, 0]) {
+      const place = Math.min(width - 14, Math.max(LEFT + 18, x(now - ago)));
+      pen.fillText(ago ? `${ago} s ago` : "now", place, height - 4);
+    }
+    pen.textAlign = "right";
+    return { pen, width, height, x, bottom: height - BOTTOM };
+  }
+}
+
+export class LineChart extends Chart {
+  /** `series`: [name, colour role]; `top`: the least that the axis shows. */
+  constructor(title, series, { top = 1, format = (value) => value.toLocaleString("en") } = {}) {
+    super(title, series);
+    Object.assign(this, { series, top, format });
+  }
+
+  draw() {
+    const area = this.begin();
+    if (!area) return;
+    const { pen, width, x, bottom } = area;
+    const most = niceCeiling(
+      Math.max(this.top, ...this.points.flatMap(([, values]) => values.filter(Number.isFinite))),
+    );
+    const y = (value) => bottom - (value / most) * (bottom - TOP);
+    for (const share of [0, 0.5, 1]) {
+      pen.fillText(this.format(most * share), LEFT - 6, y(most * share) + 4);
+      pen.strokeStyle = colour("hair");
+      pen.beginPath();
+      pen.moveTo(LEFT, y(most * share));
+      pen.lineTo(width - RIGHT, y(most * share));
+      pen.stroke();
+    }
+    this.series.forEach(([, role], place) => {
+      pen.strokeStyle = colour(role);
+      pen.lineWidth = 1.75;
+      pen.lineJoin = "round";
+      pen.beginPath();
+      for (const [time, values] of this.points)
+        if (Number.isFinite(values[place])) pen.lineTo(x(time), y(values[place]));
+      pen.stroke();
+    });
+    const last = this.points.at(-1)?.[1] ?? [];
+    const said = this.series.map(([name], place) => `${name} ${this.format(last[place] ?? 0)}`);
+    this.canvas.setAttribute("aria-label", `${this.title}: ${said.join(", ")}`);
+  }
+}
+
+/** Each column is a second, each row a range of values, each shade the share of values in it. */
+export class HistogramChart extends Chart {
+  constructor(title, format) {
+    super(title);
+    this.format = format;
+    this.bounds = [];
+  }
+
+  draw() {
+    const area = this.begin();
+    if (!area) return;
+    const { pen, width, x, bottom } = area;
+    const rows = this.bounds.length + 1;
+    const height = (bottom - TOP) / rows;
+    this.bounds.forEach((bound, place) => {
+      if (place % 3 === 0)
+        pen.fillText(this.format(bound), LEFT - 6, bottom - (place + 1) * height + 4);
+    });
+    const column = Math.max(2, (width - LEFT - RIGHT) / SPAN_S);
+    pen.fillStyle = colour("ours");
+    for (const [time, counts] of this.points) {
+      const total = counts.reduce((sum, n) => sum + n, 0);
+      counts.forEach((n, row) => {
+        if (!n) return;
+        pen.globalAlpha = 0.15 + 0.85 * (n / total);
+        pen.fillRect(x(time) - column, bottom - (row + 1) * height, column + 0.5, height - 0.5);
+      });
+    }
+    pen.globalAlpha = 1;
+  }
+}
+
+export function niceCeiling(value) {
+  const scale = 10 ** Math.floor(Math.log10(value));
+  return (
+    [1, 2, 4, 6, 8, 10].map((digit) => digit * scale).find((one) => one >= value * 0.999) ?? value
+  );
+}

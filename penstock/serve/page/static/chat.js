@@ -1,0 +1,355 @@
+// The chat: which conversation is shown, and what happens when a person sends, stops, branches or goes on.
+
+import { Composer } from "./composer.js";
+import {
+  addMessage,
+  newConversation,
+  pathTo,
+  removeMessage,
+  shorten,
+  showBranch,
+} from "./conversation.js";
+import { showCopyAs } from "./copy_as.js";
+import { announce, byId } from "./dom.js";
+import { MessageView } from "./message_view.js";
+import { streamReply } from "./reply.js";
+import { Problem, setApiKey } from "./server.js";
+import { chatBody } from "./settings.js";
+import * as store from "./store.js";
+import { runTool } from "./tools.js";
+
+const MAX_ROUNDS = 16; // of calls that functions answer, before a person is asked again
+
+export class Chat {
+  /** `onChange`: the list of conversations should be drawn again. */
+  constructor(model, onChange) {
+    Object.assign(this, {
+      model,
+      onChange,
+      talks: [],
+      talk: newConversation(),
+      running: null,
+      views: new Map(),
+    });
+    this.list = byId("messages");
+    this.composer = new Composer(this);
+    const names = [
+      "show",
+      "again",
+      "continue",
+      "edit",
+      "remove",
+      "answerCall",
+      "runCall",
+      "shorten",
+      "enterKey",
+      "copyAs",
+    ];
+    this.actions = Object.fromEntries(
+      names.map((name) => [name, (...given) => this[name](...given)]),
+    );
+    this.actions.hasFunction = (name) => Boolean(this.toolCalled(name)?.code?.trim());
+    this.list.addEventListener("scroll", () => (this.isAtEnd = this.distanceToEnd() < 60), {
+      passive: true,
+    });
+    this.isAtEnd = true;
+  }
+
+  async load() {
+    this.talks = await store.loadAll();
+    this.open(
+      this.talks.find((talk) => talk.id === sessionStorage.getItem("penstock-talk")) ??
+        newConversation(),
+    );
+  }
+
+  /** What another tab has kept meanwhile; the newer of two states of this conversation is shown. */
+  async refresh() {
+    if (this.running) return;
+    const found = await store.loadAll();
+    const shown = found.find((talk) => talk.id === this.talk.id);
+    if (shown && shown.updated > this.talk.updated) {
+      this.talks = found;
+      this.open(shown);
+    } else {
+      this.talks = found.map((talk) => (talk === shown ? this.talk : talk));
+      this.onChange();
+    }
+  }
+
+  open(talk) {
+    this.talk = talk;
+    sessionStorage.setItem("penstock-talk", talk.id);
+    this.views.clear();
+    this.isAtEnd = true;
+    this.draw();
+    this.composer.changed();
+    this.onChange();
+  }
+
+  startNew() {
+    this.open(newConversation({ ...this.talk.settings }));
+    this.composer.focus();
+  }
+
+  /** After settings have changed: not at every letter, and not for a conversation without messages. */
+  keepSoon() {
+    const { talk } = this;
+    clearTimeout(this.keeping);
+    if (talk.leaf) this.keeping = setTimeout(() => this.keep(talk), 300);
+  }
+
+  keep(talk = this.talk) {
+    if (!this.talks.includes(talk)) this.talks.unshift(talk);
+    this.onChange();
+    return store.save(talk);
+  }
+
+  draw() {
+    const path = pathTo(this.talk);
+    const left = path.findIndex((message) => message.id === this.talk.firstSent);
+    const elements = path.map((message, place) => {
+      if (this.running?.message === message) this.views.set(message.id, this.running.view);
+      if (!this.views.has(message.id))
+        this.views.set(message.id, new MessageView(this.talk, message, this.actions));
+      const view = this.views.get(message.id);
+      view.element.classList.toggle("left-out", place < left);
+      return view.element;
+    });
+    this.list.replaceChildren(...elements);
+    byId("welcome").hidden = path.length > 0;
+    this.follow();
+  }
+
+  distanceToEnd() {
+    return this.list.scrollHeight - this.list.scrollTop - this.list.clientHeight;
+  }
+
+  follow() {
+    if (this.isAtEnd) this.list.scrollTop = this.list.scrollHeight;
+  }
+
+  /** One answer at a time: says so to whoever asks for another. */
+  isBusy() {
+    if (this.running) announce("An answer is still coming. Stop it first, with Esc.");
+    return Boolean(this.running);
+  }
+
+  // What a person does
+
+  send(text, files) {
+    if (this.isBusy()) return undefined;
+    const message = addMessage(this.talk, this.talk.leaf, { role: "user", content: text, files });
+    this.isAtEnd = true;
+    return this.reply(message.id);
+  }
+
+  stop() {
+    this.running?.controller.abort();
+  }
+
+  show(message) {
+    showBranch(this.talk, message);
+    this.redraw();
+  }
+
+  again(message) {
+    if (this.isBusy()) return undefined;
+    return this.reply(message.role === "assistant" ? message.parent : message.id);
+  }
+
+  edit(message) {
+    if (this.isBusy()) return;
+    this.views.get(message.id).startEdit((text) => {
+      const isQuestion = message.role === "user";
+      if (text === message.content) {
+        if (isQuestion && this.talk.leaf === message.id) this.reply(message.id); // it has no answer yet
+        return;
+      }
+      const { id, created, stats, problem, ...kept } = message;
+      addMessage(this.talk, message.parent, { ...kept, content: text });
+      this.redraw();
+      if (isQuestion) this.reply(this.talk.leaf);
+      else this.keep();
+    });
+  }
+
+  remove(message) {
+    if (this.isBusy()) return;
+    removeMessage(this.talk, message);
+    this.redraw();
+    this.keep();
+    this.composer.focus();
+  }
+
+  redraw() {
+    this.views.clear();
+    this.draw();
+    this.composer.changed();
+  }
+
+  async continue(message) {
+    if (this.isBusy()) return;
+    const body = this.bodyFor(message.id);
+    if (body)
+      await this.run(message, {
+        ...body,
+        continue_final_message: true,
+        add_generation_prompt: false,
+      });
+  }
+
+  shorten(message) {
+    if (!shorten(this.talk))
+      return announce("There is nothing left to leave out: this message alone is too long.");
+    removeMessage(this.talk, message);
+    this.redraw();
+    return this.reply(this.talk.leaf);
+  }
+
+  enterKey(message) {
+    setApiKey("");
+    return this.again(message);
+  }
+
+  copyAs(message) {
+    const body = this.bodyFor(message.parent);
+    if (body) showCopyAs("v1/chat/completions", { ...body, stream: true });
+  }
+
+  // Replies
+
+  bodyFor(leaf) {
+    try {
+      return chatBody(this.talk, leaf, this.model.name);
+    } catch (error) {
+      announce(error.message);
+      byId("settings-problem").textContent = error.message;
+      document.body.dataset.settings = "open";
+      return null;
+    }
+  }
+
+  async reply(parent, round = 0) {
+    if (this.running) return;
+    const body = this.bodyFor(parent);
+    if (!body) {
+      this.draw();
+      return;
+    }
+    const failed = Object.values(this.talk.messages).find(
+      (other) => other.parent === parent && other.problem && !other.content && !other.reasoning,
+    );
+    if (failed) removeMessage(this.talk, failed); // what never began is no branch
+    const message = addMessage(this.talk, parent, { role: "assistant" });
+    this.views.clear();
+    this.draw();
+    const { talk } = this;
+    if (!(await this.run(message, body)) || this.talk !== talk) return;
+    if (message.calls?.length && round < MAX_ROUNDS) await this.runAll(message, round);
+  }
+
+  /** Whether the reply came to its end. */
+  async run(message, body) {
+    const { talk } = this;
+    const view = this.views.get(message.id);
+    const controller = new AbortController();
+    const grow = eachFrame(() => {
+      view.grow();
+      if (this.talk === talk) this.follow();
+    });
+    this.running = { controller, talk, message, view };
+    Object.assign(message, { problem: undefined, wasStopped: undefined });
+    view.setGrowing(true);
+    this.composer.changed();
+    await this.keep(talk);
+    let isComplete = false;
+    try {
+      await streamReply(body, message, { signal: controller.signal, onGrow: grow });
+      isComplete = true;
+      announce("The answer is complete.");
+    } catch (error) {
+      if (error.name === "AbortError") message.wasStopped = true;
+      else if (error instanceof Problem)
+        message.problem = { sentence: error.message, way: error.way, detail: error.detail };
+      else throw error;
+      if (error.way === "wait") this.retryLater(message, error.waitS);
+    } finally {
+      grow.cancel();
+      this.running = null;
+      view.setGrowing(false);
+      if (this.talk === talk) this.follow();
+      talk.updated = Date.now();
+      this.composer.changed();
+      await this.keep(talk);
+    }
+    return isComplete;
+  }
+
+  /** Tries again by itself when the server has said how long to wait, unless the person did something else. */
+  retryLater(message, waitS) {
+    setTimeout(() => {
+      if (message.problem?.way === "wait" && !this.running && this.talk.leaf === message.id)
+        this.again(message);
+    }, waitS * 1000);
+  }
+
+  // Tools
+
+  toolCalled(name) {
+    return (this.talk.settings.tools ?? []).find((tool) => tool.name === name);
+  }
+
+  /** Answers all calls by their functions, if each has one and the conversation is still shown. */
+  async runAll(message, round) {
+    const { talk } = this;
+    if (!message.calls.every((call) => this.actions.hasFunction(call.name))) return;
+    const ran = message.calls.map((call) =>
+      runTool(this.toolCalled(call.name).code, call.arguments),
+    );
+    const results = await Promise.all(ran);
+    if (this.talk !== talk || talk.leaf !== message.id) return;
+    message.calls.forEach((call, place) => this.addResult(message, call, results[place]));
+    await this.reply(talk.leaf, round + 1);
+  }
+
+  async runCall(message, call) {
+    const { talk } = this;
+    const result = await runTool(this.toolCalled(call.name).code, call.arguments);
+    if (this.talk === talk) this.answerCall(message, call, result);
+  }
+
+  answerCall(message, call, text) {
+    this.addResult(message, call, text);
+    const answered = new Set(
+      pathTo(this.talk)
+        .filter((one) => one.role === "tool")
+        .map((one) => one.callId),
+    );
+    this.redraw();
+    if (message.calls.every((one) => answered.has(one.id))) return this.reply(this.talk.leaf);
+    return this.keep();
+  }
+
+  addResult(message, call, text) {
+    addMessage(this.talk, this.talk.leaf, {
+      role: "tool",
+      callId: call.id,
+      name: call.name,
+      content: text,
+    });
+  }
+}
+
+/** `act` at most once a frame, however often it is asked for. */
+function eachFrame(act) {
+  let asked = 0;
+  const ask = () => {
+    asked ||= requestAnimationFrame(() => {
+      asked = 0;
+      act();
+    });
+  };
+  ask.cancel = () => cancelAnimationFrame(asked);
+  return ask;
+}

@@ -1,0 +1,243 @@
+// The live view: what the server does now and did in the last two minutes, from one event a second.
+
+import { HistogramChart, LineChart } from "./charts.js";
+import { count, make, seconds } from "./dom.js";
+import { events } from "./server.js";
+
+const RETRY_MS = 2000;
+const share = (part, whole) => (whole > 0 ? `${Math.round((100 * part) / whole)} %` : "none yet");
+const MISSED = "missed_tokens_";
+const REASONS = {
+  no_prefix: "nothing like them was seen before",
+  no_checkpoint: "their pages were there, but no state to go on from",
+  evicted: "what was kept had to make room",
+  partial_page: "they do not fill a page",
+  disabled: "the cache is off",
+};
+
+export class LiveView {
+  constructor(element) {
+    Object.assign(this, { element, before: null, controller: null });
+    this.tiles = make("ul", { class: "tiles" });
+    this.note = make("p", { class: "hint", role: "status" }, "Waiting for the first numbers …");
+    this.charts = {
+      speed: new LineChart(
+        "Tokens a second",
+        [
+          ["generated", "ours"],
+          ["prompts", "rival"],
+        ],
+        { top: 10 },
+      ),
+      requests: new LineChart(
+        "Requests",
+        [
+          ["running", "ours"],
+          ["waiting", "rival"],
+        ],
+        { top: 4 },
+      ),
+      memory: new LineChart(
+        "Cache in use",
+        [
+          ["pages", "ours"],
+          ["state slots", "goal"],
+        ],
+        { top: 100, format: (value) => `${Math.round(value)} %` },
+      ),
+      first: new HistogramChart("Time to the first token", seconds),
+      between: new HistogramChart("Time between tokens", seconds),
+    };
+    this.tables = make("div", { class: "charts" });
+    const charts = Object.values(this.charts).map((chart) => chart.element);
+    element.replaceChildren(
+      make(
+        "div",
+        { class: "page" },
+        make("h2", {}, "Live"),
+        this.note,
+        this.tiles,
+        make("div", { class: "charts" }, ...charts),
+        this.tables,
+      ),
+    );
+    addEventListener("resize", () => this.draw());
+  }
+
+  setActive(isActive) {
+    if (isActive && !this.controller) this.watch();
+    else if (!isActive) {
+      this.controller?.abort();
+      this.controller = null;
+    }
+  }
+
+  async watch() {
+    const controller = (this.controller = new AbortController());
+    while (!controller.signal.aborted) {
+      try {
+        for await (const event of events("live", {
+          signal: controller.signal,
+          endsWithDone: false,
+        }))
+          this.take(event);
+      } catch (error) {
+        if (error.name === "AbortError") return;
+        this.note.textContent = `${error.message} Trying again.`;
+      }
+      await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    }
+  }
+
+  take(now) {
+    const before = this.before;
+    this.before = now;
+    this.note.textContent = now.failure ? `The engine has failed: ${now.failure}` : describe(now);
+    // A server that was started again counts from zero.
+    if (before && now.generated_tokens >= before.generated_tokens && now.time > before.time)
+      this.compare(before, now);
+    this.drawTables(now);
+    this.draw();
+  }
+
+  compare(before, now) {
+    const elapsed = now.time - before.time;
+    const generated = (now.generated_tokens - before.generated_tokens) / elapsed;
+    const prompts = (now.prompt_tokens - before.prompt_tokens) / elapsed;
+    const { time, stats } = now;
+    this.charts.speed.push(time, [generated, prompts]);
+    for (const [chart, name] of [
+      ["first", "first_token_s"],
+      ["between", "inter_token_s"],
+    ]) {
+      this.charts[chart].bounds = now[name].bounds;
+      this.charts[chart].push(time, newValues(before[name], now[name]));
+    }
+    if (!stats) return;
+    const used = usage(stats);
+    this.charts.requests.push(time, [stats.num_running, stats.num_waiting]);
+    this.charts.memory.push(time, [100 * used.pages, 100 * used.slots]);
+    const tile = (value, about) => make("li", {}, make("b", {}, value), make("span", {}, about));
+    this.tiles.replaceChildren(
+      tile(count(generated), "tokens generated a second"),
+      tile(count(prompts), "prompt tokens a second"),
+      tile(String(stats.num_running), "requests running"),
+      tile(String(stats.num_waiting), "requests waiting"),
+      tile(share(used.pages, 1), "of the cache's pages in use"),
+      tile(share(used.slots, 1), "of the state slots in use"),
+      tile(share(...hitRate(stats.prefix)), "of prompt tokens came from the cache"),
+      tile(count(stats.num_preemptions), "requests had to make room"),
+    );
+  }
+
+  drawTables(now) {
+    const { stats } = now;
+    const table = (title, head, rows) =>
+      make(
+        "figure",
+        {},
+        make("figcaption", {}, title),
+        make(
+          "div",
+          { class: "scroll", tabIndex: 0, role: "region", "aria-label": title },
+          make(
+            "table",
+            {},
+            make("thead", {}, make("tr", {}, ...head.map((name) => make("th", {}, name)))),
+            make(
+              "tbody",
+              {},
+              ...rows.map((row) =>
+                make("tr", {}, ...row.map((cell) => make("td", {}, String(cell)))),
+              ),
+            ),
+          ),
+        ),
+      );
+    const parts = [
+      table(
+        "Engines",
+        ["engine", "state", "requests", "restarts", "last problem"],
+        now.replicas.map((one) => [
+          one.replica,
+          one.state,
+          one.requests,
+          one.restarts,
+          one.problem ?? "none",
+        ]),
+      ),
+    ];
+    if (stats) {
+      const missed = Object.entries(stats.prefix)
+        .filter(([name, n]) => name.startsWith(MISSED) && n > 0)
+        .map(([name, n]) => [
+          count(n),
+          REASONS[name.slice(MISSED.length)] ?? name.slice(MISSED.length).replaceAll("_", " "),
+        ]);
+      parts.push(
+        table(
+          "Prompt tokens that had to be computed",
+          ["tokens", "because"],
+          missed.length ? missed : [["0", "nothing was computed yet"]],
+        ),
+      );
+      parts.push(
+        table(
+          "Kept",
+          ["what", "how much"],
+          [
+            [
+              "pages in use",
+              `${count(stats.num_pages - 1 - stats.num_free_pages)} of ${count(stats.num_pages - 1)}`,
+            ],
+            [
+              "state slots in use",
+              `${count(stats.num_slots - 1 - stats.num_free_slots)} of ${count(stats.num_slots - 1)}`,
+            ],
+            ["evicted checkpoints", count(stats.prefix.evicted_checkpoints ?? 0)],
+            ["evicted pages", count(stats.prefix.evicted_pages ?? 0)],
+            ["sessions", count(stats.num_sessions)],
+          ],
+        ),
+      );
+    }
+    this.tables.replaceChildren(...parts);
+  }
+
+  draw() {
+    for (const chart of Object.values(this.charts)) chart.draw();
+  }
+}
+
+function describe({ engine, model, phase }) {
+  if (!engine) return `The model is still loading: ${phase?.name ?? "starting"}.`;
+  const gigabytes = (bytes) => `${(bytes / 1e9).toFixed(bytes < 1e9 ? 2 : 1)} GB`;
+  return (
+    `${model} on ${engine.device}, ${engine.dtype}: ${gigabytes(engine.weight_bytes)} of weights, ` +
+    `${gigabytes(engine.cache_bytes)} of cache, up to ${count(engine.max_rows)} requests at once.`
+  );
+}
+
+/** Parts of 1. One page and one slot belong to nobody. */
+function usage(stats) {
+  const part = (free, all) => (all > 1 ? 1 - free / (all - 1) : 0);
+  return {
+    pages: part(stats.num_free_pages, stats.num_pages),
+    slots: part(stats.num_free_slots, stats.num_slots),
+  };
+}
+
+function hitRate(prefix) {
+  const reused = prefix.tokens_reused ?? 0;
+  const missed = Object.entries(prefix).reduce(
+    (sum, [name, n]) => sum + (name.startsWith(MISSED) ? n : 0),
+    0,
+  );
+  return [reused, reused + missed];
+}
+
+/** How many values fell into each range between two looks at cumulative counts. */
+export function newValues(before, now) {
+  const since = now.counts.map((n, place) => n - before.counts[place]);
+  return since.map((n, place) => n - (since[place - 1] ?? 0));
+}

@@ -1,0 +1,290 @@
+// The playground: raw completions token by token, what a text is in tokens, and what a chat is as a prompt.
+
+import { pathTo, requestMessages } from "./conversation.js";
+import { showCopyAs } from "./copy_as.js";
+import { announce, button, copyText, count, labelled, make } from "./dom.js";
+import { Problem, events, json } from "./server.js";
+import { NUMBERS, samplingOf } from "./settings.js";
+
+const NUM_ALTERNATIVES = 5;
+const TABS = { complete: "Complete", tokens: "Tokens", template: "Template" };
+
+export class Playground {
+  /** `currentTalk`: the conversation that the chat shows. */
+  constructor(element, model, currentTalk) {
+    Object.assign(this, { model, currentTalk });
+    this.card = make("div", { class: "token-card", hidden: true, role: "tooltip" });
+    const panels = {
+      complete: this.completePanel(),
+      tokens: this.tokensPanel(),
+      template: this.templatePanel(),
+    };
+    const tabs = Object.entries(TABS).map(([name, label]) =>
+      button(label, () => choose(name), { data: { tab: name } }),
+    );
+    const choose = (chosen) => {
+      for (const [name, panel] of Object.entries(panels)) panel.hidden = name !== chosen;
+      for (const tab of tabs) tab.setAttribute("aria-pressed", String(tab.dataset.tab === chosen));
+    };
+    element.replaceChildren(
+      make(
+        "div",
+        { class: "page" },
+        make("h2", {}, "Playground"),
+        make("div", { class: "row" }, ...tabs),
+        ...Object.values(panels),
+        this.card,
+      ),
+    );
+    choose("complete");
+  }
+
+  // Complete
+
+  completePanel() {
+    this.prompt = make("textarea", {
+      rows: 6,
+      class: "mono",
+      value: "A river is",
+      spellcheck: false,
+    });
+    this.sides = [
+      this.side("A", { temperature: 0, max_tokens: 48 }),
+      this.side("B", { temperature: 1, max_tokens: 48 }),
+    ];
+    const second = this.sides[1].element;
+    second.hidden = true;
+    const compare = make("input", {
+      type: "checkbox",
+      on: { change: (event) => (second.hidden = !event.target.checked) },
+    });
+    this.runButton = button("Complete", () => this.run(), { class: "primary" });
+    return make(
+      "div",
+      {},
+      make(
+        "p",
+        { class: "hint" },
+        "The text goes to the model as it is, without a chat template. Darker tokens were less likely; point at one to see the others.",
+      ),
+      labelled("Prompt", this.prompt),
+      make(
+        "div",
+        { class: "row" },
+        this.runButton,
+        make("label", {}, compare, "Compare with other settings"),
+      ),
+      make("div", { class: "columns" }, ...this.sides.map((side) => side.element)),
+    );
+  }
+
+  side(name, settings) {
+    const output = make("div", {
+      class: "output",
+      tabIndex: 0,
+      "aria-label": `Completion ${name}`,
+      role: "region",
+    });
+    const note = make("small");
+    const fields = NUMBERS.filter((one) => one.name !== "repetition_penalty").map(
+      ({ name: field, label, hint, ...limits }) =>
+        labelled(
+          label,
+          make("input", {
+            type: "number",
+            ...limits,
+            value: settings[field] ?? "",
+            on: {
+              input: (event) =>
+                (settings[field] =
+                  event.target.value === "" ? undefined : event.target.valueAsNumber),
+            },
+          }),
+        ),
+    );
+    const side = { settings, output, note };
+    const copy = button("Copy as", () => showCopyAs("v1/completions", this.bodyOf(side)), {
+      class: "quiet",
+    });
+    side.element = make(
+      "div",
+      {},
+      make("div", { class: "row" }, make("h3", {}, `Settings ${name}`), copy),
+      make("div", { class: "grid" }, ...fields),
+      output,
+      note,
+    );
+    return side;
+  }
+
+  bodyOf(side) {
+    return {
+      model: this.model.name,
+      prompt: this.prompt.value,
+      logprobs: NUM_ALTERNATIVES,
+      stream: true,
+      ...samplingOf(side.settings),
+    };
+  }
+
+  async run() {
+    if (this.controller) return this.controller.abort();
+    this.controller = new AbortController();
+    this.runButton.textContent = "Stop";
+    await Promise.all(
+      this.sides.filter((side) => !side.element.hidden).map((side) => this.complete(side)),
+    );
+    this.controller = null;
+    this.runButton.textContent = "Complete";
+    announce("The completion has ended.");
+    return undefined;
+  }
+
+  async complete(side) {
+    side.output.replaceChildren();
+    side.note.textContent = "";
+    let number = 0,
+      surprise = 0;
+    try {
+      for await (const event of events("v1/completions", {
+        body: this.bodyOf(side),
+        signal: this.controller.signal,
+      })) {
+        const scores = event.choices?.[0]?.logprobs;
+        (scores?.tokens ?? []).forEach((token, place) => {
+          side.output.append(
+            this.token(token, scores.token_logprobs[place], scores.top_logprobs?.[place] ?? {}),
+          );
+          surprise -= scores.token_logprobs[place];
+          number += 1;
+        });
+      }
+    } catch (error) {
+      if (!(error instanceof Problem) && error.name !== "AbortError") throw error;
+      side.note.textContent =
+        error instanceof Problem ? `${error.message} ${error.detail} ` : "Stopped. ";
+    }
+    if (number)
+      side.note.textContent += `${count(number)} tokens, perplexity ${Math.exp(surprise / number).toFixed(2)}`;
+  }
+
+  token(text, logprob, alternatives) {
+    const element = make("span", { class: "token" }, text);
+    const doubt = 1 - Math.exp(logprob);
+    element.style.background = `color-mix(in srgb, var(--rival) ${Math.round(doubt * 60)}%, transparent)`;
+    const rows = Object.entries(alternatives)
+      .sort(([, a], [, b]) => b - a)
+      .map(([other, score]) =>
+        make(
+          "tr",
+          {},
+          make("th", {}, JSON.stringify(other)),
+          make("td", {}, `${(100 * Math.exp(score)).toFixed(1)} %`),
+        ),
+      );
+    const show = () => {
+      const place = element.getBoundingClientRect();
+      const title = `${JSON.stringify(text)}: ${(100 * Math.exp(logprob)).toFixed(1)} %`;
+      this.card.replaceChildren(
+        make("strong", {}, title),
+        make("table", {}, make("tbody", {}, ...rows)),
+      );
+      this.card.hidden = false;
+      this.card.style.left = `${Math.min(place.left, innerWidth - 220)}px`;
+      this.card.style.top = `${place.bottom + 6 + this.card.offsetHeight > innerHeight ? place.top - this.card.offsetHeight - 6 : place.bottom + 6}px`;
+    };
+    element.addEventListener("pointerenter", show);
+    element.addEventListener("pointerleave", () => (this.card.hidden = true));
+    return element;
+  }
+
+  // Tokens
+
+  tokensPanel() {
+    const output = make("div", {
+      class: "output",
+      tabIndex: 0,
+      role: "region",
+      "aria-label": "Tokens",
+    });
+    const note = make("small");
+    const source = make("textarea", { rows: 5, class: "mono", spellcheck: false });
+    let waiting = 0;
+    const show = async () => {
+      try {
+        const {
+          count: total,
+          tokens,
+          token_strs: pieces,
+        } = await json("tokenize", {
+          body: { prompt: source.value, return_token_strs: true, add_special_tokens: false },
+        });
+        output.replaceChildren(
+          ...tokens.map((id, place) =>
+            make("span", { class: "token striped", title: `token ${id}` }, pieces[place]),
+          ),
+        );
+        note.textContent = `${count(total)} tokens, ${count(source.value.length)} characters`;
+      } catch (error) {
+        note.textContent = error.message;
+      }
+    };
+    source.addEventListener("input", () => {
+      clearTimeout(waiting);
+      waiting = setTimeout(show, 200);
+    });
+    return make(
+      "div",
+      {},
+      labelled("Text", source, "each stripe is a token; point at one for its id"),
+      output,
+      note,
+    );
+  }
+
+  // Template
+
+  templatePanel() {
+    const source = make("textarea", {
+      rows: 8,
+      class: "mono",
+      spellcheck: false,
+      value: '[\n  {"role": "user", "content": "Hello!"}\n]',
+    });
+    const output = make("pre", { class: "output", tabIndex: 0, "aria-label": "Prompt" });
+    const note = make("small");
+    const show = async () => {
+      try {
+        const messages = JSON.parse(source.value);
+        const { prompt } = await json("apply-template", { body: { messages } });
+        const { count: total } = await json("tokenize", { body: { messages } });
+        output.textContent = prompt;
+        note.textContent = `${count(total)} tokens`;
+      } catch (error) {
+        note.textContent = `${error.message} ${error.detail ?? ""}`;
+      }
+    };
+    const take = button("Take the conversation", () => {
+      const talk = this.currentTalk();
+      if (!pathTo(talk).length) note.textContent = "The conversation is empty.";
+      else {
+        source.value = JSON.stringify(requestMessages(talk), null, 2);
+        show();
+      }
+    });
+    return make(
+      "div",
+      {},
+      labelled("Messages (JSON)", source, "what an API client would send"),
+      make(
+        "div",
+        { class: "row" },
+        button("Show what the model sees", show, { class: "primary" }),
+        take,
+        button("Copy", (event) => copyText(output.textContent, event.currentTarget)),
+      ),
+      output,
+      note,
+    );
+  }
+}

@@ -1,0 +1,63 @@
+// What can go wrong between a person and an answer, each as one plain sentence and a way on.
+
+/** `way` names what can be done: key, wait, shorten, continue, retry, or nothing but reading. */
+export class Problem extends Error {
+  constructor(sentence, { way = "retry", detail = "", status = 0, waitS = 0 } = {}) {
+    super(sentence);
+    Object.assign(this, { way, detail, status, waitS });
+  }
+}
+
+export const unreachable = () =>
+  new Problem("The server cannot be reached. It may have been stopped, or the network is gone.", {
+    way: "retry",
+  });
+
+/** Of an answer whose status is not 200; `headers` are the answer's. */
+export function problemOf(status, body, headers) {
+  const error = body?.error ?? {};
+  const detail = typeof error === "string" ? error : (error.message ?? "");
+  const waitS = Math.max(1, Number(headers?.get("retry-after")) || 1);
+  if (status === 401)
+    return new Problem("The server did not accept the API key.", { way: "key", status, detail });
+  if (status === 429)
+    return new Problem(`The server is busy and asks for ${waitS} s of patience.`, {
+      way: "wait",
+      status,
+      detail,
+      waitS,
+    });
+  if (status === 503)
+    return new Problem("The engine is not ready yet.", {
+      way: "wait",
+      status,
+      detail,
+      waitS: Math.max(2, waitS),
+    });
+  if (error.code === "context_length_exceeded")
+    return new Problem("The conversation no longer fits into the model's context.", {
+      way: "shorten",
+      status,
+      detail,
+    });
+  if (status === 408)
+    return new Problem("The answer took longer than the server allows.", { status, detail });
+  if (status === 404)
+    return new Problem("This server does not offer that.", { way: "none", status, detail });
+  if (status >= 500) return new Problem("Something failed in the server.", { status, detail });
+  return new Problem("The server refused the request.", { way: "none", status, detail });
+}
+
+/** Of an error event, after the answer had begun. */
+export function problemOfEvent(error) {
+  const lost = error.code === "engines_lost" || error.code === "engine_unavailable";
+  const sentence = lost
+    ? "The engine stopped in the middle of this answer."
+    : error.code === "deadline_exceeded"
+      ? "The answer took longer than the server allows."
+      : "The answer broke off.";
+  return new Problem(sentence, { way: "continue", detail: error.message ?? "" });
+}
+
+export const brokenOff = () =>
+  new Problem("The connection ended in the middle of this answer.", { way: "continue" });

@@ -1,0 +1,108 @@
+// What a conversation may ask for: the fields of its settings, and the request that they make.
+
+import { requestMessages } from "./conversation.js";
+
+export const NUMBERS = [
+  {
+    name: "temperature",
+    label: "Temperature",
+    min: 0,
+    max: 2,
+    step: 0.05,
+    hint: "0 takes the likeliest token",
+  },
+  {
+    name: "top_p",
+    label: "Top p",
+    min: 0.01,
+    max: 1,
+    step: 0.01,
+    hint: "keep the likeliest share",
+  },
+  {
+    name: "top_k",
+    label: "Top k",
+    min: 0,
+    max: 1000,
+    step: 1,
+    hint: "keep so many tokens; 0: all",
+  },
+  { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.01, hint: "relative to the likeliest" },
+  {
+    name: "repetition_penalty",
+    label: "Repetition penalty",
+    min: 0.5,
+    max: 2,
+    step: 0.05,
+    hint: "1: none",
+  },
+  { name: "max_tokens", label: "Longest answer", min: 1, step: 1, hint: "in tokens" },
+  { name: "seed", label: "Seed", step: 1, hint: "the same draws the same" },
+];
+
+/** The numbers that are set; the server decides the others. */
+export const samplingOf = (settings) =>
+  Object.fromEntries(
+    NUMBERS.map(({ name }) => [name, settings[name]]).filter(([, value]) => Number.isFinite(value)),
+  );
+
+/** The body of a chat completion for the path that ends at `leaf`. Throws what is wrong with a schema. */
+export function chatBody(talk, leaf, model) {
+  const { settings } = talk;
+  const body = { model, messages: requestMessages(talk, leaf), ...samplingOf(settings) };
+  if (settings.thinking)
+    body.chat_template_kwargs = { enable_thinking: settings.thinking === "on" };
+  const tools = (settings.tools ?? []).filter((tool) => tool.name);
+  if (tools.length) {
+    body.tools = tools.map(({ name, description, parameters }) => ({
+      type: "function",
+      function: {
+        name,
+        description,
+        parameters: parsed(parameters || '{"type":"object"}', `The schema of ${name}`),
+      },
+    }));
+    if (settings.toolChoice) body.tool_choice = settings.toolChoice;
+  }
+  if (settings.schema?.trim()) {
+    const schema = parsed(settings.schema, "The answer's schema");
+    body.response_format = {
+      type: "json_schema",
+      json_schema: { name: "answer", schema, strict: true },
+    };
+  }
+  return body;
+}
+
+function parsed(text, what) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`${what} is not JSON: ${error.message}`);
+  }
+}
+
+export function jsonProblem(text) {
+  try {
+    if (text.trim()) JSON.parse(text);
+    return "";
+  } catch (error) {
+    return `Not JSON yet: ${error.message}`;
+  }
+}
+
+/** Those that a file brought, each of its own kind; a file may say anything. */
+export function readSettings(found) {
+  const settings = {};
+  const text = (value) => (typeof value === "string" ? value : "");
+  for (const name of ["system", "schema", "thinking", "toolChoice"])
+    if (text(found?.[name])) settings[name] = found[name];
+  for (const { name } of NUMBERS) if (Number.isFinite(found?.[name])) settings[name] = found[name];
+  const tools = Array.isArray(found?.tools) ? found.tools : [];
+  settings.tools = tools.map((tool) =>
+    Object.fromEntries(
+      ["name", "description", "parameters", "code"].map((name) => [name, text(tool?.[name])]),
+    ),
+  );
+  return settings;
+}

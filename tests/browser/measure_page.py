@@ -1,0 +1,245 @@
+"""Measures the page in Chromium and takes its pictures: `PYTHONPATH=.:tests python -m browser.measure_page`.
+
+Writes results/cpu/page.json and docs/page/*.png. Replies in the pictures are scripted, to show what is drawn.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from browser.conftest import CHROMIUMS, USAGE, chunk, say, script_replies, wait_answer
+from penstock.http_client import HttpClient
+from penstock.serve.page.files import FOLDER, file_names
+from serving import FREE, MESSAGES, Server, start_server
+
+ROOT = Path(__file__).resolve().parents[2]
+PICTURES = ROOT / "docs" / "page"
+NUM_LOADS, NUM_REPLIES, NUM_TOKENS = 7, 12, 10_000
+THOUGHT = "The person wants a formula, an example and a table. Short is best."
+REPLY = """The sum of the first $n$ whole numbers is
+
+$$\\sum_{i=1}^{n} i = \\frac{n(n+1)}{2}$$
+
+because pairs from both ends add up to $n + 1$. In code:
+
+```python
+def triangle(n: int) -> int:
+    return n * (n + 1) // 2  # no loop needed
+```
+
+| n | sum |
+|--:|--:|
+| 10 | 55 |
+| 100 | 5,050 |
+"""
+# When the first chunk with text reached the page, and when the frame that shows it was drawn.
+WATCH = """
+window.seen = {};
+const ask = window.fetch;
+window.fetch = async (...given) => {
+  const answer = await ask(...given);
+  if (!String(given[0]).includes("chat/completions")) return answer;
+  seen = {};
+  const [ours, theirs] = answer.body.tee();
+  (async () => {
+    const reader = ours.pipeThrough(new TextDecoderStream()).getReader();
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) break;
+      if (!seen.arrived && value.includes('"content"')) seen.arrived = performance.now();
+    }
+  })();
+  return new Response(theirs, { status: answer.status, headers: answer.headers });
+};
+new MutationObserver(() => {
+  const prose = [...document.querySelectorAll(".message.assistant .prose")].at(-1);
+  if (seen.arrived && !seen.asked && prose?.textContent) {
+    seen.asked = true;
+    requestAnimationFrame(() => setTimeout(() => (seen.shown = performance.now())));
+  }
+}).observe(document, { subtree: true, childList: true, characterData: true });
+"""
+SCROLL = """async () => {
+  const list = document.querySelector("#messages");
+  list.scrollTop = 0;
+  const frames = [];
+  let last = performance.now();
+  for (let n = 0; n < 240; n += 1) {
+    await new Promise(requestAnimationFrame);
+    const now = performance.now();
+    frames.push(now - last);
+    last = now;
+    list.scrollTop += 60;
+  }
+  return frames.slice(5);
+}"""
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {
+        "median": round(statistics.median(ordered), 1),
+        "p95": round(ordered[int(0.95 * (len(ordered) - 1))], 1),
+        "most": round(ordered[-1], 1),
+    }
+
+
+def new_page(browser: Any, url: str, **options: Any) -> Any:
+    page = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options}).new_page()
+    page.goto(url)
+    page.wait_for_selector("#state[data-kind=ok]", state="attached")
+    return page
+
+
+def measure_sizes() -> dict[str, int]:
+    files = {name: (FOLDER / name).read_bytes() for name in file_names()}
+    return {
+        "files": len(files),
+        "bytes": sum(map(len, files.values())),
+        "bytes_of_libraries": sum(len(data) for name, data in files.items() if name.startswith("vendor/")),
+        "bytes_as_sent": sum(len(gzip.compress(data)) for data in files.values()),
+    }
+
+
+def measure_loads(browser: Any, url: str) -> dict[str, Any]:
+    """With nothing in the browser's cache, and again; until the load event, in ms."""
+    first, again = [], []
+    for _ in range(NUM_LOADS):
+        page = new_page(browser, url)
+        took = "() => performance.getEntriesByType('navigation')[0].loadEventEnd"
+        first.append(page.evaluate(took))
+        page.reload()
+        again.append(page.evaluate(took))
+        page.context.close()
+    return {"first_ms": spread(first), "again_ms": spread(again)}
+
+
+def measure_first_token(browser: Any, url: str) -> dict[str, float]:
+    """From the arrival of the first text in the page to the end of the frame that shows it, in ms."""
+    page = new_page(browser, url)
+    page.evaluate(WATCH)
+    waits = []
+    for number in range(NUM_REPLIES):
+        say(page, f"What is {number} + 26? Reply with just the number.")
+        wait_answer(page, number + 1)
+        page.wait_for_timeout(150)
+        seen = page.evaluate("seen")
+        waits.append(seen["shown"] - seen["arrived"])
+    page.context.close()
+    return spread(waits)
+
+
+def measure_long_answer(browser: Any, url: str) -> dict[str, Any]:
+    """About 10,000 tokens of Markdown: how long the page is held up while it streams, and scrolling."""
+    page = new_page(browser, url)
+    text = (REPLY + "\n\n") * (4 * NUM_TOKENS // len(REPLY))
+    pieces = [chunk(content=text[at : at + 4]) for at in range(0, len(text), 4)]
+    page.evaluate(
+        "() => { window.held = []; new PerformanceObserver((found) => held.push(...found.getEntries()"
+        ".map((one) => one.duration))).observe({ entryTypes: ['longtask'] }); }"
+    )
+    script_replies(page, [*pieces, USAGE])
+    started = time.monotonic()
+    say(page, "Write much.")
+    wait_answer(page)
+    drawn_s = time.monotonic() - started
+    held = page.evaluate("held") or [0.0]
+    page.wait_for_timeout(1000)
+    frames = page.evaluate(SCROLL)
+    page.context.close()
+    return {
+        "chunks": len(pieces),
+        "characters": len(text),
+        "drawn_s": round(drawn_s, 2),
+        "longest_task_ms": round(max(held), 1),
+        "frame_ms_while_scrolling": spread(frames),
+        "frames_within_20_ms": round(sum(frame <= 20 for frame in frames) / len(frames), 3),
+    }
+
+
+def measure_live(url: str) -> dict[str, Any]:
+    """How long the server takes for one look at its numbers, which is all that watching costs it a second."""
+    client = HttpClient(url, timeout_s=30.0)
+    waits = []
+    for _ in range(NUM_REPLIES):
+        started = time.perf_counter()
+        client.read("GET", "/metrics")  # asks the engines for the same
+        waits.append((time.perf_counter() - started) * 1000)
+    return {"metrics_ms": spread(waits)}
+
+
+def take_pictures(browser: Any, server: Server) -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    phone = {"viewport": {"width": 375, "height": 667}, "device_scale_factor": 2, "is_mobile": True}
+    kinds = {"light": {}, "dark": {"color_scheme": "dark"}, "phone": phone}
+    for name, options in kinds.items():
+        page = new_page(browser, server.url, **options)
+        script_replies(page, [chunk(reasoning_content=THOUGHT), chunk(content=REPLY), USAGE])
+        say(page, "What is the sum of the first n whole numbers?")
+        wait_answer(page)
+        page.wait_for_timeout(600)
+        save(page, name)
+        page.context.close()
+    page = new_page(browser, f"{server.url}/#live")
+    body = {"messages": MESSAGES, "max_tokens": 350, **FREE}
+    loads = [threading.Thread(target=server.post, args=(body,)) for _ in range(5)]
+    for number, load in enumerate(loads):
+        load.start()
+        page.wait_for_timeout(2500 if number % 2 else 500)
+    page.wait_for_timeout(12_000)
+    save(page, "live")
+    for load in loads:
+        load.join()
+    page.goto(f"{server.url}/#playground")
+    page.get_by_label("Prompt", exact=True).first.fill(
+        "<|im_start|>user\nWhat is a river?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    page.locator("#view-playground .primary", has_text="Complete").click()
+    page.wait_for_selector("text=perplexity")
+    page.evaluate("document.querySelector('.output').scrollIntoView({ block: 'end' })")
+    page.locator(".output .token").nth(3).hover()
+    save(page, "playground")
+
+
+def save(page: Any, name: str) -> None:
+    page.screenshot(path=PICTURES / f"{name}.png")
+
+
+def main() -> None:
+    from playwright.sync_api import sync_playwright
+
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUMS)), None)
+    with sync_playwright() as running, start_server(engine={"max_model_len": 8192}) as server:
+        browser = running.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
+        )
+        results = {
+            "what": "the page in headless Chromium, beside its server and the embedded model",
+            "date": datetime.now(UTC).date().isoformat(),
+            "commit": f"{commit.stdout.strip()} and the working tree after it",
+            "machine": "2 CPU cores without a GPU, shared with other work",
+            "command": "PYTHONPATH=.:tests python -m browser.measure_page",
+            "chromium": browser.version,
+            "size": measure_sizes(),
+            "load": measure_loads(browser, server.url),
+            "first_token_shown_after_ms": measure_first_token(browser, server.url),
+            "long_answer": measure_long_answer(browser, server.url),
+            "look_at_numbers": measure_live(server.url),
+        }
+        (ROOT / "results" / "cpu" / "page.json").write_text(json.dumps(results, indent=1) + "\n")
+        take_pictures(browser, server)
+
+
+if __name__ == "__main__":
+    main()

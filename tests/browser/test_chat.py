@@ -1,0 +1,321 @@
+"""The chat, as a person uses it: with the model that comes along, and with scripted replies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser.conftest import USAGE, chunk, say, script_replies, wait_answer
+from serving import Server
+
+pytestmark = pytest.mark.browser
+QUESTION = "What is 17 + 26? Reply with just the number."
+SUM_TOOL = {
+    "name": "add",
+    "description": "Add two numbers.",
+    "parameters": json.dumps({"type": "object", "properties": {"a": {"type": "number"}}}),
+    "code": "({ a, b }) => a + b",
+}
+CALL = chunk(
+    tool_calls=[{"index": 0, "id": "call_1", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}]
+)
+
+
+def open_settings(page: Any, section: str = "") -> None:
+    page.keyboard.press("Alt+s")
+    if section:
+        page.locator("#settings summary", has_text=section).click()
+
+
+# With the embedded model
+
+
+def test_a_question_is_answered_and_still_there_after_a_reload(page: Any) -> None:
+    say(page, QUESTION)
+    assert wait_answer(page).locator(".prose").inner_text() == "43"
+    assert "tokens" in page.locator(".message.assistant footer small").inner_text()
+    page.reload()
+    assert wait_answer(page).locator(".prose").inner_text() == "43"
+    assert page.locator("#talks .open").inner_text() == QUESTION
+
+
+def test_the_draft_is_counted_in_tokens_of_the_whole_prompt(page: Any) -> None:
+    page.fill("#draft", "Hello there")
+    page.wait_for_function(
+        "() => /^\\d+ of 4,096 tokens$/.test(document.querySelector('#draft-note').textContent)"
+    )
+    page.fill("#draft", "river " * 5000)
+    page.wait_for_function("() => document.querySelector('#draft-note').textContent.includes('too long')")
+
+
+def test_an_answer_can_be_stopped_and_continued(page: Any) -> None:
+    open_settings(page)
+    page.get_by_label("Longest answer").fill("4000")
+    page.route("**/v1/chat/completions", with_fields(ignore_eos=True))
+    say(page, "Tell me about rivers.")
+    page.wait_for_function("() => document.querySelector('.message.assistant .prose')?.innerText.length > 5")
+    assert page.locator("#send").inner_text() == "Stop"
+    page.keyboard.press("Escape")
+    answer = wait_answer(page)
+    assert "stopped" in answer.locator("footer small").inner_text()
+    before = answer.locator(".prose").inner_text()
+    page.get_by_label("Longest answer").fill("12")
+    answer.get_by_role("button", name="Continue").click()
+    page.wait_for_function("() => document.querySelector('.message.assistant[aria-busy=false]')")
+    after = page.locator(".message.assistant .prose").inner_text()
+    assert len(after) > len(before)
+    assert after.startswith(before[: len(before) // 2])
+    assert page.locator(".message.assistant").count() == 1
+
+
+def test_an_answer_goes_on_while_another_conversation_is_looked_at(page: Any) -> None:
+    page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=150))
+    say(page, "Tell me about rivers.")
+    page.wait_for_function("() => document.querySelector('.message.assistant .prose')?.innerText.length > 5")
+    page.keyboard.press("Alt+n")
+    assert page.locator(".message").count() == 0
+    page.locator("#talks .open").click()
+    before = page.locator(".message.assistant .prose").text_content()
+    page.wait_for_function(
+        "(n) => document.querySelector('.message.assistant .prose').textContent.length > n", arg=len(before)
+    )
+    wait_answer(page)
+    assert "150 tokens" in page.locator(".message.assistant footer small").text_content()
+
+
+def test_an_edited_question_is_a_branch_and_the_first_one_stays(page: Any) -> None:
+    say(page, QUESTION)
+    wait_answer(page)
+    page.fill("#draft", "")
+    page.focus("#draft")
+    page.keyboard.press("ArrowUp")
+    page.locator("textarea.edit").fill("What is 20 + 3? Reply with just the number.")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.querySelector('.message.assistant .prose')?.innerText === '23'")
+    assert "2 of 2" in page.locator(".message.user .branches").inner_text()
+    page.get_by_label("Previous branch").click()
+    assert page.locator(".message.assistant .prose").text_content() == "43"
+    page.locator(".message.assistant").get_by_role("button", name="Regenerate").click()
+    page.wait_for_selector(".message.assistant[aria-busy=false] .branches")
+    assert "2 of 2" in page.locator(".message.assistant .branches").inner_text()
+
+
+def test_an_answer_is_held_to_the_schema_of_the_conversation(page: Any) -> None:
+    open_settings(page, "Form of the answer")
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"type": "integer", "maximum": 99}},
+        "required": ["sum"],
+        "additionalProperties": False,
+    }
+    page.get_by_label("JSON schema", exact=True).fill(json.dumps(schema))
+    say(page, "What is 17 + 26?")
+    assert set(json.loads(wait_answer(page).locator(".prose").inner_text())) == {"sum"}
+
+
+def test_a_schema_that_is_no_json_is_said_before_anything_is_asked(page: Any) -> None:
+    asked = script_replies(page, [chunk(content="no")])
+    open_settings(page, "Form of the answer")
+    page.get_by_label("JSON schema", exact=True).fill('{"type":')
+    assert "Not JSON yet" in page.locator("#settings").inner_text()
+    say(page, "What is 17 + 26?")
+    page.wait_for_function(
+        "() => document.querySelector('#settings-problem').textContent.includes('not JSON')"
+    )
+    assert asked == []
+
+
+def test_a_tool_that_must_be_called_is_called_and_answered_by_hand(page: Any) -> None:
+    open_settings(page, "Tools")
+    page.get_by_role("button", name="Add a tool").click()
+    page.get_by_label("Function (JavaScript)").fill("")
+    page.get_by_label("The model", exact=True).select_option("required")
+    say(page, "Add 17 and 26.")
+    call = wait_answer(page).locator(".call")
+    assert "add" in call.locator("figcaption").inner_text()
+    assert set(json.loads(call.locator("pre").inner_text())) == {"a", "b"}
+    page.get_by_label("The model", exact=True).select_option("none")
+    call.get_by_role("textbox").fill("43")
+    call.get_by_role("button", name="Answer by hand").click()
+    wait_answer(page, 2)
+    assert page.locator(".message.tool .result").inner_text() == "43"
+
+
+def with_fields(**fields: Any) -> Callable[[Any], None]:
+    """Goes on to the server, with these in the body."""
+
+    def pass_on(route: Any) -> None:
+        body = json.loads(route.request.post_data)
+        route.continue_(post_data=json.dumps({**body, **fields}))
+
+    return pass_on
+
+
+# With scripted replies
+
+
+def test_a_thought_is_folded_with_its_time_and_tokens(page: Any) -> None:
+    script_replies(page, [chunk(reasoning_content="hidden thing"), chunk(content="Done."), USAGE])
+    say(page, "Think.")
+    answer = wait_answer(page)
+    assert answer.locator(".thought summary").inner_text().startswith("Thought for ")
+    assert "4 tokens" in answer.locator(".thought summary").inner_text()
+    assert not answer.get_by_text("hidden thing").is_visible()
+    answer.locator(".thought summary").click()
+    assert answer.get_by_text("hidden thing").is_visible()
+    assert "16 from the cache" in answer.locator("footer small").inner_text()
+
+
+MARKDOWN = """# Title
+
+Some **bold** and `code` & &lt;tags&gt;, $a^2$ and a price of $5 or $6.
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+```python
+def f(x): return "<b>"
+```
+
+1. one
+2. two
+
+$$\\int_0^1 x\\,dx$$
+"""
+
+
+def test_markdown_becomes_code_with_colours_tables_lists_and_maths(page: Any) -> None:
+    pieces = [chunk(content=MARKDOWN[at : at + 3]) for at in range(0, len(MARKDOWN), 3)]
+    script_replies(page, [*pieces, USAGE])
+    say(page, "Write.")
+    prose = wait_answer(page).locator(".prose")
+    page.wait_for_selector(".prose figure.code .hl-kwd")
+    page.wait_for_selector(".math-block math")
+    assert prose.locator("h3").inner_text() == "Title"
+    assert prose.locator("p").first.inner_text().startswith("Some bold and code & <tags>,")
+    assert prose.locator("td.to-right").inner_text() == "2"
+    assert prose.locator("ol li").all_inner_texts() == ["one", "two"]
+    assert prose.locator("math").count() == 2
+    assert "$5 or $6" in prose.inner_text()
+    assert prose.locator("pre").inner_text() == 'def f(x): return "<b>"'
+    prose.get_by_role("button", name="Copy").click()
+    page.wait_for_function("() => document.querySelector('#announcer').textContent === 'Copied.'")
+
+
+def test_a_function_in_the_sandbox_answers_a_call_and_the_model_goes_on(page: Any) -> None:
+    asked = script_replies(page, [CALL, USAGE], [chunk(content="It is 5."), USAGE])
+    open_settings(page, "Tools")
+    page.get_by_role("button", name="Add a tool").click()
+    say(page, "Add 2 and 3.")
+    wait_answer(page, 2)
+    assert page.locator(".message.tool .result").inner_text() == "5"
+    assert asked[1]["messages"][-1] == {"role": "tool", "tool_call_id": "call_1", "content": "5"}
+    assert asked[1]["messages"][-2]["tool_calls"][0]["function"]["name"] == "add"
+
+
+def test_a_function_that_ends_late_answers_in_no_other_conversation(page: Any) -> None:
+    asked = script_replies(page, [CALL, USAGE], [chunk(content="It is 5."), USAGE])
+    open_settings(page, "Tools")
+    page.get_by_role("button", name="Add a tool").click()
+    slow = "({ a, b }) => new Promise((done) => setTimeout(done, 600, a + b))"
+    page.get_by_label("Function (JavaScript)").fill(slow)
+    say(page, "Add 2 and 3.")
+    wait_answer(page)
+    page.keyboard.press("Alt+n")
+    page.wait_for_timeout(1000)
+    assert page.locator(".message").count() == 0
+    assert len(asked) == 1
+    page.locator("#talks .open").click()
+    page.get_by_role("button", name="Run its function").click()
+    wait_answer(page, 2)
+    assert page.locator(".message.tool .result").inner_text() == "5"
+
+
+@pytest.mark.parametrize(
+    ("code", "result"),
+    [
+        ("() => { while (true); }", "did not end within"),
+        ("() => fetch('/health').then((r) => r.text())", "Error"),
+        ("() => parent.document.title", "Error"),
+        ("() => localStorage.length", "Error"),
+        ("() => { syntax", "Error"),
+        ("async () => ({ a: [1, null] })", '{"a":[1,null]}'),
+    ],
+)
+def test_a_function_of_a_tool_reaches_nothing_and_ends(page: Any, code: str, result: str) -> None:
+    answered = page.evaluate("async (code) => (await import('/page/tools.js')).runTool(code, '{}')", code)
+    assert result in answered
+
+
+def test_conversations_are_found_exported_and_imported(page: Any, tmp_path: Path) -> None:
+    script_replies(page, [chunk(content="The answer has a needle in it."), USAGE])
+    say(page, "First question")
+    wait_answer(page)
+    page.keyboard.press("Alt+n")
+    script_replies(page, [chunk(content="Other."), USAGE])
+    say(page, "Second question")
+    wait_answer(page)
+    page.keyboard.press("Control+k")
+    page.fill("#search", "NEEDLE")
+    assert page.locator("#talks .open").all_inner_texts() == ["First question"]
+    page.fill("#search", "")
+    with page.expect_download() as waiting:
+        page.click("#export")
+    waiting.value.save_as(tmp_path / "talks.json")
+    page.on("dialog", lambda dialog: dialog.accept())
+    for _ in range(2):
+        page.locator("#talks li").first.hover()
+        page.locator("#talks").get_by_label("Delete").first.click()
+        page.wait_for_timeout(100)
+    assert page.locator("#talks .open").count() == 0
+    page.set_input_files("#import-input", tmp_path / "talks.json")
+    page.wait_for_function("() => document.querySelectorAll('#talks .open').length === 2")
+    page.locator("#talks .open", has_text="First question").click()
+    assert "needle" in page.locator(".message.assistant .prose").text_content()
+
+
+def test_what_one_tab_keeps_another_shows_and_does_not_overwrite(page: Any, server: Server) -> None:
+    say(page, QUESTION)
+    wait_answer(page)
+    other = page.context.new_page()
+    other.goto(server.url)
+    other.locator("#talks .open").click()
+    assert wait_answer(other).locator(".prose").inner_text() == "43"
+    say(page, "What is 20 + 3? Reply with just the number.")
+    wait_answer(page, 2)
+    other.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    wait_answer(other, 2)
+    script_replies(other, [chunk(content="Third."), USAGE])
+    say(other, "And now?")
+    wait_answer(other, 3)
+    page.reload()
+    assert wait_answer(page, 3).locator(".prose").text_content() == "Third."
+
+
+def test_a_text_file_is_sent_along_and_another_is_refused_by_name(page: Any, tmp_path: Path) -> None:
+    asked = script_replies(page, [chunk(content="Read."), USAGE])
+    (tmp_path / "notes.txt").write_text("remember the milk")
+    (tmp_path / "<img src=x onerror=alert(1)>.bin").write_bytes(b"\0\1\2")
+    page.set_input_files("#file-input", list(tmp_path.iterdir()))
+    page.wait_for_selector("#files li")
+    assert page.locator("#files li").all_inner_texts() == ["notes.txt ×"]
+    assert "is not a text file" in page.locator("#announcer").inner_text()
+    say(page, "What should I buy?")
+    wait_answer(page)
+    assert asked[0]["messages"][-1]["content"] == "notes.txt:\n\nremember the milk\n\nWhat should I buy?"
+
+
+def test_what_was_asked_can_be_copied_as_code(page: Any, server: Server) -> None:
+    script_replies(page, [chunk(content="Hi."), USAGE])
+    say(page, "It's me")
+    wait_answer(page).get_by_role("button", name="Copy as").click()
+    shown = page.locator("#copy-dialog pre")
+    assert f"curl -N {server.url}/v1/chat/completions" in shown.inner_text()
+    assert "It'\\''s me" in shown.inner_text()
+    page.get_by_role("button", name="Python").click()
+    compile(shown.inner_text(), "copied", "exec")

@@ -1,0 +1,132 @@
+"""The page as people see it: light and dark, small screens, without a mouse, and its other two views."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from browser.conftest import USAGE, chunk, say, script_replies, wait_answer
+from serving import FREE, MESSAGES, Server
+
+pytestmark = pytest.mark.browser
+PHONE = {"viewport": {"width": 375, "height": 667}, "is_mobile": True, "has_touch": True}
+LONG = (
+    "A line with code:\n\n```\n" + "x" * 300 + "\n```\n\n| a | b | c | d |\n|---|---|---|---|\n| " + "w" * 200
+)
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+
+
+def test_dark_follows_the_system_until_a_person_chooses(
+    open_page: Callable[..., Any], server: Server
+) -> None:
+    page = open_page(server.url, color_scheme="dark")
+    assert page.evaluate(BACKGROUND) == "rgb(13, 17, 23)"
+    page.click("#theme")
+    assert page.evaluate(BACKGROUND) == "rgb(255, 255, 255)"
+    page.reload()
+    assert page.evaluate(BACKGROUND) == "rgb(255, 255, 255)"
+
+
+def test_a_phone_shows_everything_without_scrolling_sideways(
+    open_page: Callable[..., Any], server: Server
+) -> None:
+    page = open_page(server.url, **PHONE)
+    script_replies(page, [chunk(content=LONG), USAGE])
+    say(page, "w" * 200)
+    wait_answer(page)
+    for view in ("chat", "playground", "live"):
+        page.evaluate(f"location.hash = '{view}'")
+        page.wait_for_timeout(300)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+    page.evaluate("location.hash = 'chat'")
+    page.click("#toggle-list")
+    assert page.locator("#new-talk").is_visible()
+    page.click("#toggle-list")
+    page.click("#toggle-settings")
+    assert page.get_by_label("System prompt").is_visible()
+
+
+def test_the_whole_chat_works_by_keyboard(page: Any) -> None:
+    script_replies(page, [chunk(content="Hi."), USAGE])
+    assert page.evaluate("document.activeElement.id") == "draft"
+    page.keyboard.type("Hello")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("there")
+    page.keyboard.press("Enter")
+    wait_answer(page)
+    assert page.locator(".message.user .said").inner_text() == "Hello\nthere"
+    page.keyboard.press("Alt+r")
+    page.wait_for_selector(".message.assistant .branches")
+    page.keyboard.press("Alt+2")
+    page.wait_for_selector("#view-playground:not([hidden])")
+    page.keyboard.press("Alt+n")
+    page.wait_for_function("() => document.activeElement.id === 'draft'")
+    assert page.locator(".message").count() == 0
+
+
+@pytest.mark.parametrize("kind", ["light", "dark", "phone"])
+def test_an_automated_check_finds_nothing_that_keeps_people_out(
+    open_page: Callable[..., Any], server: Server, kind: str
+) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    page = open_page(server.url, **(PHONE if kind == "phone" else {"color_scheme": kind}))
+    script_replies(page, [chunk(reasoning_content="Hm."), chunk(content="# Hi\n\n```py\nx = 1\n```"), USAGE])
+    say(page, "Hello")
+    wait_answer(page)
+    page.click("#toggle-settings")
+    page.locator("#settings summary", has_text="Tools").click()
+    page.get_by_role("button", name="Add a tool").click()
+    for view in ("chat", "playground", "live"):
+        page.evaluate(f"location.hash = '{view}'")
+        page.wait_for_timeout(1500 if view == "live" else 300)
+        found = axe.run(page).response["violations"]
+        assert [(one["id"], one["nodes"][0]["html"]) for one in found] == [], view
+
+
+def test_a_completion_shows_each_token_with_its_alternatives(page: Any) -> None:
+    page.goto(page.url.split("#")[0] + "#playground")
+    page.wait_for_selector("text=Compare with other settings")
+    page.get_by_label("Prompt", exact=True).first.fill("The river")
+    page.get_by_label("Compare with other settings").check()
+    page.locator("#view-playground .primary", has_text="Complete").click()
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('#view-playground .columns small')]"
+        ".some((note) => note.textContent.includes('perplexity'))"
+    )
+    page.locator(".output .token").first.hover()
+    assert page.locator(".token-card tr").count() >= 5
+    assert "%" in page.locator(".token-card").inner_text()
+    page.get_by_role("button", name="Copy as").nth(1).click()
+    assert '"temperature": 1' in page.locator("#copy-dialog pre").inner_text()
+
+
+def test_tokens_and_template_show_what_the_model_sees(page: Any) -> None:
+    page.goto(page.url.split("#")[0] + "#playground")
+    page.get_by_role("button", name="Tokens").click()
+    page.get_by_label("Text", exact=True).fill("two rivers")
+    page.wait_for_selector(".token.striped")
+    assert "".join(page.locator(".token.striped").all_inner_texts()).replace("Ġ", " ") == "two rivers"
+    page.get_by_role("button", name="Template").click()
+    page.get_by_role("button", name="Show what the model sees").click()
+    page.wait_for_function("() => document.querySelector('pre.output').textContent.includes('Hello!')")
+    assert "<|im_start|>user" in page.locator("pre.output").inner_text()
+
+
+def test_the_live_view_moves_under_load(page: Any, server: Server) -> None:
+    page.goto(page.url.split("#")[0] + "#live")
+    body = {"messages": MESSAGES, "max_tokens": 200, **FREE}
+    loads = [threading.Thread(target=server.post, args=(body,)) for _ in range(4)]
+    for load in loads:
+        load.start()
+    page.wait_for_function(
+        "() => Number(document.querySelector('.tiles b')?.textContent.replace(',', '')) > 0"
+        " && Number(document.querySelectorAll('.tiles b')[2].textContent) > 0"
+    )
+    assert "penstock-tiny on cpu" in page.locator("#view-live").inner_text()
+    assert page.locator("#view-live td", has_text="ready").count() == 1
+    for load in loads:
+        load.join()
+    page.wait_for_function("() => document.querySelectorAll('.tiles b')[2].textContent === '0'")

@@ -1,0 +1,216 @@
+"""The page as a server sends it: its files, their headers, who may have them, and what they never do.
+
+What a browser makes of it is tests/browser's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.eval.report.charts import THEMES
+from penstock.serve.page.files import FOLDER, INDEX, PAGE_PATHS, PREFIX, SANDBOX, file_names
+from penstock.serve.page.live import LiveRoute
+from test_serve_access import GOOD, KEYS, Answered, app_of, call
+
+HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+OURS = [name for name in file_names() if not name.startswith("vendor/")]
+MAX_SENT_BYTES = 150_000  # all of it, compressed; the goal is 300 kB
+
+
+@pytest.fixture(scope="module")
+def app() -> Any:
+    return app_of()
+
+
+def text_of(name: str) -> str:
+    return (FOLDER / name).read_text()
+
+
+# What is sent
+
+
+def test_a_browser_is_shown_the_page_and_other_clients_that_a_server_is_there(app: Any) -> None:
+    shown = call(app, "/", HTML)
+    assert shown.body.startswith(b"<!doctype html>")
+    assert shown.headers["content-type"] == "text/html; charset=utf-8"
+    for headers in ({}, {"accept": "*/*"}, {"accept": "application/json"}):
+        plain = call(app, "/", headers)
+        assert plain.body == b"Penstock is running"
+        assert plain.headers["content-type"] == "text/plain; charset=utf-8"
+        assert "accept" in plain.headers["vary"]
+
+
+def test_every_file_is_sent_with_a_policy_that_lets_nothing_else_run(app: Any) -> None:
+    assert len(PAGE_PATHS) > 40
+    for path in PAGE_PATHS:
+        assert_locked_up(path, call(app, path))
+
+
+def assert_locked_up(path: str, answer: Answered) -> None:
+    assert answer.status == 200, path
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    policy = dict(rule.strip().split(" ", 1) for rule in answer.headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert "unsafe" not in answer.headers["content-security-policy"]
+    if path == PREFIX + SANDBOX:
+        assert policy["sandbox"] == "allow-scripts"
+        assert "connect-src" not in policy
+    else:
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert (policy["require-trusted-types-for"], policy["trusted-types"]) == ("'script'", "'none'")
+        assert policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+
+
+def test_a_browser_that_has_a_file_is_not_sent_it_again(app: Any) -> None:
+    for path in ("/", f"{PREFIX}app.js"):
+        first = call(app, path, HTML)
+        again = call(app, path, {**HTML, "if-none-match": f'"other", W/{first.headers["etag"]}'})
+        assert (again.status, again.body) == (304, b"")
+        assert again.headers["etag"] == first.headers["etag"]
+        assert call(app, path, {**HTML, "if-none-match": '"other"'}).status == 200
+
+
+def test_files_are_compressed_for_those_who_can_read_that_and_small_together(app: Any) -> None:
+    sent = 0
+    for name in file_names():
+        answer = call(app, PREFIX + name, {"accept-encoding": "gzip, br"})
+        assert answer.headers["content-encoding"] == "gzip"
+        assert gzip.decompress(answer.body) == (FOLDER / name).read_bytes()
+        sent += len(answer.body)
+    assert sent < MAX_SENT_BYTES
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "../files.py", "..%2f..%2fconfig.py", "vendor", ""])
+def test_nothing_but_the_files_is_sent(app: Any, name: str) -> None:
+    assert call(app, PREFIX + name).status == 404
+
+
+def test_without_the_page_there_is_neither_page_nor_file() -> None:
+    app = app_of(page=False)
+    assert call(app, "/", HTML).body == b"Penstock is running"
+    assert call(app, f"{PREFIX}app.js").status == 404
+
+
+def test_files_need_no_key_and_numbers_do() -> None:
+    app = app_of(api_key=KEYS)
+    assert call(app, "/", HTML).body.startswith(b"<!doctype html>")
+    assert {call(app, path).status for path in PAGE_PATHS} == {200}
+    assert call(app, "/live").status == call(app, f"{PREFIX}other.js").status == 401
+    assert call(app, f"{PREFIX}other.js", GOOD).status == 404
+
+
+# The numbers of the live view
+
+
+def test_the_live_view_has_an_event_a_second_until_the_server_ends() -> None:
+    serving = app_of().state.serving
+    serving.metrics.inter_token_s.observe(0.004, 3)
+    serving.metrics.num_generated_tokens = 3
+
+    async def watch() -> list[bytes]:
+        route = LiveRoute(serving)
+        events = []
+        async for event in (await route.stream(None)).body_iterator:  # type: ignore[arg-type]
+            events.append(bytes(event))
+            if len(events) == 2:
+                serving.draining.set()
+        return events
+
+    started = time.monotonic()
+    events = asyncio.run(watch())
+    assert 0.9 < time.monotonic() - started < 5.0
+    assert len(events) == 2
+    assert all(event.startswith(b"data: {") and event.endswith(b"}\n\n") for event in events)
+    event = json.loads(events[0].removeprefix(b"data: "))
+    assert event["generated_tokens"] == event["inter_token_s"]["counts"][-1] == 3
+    assert len(event["inter_token_s"]["counts"]) == len(event["inter_token_s"]["bounds"]) + 1
+
+
+def test_engines_are_asked_once_a_second_however_many_watch() -> None:
+    serving = app_of().state.serving
+    asked = []
+
+    async def report() -> list[Any]:
+        asked.append(1)
+        return []
+
+    serving.client.report = report
+
+    async def watch() -> None:
+        route = LiveRoute(serving)
+        streams = [(await route.stream(None)).body_iterator for _ in range(8)]  # type: ignore[arg-type]
+        first = await asyncio.gather(*(anext(aiter(stream)) for stream in streams))
+        assert len(set(first)) == 1
+
+    asyncio.run(watch())
+    assert len(asked) == 1
+
+
+# What is in the files
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_files_name_no_other_site_and_parse_no_html(name: str) -> None:
+    text = text_of(name).replace("http://www.w3.org/2000/svg", "").replace("https://relative.invalid/", "")
+    assert not re.search(r"(https?:)?//[a-z0-9-]+\.[a-z]", text)
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|srcdoc|\beval\(|new Function", text
+    )
+    if name.endswith(".html"):
+        assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", text)
+
+
+def test_every_file_that_is_referred_to_exists_and_every_module_is_loaded_early() -> None:
+    modules = {name: text_of(name) for name in OURS if name.endswith(".js")}
+    index = text_of(INDEX)
+    named = set(re.findall(r'(?:src|href)="page/([^"]+)"', index))
+    eager, new = set(), {"app.js"}
+    while new:
+        eager |= new
+        found = {one for name in new for one in re.findall(r'from "\./([^"]+)"', modules.get(name, ""))}
+        new = found - eager
+    lazy = {one for text in modules.values() for one in re.findall(r'import\("\./([^"]+)"\)', text)}
+    assert eager | lazy | named <= set(file_names())
+    assert set(re.findall(r'rel="modulepreload" href="page/([^"]+)"', index)) == eager - {"app.js"}
+    for name in re.findall(r'"(\w+)"', modules["highlight.js"].partition("NAMES = [")[2].partition("]")[0]):
+        assert f"vendor/highlight/{name}.js" in file_names()
+
+
+def test_every_element_that_is_looked_up_by_id_is_on_the_page() -> None:
+    ids = set(re.findall(r'\sid="([^"]+)"', text_of(INDEX)))
+    asked = {one for name in OURS for one in re.findall(r'byId\("([^"]+)"\)', text_of(name))}
+    made = {one for name in OURS for one in re.findall(r'\bid: "([^"]+)"', text_of(name))}
+    assert asked
+    assert asked <= ids | made
+
+
+def test_page_and_report_share_their_colours() -> None:
+    css = text_of("base.css")
+    for theme in THEMES.values():
+        for role in ("paper", "ink", "quiet", "hair", "track", "ours", "rival", "goal"):
+            assert f"--{role}: {theme[role]};" in css, role
+
+
+def test_modules_stay_short_and_vendored_code_brings_its_licence() -> None:
+    assert [name for name in OURS if len(text_of(name).splitlines()) > 400] == []
+    for licence in ("marked.LICENSE", "temml.LICENSE", "highlight/LICENSE"):
+        assert (FOLDER / "vendor" / licence).stat().st_size > 500
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not here")
+def test_every_module_of_ours_can_be_parsed(tmp_path: Path) -> None:
+    for name in OURS:
+        if name.endswith(".js"):
+            copy = tmp_path / f"{name}.mjs"
+            copy.write_text(text_of(name))
+            subprocess.run(["node", "--check", str(copy)], check=True, timeout=30)

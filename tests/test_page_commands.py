@@ -1,0 +1,153 @@
+"""Commands around the page: `serve --open`, `chat --web`, and `top`, which has the live view's numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from command_line import fails
+from penstock.cli import main
+from penstock.commands import browser, top
+from penstock.config import EngineConfig, ServeConfig
+from penstock.progress import OnPhase, Phase
+from penstock.serve import server as server_module
+from serving import FREE, MESSAGES, Server, start_server
+
+Opened = list[str]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
+    addresses: Opened = []
+    monkeypatch.setattr(browser.webbrowser, "open", lambda url: addresses.append(url) or True)
+    return addresses
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServeConfig]]:
+    """Servers that only say where they listen, and end."""
+    configs: list[tuple[EngineConfig, ServeConfig]] = []
+
+    def run(engine: EngineConfig, serve: ServeConfig, on_phase: OnPhase) -> None:
+        configs.append((engine, serve))
+        on_phase(Phase("listening", f"http://{serve.host}:{serve.port}", 1.0, 0.0))
+
+    monkeypatch.setattr(server_module, "run", run)
+    monkeypatch.setattr("penstock.serve.request_log.configure_log", lambda form: None)
+    return configs
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://0.0.0.0:8000", "http://127.0.0.1:8000/"),
+        ("http://[::]:81", "http://[::1]:81/"),
+        ("http://[fe80::1]:81", "http://[fe80::1]:81/"),
+        ("https://box.example/llm/v1", "https://box.example/llm/"),
+    ],
+)
+def test_a_browser_is_sent_where_it_can_go(url: str, address: str) -> None:
+    assert browser.page_address(url) == address
+
+
+def test_serve_opens_the_page_when_it_listens_and_only_if_asked(started: list[Any], opened: Opened) -> None:
+    assert main(["serve", "--port", "8123"]) == 0
+    assert opened == []
+    assert main(["serve", "--port", "8123", "--host", "0.0.0.0", "--open"]) == 0
+    assert [config.port for _, config in started] == [8123, 8123]
+    assert opened == ["http://127.0.0.1:8123/"]
+
+
+def test_a_page_that_is_off_is_not_opened(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code, said = fails(capsys, "serve", "--open", "--no-page")
+    assert exit_code == 2
+    assert "--no-page turns it off" in said
+    assert started == []
+
+
+def test_chat_in_a_browser_serves_the_model_with_its_flags(started: list[Any], opened: Opened) -> None:
+    assert (
+        main(["chat", "--web", "--max-rows", "3", "--temperature", "0.5", "--chat-template", "no-think"]) == 0
+    )
+    ((engine, serve),) = started
+    assert (engine.max_rows, serve.temperature, serve.chat_template) == (3, 0.5, "no-think")
+    assert opened == ["http://127.0.0.1:8000/"]
+
+
+def test_chat_in_a_browser_with_a_server_that_runs_only_opens_it(started: list[Any], opened: Opened) -> None:
+    assert main(["chat", "--web", "--base-url", "http://box:9/v1"]) == 0
+    assert (started, opened) == ([], ["http://box:9/"])
+
+
+@pytest.mark.parametrize(
+    "words", [["--system", "x"], ["--seed", "3"], ["--base-url", "http://x", "--top-p", "0.5"]]
+)
+def test_what_only_the_page_can_set_is_refused_by_name(
+    words: list[str], started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    exit_code, said = fails(capsys, "chat", "--web", *words)
+    assert exit_code == 2
+    assert f"{words[-2]} and --web are both given" in said
+    assert started == []
+
+
+def test_where_there_is_no_browser_the_address_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(browser.webbrowser, "open", lambda url: False)
+    browser.open_page("http://127.0.0.1:1").join()
+    assert "open http://127.0.0.1:1/ in one" in capsys.readouterr().err
+
+
+# top
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with start_server() as running:
+        yield running
+
+
+def test_top_prints_the_numbers_of_a_server_once(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.post({"messages": MESSAGES, "max_tokens": 5, **FREE})
+    assert main(["top", "--once", "--base-url", server.url]) == 0
+    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["generated tokens/s"].strip() == "0"
+    assert rows["running, waiting"].strip() == "0, 0"
+    assert rows["pages in use"].split()[0].isdigit()
+    assert "partial page" in rows["computed because"]
+
+
+def test_the_screen_of_top_shows_engines_and_speed(server: Server) -> None:
+    from rich.console import Console
+
+    with server.http.stream("GET", f"{server.url}/live") as answer:
+        event = json.loads(next(answer.iter_lines()).removeprefix("data: "))
+    later = {**event, "time": event["time"] + 2.0, "generated_tokens": event["generated_tokens"] + 100}
+    output = io.StringIO()
+    Console(file=output, width=120).print(top._screen([event, later]))
+    shown = output.getvalue()
+    assert "penstock-tiny on cpu" in shown
+    assert "generated tokens/s" in shown
+    assert shown.split("generated tokens/s")[1].split()[0] == "50"
+    assert "ready" in shown
+    assert "█" in shown
+
+
+def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code, said = fails(capsys, "top", "--base-url", "http://127.0.0.1:9")
+    assert exit_code == 1
+    assert "127.0.0.1:9" in said
+
+
+def test_quantiles_are_of_what_came_since() -> None:
+    before = {"bounds": [0.1, 0.2, 0.5], "counts": [10, 10, 10, 10]}
+    now = {"bounds": [0.1, 0.2, 0.5], "counts": [10, 13, 14, 15]}
+    assert top.quantile_bound(before, now, 0.5) == 0.2
+    assert top.quantile_bound(before, now, 0.8) == 0.5
+    assert top.quantile_bound(before, now, 0.95) == float("inf")
+    assert top.quantile_bound(now, now, 0.5) is None
