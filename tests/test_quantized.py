@@ -17,6 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from packed_checkpoints import FORMATS, in_mlx_form, pack_state, plain_state, write
 from penstock.errors import CheckpointError
 from penstock.models.source import ModelSource, find_model
+from penstock.ops.cpu import quantized as kernels
 from penstock.ops.weight import Weight
 from penstock.weights.codes import Codes
 from penstock.weights.load import load_model
@@ -91,18 +92,25 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same(ours: nn.Module, expected: nn.Module) -> None:
-    """The same values, bit for bit, and the same logits but for how products round their inputs."""
+    """The same values, bit for bit, and the same logits."""
     found, theirs = values_of(ours), values_of(expected)
     assert found.keys() == theirs.keys()
     for name, value in found.items():
         assert torch.equal(value, theirs[name]), name
-    for length in (1, 5, 40):  # as codes, and expanded
-        logits = []
-        for model in (ours, expected):
-            by_hand = ByHand(model)
-            logits += by_hand.run(by_hand.row(0, prompt(length)))
-        assert logits[1].isfinite().all()
-        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4 * logits[1].abs().max().item())
+    for length in (1, 5, 40):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "is_available", lambda rows: False)  # rows are expanded then
+            exact = logits_of(expected, length)
+            assert exact.isfinite().all()
+            assert (logits_of(ours, length) - exact).abs().max() <= 1e-5 * exact.abs().max()
+        # Products with codes round their inputs to 16 bits, and these small models amplify that.
+        assert (logits_of(ours, length) - exact).abs().max() <= 1e-2 * exact.abs().max()
+
+
+def logits_of(model: nn.Module, length: int) -> Tensor:
+    by_hand = ByHand(model)
+    (logits,) = by_hand.run(by_hand.row(0, prompt(length)))
+    return logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -115,7 +115,7 @@ def test_products_are_those_of_the_expanded_rows(kind: str, N: int, K: int) -> N
     wide = torch.full((9, N + 8), torch.nan)
     kernels.multiply(x, rows, wide[:, 3 : 3 + N])
     expected = x.double() @ exact.double().T
-    assert (wide[:, 3 : 3 + N] - expected).abs().max() <= 4e-5 * expected.abs().max()
+    assert (wide[:, 3 : 3 + N] - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert wide[:, :3].isnan().all()
     for begin, end in ((0, 1), (3, 5), (2, 9)):  # the same bits, whatever stands beside a token
         alone = torch.empty(end - begin, N)
@@ -133,7 +133,11 @@ def test_columns_need_not_fill_a_block(K: int) -> None:
         x, out = torch.randn(3, K, generator=torch.Generator().manual_seed(1)), torch.empty(3, 20)
         kernels.multiply(x, rows, out)
         expected = x.double() @ exact.double().T
-        assert (out - expected).abs().max() <= 4e-5 * expected.abs().max(), kind
+        assert (out - expected).abs().max() <= 1e-4 * expected.abs().max(), kind
+
+
+def assert_near(seen: Tensor, expected: Tensor) -> None:
+    assert (seen - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("has_compiler", [pytest.param(True, marks=NEEDS_COMPILER), False])
@@ -154,10 +158,10 @@ def test_a_weight_may_be_rows_of_several_kinds(
     bias, residual = torch.randn(100), torch.randn(num_tokens, 100)
     given: dict[str, Any] = {"deterministic": deterministic}
     seen = linear(x, weight, bias, residual.clone(), **given)
-    torch.testing.assert_close(seen, x @ exact.T + bias + residual, rtol=1e-4, atol=1e-4)
+    assert_near(seen, x @ exact.T + bias + residual)
     normed = norm_linear(x, torch.ones(512), 1e-6, weight, **given)
     expected = torch.nn.functional.rms_norm(x, (512,), eps=1e-6) @ exact.T
-    torch.testing.assert_close(normed, expected, rtol=1e-4, atol=1e-4)
+    assert_near(normed, expected)
 
 
 def write_quantized(folder: Path, config: dict[str, Any], name: str) -> tuple[Path, Path, int]:
