@@ -16,6 +16,7 @@ from penstock.layers.linear import Linear
 from penstock.ops import Weight, linear, norm_linear
 from penstock.ops.cpu import library
 from penstock.ops.cpu import quantized as kernels
+from penstock.ops.cpu.memory import HUGE_PAGE, new_tensor
 from penstock.ops.quantized import QuantizedRows, pack_codes
 from penstock.ops.weight import bytes_of
 from penstock.weights.codes import Codes, Scales
@@ -141,7 +142,7 @@ def assert_near(seen: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("has_compiler", [pytest.param(True, marks=NEEDS_COMPILER), False])
-@pytest.mark.parametrize("num_tokens", [1, 8, 40])
+@pytest.mark.parametrize("num_tokens", [1, 8, 300])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_weight_may_be_rows_of_several_kinds(
     has_compiler: bool, num_tokens: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
@@ -199,3 +200,25 @@ def test_experts_of_one_kind_are_one_stack() -> None:
     assert stack.shape == (2, 24, 256)
     for expert, codes in enumerate(matrices):
         assert torch.equal(stack.select(expert).dequantize(), codes.dequantize())
+
+
+def test_rows_of_a_kind_that_follow_each_other_are_one_part(tmp_path: Path) -> None:
+    quantized, _, _ = write_quantized(tmp_path, LLAMA, "int4")
+    config = EngineConfig(model=str(quantized), device="cpu", max_model_len=1024, memory_gb=0.1)
+    weights = [
+        module for module in Engine.from_config(config).runner.model.modules() if isinstance(module, Weight)
+    ]
+    fused = [weight for weight in weights if weight.parts]
+    assert len(fused) >= 8
+    assert all(len(weight.parts) == 1 for weight in fused), "q, k and v, or gate and up, are one"
+    some, others = pack(make_codes("Q4_K", 20, 512)), pack(make_codes("Q4_K", 7, 512))
+    joined = QuantizedRows.join([some, others])
+    assert torch.equal(joined.dequantize(), torch.cat([some.dequantize(), others.dequantize()]))
+
+
+def test_large_weights_lie_on_pages_of_their_own() -> None:
+    """At a boundary of huge pages, and given back with the tensor."""
+    made = new_tensor((3, 1 << 20), torch.float32, "cpu")
+    assert made.data_ptr() % HUGE_PAGE == 0
+    assert made.fill_(7.0).sum() == 21 << 20
+    assert new_tensor((3, 5), torch.bfloat16, "cpu").shape == (3, 5)

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.ops.cpu.memory import new_tensor
+
 BLOCK = 128  # columns
 # bits of a code -> bits of its low and of its high plane
 PLANES = {1: (1, 0), 2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (8, 0)}
@@ -67,12 +69,14 @@ class QuantizedRows:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What rows must have in common to be stacked."""
+        """What rows must have in common to be one part."""
         blocks = (self.scales, self.offsets)
         types = tuple(
             None if one is None else (one.fine.dtype, one.coarse is None, one.repeat) for one in blocks
         )
-        return (self.shape, self.bits, self.group, types, self.are_zeros, self.bias, self.columns is None)
+        levels = None if self.levels is None else self.levels.cpu().numpy().tobytes()  # NaN is itself there
+        numbers = (self.bits, self.group, self.are_zeros, self.bias)
+        return (*numbers, self.low.shape[:-2], self.num_columns, types, levels, self.columns is None)
 
     @property
     def num_bytes(self) -> int:
@@ -80,9 +84,15 @@ class QuantizedRows:
 
     @staticmethod
     def stack(matrices: list[QuantizedRows]) -> QuantizedRows:
-        """One for each expert, all of a kind."""
+        """One for each expert, all of a kind and as many rows."""
         tensors = [iter(matrix._own_tensors()) for matrix in matrices]
         return matrices[0]._mapped(lambda _: torch.stack([next(one) for one in tensors]))
+
+    @staticmethod
+    def join(parts: list[QuantizedRows]) -> QuantizedRows:
+        """The rows of all of them, which are of a kind and have their columns in order."""
+        tensors = [iter(part._own_tensors(columns=False)) for part in parts]
+        return parts[0]._mapped(lambda _: join_rows([next(one) for one in tensors]), columns=False)
 
     def select(self, expert: int) -> QuantizedRows:
         """One matrix of a stack."""
@@ -145,6 +155,13 @@ class QuantizedRows:
             offsets=None if self.offsets is None else blocks(self.offsets),
             columns=changed(self.columns) if columns else self.columns,
         )
+
+
+def join_rows(tensors: list[Tensor]) -> Tensor:  # [..., N, *] each
+    first = tensors[0]
+    num_rows = sum(tensor.shape[-2] for tensor in tensors)
+    joined = new_tensor((*first.shape[:-2], num_rows, first.shape[-1]), first.dtype, first.device)
+    return torch.cat(tensors, dim=-2, out=joined)
 
 
 def write_plane(codes: Tensor, bits: int) -> Tensor:  # [..., K] uint8 -> [..., bytes] uint8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 import torch
@@ -121,7 +122,7 @@ class WeightParts:
         for _, by_expert in sorted(self._found.items()):
             own = [part for _, part in sorted(by_expert.items())]
             parts.append(self._stacked(own) if self._is_stack else own[0])
-        self._weight.quantize(tuple(parts))
+        self._weight.quantize(tuple(_joined(parts)))
 
     def _read(self, tensor: StoredTensor, placement: Placement) -> Part:
         order = _row_order(placement)
@@ -134,13 +135,27 @@ class WeightParts:
 
     def _stacked(self, own: list[Part]) -> Part:
         rows = [part for part in own if isinstance(part, QuantizedRows)]
-        if len(rows) == len(own) and len({part.kind for part in rows}) == 1:
+        if len(rows) == len(own) and len({(part.kind, part.num_rows) for part in rows}) == 1:
             return QuantizedRows.stack(rows)
         values = [part if isinstance(part, Tensor) else part.dequantize() for part in own]
         return torch.stack([self._plain(value) for value in values])
 
     def _plain(self, values: Tensor) -> Tensor:
         return values.to(self._weight.values.dtype).contiguous()
+
+
+def _joined(parts: list[Part]) -> list[Part]:
+    """Neighbours of a kind as one: a product with them is one call."""
+    joined: list[Part] = []
+    for _, group in itertools.groupby(parts, key=lambda part: _kind_to_join(part)):
+        own = list(group)
+        rows = [part for part in own if isinstance(part, QuantizedRows)]
+        joined += [QuantizedRows.join(rows)] if len(rows) == len(own) > 1 else own
+    return joined
+
+
+def _kind_to_join(part: Part) -> object:
+    return part.kind if isinstance(part, QuantizedRows) and part.columns is None else id(part)
 
 
 def _row_order(placement: Placement) -> Tensor | None:

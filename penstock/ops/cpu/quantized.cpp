@@ -26,8 +26,9 @@ using s8 = int8_t;
 constexpr int LANES = 16, BLOCK = 128, HALF = BLOCK / 2, UNITS = BLOCK / UNIT, TOKENS = 4, ROWS = 4;
 constexpr int LOW = BITS == 8 ? 8 : BITS >= 4 ? 4 : BITS >= 2 ? 2 : 1, HIGH = BITS - LOW;
 constexpr bool IS_WIDE = BITS == 8 || HAS_TABLE; // pairs of products do not fit 16 bits
-constexpr int AHEAD = 32768;                     // bytes: on their way to the second cache meanwhile
-constexpr long MOST_TAKEN = 64;                  // blocks of rows by a thread at a time
+constexpr int AHEAD = 12288;                     // bytes: on their way to the second cache meanwhile
+constexpr long PREPARED = 16;                    // rows whose scales are expanded at a time
+constexpr long MOST_TAKEN = 16;                  // blocks of these by a thread at a time
 constexpr int SHARES = 4;                        // of a thread, at least: another program may hold one up
 
 #ifdef __AVX512BW__
@@ -385,30 +386,38 @@ extern "C" void multiply_quantized(
     Inputs inputs(x, T, K, w.blocks, w.stride());
     u8 nobody[16] = {};
     Bytes table = load_table(bytes ? bytes : nobody);
-    long num_blocks = (N + ROWS - 1) / ROWS, row_stride = w.stride();
+    long num_blocks = (N + PREPARED - 1) / PREPARED, row_stride = w.stride();
     long taken = std::clamp(num_blocks / (SHARES * omp_get_max_threads()), 1l, MOST_TAKEN);
-#pragma omp parallel for schedule(dynamic, taken)
-    for (long block = 0; block < num_blocks; block++) {
-        long first = block * ROWS, num_rows = std::min<long>(ROWS, N - first);
-        thread_local std::vector<float> scales, offsets;
-        scales.resize(ROWS * row_stride + LANES), offsets.resize(ROWS * row_stride); // spread() reads past the end
-        w.prepare(first, num_rows, scales.data(), has_offsets ? offsets.data() : nullptr);
+#pragma omp parallel
+    {
+        // spread() reads past the end
+        std::vector<float> scales(PREPARED * row_stride + LANES), offsets(has_offsets ? PREPARED * row_stride : 0);
         Sides sides = {scales.data(), has_offsets ? offsets.data() : nullptr, bias, unit};
-        for (long start = 0; start < T; start += TOKENS) {
-            long num_tokens = std::min<long>(TOKENS, T - start);
-            float sums[TOKENS * ROWS];
-            if (num_rows == ROWS) multiply_some<ROWS>(num_tokens, w, table, inputs, start, first, sides, (float*)sums);
-            else
-                for (long n = 0; n < num_rows; n++)
-                    multiply_some<1>(num_tokens, w, table, inputs, start, first + n, sides.from(n * row_stride), sums + n);
-            for (long t = 0; t < num_tokens; t++)
-                for (long n = 0; n < num_rows; n++) out[(start + t) * stride + first + n] = sums[t * ROWS + n];
+#pragma omp for schedule(dynamic, taken)
+        for (long block = 0; block < num_blocks; block++) {
+            long begin = block * PREPARED, end = std::min(N, begin + PREPARED);
+            w.prepare(begin, end - begin, scales.data(), has_offsets ? offsets.data() : nullptr);
+            for (long start = 0; start < T; start += TOKENS) {
+                long num_tokens = std::min<long>(TOKENS, T - start);
+                for (long first = begin; first < end; first += ROWS) {
+                    long num_rows = std::min<long>(ROWS, end - first);
+                    float sums[TOKENS * ROWS];
+                    Sides own = sides.from((first - begin) * row_stride);
+                    if (num_rows == ROWS) multiply_some<ROWS>(num_tokens, w, table, inputs, start, first, own, (float*)sums);
+                    else
+                        for (long n = 0; n < num_rows; n++)
+                            multiply_some<1>(num_tokens, w, table, inputs, start, first + n, own.from(n * row_stride), sums + n);
+                    for (long t = 0; t < num_tokens; t++)
+                        for (long n = 0; n < num_rows; n++) out[(start + t) * stride + first + n] = sums[t * ROWS + n];
+                }
+            }
         }
     }
 }
 
-// out [count, K]: rows `first` to `first + count` in float32, rounded as ops/quantized.py rounds them.
-extern "C" void expand_quantized(WEIGHT, const float* levels, float* out, long first, long count) {
+// out [count, K]: rows `first` to `first + count` in float32, rounded as ops/quantized.py rounds them. A code is
+// levels[code], or code - bias where there are none.
+extern "C" void expand_quantized(WEIGHT, const float* levels, int bias, float* out, long first, long count) {
     Weight w = weight_of(GIVEN);
 #pragma omp parallel for
     for (long row = 0; row < count; row++) {
@@ -422,13 +431,24 @@ extern "C" void expand_quantized(WEIGHT, const float* levels, float* out, long f
                 Bytes own = w.rows.codes(first + row, block / STEP * STEP, int(block % STEP), odd);
                 std::memcpy(codes + odd * HALF, &own, HALF);
             }
+            u8 ordered[BLOCK];
+            for (int i = 0; i < HALF; i++) ordered[2 * i] = codes[i], ordered[2 * i + 1] = codes[HALF + i];
             long begin = block * BLOCK, end = std::min(K, begin + BLOCK);
-            for (long k = begin; k < end; k++) {
-                float value = levels[codes[(k & 1) * HALF + (k - begin) / 2]], scale = scales[k / group], offset = offsets[k / group];
-                if (offset_type == NONE) value = value * scale;
-                else if (are_zeros) value = (value - offset) * scale;
-                else value = value * scale + offset;
-                out[row * K + k] = value;
+            for (long k = begin; k < end; k += UNIT) {
+                float scale = scales[k / group], offset = offsets[k / group], *own = out + row * K + k;
+                const u8* code = ordered + (k - begin);
+                int count = int(std::min<long>(UNIT, end - k));
+                float values[UNIT];
+                if (levels)
+                    for (int i = 0; i < count; i++) values[i] = levels[code[i]];
+                else
+                    for (int i = 0; i < count; i++) values[i] = float(int(code[i]) - bias);
+                if (offset_type == NONE)
+                    for (int i = 0; i < count; i++) own[i] = values[i] * scale;
+                else if (are_zeros)
+                    for (int i = 0; i < count; i++) own[i] = (values[i] - offset) * scale;
+                else
+                    for (int i = 0; i < count; i++) own[i] = values[i] * scale + offset;
             }
         }
     }

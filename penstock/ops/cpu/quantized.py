@@ -16,7 +16,8 @@ from torch import Tensor
 from penstock.ops.cpu import library
 from penstock.ops.quantized import Blocks, QuantizedRows
 
-MOST_TOKENS = 16  # for more, expanding the rows costs less than multiplying with codes
+MOST_TOKENS = {"AVX512": 256, "AVX2": 64}  # for more, expanding the rows costs less than their codes
+MOST_FLOAT_TOKENS = 32  # of FP8, which is multiplied as float32 either way
 BLOCK = 128  # columns that a step of the kernel takes
 UNITS = (128, 64, 32, 16)  # columns that share a scale, as kernels are compiled; groups are multiples
 TYPES = {None: 0, torch.uint8: 1, torch.int8: 2, torch.float16: 3, torch.bfloat16: 4, torch.float32: 5}
@@ -39,6 +40,17 @@ class Meaning:
 
 def is_available(rows: QuantizedRows) -> bool:
     return rows.low.is_cpu and _call_of(rows) is not None
+
+
+def is_better(rows: QuantizedRows, num_tokens: int) -> bool:
+    """Whether `multiply` is to be preferred to a product with expanded rows."""
+    most = MOST_FLOAT_TOKENS if rows.bits == 8 and rows.levels is not None else _most_tokens()
+    return num_tokens <= most and is_available(rows)
+
+
+@functools.cache
+def _most_tokens() -> int:
+    return MOST_TOKENS.get(torch.backends.cpu.get_cpu_capability(), 0)
 
 
 def multiply(x: Tensor, rows: QuantizedRows, out: Tensor) -> None:
@@ -69,10 +81,8 @@ def expand(rows: QuantizedRows, first: int, count: int) -> Tensor:  # [count, K]
     out = torch.empty(count, rows.num_columns)
     loaded = _library(*_kind(rows))
     assert loaded is not None, "asked only where it is available"
-    levels = rows.levels
-    if levels is None:
-        levels = torch.arange(1 << rows.bits) - float(rows.bias)
-    loaded.expand_quantized(*_arguments(rows), levels.data_ptr(), out.data_ptr(), first, count)
+    given = (*_arguments(rows), _pointer(rows.levels), rows.bias)
+    loaded.expand_quantized(*given, out.data_ptr(), first, count)
     if rows.columns is None:
         return out
     ordered = torch.empty_like(out)
@@ -121,7 +131,7 @@ def _library(bits: int, unit: int, has_table: bool, is_fp8: bool) -> ctypes.CDLL
         *(*WEIGHT_TYPES, c_void_p, c_float, c_float),
         *(c_void_p, c_void_p, c_long, c_long, c_long),
     ]
-    loaded.expand_quantized.argtypes = [*WEIGHT_TYPES, c_void_p, c_void_p, c_long, c_long]
+    loaded.expand_quantized.argtypes = [*WEIGHT_TYPES, c_void_p, c_int, c_void_p, c_long, c_long]
     for function in (loaded.multiply_quantized, loaded.expand_quantized):
         function.restype = None
     return loaded

@@ -45,19 +45,19 @@ def multiply_parts(
 ) -> Tensor:  # [T, K] -> [T, N] float32
     """Products with rows that are stored in different ways. Quantised ones are multiplied as they are with a
     few tokens; for many, some rows after the other are expanded, and never leave the cache."""
-    out = torch.empty(len(x), sum(part.shape[0] for part in parts), device=x.device)
-    wide, first = x.float(), 0
-    for part in parts:
-        own = out[:, first : first + part.shape[0]]
-        first += part.shape[0]
+    sizes = [part.shape[0] for part in parts]
+    out, wide, first = torch.empty(len(x), sum(sizes), device=x.device), x.float(), 0
+    for part, size in zip(parts, sizes):
+        own = out if len(parts) == 1 else out[:, first : first + size]
+        first += size
         if isinstance(part, Tensor):
             own.copy_(multiply(x, part, deterministic=deterministic))
-        elif cpu_quantized.is_available(part) and (deterministic or len(x) <= cpu_quantized.MOST_TOKENS):
+        elif cpu_quantized.is_better(part, 0 if deterministic else len(x)):
             cpu_quantized.multiply(wide, part, own)
         else:
-            rows_at_once = max(1, WIDENED_ELEMENTS // part.shape[1])
-            for begin in range(0, part.shape[0], rows_at_once):
-                some = _expanded(part, begin, min(begin + rows_at_once, part.shape[0]))
+            rows_at_once = max(1, WIDENED_ELEMENTS // part.num_columns)
+            for begin in range(0, size, rows_at_once):
+                some = _expanded(part, begin, min(begin + rows_at_once, size))
                 own[:, begin : begin + rows_at_once] = multiply(wide, some, deterministic=deterministic)
     return out
 
