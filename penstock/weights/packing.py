@@ -147,7 +147,7 @@ class WeightParts:
 def _joined(parts: list[Part]) -> list[Part]:
     """Neighbours of a kind as one: a product with them is one call."""
     joined: list[Part] = []
-    for _, group in itertools.groupby(parts, key=lambda part: _kind_to_join(part)):
+    for _, group in itertools.groupby(parts, key=_kind_to_join):
         own = list(group)
         rows = [part for part in own if isinstance(part, QuantizedRows)]
         joined += [QuantizedRows.join(rows)] if len(rows) == len(own) > 1 else own
@@ -162,6 +162,7 @@ def _row_order(placement: Placement) -> Tensor | None:
     """The stored row of each of ours, if the conversion does nothing but put rows in another order."""
     if placement.convert is None or len(placement.shape) != 2:
         return None
-    numbers = torch.arange(placement.shape[0])[:, None]
+    num_rows = len(range(placement.shape[0])[placement.rows or slice(None)])
+    numbers = torch.arange(num_rows)[:, None]
     order = placement.convert(numbers)
     return order.flatten() if order.shape == numbers.shape and not order.is_floating_point() else None
