@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
-from penstock.models.source import ModelSource
+from penstock.models.source import ModelSource, find_model
 from penstock.types import Request, SamplingParams, TokenDelta, TokenLogprob
+from penstock.weights.load import load_model
 
 HYBRID_MOE: dict[str, Any] = {
     "model_type": "qwen3_5_moe_text",
@@ -59,6 +61,13 @@ LLAMA: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 FAMILIES = {"hybrid_moe": HYBRID_MOE, "hybrid_dense": HYBRID_DENSE, "llama": LLAMA}
+
+
+def load_weights(path: Path, **settings: Any) -> Any:
+    """The model of a checkpoint on the CPU in float32, with its drafting head, without an engine."""
+    given = {"device": "cpu", "dtype": "float32", "random_weights": False, "seed": 0}
+    given |= {"on_phase": lambda phase: None, "with_drafting_head": True}
+    return load_model(find_model(str(path)), **{**given, **settings})
 
 
 def make_engine(config: dict[str, Any], **settings: Any) -> Engine:

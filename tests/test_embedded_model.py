@@ -17,10 +17,9 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3_5MoeForCausalLM
 
 from penstock import LLM, SamplingParams
 from penstock.assets import default_model
-from penstock.models.source import find_model
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
-from penstock.weights.load import load_model
+from small_models import load_weights
 from step_inputs import ByHand, make_cache, make_inputs
 from training.problems import harness_sums, word_problems
 from training.problems.mixture import sample_training
@@ -175,14 +174,7 @@ def test_states_in_float16_cost_less_than_bfloat16_does(llm: LLM, folder: Path) 
 
     def predict(dtype: torch.dtype, state_dtype: torch.dtype) -> Tensor:  # [tokens, sequences, vocab]
         name = str(dtype).removeprefix("torch.")
-        model = load_model(
-            find_model(str(folder)),
-            device="cpu",
-            dtype=name,
-            random_weights=False,
-            seed=0,
-            on_phase=lambda _: None,
-        )
+        model = load_weights(folder, dtype=name, with_drafting_head=False)
         by_hand = ByHand(model, num_sequences=len(texts), dtype=dtype, state_dtype=state_dtype)
         steps = []
         for position in range(length):
@@ -203,15 +195,7 @@ def test_states_in_float16_cost_less_than_bfloat16_does(llm: LLM, folder: Path) 
 
 def test_its_mtp_head_guesses_the_token_after_the_next(llm: LLM, folder: Path) -> None:
     """On held-out word problems, over the replies it writes itself: the first draft of speculation."""
-    model: Any = load_model(
-        find_model(str(folder)),
-        device="cpu",
-        dtype="float32",
-        random_weights=False,
-        seed=0,
-        on_phase=lambda _: None,
-        with_drafting_head=True,
-    )
+    model = load_weights(folder)
     rng = Random("drafts")
     problems = [word_problems.sample(rng, True) for _ in range(6)]
     prompts = [

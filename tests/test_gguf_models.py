@@ -19,26 +19,13 @@ from penstock import LLM, SamplingParams
 from penstock.errors import CheckpointError, PenstockError
 from penstock.models.source import find_model
 from penstock.weights.gguf_reader import open_gguf
-from penstock.weights.load import load_model
-from small_models import LLAMA
+from small_models import LLAMA, load_weights
 
 ONE_LAYER = {**LLAMA, "num_hidden_layers": 1}
 
 
-def load(path: Path) -> nn.Module:
-    return load_model(
-        find_model(str(path)),
-        device="cpu",
-        dtype="float32",
-        random_weights=False,
-        seed=0,
-        on_phase=lambda _: None,
-        with_drafting_head=True,
-    )
-
-
 def parameters_of(path: Path) -> dict[str, Tensor]:
-    return {name: parameter.data for name, parameter in load(path).named_parameters()}
+    return {name: parameter.data for name, parameter in load_weights(path).named_parameters()}
 
 
 def error_of(act: Callable[[], object]) -> str:
@@ -57,7 +44,7 @@ def test_a_gguf_file_gives_the_model_of_its_checkpoint(architecture: str, tmp_pa
     state = random_state(config)
     folder = write_folder(tmp_path / "original", config, state)
     file = write_gguf(tmp_path / "model.gguf", architecture, config, state)
-    expected, found = load(folder), load(file)
+    expected, found = load_weights(folder), load_weights(file)
     values = dict(found.named_parameters())
     for name, parameter in expected.named_parameters():
         if name.endswith("a_log"):  # the file has -exp of it

@@ -55,8 +55,7 @@ def make_ours(config: dict[str, Any], weights: dict[str, Tensor], **settings: An
     model = build_model(config, torch.bfloat16, torch.device("cuda"), with_drafting_head=False)
     parameters = targets_of(model)
     for name, place in model.placements(weights.keys()).items():
-        values = place.convert(weights[name]) if place.convert else weights[name]
-        parameters[place.parameter][place.index].copy_(values)
+        parameters[place.parameter][place.index].copy_(place.converted(weights[name]))
     given = {"memory_gb": 4, "max_rows": NUM_SEQUENCES, "max_model_len": 1024, "prefix_cache": False}
     return LogitsEngine(Engine(model, EngineConfig(**given, **settings), "cut"))
 

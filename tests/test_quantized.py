@@ -16,14 +16,13 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from packed_checkpoints import FORMATS, in_mlx_form, pack_state, plain_state, write
 from penstock.errors import CheckpointError
-from penstock.models.source import ModelSource, find_model
+from penstock.models.source import ModelSource
 from penstock.ops.cpu import quantized as kernels
 from penstock.ops.weight import Weight
 from penstock.weights.codes import Codes
-from penstock.weights.load import load_model
 from penstock.weights.quantized import find_format, open_weights
 from penstock.weights.stored import StoredTensor
-from small_models import HYBRID_DENSE, HYBRID_MOE, LLAMA, prompt
+from small_models import HYBRID_DENSE, HYBRID_MOE, LLAMA, load_weights, prompt
 from step_inputs import ByHand
 
 REFUSED = ("bitsandbytes", "eetq", "aqlm", "quanto", "torchao", "fbgemm_fp8", "mxfp4", "quark")
@@ -79,12 +78,6 @@ MTP = {"mtp_num_hidden_layers": 1}
 FAMILIES = {"hybrid_moe": {**HYBRID_MOE, **MTP}, "hybrid_dense": HYBRID_DENSE, "llama": LLAMA}
 
 
-def load(folder: Path, **settings: Any) -> nn.Module:
-    given = {"device": "cpu", "dtype": "float32", "random_weights": False, "seed": 0}
-    given |= {"on_phase": lambda phase: None, "with_drafting_head": True}
-    return load_model(find_model(str(folder)), **{**given, **settings})
-
-
 def values_of(model: nn.Module) -> dict[str, Tensor]:
     plain = {name: value for name, value in model.named_parameters() if not value.is_meta}
     weights = {name: module for name, module in model.named_modules() if isinstance(module, Weight)}
@@ -126,7 +119,7 @@ def test_a_packed_model_is_the_one_of_its_expanded_weights(tmp_path: Path, name:
         packed = in_mlx_form(packed, "" if family == "llama" else "language_model.")
     assert len(packed) > len(expanded) or name == "mlx"
     quantized = write(tmp_path / "packed", packed, {**config, format.key: format.quantization})
-    assert_same(load(quantized), load(write(tmp_path / "plain", expanded, config)))
+    assert_same(load_weights(quantized), load_weights(write(tmp_path / "plain", expanded, config)))
 
 
 @pytest.mark.parametrize("name", ["fp8", "gptq", "mlx"])
@@ -147,7 +140,7 @@ def test_names_are_those_of_the_published_files(tmp_path: Path, name: str) -> No
         }
     quantized = {**config, format.key: format.quantization}
     folder = write(tmp_path / "packed", published | seeing, quantized)
-    assert_same(load(folder), load(write(tmp_path / "plain", expanded, config)))
+    assert_same(load_weights(folder), load_weights(write(tmp_path / "plain", expanded, config)))
 
 
 def test_fp8_blocks_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
@@ -188,7 +181,7 @@ def test_what_the_expansion_costs_is_told(
     """Where kernels for packed weights are missing, as they are on a GPU."""
     monkeypatch.setattr("penstock.weights.load._weights_that_stay_quantized", lambda *_: {})
     packed, _ = pack_state(plain_state(LLAMA), FORMATS["int8"])
-    load(write(tmp_path, packed, {**LLAMA, "quantization_config": FORMATS["int8"].quantization}))
+    load_weights(write(tmp_path, packed, {**LLAMA, "quantization_config": FORMATS["int8"].quantization}))
     # Of each of two layers: q, k, v and o have 6, 2, 2 and 6 heads of 16, and the MLP is 96 wide.
     weights = 2 * 64 * (16 * 16 + 3 * 96)
     assert weights == 69632
@@ -200,7 +193,7 @@ def test_large_weights_are_expanded_some_rows_at_a_time(
 ) -> None:
     packed, _ = pack_state(plain_state(LLAMA), FORMATS["gptq"])
     folder = write(tmp_path, packed, {**LLAMA, "quantization_config": FORMATS["gptq"].quantization})
-    whole = load(folder)
+    whole = load_weights(folder)
     sizes = []
 
     def dequantize(codes: Codes) -> Tensor:
@@ -211,7 +204,7 @@ def test_large_weights_are_expanded_some_rows_at_a_time(
     monkeypatch.setattr(Codes, "dequantize", dequantize)
     monkeypatch.setattr("penstock.weights.load.EXPANDED_ELEMENTS", 500)  # five rows of 96
     monkeypatch.setattr("penstock.weights.load._weights_that_stay_quantized", lambda *_: {})
-    assert_same(load(folder), whole)
+    assert_same(load_weights(folder), whole)
     assert 480 in sizes
     assert max(sizes) <= 500
 
@@ -240,7 +233,7 @@ def test_groups_are_found_by_name_then_pattern_then_class(tmp_path: Path) -> Non
         "config_groups": groups,
     }
     mixed = write(tmp_path / "mixed", packed, {**LLAMA, "quantization_config": quantization})
-    assert_same(load(mixed), load(write(tmp_path / "plain", expanded, LLAMA)))
+    assert_same(load_weights(mixed), load_weights(write(tmp_path / "plain", expanded, LLAMA)))
 
 
 def test_zeros_of_gptq_version_2_are_stored_as_they_are(tmp_path: Path) -> None:
@@ -310,29 +303,29 @@ def test_an_older_release_of_modelopt_has_its_config_in_a_file_of_its_own(tmp_pa
     folder = write(tmp_path / "packed", packed, LLAMA)
     quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
     (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": quantization}))
-    assert_same(load(folder), load(write(tmp_path / "plain", expanded, LLAMA)))
+    assert_same(load_weights(folder), load_weights(write(tmp_path / "plain", expanded, LLAMA)))
 
 
 def test_a_bias_that_no_model_has_is_skipped_if_it_is_zero(tmp_path: Path) -> None:
     packed, _ = pack_state(plain_state(LLAMA), FORMATS["gptq"])
     config = {**LLAMA, "quantization_config": FORMATS["gptq"].quantization}
-    without = load(write(tmp_path / "without", packed, config))
+    without = load_weights(write(tmp_path / "without", packed, config))
     packed["model.layers.0.mlp.up_proj.bias"] = torch.zeros(96)
-    assert_same(load(write(tmp_path / "with", packed, config)), without)
+    assert_same(load_weights(write(tmp_path / "with", packed, config)), without)
     packed["model.layers.0.mlp.up_proj.bias"][3] = 1.0
     folder = write(tmp_path / "other", packed, config)
     with pytest.raises(CheckpointError, match=r"1 unexpected: model\.layers\.0\.mlp\.up_proj\.bias"):
-        load(folder)
+        load_weights(folder)
 
 
 def test_scales_of_activations_and_of_the_kv_cache_are_not_weights(tmp_path: Path) -> None:
     """They stay in the model's dtype, so a scale for them changes nothing."""
     packed, _ = pack_state(plain_state(LLAMA), FORMATS["fp8 rows"])
     config = {**LLAMA, "quantization_config": FORMATS["fp8 rows"].quantization}
-    without = load(write(tmp_path / "without", packed, config))
+    without = load_weights(write(tmp_path / "without", packed, config))
     for name in ("self_attn.k_scale", "self_attn.v_proj.v_scale", "mlp.up_proj.input_scale"):
         packed[f"model.layers.0.{name}"] = torch.ones(1)
-    assert_same(load(write(tmp_path / "with", packed, config)), without)
+    assert_same(load_weights(write(tmp_path / "with", packed, config)), without)
 
 
 # Bad files
@@ -485,7 +478,7 @@ def test_another_method_is_refused_by_name_with_those_that_are_read(
 ) -> None:
     folder = write(tmp_path, plain_state(LLAMA), {**LLAMA, **changes})
     with pytest.raises(CheckpointError) as caught:
-        load(folder)
+        load_weights(folder)
     assert f"is quantised ({method}), which cannot be loaded" in str(caught.value)
     assert "fp8, compressed-tensors, gptq, awq, mlx, modelopt" in str(caught.value)
 
@@ -496,4 +489,4 @@ def test_codes_without_their_scales_are_told_from_plain_numbers(tmp_path: Path) 
     del packed[lost]
     folder = write(tmp_path, packed, {**LLAMA, "quantization_config": FORMATS["fp8"].quantization})
     with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\.weight is float8_e4m3fn"):
-        load(folder)
+        load_weights(folder)

@@ -12,6 +12,7 @@ from torch import Tensor
 from packed_checkpoints import FORMATS, pack_state, plain_state, write
 from penstock.config import EngineConfig
 from penstock.engine.engine import Engine
+from penstock.errors import CapacityError
 from penstock.layers.linear import Linear
 from penstock.ops import Weight, linear, norm_linear
 from penstock.ops.cpu import library
@@ -21,7 +22,7 @@ from penstock.ops.quantized import QuantizedRows, pack_codes
 from penstock.ops.weight import bytes_of
 from penstock.weights.codes import Codes, Scales
 from penstock.weights.packing import can_pack, pack
-from small_models import HYBRID_MOE, LLAMA, logprobs_of, prompt, request, run
+from small_models import HYBRID_MOE, LLAMA, load_weights, logprobs_of, prompt, request, run
 
 WIDE_MOE = HYBRID_MOE | dict.fromkeys(  # rows that fill blocks of 128 columns
     ("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 128
@@ -222,3 +223,19 @@ def test_large_weights_lie_on_pages_of_their_own() -> None:
     assert made.data_ptr() % HUGE_PAGE == 0
     assert made.fill_(7.0).sum() == 21 << 20
     assert new_tensor((3, 5), torch.bfloat16, "cpu").shape == (3, 5)
+
+
+def test_what_a_model_leaves_out_makes_it_no_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a checkpoint with a quantised drafting head, which is not loaded, the trunk must fit alone."""
+    config = {**WIDE_MOE, "mtp_num_hidden_layers": 1}
+    quantized, _, _ = write_quantized(tmp_path, config, "int4")
+    engine_config = EngineConfig(model=str(quantized), device="cpu", dtype="float32", memory_gb=0.1)
+    needed = Engine.from_config(engine_config).info.weight_bytes
+    for share, fits in ((1.1, True), (0.8, False)):
+        memory = {"SC_PHYS_PAGES": int(share * needed), "SC_PAGE_SIZE": 1}
+        monkeypatch.setattr("penstock.weights.load.os.sysconf", memory.__getitem__)
+        if fits:
+            load_weights(quantized, with_drafting_head=False)
+        else:
+            with pytest.raises(CapacityError, match="does not fit"):
+                load_weights(quantized, with_drafting_head=False)

@@ -28,18 +28,27 @@ NARROW_TYPES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.fl
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
-    """A number for each group of columns of a row: `fine`, or `fine * coarse` of `repeat` groups."""
+class Scales:
+    """One number for each block of a matrix: `fine`, or `fine * coarse` where a format has two levels."""
 
-    fine: Tensor  # [..., N, groups]
-    coarse: Tensor | None = None  # [..., N, groups / repeat] float32
-    repeat: int = 1
+    fine: Tensor  # [..., N / block_n, K / block_k]  any dtype; in QuantizedRows [..., N, groups]
+    coarse: Tensor | None = None  # broadcasts to `fine` after `repeat` of its last dimension
+    repeat: int = 1  # blocks of `fine` in a row for each number of `coarse`
+    divides: bool = False  # `fine / coarse`, in the one format that stores the inverse; not in QuantizedRows
 
-    def expand(self) -> Tensor:  # [..., N, groups] float32
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Scales:
+        fine = change(self.fine)  # first: `change` may go through a list in this order
+        return replace(self, fine=fine, coarse=None if self.coarse is None else change(self.coarse))
+
+    def to(self, device: torch.device) -> Scales:
+        return self.mapped(lambda tensor: tensor.to(device))
+
+    def expand(self) -> Tensor:  # float32, the shape of `fine`
         fine = self.fine.float()
         if self.coarse is None:
             return fine
-        return self.coarse.float().repeat_interleave(self.repeat, -1)[..., : fine.shape[-1]] * fine
+        coarse = self.coarse.float().repeat_interleave(self.repeat, -1)[..., : fine.shape[-1]]
+        return fine / coarse if self.divides else coarse * fine
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +60,8 @@ class QuantizedRows:
     group: int  # columns that share a scale: a multiple of 16
     low: Tensor  # [..., N, bytes] uint8
     high: Tensor | None  # the same, of the upper bits
-    scales: Blocks
-    offsets: Blocks | None  # or zeros
+    scales: Scales
+    offsets: Scales | None  # or zeros
     are_zeros: bool  # what `offsets` holds is subtracted before the scale is applied
     levels: Tensor | None  # [2 ** bits] float32  what codes stand for; None: code - bias
     bias: int
@@ -124,6 +133,9 @@ class QuantizedRows:
             weight = (values - self._spread(self.offsets.expand())) * scales
         else:
             weight = values * scales + self._spread(self.offsets.expand())
+        return self.in_order(weight)
+
+    def in_order(self, weight: Tensor) -> Tensor:  # [..., K] of our columns -> of the inputs'
         if self.columns is None:
             return weight
         ordered = torch.empty_like(weight)
@@ -144,15 +156,12 @@ class QuantizedRows:
         def changed(value: Tensor | None) -> Tensor | None:
             return None if value is None else change(value)
 
-        def blocks(value: Blocks) -> Blocks:
-            return Blocks(change(value.fine), changed(value.coarse), value.repeat)
-
         return replace(
             self,
             low=change(self.low),
             high=changed(self.high),
-            scales=blocks(self.scales),
-            offsets=None if self.offsets is None else blocks(self.offsets),
+            scales=self.scales.mapped(change),
+            offsets=None if self.offsets is None else self.offsets.mapped(change),
             columns=changed(self.columns) if columns else self.columns,
         )
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.ops.quantized import QuantizedRows
+from penstock.ops.reference.packed import pack
 
 Part = QuantizedRows | Tensor  # rows of a weight that are stored in one way
 
@@ -63,8 +64,6 @@ class Weight(nn.Module):
 
     def pack(self) -> None:
         """Rearranges the matrix for this CPU's products, where that is a gain. Nothing else changes."""
-        from penstock.ops.reference.packed import pack
-
         if not self.parts:
             self.values = nn.Parameter(pack(self.values), requires_grad=False)
 

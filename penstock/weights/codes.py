@@ -13,26 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from penstock.ops.quantized import Scales
 
-@dataclass(frozen=True, slots=True)
-class Scales:
-    """One number for each block of a matrix: `fine`, or `fine * coarse` where a format has two levels."""
-
-    fine: Tensor  # [..., N / block_n, K / block_k]  any dtype
-    coarse: Tensor | None = None  # broadcasts to `fine` after `repeat` of its last dimension
-    repeat: int = 1  # blocks of `fine` in a row for each number of `coarse`
-    divides: bool = False  # `fine / coarse`, in the one format that stores the inverse
-
-    def to(self, device: torch.device) -> Scales:
-        coarse = None if self.coarse is None else self.coarse.to(device)
-        return replace(self, fine=self.fine.to(device), coarse=coarse)
-
-    def expand(self) -> Tensor:  # float32, the shape of `fine`
-        fine = self.fine.float()
-        if self.coarse is None:
-            return fine
-        coarse = self.coarse.float().repeat_interleave(self.repeat, -1)
-        return fine / coarse if self.divides else coarse * fine
+__all__ = ["Codes", "Scales"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,8 +123,9 @@ def _check_fits(
             "Check that config.json belongs to this model.",
         ) from error
     needed = sum(parameter.numel() * parameter.element_size() for parameter in sizing.parameters())
+    placed = sizing.placements([tensor.name for tensor in stored]) if stored else {}  # type: ignore[operator]
     for tensor in stored if device.type == "cpu" else []:  # where codes stay codes
-        if tensor.read_codes is not None:
+        if tensor.read_codes is not None and tensor.name in placed:
             needed -= max(0, math.prod(tensor.shape) * dtype.itemsize - tensor.num_bytes)
     if needed > available:
         raise CapacityError(
@@ -212,7 +213,7 @@ def _without_idle_biases(
 def _fill_place(target: Tensor, tensor: StoredTensor, placement: Placement) -> None:
     """What is quantised grows up to sixteenfold when it is expanded: where it is needed, rows at a time."""
     if tensor.read_codes is None or placement.convert is not None or placement.rows is not None:
-        target.copy_(_converted(tensor, placement))
+        target.copy_(placement.converted(tensor.load(placement.rows)))
         return
     num_rows = max(1, EXPANDED_ELEMENTS // math.prod(tensor.shape[1:]))
     for first in range(0, tensor.shape[0], num_rows):
@@ -225,16 +226,11 @@ def targets_of(model: nn.Module) -> dict[str, Tensor]:
     return {name.removesuffix(".values"): parameter.data for name, parameter in model.named_parameters()}
 
 
-def _converted(tensor: StoredTensor, placement: Placement) -> Tensor:
-    values = tensor.load(placement.rows)
-    return placement.convert(values) if placement.convert else values
-
-
 def _check_equal(
     path: Path, first: StoredTensor, second: StoredTensor, placement: Placement, dtype: torch.dtype
 ) -> None:
     """Two tensors for one place (a tied head stored as well) are fine as long as they are the same."""
-    one, other = (_converted(tensor, placement).to(dtype) for tensor in (first, second))
+    one, other = (placement.converted(tensor.load(placement.rows)).to(dtype) for tensor in (first, second))
     if not torch.equal(one, other):
         raise CheckpointError(
             f"{path} holds both {first.name} and {second.name}, and they differ",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.models.placement import Placement
 from penstock.ops.cpu.memory import new_tensor
-from penstock.ops.quantized import NARROW_TYPES, PLANES, Blocks, QuantizedRows, pack_codes
+from penstock.ops.quantized import NARROW_TYPES, PLANES, QuantizedRows, pack_codes
 from penstock.ops.weight import Part, Weight
 from penstock.weights.codes import Codes, Scales
 from penstock.weights.stored import StoredTensor
@@ -40,17 +40,17 @@ def pack(codes: Codes, rows: Tensor | None = None) -> QuantizedRows:
     offsets, are_zeros = None, codes.zeros is not None
     if codes.zeros is not None:
         zeros = codes.zeros.float() + bias if bias else codes.zeros
-        offsets = Blocks(_by_row(zeros, codes.block[0], order))
+        offsets = Scales(_by_row(zeros, codes.block[0], order))
         bias = 0  # it is part of them
     elif codes.offsets is not None:
-        offsets = _blocks(codes.offsets, codes.block[0], order)
+        offsets = _scales_by_row(codes.offsets, codes.block[0], order)
     return QuantizedRows(
         num_columns=values.shape[-1],
         bits=codes.bits,
         group=codes.block[1],
         low=low,
         high=high,
-        scales=_blocks(codes.scales, codes.block[0], order),
+        scales=_scales_by_row(codes.scales, codes.block[0], order),
         offsets=offsets,
         are_zeros=are_zeros,
         levels=levels,
@@ -81,14 +81,14 @@ def _new_plane(first: Tensor, num_rows: int) -> Tensor:
     return new_tensor((*first.shape[:-2], num_rows, first.shape[-1]), first.dtype, first.device)
 
 
-def _blocks(scales: Scales, block_rows: int, order: Tensor) -> Blocks:
+def _scales_by_row(scales: Scales, block_rows: int, order: Tensor) -> Scales:
     if scales.coarse is None or scales.divides:
-        return Blocks(_by_row(scales.expand() if scales.divides else scales.fine, block_rows, order))
+        return Scales(_by_row(scales.expand() if scales.divides else scales.fine, block_rows, order))
     fine = _by_row(scales.fine, block_rows, order)
     shape = (*scales.fine.shape[:-1], scales.coarse.shape[-1])
     coarse = _by_row(scales.coarse.float().expand(shape), block_rows, order)
     num_groups = fine.shape[-1]
-    return Blocks(fine, coarse, num_groups if coarse.shape[-1] == 1 else scales.repeat)
+    return Scales(fine, coarse, num_groups if coarse.shape[-1] == 1 else scales.repeat)
 
 
 def _by_row(numbers: Tensor, block_rows: int, order: Tensor) -> Tensor:
@@ -125,13 +125,12 @@ class WeightParts:
         self._weight.quantize(tuple(_joined(parts)))
 
     def _read(self, tensor: StoredTensor, placement: Placement) -> Part:
-        order = _row_order(placement)
-        if tensor.read_codes is not None and (placement.convert is None or order is not None):
-            codes = tensor.read_codes(placement.rows)
-            if can_pack(codes):
-                return pack(codes, order)
-        values = tensor.load(placement.rows)
-        return self._plain(placement.convert(values) if placement.convert else values)
+        if tensor.read_codes is None:
+            return self._plain(placement.converted(tensor.load(placement.rows)))
+        codes, order = tensor.read_codes(placement.rows), _row_order(placement)
+        if can_pack(codes) and (placement.convert is None or order is not None):
+            return pack(codes, order)
+        return self._plain(placement.converted(codes.dequantize()))
 
     def _stacked(self, own: list[Part]) -> Part:
         rows = [part for part in own if isinstance(part, QuantizedRows)]

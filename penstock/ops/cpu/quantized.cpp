@@ -384,8 +384,8 @@ extern "C" void multiply_quantized(
     Weight w = weight_of(GIVEN);
     bool has_offsets = offset_type != NONE;
     Inputs inputs(x, T, K, w.blocks, w.stride());
-    u8 nobody[16] = {};
-    Bytes table = load_table(bytes ? bytes : nobody);
+    u8 no_table[16] = {};
+    Bytes table = load_table(bytes ? bytes : no_table);
     long num_blocks = (N + PREPARED - 1) / PREPARED, row_stride = w.stride();
     long taken = std::clamp(num_blocks / (SHARES * omp_get_max_threads()), 1l, MOST_TAKEN);
 #pragma omp parallel

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.ops.cpu import library
-from penstock.ops.quantized import Blocks, QuantizedRows
+from penstock.ops.quantized import QuantizedRows, Scales
 
 MOST_TOKENS = {"AVX512": 256, "AVX2": 64}  # for more, expanding the rows costs less than their codes
 MOST_FLOAT_TOKENS = 32  # of FP8, which is multiplied as float32 either way
@@ -83,11 +83,7 @@ def expand(rows: QuantizedRows, first: int, count: int) -> Tensor:  # [count, K]
     assert loaded is not None, "asked only where it is available"
     given = (*_arguments(rows), _pointer(rows.levels), rows.bias)
     loaded.expand_quantized(*given, out.data_ptr(), first, count)
-    if rows.columns is None:
-        return out
-    ordered = torch.empty_like(out)
-    ordered[:, rows.columns] = out
-    return ordered
+    return rows.in_order(out)
 
 
 def _kind(rows: QuantizedRows) -> tuple[int, int, bool, bool]:
@@ -139,14 +135,14 @@ def _library(bits: int, unit: int, has_table: bool, is_fp8: bool) -> ctypes.CDLL
 
 def _arguments(rows: QuantizedRows) -> list[object]:
     given: list[object] = [rows.low.data_ptr(), _pointer(rows.high)]
-    given += [*_block_arguments(rows.scales), *_block_arguments(rows.offsets), int(rows.are_zeros)]
+    given += [*_scale_arguments(rows.scales), *_scale_arguments(rows.offsets), int(rows.are_zeros)]
     return [*given, _group(rows), rows.num_columns]
 
 
-def _block_arguments(blocks: Blocks | None) -> list[object]:
-    if blocks is None:
+def _scale_arguments(scales: Scales | None) -> list[object]:
+    if scales is None:
         return [None, TYPES[None], None, 1]
-    return [blocks.fine.data_ptr(), TYPES[blocks.fine.dtype], _pointer(blocks.coarse), blocks.repeat]
+    return [scales.fine.data_ptr(), TYPES[scales.fine.dtype], _pointer(scales.coarse), scales.repeat]
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

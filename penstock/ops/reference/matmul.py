@@ -34,14 +34,13 @@ def linear(
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
     if weight.parts:
-        out = multiply_parts(x, weight.parts, deterministic=deterministic)
-        out = out if bias is None else out.add_(bias)
+        out = multiply_parts(x, weight.parts, bias, deterministic=deterministic)
         return (out if residual is None else out.add_(residual)).to(x.dtype)
     return multiply(x, weight.values, bias, residual, deterministic=deterministic)
 
 
 def multiply_parts(
-    x: Tensor, parts: tuple[Part, ...], *, deterministic: bool = False
+    x: Tensor, parts: tuple[Part, ...], bias: Tensor | None = None, *, deterministic: bool = False
 ) -> Tensor:  # [T, K] -> [T, N] float32
     """Products with rows that are stored in different ways. Quantised ones are multiplied as they are with a
     few tokens; for many, some rows after the other are expanded, and never leave the cache."""
@@ -59,7 +58,7 @@ def multiply_parts(
             for begin in range(0, size, rows_at_once):
                 some = _expanded(part, begin, min(begin + rows_at_once, size))
                 own[:, begin : begin + rows_at_once] = multiply(wide, some, deterministic=deterministic)
-    return out
+    return out if bias is None else out.add_(bias)
 
 
 def _expanded(rows: QuantizedRows, begin: int, end: int) -> Tensor:
@@ -101,11 +100,10 @@ def norm_linear(
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
     normed = norm_tokens(x, norm_weight, eps, deterministic)
-    if weight.parts:
-        out = multiply_parts(normed, weight.parts, deterministic=deterministic)
-        return (out if bias is None else out.add_(bias)).to(out_dtype or x.dtype)
     if out_dtype is None or out_dtype == x.dtype:
         return linear(normed, weight, bias, deterministic=deterministic)
+    if weight.parts:
+        return multiply_parts(normed, weight.parts, bias, deterministic=deterministic).to(out_dtype)
     if out_dtype == torch.float32 and not deterministic and few_rows.is_better(normed, weight.values):
         return few_rows.multiply(normed, weight.values, bias, out_dtype=out_dtype)
     return _widened_linear(normed, weight.values, bias, out_dtype, deterministic)
