@@ -10,14 +10,13 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import threading
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from browser.conftest import CHROMIUMS, USAGE, chunk, say, script_replies, wait_answer
+from penstock.commands.provenance import provenance
 from penstock.http_client import HttpClient
 from penstock.serve.page.files import FOLDER, file_names
 from serving import FREE, MESSAGES, Server, start_server
@@ -221,14 +220,10 @@ def main() -> None:
     found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUMS)), None)
     with sync_playwright() as running, start_server(engine={"max_model_len": 8192}) as server:
         browser = running.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
-        )
         results = {
             "what": "the page in headless Chromium, beside its server and the embedded model",
-            "date": datetime.now(UTC).date().isoformat(),
-            "commit": f"{commit.stdout.strip()} and the working tree after it",
-            "machine": "2 CPU cores without a GPU, shared with other work",
+            **provenance(),
+            "load_average": os.getloadavg()[0],
             "command": "PYTHONPATH=.:tests python -m browser.measure_page",
             "chromium": browser.version,
             "size": measure_sizes(),
