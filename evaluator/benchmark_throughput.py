@@ -2,10 +2,11 @@
 
     python evaluator/benchmark_throughput.py --engine workspace/engine.py [--also another.py ...]
 
-create_engine is not timed; prefill, decode and remove are. Medians over the repeats, beside other engines and
-the naive one, which computes everything anew. A bench of the naive one ends after a few seconds; all others
-are then timed with the same calls too, and compared by these. Memory is what engines add: on a GPU what torch
-allocates, on a CPU what the process grows by. The last line is one JSON object.
+create_engine is not timed; prefill, decode and remove are. Medians over the repeats, beside other
+engines and the naive one, which computes everything anew. A bench of the naive one ends after a few
+seconds; all others are then timed with the same calls too, and compared by these. Memory is what
+engines add: on a GPU what torch allocates, on a CPU what the process grows by. The last line is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def short_names(paths: Sequence[Path]) -> dict[Path, str]:
     for path, parts in spelled.items():
         others = [other for other in spelled.values() if other != parts]
         counts = (
-            count for count in range(1, len(parts)) if all(o[-count:] != parts[-count:] for o in others)
+            count
+            for count in range(1, len(parts))
+            if all(o[-count:] != parts[-count:] for o in others)
         )
         names[path] = "/".join(parts[-next(counts, len(parts)) :])
     return names
@@ -99,7 +102,9 @@ def time_engine(
         build_s.append(player.build_s)
         for bench in benches:
             case = bench.plays[number % len(bench.plays)]
-            played = player.play(case.calls, keep=case.answered, timed=bench.timed, enough_s=enough_s)
+            played = player.play(
+                case.calls, keep=case.answered, timed=bench.timed, enough_s=enough_s
+            )
             stretch = shorten(bench, min(len(played.errors), bench.timed[1]))
             stretches[stretch.name] = stretch
             seconds.setdefault(stretch.name, []).append(played.seconds)
@@ -118,7 +123,9 @@ def time_engine(
 
 
 def shorten(bench: Bench, stop: int) -> Bench:
-    """The stretch of its timed calls that ends there, by a name of its own: others are timed with it too."""
+    """The stretch of its timed calls that ends there, by a name of its own: others are timed with
+    it too.
+    """
     start = bench.timed[0]
     if stop == bench.timed[1]:
         return bench
@@ -147,7 +154,11 @@ def times(engine: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
 
 
 def print_table(name: str, report: dict[str, Any]) -> None:
-    memory = f"{report['peak_bytes'] / 1e6:,.0f} MB at most" if report["peak_bytes"] else "memory not counted"
+    memory = (
+        f"{report['peak_bytes'] / 1e6:,.0f} MB at most"
+        if report["peak_bytes"]
+        else "memory not counted"
+    )
     print(f"{name}: built in {report['build_s']:.1f} s, {memory}")
     for bench, numbers in report["benches"].items():
         speed = f"{numbers['tokens_per_second']:12,.0f} tokens/s"
@@ -161,11 +172,15 @@ def print_table(name: str, report: dict[str, Any]) -> None:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", type=Path, default=Path("workspace/engine.py"))
-    parser.add_argument("--also", type=Path, nargs="+", default=[], help="other engines, timed beside it")
+    parser.add_argument(
+        "--also", type=Path, nargs="+", default=[], help="other engines, timed beside it"
+    )
     parser.add_argument(
         "--config", "--model-config", type=Path, default=default_target() / "model_config.json"
     )
-    parser.add_argument("--weights", "--weight-dir", type=Path, default=default_target() / "weights")
+    parser.add_argument(
+        "--weights", "--weight-dir", type=Path, default=default_target() / "weights"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--seed", type=int, default=4321)
     parser.add_argument("--repeats", type=int, default=3, help="each with a fresh engine")

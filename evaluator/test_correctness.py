@@ -2,7 +2,8 @@
 
     python evaluator/test_correctness.py --engine workspace/engine.py
 
-Not a test of pytest's, in spite of its name: one [PASS] or [FAIL] line a situation, exit code 0 or 1.
+Not a test of pytest's, in spite of its name: one [PASS] or [FAIL] line a situation, exit code 0 or
+1.
 """
 
 from __future__ import annotations
@@ -36,20 +37,28 @@ def main() -> int:
     print(f"create_engine took {player.build_s:.1f} s")
     worst, num_failed = 0.0, 0
     for case in cases:
-        verdict = gate.check(player, [case, case], allowed)  # with tokens on the device, then on the CPU
+        verdict = gate.check(
+            player, [case, case], allowed
+        )  # with tokens on the device, then on the CPU
         worst = max(worst, verdict.worst)
         num_failed += not verdict.is_passed
         said = f"{verdict.num_calls} calls, {verdict.worst:.3f} of the tolerance"
         print(f"[PASS] {case.name}: {said}" if verdict.is_passed else f"[FAIL] {verdict.fault}")
         if not verdict.is_passed:
-            player = LocalPlayer(module, target)  # what went wrong must not spoil the next situation
+            player = LocalPlayer(
+                module, target
+            )  # what went wrong must not spoil the next situation
     tolerance = f"atol = rtol = {TOLERANCE}"
     if allowed.most > 1.0:
         print(
-            f"In {target.dtype} the reference itself cannot keep it: {allowed.most:.1f} were allowed,"
+            f"In {target.dtype} the reference itself cannot keep it: {allowed.most:.1f} were "
+            "allowed,"
             f" and {allowed.typical:.2f} in the root mean square"
         )
-    print(f"{len(cases) - num_failed} of {len(cases)} situations are right; worst {worst:.3f} of {tolerance}")
+    print(
+        f"{len(cases) - num_failed} of {len(cases)} situations are right; worst {worst:.3f} of "
+        f"{tolerance}"
+    )
     return 1 if num_failed else 0
 
 
@@ -59,7 +68,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--config", "--model-config", type=Path, default=default_target() / "model_config.json"
     )
-    parser.add_argument("--weights", "--weight-dir", type=Path, default=default_target() / "weights")
+    parser.add_argument(
+        "--weights", "--weight-dir", type=Path, default=default_target() / "weights"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--traces", type=int, default=6, help="random ones, beside the situations")

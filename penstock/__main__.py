@@ -6,7 +6,9 @@ from pathlib import Path
 if __name__ == "__main__":
     if not sys.flags.safe_path:  # then the working directory stands in front
         folder = sys.path.pop(0)
-        if Path(folder).resolve() == Path(__file__).resolve().parents[1]:  # a checkout that is not installed
+        if (
+            Path(folder).resolve() == Path(__file__).resolve().parents[1]
+        ):  # a checkout that is not installed
             sys.path.append(folder)
 
     from penstock.cli import main

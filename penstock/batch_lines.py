@@ -99,9 +99,13 @@ def read_line(line: bytes, max_bytes: int, endpoints: Collection[str]) -> BatchL
     except msgspec.ValidationError as error:
         raise LineError("invalid_request", f"{error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise LineError("invalid_json_line", "The line is not a JSON object", f"{error}.") from error
+        raise LineError(
+            "invalid_json_line", "The line is not a JSON object", f"{error}."
+        ) from error
     if asked.method != "POST":
-        raise LineError("invalid_method", f"method is {asked.method[:64]!r}", "It must be POST.", "method")
+        raise LineError(
+            "invalid_method", f"method is {asked.method[:64]!r}", "It must be POST.", "method"
+        )
     if asked.url not in endpoints:
         why = f"It must be {' or '.join(endpoints)}."
         raise LineError("invalid_url", f"url is {asked.url[:128]!r}", why, "url")
@@ -138,7 +142,10 @@ def result_line(id: str, custom_id: str, status: int, request_id: str, body: byt
 
 def error_line(id: str, custom_id: str | None, code: str, message: str) -> bytes:
     error = {"code": code, "message": message}
-    return msgspec.json.encode({"id": id, "custom_id": custom_id, "response": None, "error": error}) + b"\n"
+    return (
+        msgspec.json.encode({"id": id, "custom_id": custom_id, "response": None, "error": error})
+        + b"\n"
+    )
 
 
 def _is_json(body: bytes) -> bool:
@@ -224,7 +231,9 @@ def scan(
     if repeated := ids.repeated():
         _name_repeated(path, max_bytes, repeated, found)
     if not found.num_lines:
-        found.note(None, LineError("empty_file", "The file has no lines", "Each line must be a request."))
+        found.note(
+            None, LineError("empty_file", "The file has no lines", "Each line must be a request.")
+        )
     return found
 
 

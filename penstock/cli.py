@@ -34,7 +34,13 @@ COMMANDS = {
     "forge": "write a specialised engine for one model on this machine",
 }
 
-ENGINE_COMMANDS = ("serve", "chat", "generate", "batch", "bench")  # those that take an engine's flags
+ENGINE_COMMANDS = (
+    "serve",
+    "chat",
+    "generate",
+    "batch",
+    "bench",
+)  # those that take an engine's flags
 
 HELP = """Penstock runs language models: hybrid Gated-DeltaNet ones (Qwen3.5) and Llamas.
 
@@ -53,8 +59,8 @@ Try it; without a model these use a tiny one that comes along:
   penstock inspect Qwen3.5-35B-A3B            parameters, bytes, what fits here
   penstock forge --budget 10m                 an engine.py for the model in target/
 
-penstock COMMAND --help shows every flag. All are environment variables too: of the engine and the server
---max-rows is PENSTOCK_MAX_ROWS, of eval --limit is PENSTOCK_EVAL_LIMIT, and so on.
+penstock COMMAND --help shows every flag. All are environment variables too: of the engine
+and the server --max-rows is PENSTOCK_MAX_ROWS, of eval --limit is PENSTOCK_EVAL_LIMIT, and so on.
 Numbers may be short: 4k is 4096. --debug shows tracebacks.
 Exit codes: 0 done, 1 an error, 2 a command line not understood, 130 stopped with Ctrl-C."""
 
@@ -63,7 +69,11 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
     words = sys.argv[1:] if words is None else list(words)
     if not words or words[0] in ("-h", "--help", "help"):
-        print(HELP.format(commands="\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())))
+        print(
+            HELP.format(
+                commands="\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
+            )
+        )
         return 0
     if words[0] in ("-V", "--version"):
         print(f"penstock {__version__}")
@@ -92,7 +102,9 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace]:
         usage=command.USAGE,
         description=command.DESCRIPTION,
         epilog="examples:\n" + "\n".join(f"  {line}" for line in command.EXAMPLES),
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=32
+        ),
         allow_abbrev=False,
     )
     command.add_arguments(parser)

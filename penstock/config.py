@@ -34,8 +34,12 @@ def setting(default: Any, help: str, **extra: Any) -> Any:
 class EngineConfig:
     """What one engine runs, and how much of the machine it may use."""
 
-    model: str = setting("", "folder of a checkpoint, a .gguf or .pt file, or a preset like Qwen3.5-35B-A3B")
-    random_weights: bool = setting(False, "use random weights from a seed instead of the checkpoint's")
+    model: str = setting(
+        "", "folder of a checkpoint, a .gguf or .pt file, or a preset like Qwen3.5-35B-A3B"
+    )
+    random_weights: bool = setting(
+        False, "use random weights from a seed instead of the checkpoint's"
+    )
     weights_seed: int = setting(0, "seed of --random-weights")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     dtype: str = setting("auto", "type of weights, activations and KV", choices=DTYPES)
@@ -55,7 +59,8 @@ class EngineConfig:
     )
     max_step_tokens: int | None = setting(
         None,
-        "tokens in one step (default: 512 on a CPU, 4096 or 16384 on a GPU, 32768 of a lone prompt)",
+        "tokens in one step (default: 512 on a CPU, 4096 or 16384 on a GPU, 32768 of a lone "
+        "prompt)",
         aliases=("--max-num-batched-tokens",),
     )
     mixed_step_tokens: int | None = setting(
@@ -69,25 +74,34 @@ class EngineConfig:
     page_size: int = setting(64, "tokens in one page of KV", aliases=("--block-size",))
     memory_gb: float | None = setting(
         None,
-        "GB for the cache (default: what weights, graphs and the largest step leave on a GPU, 1 GB on a CPU)",
+        "GB for the cache (default: what weights, graphs and the largest step leave on a GPU, 1 GB "
+        "on a CPU)",
     )
     memory_share: float | None = setting(
         None,
-        "share of the GPU's memory for weights, steps and cache together (default: all that is free)",
+        "share of the GPU's memory for weights, steps and cache together (default: all that is "
+        "free)",
         aliases=("--gpu-memory-utilization",),
     )
     prefix_cache: bool = setting(
-        True, "reuse the KV and states of prompts that share a prefix", aliases=("--enable-prefix-caching",)
+        True,
+        "reuse the KV and states of prompts that share a prefix",
+        aliases=("--enable-prefix-caching",),
     )
     checkpoint_gb: float | None = setting(
         None,
-        "GB of state checkpoints for the prefix cache of hybrid models (default: half of the state slots)",
+        "GB of state checkpoints for the prefix cache of hybrid models (default: half of the state "
+        "slots)",
     )
     session_gb: float | None = setting(
-        None, "GB of the cache that sessions may keep between their requests (default: half of it; 0: none)"
+        None,
+        "GB of the cache that sessions may keep between their requests (default: half of it; 0: "
+        "none)",
     )
     session_minutes: float = setting(30.0, "minutes after which an unused session ends")
-    deterministic: bool = setting(False, "make results independent of other requests in the batch; slower")
+    deterministic: bool = setting(
+        False, "make results independent of other requests in the batch; slower"
+    )
     graphs: bool | None = setting(
         None,
         "capture decode steps as CUDA graphs at start (default: on a GPU)",
@@ -131,9 +145,13 @@ class EngineConfig:
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} is {value}", "It must be more than 0.")
         if not 0 < self.bulk_share <= 1:
-            raise ConfigError(f"bulk_share is {self.bulk_share}", "It must be more than 0 and at most 1.")
+            raise ConfigError(
+                f"bulk_share is {self.bulk_share}", "It must be more than 0 and at most 1."
+            )
         if self.memory_share is not None and not 0 < self.memory_share <= 1:
-            raise ConfigError(f"memory_share is {self.memory_share}", "It must be more than 0 and at most 1.")
+            raise ConfigError(
+                f"memory_share is {self.memory_share}", "It must be more than 0 and at most 1."
+            )
         if self.memory_share is not None and self.memory_gb is not None:
             raise ConfigError(
                 f"memory_share is {self.memory_share} and memory_gb is {self.memory_gb}",
@@ -141,7 +159,9 @@ class EngineConfig:
                 "Set only one of them.",
             )
         if self.session_gb is not None and not self.session_gb >= 0:
-            raise ConfigError(f"session_gb is {self.session_gb}", "It must be 0, for no sessions, or more.")
+            raise ConfigError(
+                f"session_gb is {self.session_gb}", "It must be 0, for no sessions, or more."
+            )
         if self.deterministic and self.page_size % 64:
             raise ConfigError(
                 f"page_size is {self.page_size} and deterministic is on",
@@ -174,7 +194,9 @@ class WorkerConfig(EngineConfig):
 
     tokenizer: str | None = setting(None, "the server's tokenizer, which grammars are compiled for")
     warm_prompt: tuple[int, ...] = setting((), "token ids to prefill before the first request")
-    warm_tenants: tuple[str, ...] = setting(("",), "tenants to prefill it for: tenants share no cache")
+    warm_tenants: tuple[str, ...] = setting(
+        ("",), "tenants to prefill it for: tenants share no cache"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +205,12 @@ class ServeConfig:
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for every interface")
     port: int = setting(8000, "port to listen on")
-    served_model_name: str | None = setting(None, "name in /v1/models and in answers (default: the folder's)")
-    tokenizer: str | None = setting(None, "folder or tokenizer.json to use (default: the model's own)")
+    served_model_name: str | None = setting(
+        None, "name in /v1/models and in answers (default: the folder's)"
+    )
+    tokenizer: str | None = setting(
+        None, "folder or tokenizer.json to use (default: the model's own)"
+    )
     replicas: int = setting(
         1,
         "engine processes to serve with, each on a GPU of its own where there are GPUs",
@@ -197,8 +223,12 @@ class ServeConfig:
         "the one with the fewest requests, or each in turn",
         choices=ROUTING_POLICIES,
     )
-    hang_timeout: float = setting(1.5, "seconds of silence after which an engine process is replaced")
-    step_timeout: float = setting(60.0, "seconds in one step after which an engine process is replaced")
+    hang_timeout: float = setting(
+        1.5, "seconds of silence after which an engine process is replaced"
+    )
+    step_timeout: float = setting(
+        60.0, "seconds in one step after which an engine process is replaced"
+    )
     resume_timeout: float = setting(
         30.0, "seconds that requests of a lost engine wait for another one before they fail"
     )
@@ -206,13 +236,18 @@ class ServeConfig:
         30.0, "seconds for running replies to finish when the server or an engine stops"
     )
     system_prompt_file: str | None = setting(
-        None, "text file with the system prompt of chats that have none, computed before the first request"
+        None,
+        "text file with the system prompt of chats that have none, computed before the first "
+        "request",
     )
     chat_template: str | None = setting(
-        None, "file with a chat template, or no-think: Qwen's without thinking (default: the model's own)"
+        None,
+        "file with a chat template, or no-think: Qwen's without thinking (default: the model's "
+        "own)",
     )
     session_mb: float = setting(
-        256.0, "MB of messages kept for sessions, so that a request can send only new messages (0: none)"
+        256.0,
+        "MB of messages kept for sessions, so that a request can send only new messages (0: none)",
     )
     enable_thinking: bool | None = setting(
         None, "whether the model thinks by default (default: what the chat template does)"
@@ -239,9 +274,15 @@ class ServeConfig:
     temperature: float | None = setting(
         None, "default of requests (default: from --generation-config, or 0, the likeliest token)"
     )
-    top_p: float | None = setting(None, "default of requests (default: from --generation-config, or 1)")
-    top_k: int | None = setting(None, "default of requests (default: from --generation-config, or 0, off)")
-    min_p: float | None = setting(None, "default of requests (default: from --generation-config, or 0)")
+    top_p: float | None = setting(
+        None, "default of requests (default: from --generation-config, or 1)"
+    )
+    top_k: int | None = setting(
+        None, "default of requests (default: from --generation-config, or 0, off)"
+    )
+    min_p: float | None = setting(
+        None, "default of requests (default: from --generation-config, or 0)"
+    )
     repetition_penalty: float | None = setting(
         None, "default of requests (default: from --generation-config, or 1, off)"
     )
@@ -264,38 +305,50 @@ class ServeConfig:
     api_key: tuple[str, ...] = dataclasses.field(
         default=(),
         repr=False,
-        metadata={"help": "a key that clients must send; may be repeated; other users can see it in `ps`"},
+        metadata={
+            "help": "a key that clients must send; may be repeated; other users can see it in `ps`"
+        },
     )
     api_key_file: str | None = setting(None, "file with API keys, one per line")
     cors_origin: tuple[str, ...] = setting(
         (), "web origin whose pages may call this server, or *; may be repeated"
     )
-    page: bool = setting(True, "show browsers that open the server's address a page to chat and to look")
+    page: bool = setting(
+        True, "show browsers that open the server's address a page to chat and to look"
+    )
     allowed_host: tuple[str, ...] = setting(
         (), "name by which clients may call a server without keys, or *; may be repeated"
     )
     max_connections: int | None = setting(
-        None, "most open connections; more are answered 503 (default: what the limit on open files allows)"
+        None,
+        "most open connections; more are answered 503 (default: what the limit on open files "
+        "allows)",
     )
     max_queue: int = setting(
-        1024, "most requests at a time, queued ones included; more are answered 429 with Retry-After"
+        1024,
+        "most requests at a time, queued ones included; more are answered 429 with Retry-After",
     )
     min_priority: int = setting(0, "lowest `priority` that clients may set; lower runs earlier")
     max_body_mb: float = setting(32.0, "largest request body in MB; a larger one is answered 413")
     max_bodies_mb: float = setting(
         512.0,
-        "MB of all request bodies in preparation; beyond it, requests are answered 429 with Retry-After",
+        "MB of all request bodies in preparation; beyond it, requests are answered 429 with "
+        "Retry-After",
     )
     read_timeout: float = setting(
-        30.0, "seconds for a client to send a body (headers: at most 10); then the connection is closed"
+        30.0,
+        "seconds for a client to send a body (headers: at most 10); then the connection is closed",
     )
     request_timeout: float | None = setting(
         None, "seconds a request may wait and run; a request's own `timeout` may only be shorter"
     )
     batch_folder: str | None = setting(
-        None, "folder for /v1/files and /v1/batches, one for each server (default: no files and batches)"
+        None,
+        "folder for /v1/files and /v1/batches, one for each server (default: no files and batches)",
     )
-    batch_file_mb: float = setting(1024.0, "largest uploaded file in MB; a larger one is answered 413")
+    batch_file_mb: float = setting(
+        1024.0, "largest uploaded file in MB; a larger one is answered 413"
+    )
     batch_gb: float = setting(
         16.0, "GB of all files in it, results included; beyond it, uploads are answered 507"
     )
@@ -324,12 +377,14 @@ class ServeConfig:
                 raise ConfigError(f"{name} is {value}", "It must be more than 0.")
         if not self.session_mb >= 0:
             raise ConfigError(
-                f"session_mb is {self.session_mb}", "It must be 0, for no messages in sessions, or more."
+                f"session_mb is {self.session_mb}",
+                "It must be 0, for no messages in sessions, or more.",
             )
         for name in self.allowed_host:
             if not name or "/" in name:
                 raise ConfigError(
-                    f"allowed_host is {name!r}", "It is the name in a URL, without http:// and path."
+                    f"allowed_host is {name!r}",
+                    "It is the name in a URL, without http:// and path.",
                 )
         if self.min_priority > 0:
             raise ConfigError(
@@ -356,19 +411,32 @@ class ServeConfig:
     def sampling_defaults(self) -> dict[str, Any]:
         """Sampling parameters for requests that set none; for the rest, the defaults of
         `SamplingParams` hold."""
-        given = {name: value for name in SAMPLING_NAMES if (value := getattr(self, name)) is not None}
+        given = {
+            name: value for name in SAMPLING_NAMES if (value := getattr(self, name)) is not None
+        }
         return {**given, "temperature": 0.0} if self.greedy else given
 
     @property
     def silent_sampling(self) -> dict[str, float]:
         """The same, completed with the defaults that neither a flag nor the checkpoint sets."""
-        plain = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        plain = {
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+        }
         return {**plain, **self.sampling_defaults}
 
     def with_sampling_of(self, checkpoint: dict[str, Any]) -> ServeConfig:
         """A copy with the checkpoint's sampling parameters where the operator set none."""
         return dataclasses.replace(
-            self, **{name: value for name, value in checkpoint.items() if name not in self.sampling_defaults}
+            self,
+            **{
+                name: value
+                for name, value in checkpoint.items()
+                if name not in self.sampling_defaults
+            },
         )
 
     @property
@@ -400,7 +468,8 @@ class ServeConfig:
             if not (key.isascii() and key.isprintable() and key.strip() == key and key):
                 raise ConfigError(
                     "An API key cannot be used",
-                    "It is empty, has spaces around it, or has characters that a header cannot carry.",
+                    "It is empty, has spaces around it, or has characters that a header cannot "
+                    "carry.",
                 )
         return keys
 
@@ -408,7 +477,9 @@ class ServeConfig:
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(
-            f"{name} is {value!r}", f"It must be one of {', '.join(choices)}.", nearest(value, choices)
+            f"{name} is {value!r}",
+            f"It must be one of {', '.join(choices)}.",
+            nearest(value, choices),
         )
 
 
@@ -434,6 +505,8 @@ def from_mapping(cls: type[Any], values: dict[str, Any]) -> Any:
     for name in values:
         if name not in known:
             raise ConfigError(
-                f"{cls.__name__} has no setting {name!r}", f"It has {', '.join(known)}.", nearest(name, known)
+                f"{cls.__name__} has no setting {name!r}",
+                f"It has {', '.join(known)}.",
+                nearest(name, known),
             )
     return cls(**values)

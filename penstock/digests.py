@@ -25,7 +25,9 @@ def scope_of(tenant: str, cache_salt: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PageDigests:
-    """Digests of a prompt's first full pages, in one object because they travel with the request."""
+    """Digests of a prompt's first full pages, in one object because they travel with the
+    request.
+    """
 
     page_size: int
     data: bytes = b""
@@ -40,7 +42,9 @@ class PageDigests:
         return [self.data[i : i + DIGEST_BYTES] for i in range(0, len(self.data), DIGEST_BYTES)]
 
 
-def extend_digests(digests: list[bytes], tokens: Sequence[int], page_size: int, scope: str = "") -> None:
+def extend_digests(
+    digests: list[bytes], tokens: Sequence[int], page_size: int, scope: str = ""
+) -> None:
     """Adds the digests of full pages of `tokens` that `digests` lacks. Different scopes have
     different digests."""
     num_known, num_full = len(digests), len(tokens) // page_size
@@ -50,5 +54,7 @@ def extend_digests(digests: list[bytes], tokens: Sequence[int], page_size: int, 
     content, page_bytes = new.tobytes(), page_size * new.itemsize
     parent = digests[-1] if digests else ROOT + scope.encode()
     for start in range(0, len(content), page_bytes):
-        parent = blake2b(parent + content[start : start + page_bytes], digest_size=DIGEST_BYTES).digest()
+        parent = blake2b(
+            parent + content[start : start + page_bytes], digest_size=DIGEST_BYTES
+        ).digest()
         digests.append(parent)

@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 
 
 class PenstockError(Exception):
-    """What happened, why (with numbers), and what to do about it: three lines a person can act on."""
+    """What happened, why (with numbers), and what to do about it: three lines a person can act
+    on.
+    """
 
     status = 500
     code = "internal_error"
@@ -51,7 +53,9 @@ class RequestError(PenstockError):
     # For programs, where the API has a field for them.
     details: ClassVar[dict[str, Any] | None] = None
 
-    def __init__(self, what: str, why: str = "", todo: str = "", *, param: str | None = None) -> None:
+    def __init__(
+        self, what: str, why: str = "", todo: str = "", *, param: str | None = None
+    ) -> None:
         super().__init__(what, why, todo)
         self.param = param
 

@@ -1,6 +1,7 @@
 """What a file of a model folder is when it is not what its name says: told by its first bytes.
 
-Downloads end in such files more often than in damaged ones. Knows how each comes about, and what to do.
+Downloads end in such files more often than in damaged ones. Knows how each comes about, and what to
+do.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from pathlib import Path
 from penstock.errors import CheckpointError
 
 LOADABLE = (
-    "Loaded are float32, bfloat16 and float16 weights as .safetensors, .pt or .bin files, and GGUF files."
+    "Loaded are float32, bfloat16 and float16 weights as .safetensors, .pt or .bin files, "
+    "and GGUF files."
 )
 HEAD_BYTES = 64
 

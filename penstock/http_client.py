@@ -19,7 +19,9 @@ from penstock.errors import ConfigError, PenstockError
 
 
 def key_header() -> dict[str, str]:
-    """The API key for a server: the first of PENSTOCK_API_KEY, which also sets a server's own keys."""
+    """The API key for a server: the first of PENSTOCK_API_KEY, which also sets a server's own
+    keys.
+    """
     key = os.environ.get("PENSTOCK_API_KEY", "").split(",")[0].strip()
     return {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -71,12 +73,16 @@ def message_in(body: bytes) -> str:
 
 
 class HttpClient:
-    """A server behind a URL. Safe to use from several threads: every call has its own connection."""
+    """A server behind a URL. Safe to use from several threads: every call has its own
+    connection.
+    """
 
     def __init__(self, base_url: str, *, timeout_s: float) -> None:
         url = read_address(base_url)
         self.base_url = base_url
-        self._kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        self._kind = (
+            http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        )
         self._host, self._port = url.hostname or "127.0.0.1", url.port
         self._prefix = url.path.rstrip("/").removesuffix("/v1")
         self._timeout_s = timeout_s
@@ -140,7 +146,8 @@ class HttpClient:
         if not cards or "id" not in cards[0]:
             raise PenstockError(
                 f"{self.base_url} lists no model",
-                f"/v1/models has {json.dumps(cards)[:200]} as data; a model with an id was expected.",
+                f"/v1/models has {json.dumps(cards)[:200]} as data; a model with an id was "
+                "expected.",
                 "Set the model with --model.",
             )
         return str(cards[0]["id"])
@@ -149,7 +156,9 @@ class HttpClient:
         """The sum of a metric over its labels, if /metrics has it."""
         status, answer = self.read("GET", "/metrics")
         lines = answer.decode(errors="replace").splitlines() if status == 200 else []
-        found = [line.rpartition(" ")[2] for line in lines if line.startswith((f"{name}{{", f"{name} "))]
+        found = [
+            line.rpartition(" ")[2] for line in lines if line.startswith((f"{name}{{", f"{name} "))
+        ]
         return sum(map(float, found)) if found else None
 
     def _open(

@@ -103,17 +103,21 @@ class LLM:
         on_phase: OnPhase = lambda _: None,
         **settings: Any,
     ) -> None:
-        """`model`: a folder, a GGUF file, a preset (with random_weights=True) or, if empty, the embedded one.
+        """`model`: a folder, a GGUF file, a preset (with random_weights=True) or, if empty, the
+        embedded one.
 
-        `chat_template` is a file to use instead of the model's own; `generation_config` (auto, off, a file or
-        a folder) says how calls without `SamplingParams` draw; `settings` are the fields of `EngineConfig`.
+        `chat_template` is a file to use instead of the model's own; `generation_config` (auto, off,
+        a file or a folder) says how calls without `SamplingParams` draw; `settings` are the fields
+        of `EngineConfig`.
         """
         config: EngineConfig = from_mapping(EngineConfig, {**OFFLINE, "model": model, **settings})
         source = find_model(model)
         self.sampling_defaults = checkpoint_sampling(generation_config, source.path)
         self.tokenizer = Tokenizer.load(tokenizer or source.path)
         self.template = ChatTemplate.load(tokenizer or source.path, chat_template)
-        self.chat_encoder = ChatEncoder(self.template, self.tokenizer, allow_special_tokens_in_content)
+        self.chat_encoder = ChatEncoder(
+            self.template, self.tokenizer, allow_special_tokens_in_content
+        )
         rules = VectorRules.load(source.path, config.pooling)
         self.vector_text = VectorText(
             self.tokenizer, self.template, rules, config.scoring, config.score_prompt
@@ -147,7 +151,9 @@ class LLM:
         continues_text: bool,
         progress: bool,
     ) -> list[Completion]:
-        replies = [reply for prompt in prompts for reply in self._prepare(prompt, sampling, continues_text)]
+        replies = [
+            reply for prompt in prompts for reply in self._prepare(prompt, sampling, continues_text)
+        ]
         try:
             self._submit(replies)
             if progress:
@@ -201,8 +207,12 @@ class LLM:
         """
         conversations, alone = _conversations(messages)
         if alone:
-            _expect_one(sampling, "Call chat([messages], ...): a list gives n completions of each item.")
-        prompts = [self.encode_chat(conversation, **template_kwargs) for conversation in conversations]
+            _expect_one(
+                sampling, "Call chat([messages], ...): a list gives n completions of each item."
+            )
+        prompts = [
+            self.encode_chat(conversation, **template_kwargs) for conversation in conversations
+        ]
         completions = self._generate(prompts, sampling, continues_text=False, progress=progress)
         return completions[0] if alone else completions
 
@@ -218,12 +228,16 @@ class LLM:
         alone = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
         many: Sequence[Any] = [texts] if alone else texts
         encode, rules = self.vector_text.encode, self.vector_text.rules.pooling
-        prompts = [encode(text, prompt_name) if isinstance(text, str) else list(text) for text in many]
+        prompts = [
+            encode(text, prompt_name) if isinstance(text, str) else list(text) for text in many
+        ]
         normalize = rules.normalize if normalize is None else normalize
         pooling = Pooling(kind=rules.kind, normalize=normalize, dimensions=dimensions)
         return [array("f", vector).tolist() for vector in self._pool(prompts, pooling)]
 
-    def score(self, query: str, documents: Sequence[str], *, instruction: str | None = None) -> list[float]:
+    def score(
+        self, query: str, documents: Sequence[str], *, instruction: str | None = None
+    ) -> list[float]:
         """How relevant each document is to the query, as in /v1/rerank."""
         text, info = self.vector_text, self.engine.info
         pairs = [(query, document) for document in documents]
@@ -235,7 +249,9 @@ class LLM:
     def _pool(self, prompts: list[list[int]], pooling: Pooling) -> list[bytes]:
         max_model_len = self.engine.info.max_model_len
         requests = [
-            build_pooling_request(f"llm-{next(self._ids)}", prompt, pooling, self.tokenizer, max_model_len)
+            build_pooling_request(
+                f"llm-{next(self._ids)}", prompt, pooling, self.tokenizer, max_model_len
+            )
             for prompt in prompts
         ]
         ids = [request.id for request in requests]
@@ -250,7 +266,9 @@ class LLM:
                 if self._vectors.pop(id, None) is None:
                     self.engine.abort(id)
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[str, None, None]:
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None
+    ) -> Generator[str, None, None]:
         """Pieces of text as they are generated. Leaving the loop early stops the request."""
         return self._stream(self._encode(prompt), sampling, continues_text=True)
 
@@ -288,7 +306,9 @@ class LLM:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """Control tokens in the messages are text, unless `allow_special_tokens_in_content` is set."""
+        """Control tokens in the messages are text, unless `allow_special_tokens_in_content` is
+        set.
+        """
         chat = self.chat_encoder.render(messages, tools, add_generation_prompt, variables=variables)
         return self.chat_encoder.encode(chat)
 
@@ -304,7 +324,11 @@ class LLM:
         token_ids = truncated(token_ids, sampling, self.engine.info.max_model_len)
         continues_text = continues_text and self.tokenizer.has_text(token_ids)
         requests = build_requests(
-            f"llm-{next(self._ids)}", token_ids, sampling, self.tokenizer, self.engine.info.max_model_len
+            f"llm-{next(self._ids)}",
+            token_ids,
+            sampling,
+            self.tokenizer,
+            self.engine.info.max_model_len,
         )
         return [
             _Reply(request, StreamDecoder.of(self.tokenizer, sampling, continues_text))
@@ -345,10 +369,14 @@ def _progress_of(replies: list[_Reply], seconds: float) -> Phase:
 
 def _expect_one(sampling: SamplingParams | None, todo: str) -> None:
     if sampling is not None and sampling.n > 1:
-        raise RequestError(f"n is {sampling.n}", "This call returns one completion.", todo, param="n")
+        raise RequestError(
+            f"n is {sampling.n}", "This call returns one completion.", todo, param="n"
+        )
 
 
-def _conversations(messages: Conversation | Sequence[Conversation]) -> tuple[list[Conversation], bool]:
+def _conversations(
+    messages: Conversation | Sequence[Conversation],
+) -> tuple[list[Conversation], bool]:
     """What `chat` received, as a list, and whether it was a single conversation."""
     if not _is_list(messages):
         raise _no_conversation("messages", messages)

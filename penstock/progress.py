@@ -72,7 +72,10 @@ class PhaseList:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -107,7 +110,10 @@ class PhaseList:
             self._tasks[phase.name] = progress.add_task(phase.name, total=None, detail="")
         total = None if phase.fraction is None else 1.0
         progress.update(
-            self._tasks[phase.name], total=total, completed=phase.fraction or 0.0, detail=phase.detail
+            self._tasks[phase.name],
+            total=total,
+            completed=phase.fraction or 0.0,
+            detail=phase.detail,
         )
 
     def _clear_bar(self, phase: Phase) -> None:

@@ -1,9 +1,10 @@
 """The nouns of the engine, from a client's request to one step of the device and back.
 
-`Request` (what a client asked) becomes a `Sequence` (its life in the engine), which owns a *row* (its
-place in every step), *pages* (KV of the attention layers) and a *slot* (state of the DeltaNet layers).
-The scheduler turns sequences into a `StepPlan` of integers; the runner answers with a `StepOutput`; the
-engine reports `TokenDelta`s. No tensors here: everything can be printed, compared and sent over a wire.
+`Request` (what a client asked) becomes a `Sequence` (its life in the engine), which owns a *row*
+(its place in every step), *pages* (KV of the attention layers) and a *slot* (state of the DeltaNet
+layers). The scheduler turns sequences into a `StepPlan` of integers; the runner answers with a
+`StepOutput`; the engine reports `TokenDelta`s. No tensors here: everything can be printed, compared
+and sent over a wire.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ PoolingKind = Literal["last", "mean"]
 
 MAX_LOGPROBS = 20
 
-# What a grammar may cost, wherever one is compiled, in llguidance's units: a millisecond is some 50,000 of
-# initial fuel, 14,000 of a step's fuel or 20,000 items; a lexer state takes one or two kB.
+# What a grammar may cost, wherever one is compiled, in llguidance's units: a millisecond is some
+# 50,000 of initial fuel, 14,000 of a step's fuel or 20,000 items; a lexer state takes one or two
+# kB.
 GRAMMAR_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
@@ -83,7 +85,9 @@ class SamplingParams:
                     param="logit_bias",
                 )
         if "" in self.bad_words:
-            raise RequestError("bad_words has an empty string", "It has no tokens.", param="bad_words")
+            raise RequestError(
+                "bad_words has an empty string", "It has no tokens.", param="bad_words"
+            )
         if self.truncate_prompt_tokens == 0:
             raise RequestError(
                 "truncate_prompt_tokens is 0",
@@ -100,7 +104,11 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -180,18 +188,26 @@ class Sequence:
     due_s: float  # an earlier due time runs earlier
     tokens: list[int]
     num_prompt_tokens: int
-    num_computed: int = 0  # tokens whose keys, values and state are in the cache once planned steps ran
+    num_computed: int = (
+        0  # tokens whose keys, values and state are in the cache once planned steps ran
+    )
     num_in_flight: int = 0
     num_cached_tokens: int = 0  # of the prompt, found by the first prefix match
     row: int | None = None
     pages: list[int] = field(default_factory=list)
     slot: int | None = None
-    initial_slot: int | None = None  # checkpoint to start from, for the first step after a prefix hit
-    digests: list[bytes] = field(default_factory=list)  # of the full pages of `tokens`, from the start
+    initial_slot: int | None = (
+        None  # checkpoint to start from, for the first step after a prefix hit
+    )
+    digests: list[bytes] = field(
+        default_factory=list
+    )  # of the full pages of `tokens`, from the start
     num_registered_pages: int = 0
     # Num_tokens -> chance that a state there is used.
     targets: dict[int, float] = field(default_factory=dict)
-    checkpoints: dict[int, int] = field(default_factory=dict)  # num_tokens -> slot, not yet registered
+    checkpoints: dict[int, int] = field(
+        default_factory=dict
+    )  # num_tokens -> slot, not yet registered
     reply_checkpoint: int | None = None  # num_tokens of the last one within the reply
     num_preemptions: int = 0
     num_scored: int = 0  # tokens after the prompt's first whose scores have been sent
@@ -281,7 +297,9 @@ class PooledChunk:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """One row of one step: a prefill chunk, a decode, or several tokens to verify, by its numbers."""
+    """One row of one step: a prefill chunk, a decode, or several tokens to verify, by its
+    numbers.
+    """
 
     row: int
     start: int  # position of the first token
@@ -289,7 +307,9 @@ class RowPlan:
     samples: bool  # False: the chunk ends before the known tokens do
     slot: int = 0  # where the state goes
     initial_slot: int = 0  # where the state comes from, unless start is 0 (then it is zero)
-    checkpoints: tuple[tuple[int, int], ...] = ()  # (tokens of this row, slot): save the state after them
+    checkpoints: tuple[
+        tuple[int, int], ...
+    ] = ()  # (tokens of this row, slot): save the state after them
     prompt_targets: PromptTargets | None = None
     pooled: PooledChunk | None = None
 
@@ -328,7 +348,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of one generated token, and those of the likeliest tokens at its place."""
+    """The log-probability of one generated token, and those of the likeliest tokens at its
+    place.
+    """
 
     token_id: int
     logprob: float
@@ -361,8 +383,12 @@ class PromptScores(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
     def unpack(self) -> list[TokenLogprob]:
-        token_ids, top_ids = (memoryview(part).cast("i").tolist() for part in (self.token_ids, self.top_ids))
-        logprobs, top = (memoryview(part).cast("f").tolist() for part in (self.logprobs, self.top_logprobs))
+        token_ids, top_ids = (
+            memoryview(part).cast("i").tolist() for part in (self.token_ids, self.top_ids)
+        )
+        logprobs, top = (
+            memoryview(part).cast("f").tolist() for part in (self.logprobs, self.top_logprobs)
+        )
         pairs, k = list(zip(top_ids, top)), self.num_top
         return [
             TokenLogprob(token_id, logprob, tuple(pairs[k * place : k * (place + 1)]))
@@ -456,13 +482,17 @@ class EngineInfo:
     hidden_size: int = 0
     has_head: bool = True  # False: it gives vectors, no text
     num_labels: int = 0  # of its classifier; 0: it has none
-    stored_as: tuple[str, ...] = ()  # how its files store weights, such as Q4_K: what holds the most first
+    stored_as: tuple[
+        str, ...
+    ] = ()  # how its files store weights, such as Q4_K: what holds the most first
     bits_per_weight: float = 0.0  # in its files; 0: it has none
 
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """A conversation that the prefix cache keeps. Pages it shares with others count in each of them."""
+    """A conversation that the prefix cache keeps. Pages it shares with others count in each of
+    them.
+    """
 
     id: str
     num_tokens: int
@@ -474,7 +504,9 @@ class SessionInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What an engine is doing now. The free counts include what evicting idle prefixes would free."""
+    """What an engine is doing now. The free counts include what evicting idle prefixes would
+    free.
+    """
 
     num_waiting: int
     num_running: int

@@ -1,8 +1,8 @@
 """The protocol between a server and its engine process: msgpack messages in length-prefixed frames.
 
-Owns the messages and their bytes, for a blocking side (the engine) and an asyncio side (the server).
-Never unpickles anything: a frame decodes to one of the messages below or to a `WireError`. Knows
-nothing of what the messages cause.
+Owns the messages and their bytes, for a blocking side (the engine) and an asyncio side (the
+server). Never unpickles anything: a frame decodes to one of the messages below or to a `WireError`.
+Knows nothing of what the messages cause.
 
     frame = [length of the rest, 4 bytes big-endian | msgpack of one message]
 """
@@ -48,7 +48,9 @@ class ServerGoneError(WireError):
 
 
 class ErrorFields(msgspec.Struct, frozen=True):
-    """An error of penstock.errors on its way to another process; `kind` is the name of its class."""
+    """An error of penstock.errors on its way to another process; `kind` is the name of its
+    class.
+    """
 
     kind: str
     what: str
@@ -166,7 +168,9 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], payload: bytearray | memoryvi
     try:
         return decoder.decode(payload)
     except (msgspec.DecodeError, PenstockError) as error:  # types refuse values of their own
-        raise WireError("A message between server and engine cannot be read", f"{error}.") from error
+        raise WireError(
+            "A message between server and engine cannot be read", f"{error}."
+        ) from error
 
 
 def _request_id_in(payload: bytearray) -> str | None:
@@ -258,7 +262,9 @@ class ServerChannel(asyncio.Protocol):
             self._transport.write(encode_frame(message))
 
     async def listen(self, take: Callable[[FromEngine], None]) -> None:
-        """Calls `take` with every message until the engine is gone, even in the middle of a frame."""
+        """Calls `take` with every message until the engine is gone, even in the middle of a
+        frame.
+        """
         self._take = take
         self.data_received(b"")  # what came before
         await self._ended

@@ -1,4 +1,6 @@
-"""Random weights for a model config: python scripts/generate_toy_weights.py --config F --output FOLDER"""
+"""Random weights for a model config: python scripts/generate_toy_weights.py --config F --output
+FOLDER
+"""
 
 from __future__ import annotations
 

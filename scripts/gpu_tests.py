@@ -1,7 +1,9 @@
-"""Runs every test that needs a GPU, several at a time, and records the outcome with its commit and machine.
+"""Runs every test that needs a GPU, several at a time, and records the outcome with its commit and
+machine.
 
-Kernels compile on the CPU, so one process per core is quick; tests that take all memory of the GPU run alone,
-after the others. Run it whenever a kernel, a layer or the engine's use of memory has changed.
+Kernels compile on the CPU, so one process per core is quick; tests that take all memory of the GPU
+run alone, after the others. Run it whenever a kernel, a layer or the engine's use of memory has
+changed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from penstock.commands.provenance import gpu_name, provenance
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 ALONE = ("test_gpu_full_size.py", "test_memory.py")
-NEEDS_GPU = re.compile(r"mark\.gpu|kernel_checks")  # other files may want what such a machine does not have
+NEEDS_GPU = re.compile(
+    r"mark\.gpu|kernel_checks"
+)  # other files may want what such a machine does not have
 
 
 def main() -> int:
@@ -32,7 +36,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=max(1, min(12, (os.cpu_count() or 1) - 2)))
     flags = parser.parse_args()
     started = time.monotonic()
-    files_with_gpu = [path for path in sorted(TESTS.glob("test_*.py")) if NEEDS_GPU.search(path.read_text())]
+    files_with_gpu = [
+        path for path in sorted(TESTS.glob("test_*.py")) if NEEDS_GPU.search(path.read_text())
+    ]
     beside = [str(path) for path in files_with_gpu if path.name not in ALONE]
     runs = [_run(beside, "-n", str(flags.workers), "--dist", "worksteal")]
     runs += [_run([str(TESTS / name)]) for name in ALONE]
@@ -63,7 +69,17 @@ def _run(paths: list[str], *words: str) -> list[tuple[str, str, str]]:
     """(file, test, outcome) of each."""
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", f"--junitxml={xml}", *words, *paths]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "gpu",
+            "-q",
+            f"--junitxml={xml}",
+            *words,
+            *paths,
+        ]
         subprocess.run(command, cwd=TESTS.parent, check=False)
         cases = ElementTree.parse(xml).getroot().iter("testcase")
         return [_outcome_of(case) for case in cases]
@@ -71,7 +87,9 @@ def _run(paths: list[str], *words: str) -> list[tuple[str, str, str]]:
 
 def _outcome_of(case: ElementTree.Element) -> tuple[str, str, str]:
     kinds = {child.tag for child in case}
-    outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+    outcome = (
+        "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+    )
     name = case.get("classname", "").rpartition(".")[2]
     return f"{name}.py", case.get("name", ""), outcome
 

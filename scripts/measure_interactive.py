@@ -3,9 +3,10 @@
     penstock serve --model Qwen3.5-35B-A3B --random-weights --max-model-len 40960 &
     python scripts/measure_interactive.py --json results/h200/interactive.json
 
-Short requests arrive at random, at one rate and with one seed: first alone, then while 32 long prompts are
-always outstanding, each followed by another; then bulk runs alone for as long. Whatever short requests cost
-each other is in both of the first two. "Whole" is from sending a request to the end of its answer.
+Short requests arrive at random, at one rate and with one seed: first alone, then while 32 long
+prompts are always outstanding, each followed by another; then bulk runs alone for as long. Whatever
+short requests cost each other is in both of the first two. "Whole" is from sending a request to the
+end of its answer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ TIMEOUT_S = 600.0
 
 
 class Bulk:
-    """So many long requests at a time until it is stopped, and the tokens that were served of them."""
+    """So many long requests at a time until it is stopped, and the tokens that were served of
+    them.
+    """
 
     def __init__(self, target: Target, bodies: Iterator[bytes], num_prompt_tokens: int) -> None:
         self._target, self._bodies = target, bodies
@@ -42,7 +45,9 @@ class Bulk:
 
     @property
     def num_tokens(self) -> int:
-        """Prompts whose reply has begun, and the events of replies, which are about a token each."""
+        """Prompts whose reply has begun, and the events of replies, which are about a token
+        each.
+        """
         return self._num_begun * self._num_prompt_tokens + self._num_events
 
     async def run(self, num_at_once: int) -> None:
@@ -137,23 +142,41 @@ async def measure(given: argparse.Namespace, clients: LoadClients) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--base-url", default="http://127.0.0.1:8000")
-    parser.add_argument("--short", type=int, nargs=2, default=[64, 32], help="tokens of prompt and reply")
-    parser.add_argument("--bulk", type=int, nargs=2, default=[8192, 256], help="tokens of prompt and reply")
+    parser.add_argument(
+        "--short", type=int, nargs=2, default=[64, 32], help="tokens of prompt and reply"
+    )
+    parser.add_argument(
+        "--bulk", type=int, nargs=2, default=[8192, 256], help="tokens of prompt and reply"
+    )
     parser.add_argument("--num-bulk", type=int, default=32, help="that are always outstanding")
-    parser.add_argument("--most-bulk", type=int, default=1200, help="prompts of bulk, each sent once")
+    parser.add_argument(
+        "--most-bulk", type=int, default=1200, help="prompts of bulk, each sent once"
+    )
     parser.add_argument("--num-short", type=int, default=300)
     parser.add_argument("--rate", type=float, default=5.0, help="short requests a second")
-    parser.add_argument("--head-start", type=float, default=2.0, help="seconds that bulk has before them")
+    parser.add_argument(
+        "--head-start", type=float, default=2.0, help="seconds that bulk has before them"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--server-flags", default="", help="how the server was started, for the record")
+    parser.add_argument(
+        "--server-flags", default="", help="how the server was started, for the record"
+    )
     parser.add_argument("--json", help="file for the result")
     given = parser.parse_args()
-    asked = {name: value for name, value in vars(given).items() if name not in ("json", "most_bulk")}
+    asked = {
+        name: value for name, value in vars(given).items() if name not in ("json", "most_bulk")
+    }
     fields = {**provenance(), "gpu": gpu_name(), **asked}
     with LoadClients() as clients:
-        report = {"what": "short requests among bulk", **fields, **asyncio.run(measure(given, clients))}
+        report = {
+            "what": "short requests among bulk",
+            **fields,
+            **asyncio.run(measure(given, clients)),
+        }
     for name in ("alone", "among_bulk"):
         ttft, whole = report[name]["ttft_ms"], report[name]["whole_ms"]
         print(f"{name:>10}: ttft p50 {ttft['p50']:8.1f} p99 {ttft['p99']:8.1f} ms", end="   ")

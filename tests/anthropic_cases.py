@@ -8,7 +8,12 @@ from typing import Any
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is 17 + 26? Reply with just the number."}]
 NOTE = "<system-reminder>\nBe brief.\n</system-reminder>"
-CALL_BLOCK = {"type": "tool_use", "id": "toolu_1", "name": "feed_pet", "input": {"pet": "Lena", "grams": 5}}
+CALL_BLOCK = {
+    "type": "tool_use",
+    "id": "toolu_1",
+    "name": "feed_pet",
+    "input": {"pet": "Lena", "grams": 5},
+}
 
 
 def text(words: str) -> dict[str, Any]:
@@ -20,7 +25,9 @@ def result(content: Any, **fields: Any) -> dict[str, Any]:
 
 
 def billed(hash: str) -> str:
-    return f"x-anthropic-billing-header: cc_version=2.1.117.{hash[:3]}; cc_entrypoint=cli; cch={hash};"
+    return (
+        f"x-anthropic-billing-header: cc_version=2.1.117.{hash[:3]}; cc_entrypoint=cli; cch={hash};"
+    )
 
 
 IDENTITY = f"You are a coding agent. {'Follow the rules. ' * 40}"
@@ -35,7 +42,9 @@ def events_in(stream: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def in_order(events: list[tuple[str, dict[str, Any]]]) -> bool:
-    """Blocks one after another, numbered from 0, each with its start, its own deltas and its stop."""
+    """Blocks one after another, numbered from 0, each with its start, its own deltas and its
+    stop.
+    """
     letters = {"content_block_start": "(", "content_block_delta": "d", "content_block_stop": ")"}
     order = "".join(letters.get(kind, kind[8:] + " ") for kind, _ in events)
     starts = [data["index"] for kind, data in events if kind == "content_block_start"]
@@ -44,4 +53,6 @@ def in_order(events: list[tuple[str, dict[str, Any]]]) -> bool:
         block += kind == "content_block_start"
         if kind.startswith("content_block") and data["index"] != block:
             return False
-    return bool(re.fullmatch(r"start (\(d*\))*delta stop ", order)) and starts == list(range(len(starts)))
+    return bool(re.fullmatch(r"start (\(d*\))*delta stop ", order)) and starts == list(
+        range(len(starts))
+    )

@@ -1,7 +1,8 @@
 """Small random models whose routers choose clearly, as those of trained models mostly do.
 
-In a random model some token always has two experts that are nearly tied for the last place. Rounding then
-decides which of them runs, and the logits of two right implementations differ by a whole expert.
+In a random model some token always has two experts that are nearly tied for the last place.
+Rounding then decides which of them runs, and the logits of two right implementations differ by a
+whole expert.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ CLARITY = 10.0  # of a token's wish for an expert; what the layers add to it has
 
 @torch.no_grad()
 def make_routing_clear(model: nn.Module, num_chosen: int, generator: torch.Generator) -> None:
-    """Writes into each token's embedding which experts it wants, in directions that all routers look at.
+    """Writes into each token's embedding which experts it wants, in directions that all routers
+    look at.
 
-    Every router permutes the experts, and a token wants some more than others, so that layers choose
-    differently and weights are unequal.
+    Every router permutes the experts, and a token wants some more than others, so that layers
+    choose differently and weights are unequal.
     """
     parameters = dict(model.named_parameters())
     embedding = parameters["model.embed_tokens.weight"]

@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two workers with two threads each crawl
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch: two workers with two threads each crawl
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton: its kernels are then plain Python
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # before triton: its kernels are then plain Python
 
 from serving import MAX_QUEUE, Server, start_server
 
@@ -27,7 +31,8 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # libraries and tests stay: to look through them again and again took an eighth of the time
+    # libraries and tests stay: to look through them again and again took an eighth of the time
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
@@ -49,7 +54,9 @@ def shared_server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server(shared_server: Server) -> Iterator[Server]:
-    """One for all tests that only ask, unless their module has its own; it has answered others before."""
+    """One for all tests that only ask, unless their module has its own; it has answered others
+    before.
+    """
     yield shared_server
     shared_server.end_sessions()
 

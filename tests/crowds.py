@@ -1,8 +1,9 @@
 """Crowds of clients: polite ones, whose waiting is measured, and rude ones, among whom they wait.
 
-Rude ones send half a head or half a body, drip, read two bytes a second, or leave. They are a process of
-their own, so that what they cost their own side is not measured as the server's. Run as a program this is
-that process; arguments: a host, a port, how many, for how many seconds, and perhaps the one way they behave.
+Rude ones send half a head or half a body, drip, read two bytes a second, or leave. They are a
+process of their own, so that what they cost their own side is not measured as the server's. Run as
+a program this is that process; arguments: a host, a port, how many, for how many seconds, and
+perhaps the one way they behave.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ POLITE_TOKENS = 8
 
 
 def head(num_body_bytes: int) -> bytes:
-    return b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % num_body_bytes
+    return (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+        % num_body_bytes
+    )
 
 
 def stream_request(draw: random.Random, num_tokens: int) -> bytes:
@@ -77,7 +81,9 @@ async def ask_politely(address: Address, seed: int, until: float, waits: Waits) 
 def wait_in_peace(address: Address, num_polite: int, seconds: float) -> Waits:
     async def ask_all() -> Waits:
         until, waits = time.monotonic() + seconds, Waits()
-        await asyncio.gather(*(ask_politely(address, seed, until, waits) for seed in range(num_polite)))
+        await asyncio.gather(
+            *(ask_politely(address, seed, until, waits) for seed in range(num_polite))
+        )
         return waits
 
     return asyncio.run(ask_all())

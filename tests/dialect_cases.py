@@ -13,7 +13,8 @@ HERMES, LLAMA = '<tool_call>{"name": "make", "arguments": ', '{"name": "make", "
 
 # Pieces of the formats, of which garbage is made.
 XML_FRAGMENTS = (
-    "<tool_call> </tool_call> <function= </function> <parameter= </parameter> <think> </think> > < </"
+    "<tool_call> </tool_call> <function= </function> <parameter= </parameter> <think> "
+    "</think> > < </"
 )
 JSON_FRAGMENTS = '{ } " , : [ ] {} null 1e5 true \\ "a\\ \\u00e ; "text" "arguments": "parameters":'
 WORDS = "make make_more nobody größe 🚀 5 <|im_end|> <|im_start|> <|python_tag|> <tool"
@@ -77,43 +78,110 @@ TYPED: list[tuple[Any, str, Any]] = [
     ({"type": {"not": "a type"}, "anyOf": 3, "enum": "ab"}, "5", 5),
 ]
 
-# What models write that is not quite the form: dialect, text, the content and the arguments that are read.
+# What models write that is not quite the form: dialect, text, the content and the arguments that
+# are read.
 VARIANTS: list[tuple[str, str, str, list[dict[str, Any]]]] = [
     # White space, and tags forgotten or doubled.
-    ("qwen_xml", f"<tool_call>{MAKE}{COUNT}5</parameter></function></tool_call>", "", [{"count": 5}]),
+    (
+        "qwen_xml",
+        f"<tool_call>{MAKE}{COUNT}5</parameter></function></tool_call>",
+        "",
+        [{"count": 5}],
+    ),
     ("qwen_xml", f"<tool_call>\n\n {MAKE}\n\n</function> \n\n</tool_call>\n", "", [{}]),
-    ("qwen_xml", f"{MAKE}\n{TEXT}\na\n</parameter>\n</function>\n</tool_call>", "", [{"text": "a"}]),
-    ("qwen_xml", f"<tool_call>\n{MAKE}\n</function>\n{MAKE}\n</function>\n</tool_call>", "", [{}, {}]),
+    (
+        "qwen_xml",
+        f"{MAKE}\n{TEXT}\na\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [{"text": "a"}],
+    ),
+    (
+        "qwen_xml",
+        f"<tool_call>\n{MAKE}\n</function>\n{MAKE}\n</function>\n</tool_call>",
+        "",
+        [{}, {}],
+    ),
     ("qwen_xml", f"<tool_call>\n{MAKE}\n</function>", "", [{}]),
-    ("qwen_xml", f"<tool_call>\n<tool_call>\n{MAKE}\n</function>\n</tool_call>", "<tool_call>", [{}]),
-    ("qwen_xml", f"<tool_call>{MAKE}{TEXT}\n\n</parameter></function></tool_call>", "", [{"text": ""}]),
+    (
+        "qwen_xml",
+        f"<tool_call>\n<tool_call>\n{MAKE}\n</function>\n</tool_call>",
+        "<tool_call>",
+        [{}],
+    ),
+    (
+        "qwen_xml",
+        f"<tool_call>{MAKE}{TEXT}\n\n</parameter></function></tool_call>",
+        "",
+        [{"text": ""}],
+    ),
     ("qwen_xml", f"<tool_call>{MAKE}{TEXT}</parameter></function></tool_call>", "", [{"text": ""}]),
     ("qwen_xml", f"<tool_call>{MAKE}{TEXT}\na\n</function>\n</tool_call>", "", [{"text": "a"}]),
     ("qwen_xml", f"<tool_call>{MAKE}{TEXT}\na\n</parameter>\n</tool_call>", "", [{"text": "a"}]),
-    ("qwen_xml", f"{MAKE}{TEXT}\na\n{COUNT}\n5\n</parameter></function>", "", [{"text": "a", "count": 5}]),
-    ("qwen_xml", f"{MAKE}{TEXT}\n{COUNT}\n5\n</parameter></function>", "", [{"text": "", "count": 5}]),
+    (
+        "qwen_xml",
+        f"{MAKE}{TEXT}\na\n{COUNT}\n5\n</parameter></function>",
+        "",
+        [{"text": "a", "count": 5}],
+    ),
+    (
+        "qwen_xml",
+        f"{MAKE}{TEXT}\n{COUNT}\n5\n</parameter></function>",
+        "",
+        [{"text": "", "count": 5}],
+    ),
     # The other form in the same tag.
-    ("qwen_xml", '<tool_call>{"name": "make", "arguments": {"count": 1}}</tool_call>', "", [{"count": 1}]),
+    (
+        "qwen_xml",
+        '<tool_call>{"name": "make", "arguments": {"count": 1}}</tool_call>',
+        "",
+        [{"count": 1}],
+    ),
     # Tags inside a value.
-    ("qwen_xml", f"{MAKE}{TEXT}'</parameter>'</parameter></function>", "", [{"text": "'</parameter>'"}]),
-    ("qwen_xml", f"{MAKE}{TEXT}\n</parameter>\n</parameter></function>", "", [{"text": "</parameter>"}]),
+    (
+        "qwen_xml",
+        f"{MAKE}{TEXT}'</parameter>'</parameter></function>",
+        "",
+        [{"text": "'</parameter>'"}],
+    ),
+    (
+        "qwen_xml",
+        f"{MAKE}{TEXT}\n</parameter>\n</parameter></function>",
+        "",
+        [{"text": "</parameter>"}],
+    ),
     ("qwen_xml", f"{MAKE}{TEXT}\n{TEXT}\n</parameter></function>", "", [{"text": TEXT}]),
     ("qwen_xml", f"{MAKE}{TEXT}\na {COUNT}\n</parameter></function>", "", [{"text": f"a {COUNT}"}]),
     ("qwen_xml", f"{MAKE}{TEXT}\n{EMPTY}\n</parameter></function>", "", [{"text": EMPTY}]),
     # A parameter twice.
     ("qwen_xml", f"{MAKE}{TEXT}a</parameter>{TEXT}b</parameter></function>", "", [{"text": "a"}]),
-    # JSON with raw line breaks, in another order, inside a string, without arguments, with more at the end.
+    # JSON with raw line breaks, in another order, inside a string, without arguments, with more at
+    # the end.
     (
         "hermes",
         '<tool_call>{"name":"make","arguments":{"text":"a\n\tb"}}</tool_call>',
         "",
         [{"text": "a\n\tb"}],
     ),
-    ("hermes", '<tool_call>{"arguments": {"count": 1}, "name": "make"}</tool_call>', "", [{"count": 1}]),
-    ("hermes", r'<tool_call>{"name": "make", "arguments": "{\"count\": 1}"}</tool_call>', "", [{"count": 1}]),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"count": 1}, "name": "make"}</tool_call>',
+        "",
+        [{"count": 1}],
+    ),
+    (
+        "hermes",
+        r'<tool_call>{"name": "make", "arguments": "{\"count\": 1}"}</tool_call>',
+        "",
+        [{"count": 1}],
+    ),
     ("hermes", '<tool_call>{"name": "make", "arguments": null}</tool_call>', "", [{}]),
     ("hermes", '<tool_call>{"name": "make"}</tool_call>', "", [{}]),
-    ("hermes", '<tool_call>{"type": "function", "id": 1, "name": "make", "arguments": {}}', "", [{}]),
+    (
+        "hermes",
+        '<tool_call>{"type": "function", "id": 1, "name": "make", "arguments": {}}',
+        "",
+        [{}],
+    ),
     ("hermes", '<tool_call>{"name": "make", "arguments": {}}}</tool_call>', "}", [{}]),
     ("hermes", f'{HERMES}{{"text": "</tool_call>"}}}}</tool_call>', "", [{"text": "</tool_call>"}]),
     ("llama3", f'<|python_tag|>{LLAMA}{{}}, "type": "function"}}<|eom_id|>', "", [{}]),
@@ -124,12 +192,18 @@ VARIANTS: list[tuple[str, str, str, list[dict[str, Any]]]] = [
 
 # Dialect and text of what looks like a call.
 NOT_CALLS = [
-    ("qwen_xml", "<tool_call>\n<function=nobody>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"),
+    (
+        "qwen_xml",
+        "<tool_call>\n<function=nobody>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+    ),
     ("qwen_xml", "<tool_call>\n<function=mak>\n</function>\n</tool_call>"),
     ("qwen_xml", "<tool_call>\nI would call make.\n</tool_call>"),
     ("qwen_xml", "<tool_call>\n<function=make\n</function>\n</tool_call>"),
     ("qwen_xml", "<tool_call>\n<function=make>\nmake it!\n</function>\n</tool_call>"),
-    ("qwen_xml", "<tool_call>\n<function=make>\n<parameter=text\na\n</parameter>\n</function>\n</tool_call>"),
+    (
+        "qwen_xml",
+        "<tool_call>\n<function=make>\n<parameter=text\na\n</parameter>\n</function>\n</tool_call>",
+    ),
     ("qwen_xml", "Write <function=NAME> and <parameter=x>."),
     ("qwen_xml", "<tool_call>\n</tool_call>"),
     ("hermes", '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'),
@@ -142,9 +216,15 @@ NOT_CALLS = [
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
     (
         "hermes",
-        '<tool_call>{"name": "make", "arguments": {"items": ' + "[" * 200 + "]" * 200 + "}}</tool_call>",
+        '<tool_call>{"name": "make", "arguments": {"items": '
+        + "[" * 200
+        + "]" * 200
+        + "}}</tool_call>",
     ),
-    ("hermes", '<tool_call>{"name": "make", "arguments": {"count": ' + "1" * 400 + "}}</tool_call>"),
+    (
+        "hermes",
+        '<tool_call>{"name": "make", "arguments": {"count": ' + "1" * 400 + "}}</tool_call>",
+    ),
     ("llama3", '{"name": "nobody", "parameters": {}}'),
     ("llama3", '{"name": "make"}'),
     ("llama3", '{"answer": 42, "nested": {"name": "make"}}'),
@@ -169,7 +249,9 @@ HOSTILE = [
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
 HERMES_TOOLS = r"""{{- '<tool_call>\n{\"name\": <name>, \"arguments\": <args>}\n</tool_call>' }}"""
-LLAMA_TOOLS = """{{- '<|start_header_id|>' }}{{- '{"name": function name, "parameters": dictionary}' }}"""
+LLAMA_TOOLS = (
+    """{{- '<|start_header_id|>' }}{{- '{"name": function name, "parameters": dictionary}' }}"""
+)
 # A chat template, the name of the dialect it teaches, and whether that thinks.
 TEMPLATES = [
     (None, "plain", False),
@@ -179,10 +261,20 @@ TEMPLATES = [
     (CHATML + HERMES_TOOLS + "<think>\n\n</think>", "hermes", True),
     (LLAMA_TOOLS, "llama3", False),
     ("<|start_header_id|>{{ m.role }}<|end_header_id|>", "plain", False),
-    ("<tool_call>{{ name }}\n<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>", "plain", False),
+    (
+        "<tool_call>{{ name }}\n<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>",
+        "plain",
+        False,
+    ),
 ]
 
-BFCL_TYPES = {"dict": "object", "float": "number", "tuple": "array", "String": "string", "Boolean": "boolean"}
+BFCL_TYPES = {
+    "dict": "object",
+    "float": "number",
+    "tuple": "array",
+    "String": "string",
+    "Boolean": "boolean",
+}
 BFCL_TYPES |= {"ArrayList": "array", "HashMap": "object", "long": "integer"}
 
 

@@ -1,9 +1,11 @@
-"""A runner on the host that executes StepPlans on memory made of token ids, and a driver for histories.
+"""A runner on the host that executes StepPlans on memory made of token ids, and a driver for
+histories.
 
-Every page keeps the tokens that were "written" there, every slot the prefix its state has consumed. Each
-row is checked to read exactly its sequence's tokens through its page table and from its initial slot, and
-rows of one step must not touch each other's memory, since a device runs them in any order. The sampled
-token is a hash of everything the row has read: wrong paging or a wrong state becomes a wrong token.
+Every page keeps the tokens that were "written" there, every slot the prefix its state has consumed.
+Each row is checked to read exactly its sequence's tokens through its page table and from its
+initial slot, and rows of one step must not touch each other's memory, since a device runs them in
+any order. The sampled token is a hash of everything the row has read: wrong paging or a wrong state
+becomes a wrong token.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from penstock.types import (
 VOCAB_SIZE = 12
 
 
-def sample_token(context: tuple[int, ...], biases: Mapping[int, float], forbidden: Collection[int]) -> int:
+def sample_token(
+    context: tuple[int, ...], biases: Mapping[int, float], forbidden: Collection[int]
+) -> int:
     """The token with the highest score, a number that only the context and the token decide."""
     state = zlib.crc32(bytes(context))
     scores = [zlib.crc32(bytes([token]), state) % 100 for token in range(VOCAB_SIZE)]
@@ -122,15 +126,21 @@ class FakeRunner:
         return scores
 
     def _update_pages(self, plan: StepPlan) -> None:
-        written = [(u.row, i, page) for u in plan.page_updates for i, page in enumerate(u.pages, u.start)]
+        written = [
+            (u.row, i, page) for u in plan.page_updates for i, page in enumerate(u.pages, u.start)
+        ]
         places = [(row, index) for row, index, _ in written]
-        assert len(set(places)) == len(places), "one entry of a page table is written twice in a step"
+        assert len(set(places)) == len(places), (
+            "one entry of a page table is written twice in a step"
+        )
         for row, index, page in written:
             assert page != 0, "page 0 belongs to nobody"
             self._rows[row].page_table[index] = page
 
     def _tokens_of(self, plan: RowPlan) -> tuple[int, ...]:
-        """The row's tokens of this step, after comparing them with the host's; advances the truth."""
+        """The row's tokens of this step, after comparing them with the host's; advances the
+        truth.
+        """
         row = self._rows[plan.row]
         if row.tokens is None:
             row.tokens = self._known_tokens(plan.row)[: plan.start]
@@ -162,7 +172,9 @@ class FakeRunner:
         return [table[i] for i in range(-(-(plan.start + plan.num_tokens) // self.page_size))]
 
     def _require_separate_memory(self, plan: StepPlan) -> None:
-        """Rows run in any order: nobody writes what another row of the same step reads or writes."""
+        """Rows run in any order: nobody writes what another row of the same step reads or
+        writes.
+        """
         page_writers: dict[int, int] = {}
         for row in plan.rows:
             for page in self._context_pages(row)[row.start // self.page_size :]:
@@ -170,16 +182,22 @@ class FakeRunner:
                 page_writers[page] = row.row
         for row in plan.rows:
             for page in self._context_pages(row):
-                assert page_writers.get(page, row.row) == row.row, f"page {page} is written and read"
+                assert page_writers.get(page, row.row) == row.row, (
+                    f"page {page} is written and read"
+                )
         if not self.has_slots:
             assert all(row.slot == 0 and not row.checkpoints for row in plan.rows)
             return
-        written = [slot for row in plan.rows for slot in (row.slot, *(slot for _, slot in row.checkpoints))]
+        written = [
+            slot for row in plan.rows for slot in (row.slot, *(slot for _, slot in row.checkpoints))
+        ]
         assert 0 not in written, "slot 0 belongs to nobody"
         assert len(set(written)) == len(written), "a slot is written twice in a step"
         for row in plan.rows:
             if row.start > 0 and row.initial_slot != row.slot:
-                assert row.initial_slot not in written, "a checkpoint is overwritten while it is read"
+                assert row.initial_slot not in written, (
+                    "a checkpoint is overwritten while it is read"
+                )
 
     def _initial_state(self, plan: RowPlan) -> tuple[int, ...]:
         if plan.start == 0:
@@ -187,14 +205,18 @@ class FakeRunner:
         tokens = self._rows[plan.row].tokens
         assert tokens is not None
         state = self._slots[plan.initial_slot]
-        assert state == tuple(tokens[: plan.start]), "the state is not that of the sequence's tokens"
+        assert state == tuple(tokens[: plan.start]), (
+            "the state is not that of the sequence's tokens"
+        )
         return state
 
     def _write(self, plan: RowPlan, new: tuple[int, ...], state: tuple[int, ...]) -> None:
         table = self._rows[plan.row].page_table
         for position, token in enumerate(new, plan.start):
             if self.has_pages:
-                page = self._pages.setdefault(table[position // self.page_size], [None] * self.page_size)
+                page = self._pages.setdefault(
+                    table[position // self.page_size], [None] * self.page_size
+                )
                 page[position % self.page_size] = token
         if self.has_slots:
             self._slots[plan.slot] = state + new
@@ -218,7 +240,9 @@ class FakeRunner:
             context = self._read_context(row)
             if row.samples:
                 admission = self._rows[row.row].admission
-                is_too_short = len(context) - admission.num_prompt_tokens < admission.sampling.min_tokens
+                is_too_short = (
+                    len(context) - admission.num_prompt_tokens < admission.sampling.min_tokens
+                )
                 forbidden = admission.end_token_ids if is_too_short else ()
                 token = sample_token(context, admission.sampling.logit_bias, forbidden)
                 token_ids[row.row] = self._rows[row.row].last_sample = token
@@ -315,7 +339,9 @@ class World:
             self._check(plan, decoding)
             self.plans.append(plan)
             self._pending.append(self.runner.launch(plan))
-            self._sampled += [self._in_row(row.row) for row in plan.rows if row.samples and row.token_ids]
+            self._sampled += [
+                self._in_row(row.row) for row in plan.rows if row.samples and row.token_ids
+            ]
         self.cache.check()
         self.now_s += 0.5
         if self._pending and (plan is None or len(self._pending) > self.setup.depth):
@@ -362,7 +388,9 @@ class World:
             self.finishes[delta.request_id] = delta.finish
 
     def _take_scores(self, sequence: Sequence, delta: TokenDelta) -> None:
-        """In order, each once, and all before the first token; of those that another engine sent, none."""
+        """In order, each once, and all before the first token; of those that another engine sent,
+        none.
+        """
         request = sequence.request
         if request.sampling.prompt_logprobs is None:
             assert delta.prompt_scores is None
@@ -399,7 +427,9 @@ class World:
 
     def _check(self, plan: StepPlan, decoding: list[Sequence]) -> None:
         setup = self.setup
-        self._sampled = [sequence for sequence in decoding if sequence.row is not None]  # less the preempted
+        self._sampled = [
+            sequence for sequence in decoding if sequence.row is not None
+        ]  # less the preempted
         rows = {row.row for row in plan.rows}
         assert len(rows) <= setup.max_rows
         assert rows <= set(range(setup.max_rows))

@@ -1,4 +1,6 @@
-"""Writes GGUF files of small checkpoints with the gguf package, the way llama.cpp's converters do."""
+"""Writes GGUF files of small checkpoints with the gguf package, the way llama.cpp's converters
+do.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,18 @@ from penstock.assets import default_model
 from penstock.models import build_model
 from small_models import HYBRID_DENSE, HYBRID_MOE, LLAMA
 
-ROPE_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+ROPE_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 # By the name of the architecture in the file.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -28,7 +40,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {**ROPE_LLAMA3, "original_max_position_embeddings": 8192},
     },
     "qwen2": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {**LLAMA, "model_type": "qwen3", "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "qwen3": {
+        **LLAMA,
+        "model_type": "qwen3",
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
     "qwen3moe": {**LLAMA, "model_type": "qwen3_moe", **EXPERTS},
     "qwen35": {**HYBRID_DENSE, "mtp_num_hidden_layers": 1},
     "qwen35moe": {**HYBRID_MOE, "mtp_num_hidden_layers": 1},
@@ -94,13 +110,18 @@ def random_state(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """A checkpoint's tensors by name, random, of a config."""
     generator = torch.Generator().manual_seed(seed)
     placements = build_model(config, torch.float32, torch.device("meta")).placements()  # type: ignore[operator]
-    return {name: 0.1 * torch.randn(place.shape, generator=generator) for name, place in placements.items()}
+    return {
+        name: 0.1 * torch.randn(place.shape, generator=generator)
+        for name, place in placements.items()
+    }
 
 
 def write_folder(folder: Path, config: dict[str, Any], state: dict[str, Tensor]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors"
+    )
     return folder
 
 
@@ -127,7 +148,11 @@ def write_gguf(
         tensors[name.replace("gate", "gate_up")] = torch.cat(both, dim=1)
     for name, tensor in tensors.items():
         values = tensor.float().contiguous().numpy()
-        if values.ndim == 1 or values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] or "conv1d" in name:
+        if (
+            values.ndim == 1
+            or values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]
+            or "conv1d" in name
+        ):
             writer.add_tensor(name, values)
             continue
         packed = gguf.quants.quantize(values, kind)
@@ -195,7 +220,9 @@ def converted(
             is_norm = "norm" in name and architecture.startswith("qwen35")
             yield GLOBALS[name].format(last=last), tensor + 1 if is_norm else tensor
             continue
-        layer, _, inside = name.replace("mtp.layers.0.", f"model.layers.{last}.")[13:].partition(".")
+        layer, _, inside = name.replace("mtp.layers.0.", f"model.layers.{last}.")[13:].partition(
+            "."
+        )
         stem, _, suffix = inside.rpartition(".")
         if stem.startswith("mlp.experts."):
             _, _, expert, projection = stem.split(".")
@@ -247,7 +274,9 @@ def changed_delta_net(config: Mapping[str, Any], name: str, tensor: Tensor) -> T
     num_keys, num_values = config["linear_num_key_heads"], config["linear_num_value_heads"]
 
     def tiled(values: Tensor, dim: int = 0) -> Tensor:
-        """Value heads of one key after another -> the first of every key, then the second of every key."""
+        """Value heads of one key after another -> the first of every key, then the second of every
+        key.
+        """
         heads = values.unflatten(dim, (num_keys, num_values // num_keys, -1))
         return heads.transpose(dim, dim + 1).reshape(values.shape)
 
@@ -285,7 +314,9 @@ def llama3_factors(config: Mapping[str, Any]) -> Tensor:
 
 
 def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, vocab_size: int) -> dict[str, Any]:
-    """Of a byte-level tokenizer.json, as a converter writes it: ids without a token are filled up."""
+    """Of a byte-level tokenizer.json, as a converter writes it: ids without a token are filled
+    up.
+    """
     tokens = [f"[PAD{id}]" for id in range(vocab_size)]
     types = [gguf.TokenType.UNUSED] * vocab_size
     for token, id in tokenizer["model"]["vocab"].items():
@@ -294,7 +325,10 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, vocab_size: int) 
         is_control = added["special"] or added["content"].startswith("<|")
         kind = gguf.TokenType.CONTROL if is_control else gguf.TokenType.USER_DEFINED
         tokens[added["id"]], types[added["id"]] = added["content"], kind
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
+    merges = [
+        merge if isinstance(merge, str) else " ".join(merge)
+        for merge in tokenizer["model"]["merges"]
+    ]
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
@@ -305,7 +339,9 @@ def tokenizer_metadata(tokenizer: Mapping[str, Any], pre: str, vocab_size: int) 
 
 
 def write_embedded(path: Path, matrices: str = "F32") -> Path:
-    """The embedded model with its tokenizer and template, and sampling parameters that it does not have."""
+    """The embedded model with its tokenizer and template, and sampling parameters that it does not
+    have.
+    """
     folder = Path(default_model())
     config = json.loads((folder / "config.json").read_text())["text_config"]
     state = {

@@ -1,4 +1,6 @@
-"""Texts that a grammar allows, drawn at random, and a judge of JSON that knows the keywords the tests use."""
+"""Texts that a grammar allows, drawn at random, and a judge of JSON that knows the keywords the
+tests use.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ PERSON: dict[str, Any] = {
         "name": {"type": "string", "maxLength": 12},
         "age": {"type": "integer", "minimum": 0, "maximum": 130},
         "kind": {"enum": ["friend", "foe", 7]},
-        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{1,5}$"}, "maxItems": 3},
+        "tags": {
+            "type": "array",
+            "items": {"type": "string", "pattern": "^[a-z]{1,5}$"},
+            "maxItems": 3,
+        },
         "boss": {"anyOf": [{"$ref": "#/$defs/boss"}, {"type": "null"}]},
     },
     "required": ["name", "age", "kind", "boss"],
@@ -59,8 +65,8 @@ def is_allowed(grammar: str, text: str) -> bool:
 
 
 def random_text(grammar: str, seed: int, ending: str = '"', max_bytes: int = 4000) -> str:
-    """A text that fulfils the grammar, byte by byte. Once it is long, `ending` is written where it may be, as
-    nobody would hit upon it by chance, and the text ends as soon as it may.
+    """A text that fulfils the grammar, byte by byte. Once it is long, `ending` is written where it
+    may be, as nobody would hit upon it by chance, and the text ends as soon as it may.
     """
     chooser = random.Random(seed)
     matcher = matcher_of(grammar)

@@ -1,5 +1,6 @@
-"""Short requests among bulk, in simulated time: the real scheduler and cache, and steps that take as long as
-those of Qwen3.5-35B-A3B on an H200 (results/h200). One step is planned ahead, as the engine does on a GPU.
+"""Short requests among bulk, in simulated time: the real scheduler and cache, and steps that take
+as long as those of Qwen3.5-35B-A3B on an H200 (results/h200). One step is planned ahead, as the
+engine does on a GPU.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ SHORTS_PER_S = 5.0
 
 
 class StepTime:
-    """Seconds of a step: what its tokens share of the weights, and a part for each row that decodes."""
+    """Seconds of a step: what its tokens share of the weights, and a part for each row that
+    decodes.
+    """
 
     def __init__(self) -> None:
         decode = {row["batch"]: row["ms"] for row in _rows("decode")}
         prefill = {row["tokens"]: row["ms"] for row in _rows("prefill") if row["context"] == 1024}
         most, before = sorted(decode)[-1], 128
         self._row_ms = (decode[most] - decode[before]) / (most - before)
-        shared = {batch: ms - self._row_ms * batch for batch, ms in decode.items() if batch <= before}
+        shared = {
+            batch: ms - self._row_ms * batch for batch, ms in decode.items() if batch <= before
+        }
         self._points = sorted({**shared, **prefill}.items())
 
     def __call__(self, plan: StepPlan) -> float:
@@ -71,12 +76,20 @@ def percentile(values: list[float], share: float) -> float:
 
 
 class Load:
-    def __init__(self, num_bulk: int, num_short: int, seconds: float, seed: int, **sizes: float) -> None:
+    def __init__(
+        self, num_bulk: int, num_short: int, seconds: float, seed: int, **sizes: float
+    ) -> None:
         self.now_s = 0.0
         self._seconds = seconds
-        limits = SessionLimits(max_bytes=0, max_idle_s=1.0, page_bytes=1, slot_bytes=1, max_checkpoints=0)
+        limits = SessionLimits(
+            max_bytes=0, max_idle_s=1.0, page_bytes=1, slot_bytes=1, max_checkpoints=0
+        )
         cache = Cache(
-            page_size=64, num_pages=20_000, num_slots=600, session_limits=limits, clock=lambda: self.now_s
+            page_size=64,
+            num_pages=20_000,
+            num_slots=600,
+            session_limits=limits,
+            clock=lambda: self.now_s,
         )
         given = {"max_rows": 256, "max_step_tokens": 32768, "shared_step_tokens": 16384}
         given |= {"mixed_step_tokens": 1024, "max_model_len": 40960, **sizes}
@@ -111,7 +124,9 @@ class Load:
                 self._commit(*in_flight.popleft())
             elif plan is None:
                 self.now_s = self._arrivals[0] if self._arrivals else self._seconds
-        return Measured(self.times["short"], self.times["bulk"], self._num_bulk_tokens / self.now_s, plans)
+        return Measured(
+            self.times["short"], self.times["bulk"], self._num_bulk_tokens / self.now_s, plans
+        )
 
     def _draw_arrivals(self, num_short: int) -> deque[float]:
         now_s, arrivals = 2.0, deque[float]()
@@ -125,7 +140,10 @@ class Load:
         token_ids = tuple(self._rng.randrange(1, 1000) for _ in range(num_prompt))
         sampling = SamplingParams(max_tokens=num_reply)
         request = Request(
-            id=f"{kind}-{next(self._ids)}", token_ids=token_ids, sampling=sampling, age_s=self.now_s - now_s
+            id=f"{kind}-{next(self._ids)}",
+            token_ids=token_ids,
+            sampling=sampling,
+            age_s=self.now_s - now_s,
         )
         self._begun[request.id] = now_s
         self.scheduler.submit(request)

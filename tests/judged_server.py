@@ -1,7 +1,8 @@
 """A server of the chat API that passes every check, except for the faults that it is given.
 
-Its model is a function: it adds, tells what Tom has, and writes words that follow from the prompt. It counts
-with the embedded model's tokenizer and chat template. Runs in threads of the test's process.
+Its model is a function: it adds, tells what Tom has, and writes words that follow from the prompt.
+It counts with the embedded model's tokenizer and chat template. Runs in threads of the test's
+process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,18 @@ TOKENIZER, TEMPLATE = Tokenizer.load(TINY), ChatTemplate.load(TINY)
 MAX_MODEL_LEN = 2048
 TOM = "Tom has 3 apples and buys 4 more, so he has 3 + 4 = 7 apples.\n#### 7"
 THOUGHT = "<think>\nApples, 3 and 4.\n</think>\n\n"
-WORDS = ["river", "stone", "light", "morning", "paper", "window", "garden", "letter", "market", "bridge"]
+WORDS = [
+    "river",
+    "stone",
+    "light",
+    "morning",
+    "paper",
+    "window",
+    "garden",
+    "letter",
+    "market",
+    "bridge",
+]
 SIGNS = {
     "+": ("+", "plus", "sum", "added"),
     "-": ("-", "minus", "difference", "take away"),
@@ -70,7 +82,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.path == "/health":
             self._send({"status": "ok"}, 503 if "unhealthy" in faults else 200)
         elif self.path == "/v1/models" and "no models" not in faults:
-            self._send({"data": [{"id": "judged", "object": "model", "max_model_len": MAX_MODEL_LEN}]})
+            self._send(
+                {"data": [{"id": "judged", "object": "model", "max_model_len": MAX_MODEL_LEN}]}
+            )
         else:
             self._send({"error": {"message": "no such path"}}, 404)
 
@@ -93,7 +107,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if self.path == "/tokenize" and "counts for others" in faults:
                 asked = json.loads(data)
                 count = (
-                    count_prompt(asked["messages"]) if "messages" in asked else count_text(asked["prompt"])
+                    count_prompt(asked["messages"])
+                    if "messages" in asked
+                    else count_text(asked["prompt"])
                 )
                 self._send({"count": count})
                 return
@@ -103,7 +119,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self._answer(body)
                 return
             if self.path != "/v1/chat/completions":
-                self._send({"error": {"message": "no such path"}}, 200 if "any path" in faults else 404)
+                self._send(
+                    {"error": {"message": "no such path"}}, 200 if "any path" in faults else 404
+                )
                 return
             body = self._checked(data)
         except Refused as refusal:
@@ -119,7 +137,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _checked_raw(self, data: bytes) -> dict[str, Any]:
         body: dict[str, Any] = json.loads(data)
-        if "messages" in body or "chat_template_kwargs" in body or not isinstance(body.get("prompt"), str):
+        if (
+            "messages" in body
+            or "chat_template_kwargs" in body
+            or not isinstance(body.get("prompt"), str)
+        ):
             raise Refused("a raw prompt has no messages")
         return body
 
@@ -131,7 +153,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         messages = body.get("messages")
         if not isinstance(messages, list) or not all("role" in message for message in messages):
             raise Refused("messages are not messages")
-        temperature, limit, stop = body.get("temperature", 0), body.get("max_tokens", 64), body.get("stop")
+        temperature, limit, stop = (
+            body.get("temperature", 0),
+            body.get("max_tokens", 64),
+            body.get("stop"),
+        )
         if not isinstance(temperature, int | float) or temperature < 0:
             raise Refused("the temperature is no temperature")
         if limit < 1 or not isinstance(stop, str | list | None):
@@ -212,7 +238,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _send(self, content: Any, status: int = 200) -> None:
         data = json.dumps(content).encode() if not isinstance(content, str) else content.encode()
         self.send_response(status)
-        self.send_header("Content-Type", "text/html" if isinstance(content, str) else "application/json")
+        self.send_header(
+            "Content-Type", "text/html" if isinstance(content, str) else "application/json"
+        )
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -299,12 +327,19 @@ def whole_reply(body: dict[str, Any], reply: dict[str, Any], faults: set[str]) -
         if "no index" in faults:
             del choices[-1]["index"]
     name = "reply-1" if "odd ids" in faults else "chatcmpl-1"
-    fields = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": "judged"}
+    fields = {
+        "id": name,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": "judged",
+    }
     return {**fields, "choices": choices, **({"usage": reply["usage"]} if reply["usage"] else {})}
 
 
 @contextlib.contextmanager
-def judged_server(*faults: str, places: int = 64, seconds_a_token: float = 0.0) -> Iterator[JudgedServer]:
+def judged_server(
+    *faults: str, places: int = 64, seconds_a_token: float = 0.0
+) -> Iterator[JudgedServer]:
     server = JudgedServer(set(faults), places, seconds_a_token)
     thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.02))
     thread.start()

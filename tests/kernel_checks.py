@@ -1,8 +1,9 @@
 """What every kernel test shares: where kernels run, in which dtypes, and how near is near enough.
 
-Without a GPU the kernels run in Triton's interpreter, which multiplies bf16 wrongly: fp32 there (and fp16
-with `pytest -m slow`), fp32 and bf16 when compiled. One tolerance table, by dtype, relative to the largest
-expected value: sums in another order and a rounding more or less are all a kernel may differ by.
+Without a GPU the kernels run in Triton's interpreter, which multiplies bf16 wrongly: fp32 there
+(and fp16 with `pytest -m slow`), fp32 and bf16 when compiled. One tolerance table, by dtype,
+relative to the largest expected value: sums in another order and a rounding more or less are all a
+kernel may differ by.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ INTERPRETED = pytest.mark.skipif(HAS_GPU, reason="kernels run compiled here")
 # (device, dtype): use as @pytest.mark.parametrize(("device", "dtype"), PLACES)
 PLACES = [
     pytest.param("cpu", torch.float32, marks=INTERPRETED, id="interpreted-fp32"),
-    pytest.param("cpu", torch.float16, marks=[INTERPRETED, pytest.mark.slow], id="interpreted-fp16"),
+    pytest.param(
+        "cpu", torch.float16, marks=[INTERPRETED, pytest.mark.slow], id="interpreted-fp16"
+    ),
     pytest.param("cuda", torch.float32, marks=ON_GPU, id="compiled-fp32"),
     pytest.param("cuda", torch.bfloat16, marks=ON_GPU, id="compiled-bf16"),
 ]
@@ -32,7 +35,9 @@ FULL_SIZE = [pytest.param("cuda", torch.bfloat16, marks=ON_GPU, id="compiled-bf1
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
-def random(*shape: int, dtype: torch.dtype, device: str, seed: int = 0, scale: float = 1.0) -> Tensor:
+def random(
+    *shape: int, dtype: torch.dtype, device: str, seed: int = 0, scale: float = 1.0
+) -> Tensor:
     """The same numbers on every device."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)

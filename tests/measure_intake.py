@@ -27,13 +27,19 @@ def large_chat(num_bytes: int, kind: str) -> bytes:
     text = WORDS * (num_bytes // len(WORDS))
     messages = [{"role": "user", "content": text}]
     if kind == "thoughts":
-        messages = [*MESSAGES, {"role": "assistant", "content": "x", "reasoning_content": text}, *MESSAGES]
+        messages = [
+            *MESSAGES,
+            {"role": "assistant", "content": "x", "reasoning_content": text},
+            *MESSAGES,
+        ]
     return json.dumps({"messages": messages, "max_tokens": 1}).encode()
 
 
 def post(address: tuple[str, int], body: bytes) -> int:
     """The status; 0 where the connection was reset before one came."""
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    )
     with socket.create_connection(address, timeout=300) as connection:
         try:
             connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n")
@@ -58,7 +64,9 @@ def template_pids(pid: int) -> list[int]:
     return [child for child in child_pids(pid) if b"template_worker" in command_of(child)]
 
 
-def measure(server: Server, num_bodies: int, num_bytes: int, gap_s: float, kind: str) -> dict[str, object]:
+def measure(
+    server: Server, num_bodies: int, num_bytes: int, gap_s: float, kind: str
+) -> dict[str, object]:
     pid = server.process.pid
     body = large_chat(num_bytes, kind)
     before = rss_mb(pid)
@@ -129,7 +137,9 @@ def main() -> None:
     num_bodies, megabytes, gap_s, kind = [*sys.argv[1:], *defaults[len(sys.argv) - 1 :]]
     with start_server(serve={"max_queue": MAX_QUEUE}) as server:
         print(
-            json.dumps(measure(server, int(num_bodies), int(megabytes) * 10**6, float(gap_s), kind)),
+            json.dumps(
+                measure(server, int(num_bodies), int(megabytes) * 10**6, float(gap_s), kind)
+            ),
             flush=True,
         )
         time.sleep(3.0)

@@ -1,11 +1,12 @@
-"""What the fleet costs: the time from an engine's send to a token's receiver, with a fleet and without one.
+"""What the fleet costs: the time from an engine's send to a token's receiver, with a fleet and
+without one.
 
     python tests/measure_router.py [--streams 64] [--step-ms 10] [--rounds 5] [--seconds 4]
 
-Engines without a model send one token to every request at a fixed pace, and each token is the microsecond in
-which it was sent; the clock is the same for all processes. The three paths (one engine's client alone, a
-fleet of one, a fleet of two) take turns, so that whatever else the machine does meets them alike. Prints a
-table and, as its last line, one JSON object.
+Engines without a model send one token to every request at a fixed pace, and each token is the
+microsecond in which it was sent; the clock is the same for all processes. The three paths (one
+engine's client alone, a fleet of one, a fleet of two) take turns, so that whatever else the machine
+does meets them alike. Prints a table and, as its last line, one JSON object.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ async def launch_stub(on_phase: OnPhase, step_s: float) -> EngineClient:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "engine.sock")
         listener = await loop.create_unix_server(lambda: ServerChannel(connected.set_result), path)
-        process = await asyncio.create_subprocess_exec(sys.executable, __file__, "--stub", path, str(step_s))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, __file__, "--stub", path, str(step_s)
+        )
         channel = await connected
         listener.close()
     return EngineClient(process, channel, on_phase)
@@ -118,7 +121,9 @@ class Recorder:
         raise error
 
 
-async def measure(num_engines: int, num_streams: int, step_s: float, seconds: float) -> dict[str, Any]:
+async def measure(
+    num_engines: int, num_streams: int, step_s: float, seconds: float
+) -> dict[str, Any]:
     """One round of one path."""
 
     def launch(on_phase: OnPhase) -> Any:
@@ -146,12 +151,18 @@ async def measure(num_engines: int, num_streams: int, step_s: float, seconds: fl
     for number in range(num_streams):
         tokens = tuple(range(number, number + PROMPT_TOKENS))
         started = time.perf_counter()
-        path.submit([(Request(id=str(number), token_ids=tokens, sampling=sampling), Recorder(ages_us, end))])
+        path.submit(
+            [(Request(id=str(number), token_ids=tokens, sampling=sampling), Recorder(ages_us, end))]
+        )
         submits_s.append(time.perf_counter() - started)
     await ended.wait()
     cpu = time.process_time() - cpu
     await path.close()
-    return {"ages_us": ages_us, "submits_s": submits_s, "cpu_us_per_token": cpu / len(ages_us) * 1e6}
+    return {
+        "ages_us": ages_us,
+        "submits_s": submits_s,
+        "cpu_us_per_token": cpu / len(ages_us) * 1e6,
+    }
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -192,8 +203,14 @@ def main() -> int:
             f"{name:<12} "
             + " ".join(f"{value:>{width}}" for value, width in zip(found.values(), (8, 8, 10, 13)))
         )
-    machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()}
-    print(json.dumps({"measured": "router", **vars(arguments), "machine": machine, "paths": results}))
+    machine = {
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+    }
+    print(
+        json.dumps({"measured": "router", **vars(arguments), "machine": machine, "paths": results})
+    )
     return 0
 
 

@@ -1,4 +1,6 @@
-"""Clients of a node of several engines: streams with known replies, while something happens to the node."""
+"""Clients of a node of several engines: streams with known replies, while something happens to the
+node.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from penstock.eval.stream_client import StreamedReply, Target, exchange, read_an
 from serving import Server
 
 TIMEOUT_S = 120.0
-# Replies are equal to the last bit, wherever they are computed, only in fixed tiles and whole chunks.
+# Replies are equal to the last bit, wherever they are computed, only in fixed tiles and whole
+# chunks.
 NODE_ENGINE = {"deterministic": True, "page_size": 64, "max_model_len": 1024, "max_rows": 4}
 
 
@@ -19,7 +22,9 @@ def body_of(number: int, max_tokens: int) -> dict[str, Any]:
     """Greedy; each with a question of its own."""
     return {
         "model": "any",
-        "messages": [{"role": "user", "content": f"Question {number}: what is {number} + {number * 7}?"}],
+        "messages": [
+            {"role": "user", "content": f"Question {number}: what is {number} + {number * 7}?"}
+        ],
         "temperature": 0.0,
         "max_tokens": max_tokens,
         "ignore_eos": True,
@@ -35,7 +40,9 @@ async def stream_one(server: Server, body: dict[str, Any]) -> StreamedReply:
 
 
 async def stream_all(
-    server: Server, bodies: list[dict[str, Any]], meanwhile: Callable[[], Awaitable[None]] | None = None
+    server: Server,
+    bodies: list[dict[str, Any]],
+    meanwhile: Callable[[], Awaitable[None]] | None = None,
 ) -> list[StreamedReply]:
     streams = [asyncio.create_task(stream_one(server, body)) for body in bodies]
     if meanwhile is not None:
@@ -68,5 +75,7 @@ def replicas_of(server: Server) -> list[dict[str, Any]]:
 
 def num_moved(server: Server) -> int:
     text = server.http.get(f"{server.url}/metrics").text
-    (line,) = [line for line in text.splitlines() if line.startswith("penstock_moved_requests_total ")]
+    (line,) = [
+        line for line in text.splitlines() if line.startswith("penstock_moved_requests_total ")
+    ]
     return int(line.split()[1])

@@ -1,7 +1,8 @@
-"""Small checkpoints with weights packed as each format packs them, and the same weights as plain numbers.
+"""Small checkpoints with weights packed as each format packs them, and the same weights as plain
+numbers.
 
-Packing is written here in the plainest way, apart from the product's unpacking; that both are what the
-formats' libraries do is shown by data/quantized_values.safetensors.
+Packing is written here in the plainest way, apart from the product's unpacking; that both are what
+the formats' libraries do is shown by data/quantized_values.safetensors.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ GROUP = 32
 BLOCK = (32, 48)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-HIGH_PRECISION = r"norm|conv1d|A_log|dt_bias|in_proj_[ab]\.|mlp\.gate\.|shared_expert_gate|mtp\.fc|bias"
+HIGH_PRECISION = (
+    r"norm|conv1d|A_log|dt_bias|in_proj_[ab]\.|mlp\.gate\.|shared_expert_gate|mtp\.fc|bias"
+)
 
-Packed = tuple[dict[str, Tensor], Tensor]  # parts by the end of their names, and the values they mean
+Packed = tuple[
+    dict[str, Tensor], Tensor
+]  # parts by the end of their names, and the values they mean
 generator = torch.Generator()
 
 
@@ -48,7 +53,9 @@ def _scales(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return (torch.rand(shape, generator=generator) * 0.02 + 0.001).to(dtype)
 
 
-def _words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:  # [..., 8 n] -> [..., n]
+def _words(
+    codes: Tensor, order: tuple[int, ...] = tuple(range(8))
+) -> Tensor:  # [..., 8 n] -> [..., n]
     """Nibble i of a word is code `order[i]` of its eight."""
     eights = codes.long().unflatten(-1, (-1, 8))
     words = sum(eights[..., code] << (4 * place) for place, code in enumerate(order))
@@ -67,7 +74,9 @@ def pack_fp8_blocks(num_rows: int, num_columns: int) -> Packed:
     codes = torch.randn(num_rows, num_columns, generator=generator).to(torch.float8_e4m3fn)
     scale = _scales(-(-num_rows // BLOCK[0]), -(-num_columns // BLOCK[1]))
     rows, columns = torch.arange(num_rows) // BLOCK[0], torch.arange(num_columns) // BLOCK[1]
-    return {".weight": codes, ".weight_scale_inv": scale}, codes.float() * scale.float()[rows][:, columns]
+    return {".weight": codes, ".weight_scale_inv": scale}, codes.float() * scale.float()[rows][
+        :, columns
+    ]
 
 
 def pack_fp8_rows(num_rows: int, num_columns: int) -> Packed:
@@ -157,12 +166,19 @@ def pack_nvfp4_divided(num_rows: int, num_columns: int) -> Packed:
     parts, _ = pack_nvfp4(num_rows, num_columns)
     scale, whole = parts[".weight_scale"], torch.tensor([7654.3])
     codes = torch.stack((parts[".weight"] & 15, parts[".weight"] >> 4), -1).flatten(-2).long()
-    divided = {".weight_packed": parts[".weight"], ".weight_scale": scale, ".weight_global_scale": whole}
+    divided = {
+        ".weight_packed": parts[".weight"],
+        ".weight_scale": scale,
+        ".weight_global_scale": whole,
+    }
     return divided, E2M1[codes] * _of_column(scale.float() / whole, num_columns, 16)
 
 
 def pack_mxfp4(num_rows: int, num_columns: int) -> Packed:
-    codes, exponents = _codes(16, num_rows, num_columns), 120 + _codes(5, num_rows, num_columns // 32)
+    codes, exponents = (
+        _codes(16, num_rows, num_columns),
+        120 + _codes(5, num_rows, num_columns // 32),
+    )
     parts = {".weight_packed": _pairs(codes), ".weight_scale": exponents.to(torch.uint8)}
     return parts, E2M1[codes] * _of_column(2.0 ** (exponents - 127), num_columns, 32)
 
@@ -185,12 +201,19 @@ _FP4 = {"num_bits": 4, "type": "float", "strategy": "group"}
 _MLX = {"group_size": GROUP, "bits": 4}
 FORMATS = {
     "fp8": Format(
-        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*BLOCK]},
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [*BLOCK],
+        },
         pack_fp8_blocks,
         "fp8 32x48",
     ),
     "fp8 rows": Format(
-        _groups("float-quantized", type="float", strategy="channel"), pack_fp8_rows, "fp8 per channel"
+        _groups("float-quantized", type="float", strategy="channel"),
+        pack_fp8_rows,
+        "fp8 per channel",
     ),
     "fp8 tensor": Format(
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
@@ -203,19 +226,32 @@ FORMATS = {
         pack_int4_in_order_of_activations,
         "int4 g32",
     ),
-    "int8": Format(_groups("int-quantized", type="int", strategy="channel"), pack_int8, "int8 per channel"),
+    "int8": Format(
+        _groups("int-quantized", type="int", strategy="channel"), pack_int8, "int8 per channel"
+    ),
     "gptq": Format(
         {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False},
         pack_gptq,
         "int4 g32",
     ),
     "awq": Format(
-        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": GROUP,
+            "zero_point": True,
+            "version": "gemm",
+        },
         pack_awq,
         "int4 g32",
     ),
     "nvfp4": Format(
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16},
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": "FP8",
+            "group_size": 16,
+        },
         pack_nvfp4,
         "nvfp4",
     ),
@@ -239,7 +275,8 @@ def plain_state(config: dict[str, Any]) -> dict[str, Tensor]:
         names.pop()
     own = torch.Generator().manual_seed(5)
     return {
-        name: 0.1 * torch.randn(place.shape, generator=own) for name, place in model.placements(names).items()
+        name: 0.1 * torch.randn(place.shape, generator=own)
+        for name, place in model.placements(names).items()
     }
 
 
@@ -251,7 +288,9 @@ def is_quantized(name: str, values: Tensor, format: Format) -> bool:
     return values.shape[1] % GROUP == 0 or format.scheme.startswith("fp8")
 
 
-def pack_state(state: dict[str, Tensor], format: Format) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def pack_state(
+    state: dict[str, Tensor], format: Format
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The state with its matrices packed, and with them as the numbers that they mean."""
     generator.manual_seed(9)
     packed, expanded = {}, {}
@@ -281,11 +320,15 @@ def in_mlx_form(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
             changed[name] = values
     for name, values_of in stacks.items():
         changed[name] = torch.stack([values_of[expert] for expert in sorted(values_of)])
-    return {prefix + name: values for name, values in changed.items() if not name.startswith("mtp.")}
+    return {
+        prefix + name: values for name, values in changed.items() if not name.startswith("mtp.")
+    }
 
 
 def write(folder: Path, state: dict[str, Tensor], config: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: part.contiguous() for name, part in state.items()}, folder / "model.safetensors")
+    save_file(
+        {name: part.contiguous() for name, part in state.items()}, folder / "model.safetensors"
+    )
     return folder

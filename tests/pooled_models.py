@@ -1,4 +1,6 @@
-"""Small Qwen3 checkpoints that give vectors, saved as publishers do, and what transformers computes."""
+"""Small Qwen3 checkpoints that give vectors, saved as publishers do, and what transformers
+computes.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,18 @@ from torch import Tensor
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 LAST_TOKEN = {"embedding_dimension": 48, "pooling_mode": "lasttoken", "include_prompt": True}
-MODULES = ("models.Transformer", ""), ("models.Pooling", "1_Pooling"), ("models.Normalize", "2_Normalize")
+MODULES = (
+    ("models.Transformer", ""),
+    ("models.Pooling", "1_Pooling"),
+    ("models.Normalize", "2_Normalize"),
+)
 PROMPTS = {"prompts": {"query": "Find: ", "document": ""}, "default_prompt_name": None}
 
 
 def write_tokenizer(folder: Path, *, appends_end: bool = True) -> None:
-    """Bytes, "yes" and "no"; behind every text an end, as Qwen3-Embedding's post-processor puts it."""
+    """Bytes, "yes" and "no"; behind every text an end, as Qwen3-Embedding's post-processor puts
+    it.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: id for id, token in enumerate([*alphabet, "ye", "yes", "no"])}
     merges = [("y", "e"), ("ye", "s"), ("n", "o")]
@@ -33,7 +41,9 @@ def write_tokenizer(folder: Path, *, appends_end: bool = True) -> None:
     if appends_end:
         end = model.token_to_id(SPECIAL[0])
         model.post_processor = processors.TemplateProcessing(
-            single=f"$A {SPECIAL[0]}", pair=f"$A $B {SPECIAL[0]}", special_tokens=[(SPECIAL[0], end)]
+            single=f"$A {SPECIAL[0]}",
+            pair=f"$A $B {SPECIAL[0]}",
+            special_tokens=[(SPECIAL[0], end)],
         )
     model.save(str(folder / "tokenizer.json"))
     settings = {
@@ -75,14 +85,21 @@ def save_model(folder: Path, kind: type[Any], **changes: Any) -> Any:
     return model
 
 
-def save_embedder(folder: Path, pooling: dict[str, Any] | None = None, *, normalizes: bool = True) -> Any:
-    """As Qwen3-Embedding is published: class Qwen3ForCausalLM, names without "model.", modules.json."""
+def save_embedder(
+    folder: Path, pooling: dict[str, Any] | None = None, *, normalizes: bool = True
+) -> Any:
+    """As Qwen3-Embedding is published: class Qwen3ForCausalLM, names without "model.",
+    modules.json.
+    """
     model = save_model(folder, transformers.Qwen3Model)
     settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**settings, "architectures": ["Qwen3ForCausalLM"]}))
+    (folder / "config.json").write_text(
+        json.dumps({**settings, "architectures": ["Qwen3ForCausalLM"]})
+    )
     stored = load_file(folder / "model.safetensors")
     save_file(
-        {name.removeprefix("model."): values for name, values in stored.items()}, folder / "model.safetensors"
+        {name.removeprefix("model."): values for name, values in stored.items()},
+        folder / "model.safetensors",
     )
     write_modules(folder, pooling or LAST_TOKEN, MODULES if normalizes else MODULES[:2])
     (folder / "config_sentence_transformers.json").write_text(json.dumps(PROMPTS))
@@ -109,7 +126,9 @@ def states_of(model: Any, token_ids: list[int]) -> Tensor:  # [T, H]
     return model(torch.tensor([token_ids])).last_hidden_state[0].float()
 
 
-def vector_of(model: Any, token_ids: list[int], kind: str = "last", normalize: bool = True) -> Tensor:  # [H]
+def vector_of(
+    model: Any, token_ids: list[int], kind: str = "last", normalize: bool = True
+) -> Tensor:  # [H]
     states = states_of(model, token_ids)
     vector = states[-1] if kind == "last" else states.mean(0)
     return F.normalize(vector, dim=-1) if normalize else vector

@@ -1,14 +1,16 @@
-"""Makes Triton's interpreter quick where it is slow without need, and its products the same on every CPU.
+"""Makes Triton's interpreter quick where it is slow without need, and its products the same on
+every CPU.
 
-A launch puts the interpreter's functions in the place of the language's, and every device function that a
-kernel calls would do so again. A reduction or scan with a function of our own is done element by element,
-each wrapped into a tensor: a hundred thousand Python calls for one state of a DeltaNet head, where whole
-slices can be combined in the same order. Where an interpreter is made otherwise inside, nothing is replaced
-and the tests only take longer.
+A launch puts the interpreter's functions in the place of the language's, and every device function
+that a kernel calls would do so again. A reduction or scan with a function of our own is done
+element by element, each wrapped into a tensor: a hundred thousand Python calls for one state of a
+DeltaNet head, where whole slices can be combined in the same order. Where an interpreter is made
+otherwise inside, nothing is replaced and the tests only take longer.
 
-A product would be numpy's, whose BLAS rounds an element by its place in the tile on some CPUs (OpenBLAS with
-AVX2), where tensor cores sum every element of a tile in one order. Here it is a sum in the order of K, so
-a kernel that promises the same bits for a row in any batch is held to it on every machine.
+A product would be numpy's, whose BLAS rounds an element by its place in the tile on some CPUs
+(OpenBLAS with AVX2), where tensor cores sum every element of a tile in one order. Here it is a sum
+in the order of K, so a kernel that promises the same bits for a row in any batch is held to it on
+every machine.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def quicken() -> None:
 
 def _once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def patch_what_is_not(fn: Any) -> Any:
-        modules = [module for module in fn.__globals__.values() if module is tl or module is tl.core]
+        modules = [
+            module for module in fn.__globals__.values() if module is tl or module is tl.core
+        ]
         functions = [tl.tensor.__add__, *(module.load for module in modules)]
         if any(tl.core.is_builtin(function) for function in functions):
             return patch(fn)
@@ -48,13 +52,18 @@ def _once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _running(ops: Any, parts: tuple[Any, ...], axis: int) -> list[tuple[np.ndarray, ...]]:
-    """What is combined up to each place of the axis: one slice of every part, in the order of the axis."""
+    """What is combined up to each place of the axis: one slice of every part, in the order of the
+    axis.
+    """
     slices = [np.moveaxis(part.handle.data, axis, 0) for part in parts]
     shape = slices[0].shape[1:]
     seen: list[tuple[np.ndarray, ...]] = [tuple(part[0] for part in slices)]
     for i in range(1, len(slices[0])):
         before, new = (
-            tuple(ops.to_tensor(np.ascontiguousarray(one), part.dtype) for one, part in zip(group, parts))
+            tuple(
+                ops.to_tensor(np.ascontiguousarray(one), part.dtype)
+                for one, part in zip(group, parts)
+            )
             for group in (seen[-1], tuple(part[i] for part in slices))
         )
         combined = ops.combine_fn.fn(*before, *new)
@@ -77,14 +86,17 @@ def _reduce_slices(ops: Any, parts: tuple[Any, ...]) -> list[Any]:
 def _scan_slices(ops: Any, parts: tuple[Any, ...]) -> list[Any]:
     columns = zip(*_running(ops, parts, ops.axis))
     return [
-        ops.to_tensor(np.stack(column, axis=ops.axis), part.dtype) for column, part in zip(columns, parts)
+        ops.to_tensor(np.stack(column, axis=ops.axis), part.dtype)
+        for column, part in zip(columns, parts)
     ]
 
 
 def _dot_in_order(
     builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
 ) -> Any:
-    """a [.., M, K] @ b [.., K, N] + d: K comes first, so whole slices [.., M, N] are added one by one."""
+    """a [.., M, K] @ b [.., K, N] + d: K comes first, so whole slices [.., M, N] are added one by
+    one.
+    """
     dtype = d.data.dtype
     rows, columns = np.moveaxis(a.data, -1, 0), np.moveaxis(b.data, -2, 0)  # [K, .., M], [K, .., N]
     products = rows[..., :, None].astype(dtype) * columns[..., None, :].astype(dtype)

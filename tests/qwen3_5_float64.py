@@ -1,6 +1,8 @@
-"""Qwen3.5 in float64, token by token, straight from a checkpoint's tensors: the exact answer in parity tests.
+"""Qwen3.5 in float64, token by token, straight from a checkpoint's tensors: the exact answer in
+parity tests.
 
-Shares nothing with the engine. Two float32 implementations differ by their rounding; this says whose it is.
+Shares nothing with the engine. Two float32 implementations differ by their rounding; this says
+whose it is.
 """
 
 from __future__ import annotations
@@ -65,12 +67,24 @@ class ExactModel:
         config, prefix = self.config, f"{prefix}linear_attn."
         key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
         key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
-        mixed, weight = self._linear(x, f"{prefix}in_proj_qkv").T, self.tensors[f"{prefix}conv1d.weight"]
-        mixed = F.silu(F.conv1d(F.pad(mixed, (weight.shape[-1] - 1, 0)), weight, groups=len(weight))).T
-        q, k, v = mixed.split((key_heads * key_dim, key_heads * key_dim, value_heads * value_dim), dim=-1)
+        mixed, weight = (
+            self._linear(x, f"{prefix}in_proj_qkv").T,
+            self.tensors[f"{prefix}conv1d.weight"],
+        )
+        mixed = F.silu(
+            F.conv1d(F.pad(mixed, (weight.shape[-1] - 1, 0)), weight, groups=len(weight))
+        ).T
+        q, k, v = mixed.split(
+            (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim), dim=-1
+        )
         q, k = (_unit(y.view(len(x), key_heads, key_dim), 1e-6) for y in (q, k))
-        q, k = (y.repeat_interleave(value_heads // key_heads, dim=1) for y in (q * key_dim**-0.5, k))
-        v, z = (y.view(len(x), value_heads, value_dim) for y in (v, self._linear(x, f"{prefix}in_proj_z")))
+        q, k = (
+            y.repeat_interleave(value_heads // key_heads, dim=1) for y in (q * key_dim**-0.5, k)
+        )
+        v, z = (
+            y.view(len(x), value_heads, value_dim)
+            for y in (v, self._linear(x, f"{prefix}in_proj_z"))
+        )
         beta = self._linear(x, f"{prefix}in_proj_b").sigmoid()
         step = F.softplus(self._linear(x, f"{prefix}in_proj_a") + self.tensors[f"{prefix}dt_bias"])
         decay = (-self.tensors[f"{prefix}A_log"].exp() * step).exp()

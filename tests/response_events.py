@@ -28,7 +28,9 @@ def parse_events(stream: bytes) -> list[dict[str, Any]]:
 
 
 def transcript(events: list[dict[str, Any]]) -> str:
-    """For a recording. How a text is cut is the engine's affair: deltas are joined, not numbered."""
+    """For a recording. How a text is cut is the engine's affair: deltas are joined, not
+    numbered.
+    """
     told: list[dict[str, Any]] = []
     for event in without_chance(events):
         del event["sequence_number"]
@@ -49,7 +51,9 @@ def without_chance(value: Any) -> Any:
 
 
 def assert_well_formed(events: list[dict[str, Any]], output: list[dict[str, Any]]) -> None:
-    """One item is open at a time; its deltas are its text; all that completed is in the response."""
+    """One item is open at a time; its deltas are its text; all that completed is in the
+    response.
+    """
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     done: list[dict[str, Any]] = []
     open_item: dict[str, Any] | None = None
@@ -66,7 +70,11 @@ def assert_well_formed(events: list[dict[str, Any]], output: list[dict[str, Any]
                 assert open_item is not None
                 assert event["item"]["id"] == open_item["id"]
                 is_whole = event["item"]["status"] == "completed"
-                if not event["item"]["type"].endswith("call") or is_whole or event["item"] in output:
+                if (
+                    not event["item"]["type"].endswith("call")
+                    or is_whole
+                    or event["item"] in output
+                ):
                     done.append(event["item"])
                 open_item = None
             case kind:
@@ -75,7 +83,9 @@ def assert_well_formed(events: list[dict[str, Any]], output: list[dict[str, Any]
                 if kind.endswith(".delta"):
                     text += event["delta"]
                 elif kind.endswith(("text.done", "arguments.done", "input.done")):
-                    (said,) = (event[name] for name in ("text", "arguments", "input") if name in event)
+                    (said,) = (
+                        event[name] for name in ("text", "arguments", "input") if name in event
+                    )
                     assert said == text
     assert open_item is None
     assert done == output

@@ -1,4 +1,6 @@
-"""The tiny model as one that wants to be sampled, as published ones do; its own file asks for none."""
+"""The tiny model as one that wants to be sampled, as published ones do; its own file asks for
+none.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""A server of the OpenAI API that does as it is told, mistakes included: what load is tested against.
+"""A server of the OpenAI API that does as it is told, mistakes included: what load is tested
+against.
 
-Counts tokens with a function of the test's, answers streams as a script says, and remembers who came when.
-Runs in a thread of the test's process, on plain sockets, so that it can break HTTP itself.
+Counts tokens with a function of the test's, answers streams as a script says, and remembers who
+came when. Runs in a thread of the test's process, on plain sockets, so that it can break HTTP
+itself.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ class ScriptedServer:
             await self._send_json(writer, {"error": {"message": "out of\npages"}}, "500 Oops")
             return
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-        await self._send_event(writer, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        await self._send_event(
+            writer, {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
+        )
         for number in range(body["max_tokens"]):
             if number == 2 and what == "drop":
                 writer.transport.abort()
@@ -103,7 +107,9 @@ class ScriptedServer:
         writer.write(b"%x\r\n%s\r\n" % (len(data), data))
         await writer.drain()
 
-    async def _send_json(self, writer: asyncio.StreamWriter, content: Any, status: str = "200 OK") -> None:
+    async def _send_json(
+        self, writer: asyncio.StreamWriter, content: Any, status: str = "200 OK"
+    ) -> None:
         data = json.dumps(content).encode()
         # Without Connection: close, as a server that keeps its connections would answer.
         writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)

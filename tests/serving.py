@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 120.0
 MAX_QUEUE = 32  # of the server that tests share
-TINY_ENGINE = {"device": "cpu", "dtype": "float32", "page_size": 16, "memory_gb": 0.05, "max_model_len": 4096}
+TINY_ENGINE = {
+    "device": "cpu",
+    "dtype": "float32",
+    "page_size": 16,
+    "memory_gb": 0.05,
+    "max_model_len": 4096,
+}
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me about rivers."}]
 # The tiny model's weights are random: only a limit ends its replies.
 FREE = {"ignore_eos": True}
@@ -132,7 +138,9 @@ def start_server(
         text=True,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(str(folder) for folder in (REPOSITORY, path) if folder is not None),
+            "PYTHONPATH": os.pathsep.join(
+                str(folder) for folder in (REPOSITORY, path) if folder is not None
+            ),
             "OMP_NUM_THREADS": "1",
         },
     )
@@ -213,7 +221,9 @@ def main() -> int:
 
     settings = json.loads(sys.argv[1])
     try:
-        given = {name: tuple(v) if isinstance(v, list) else v for name, v in settings["serve"].items()}
+        given = {
+            name: tuple(v) if isinstance(v, list) else v for name, v in settings["serve"].items()
+        }
         serve_config: ServeConfig = from_mapping(ServeConfig, given)
         configure_log(serve_config.log_format)
         run(EngineConfig(**settings["engine"]), serve_config, say)

@@ -1,4 +1,6 @@
-"""Small configs of every family, with unequal dimensions, and engines over their seeded random weights."""
+"""Small configs of every family, with unequal dimensions, and engines over their seeded random
+weights.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ FAMILIES = {"hybrid_moe": HYBRID_MOE, "hybrid_dense": HYBRID_DENSE, "llama": LLA
 
 
 def load_weights(path: Path, **settings: Any) -> Any:
-    """The model of a checkpoint on the CPU in float32, with its drafting head, without an engine."""
+    """The model of a checkpoint on the CPU in float32, with its drafting head, without an
+    engine.
+    """
     given = {"device": "cpu", "dtype": "float32", "random_weights": False, "seed": 0}
     given |= {"on_phase": lambda phase: None, "with_drafting_head": True}
     return load_model(find_model(str(path)), **{**given, **settings})

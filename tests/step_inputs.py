@@ -1,4 +1,5 @@
-"""Runs a model by hand: its caches, rows of tokens, and the StepInputs they make. No engine, no scheduler.
+"""Runs a model by hand: its caches, rows of tokens, and the StepInputs they make. No engine, no
+scheduler.
 
 Caches start full of NaN, so that anything read without having been written shows in the logits.
 """
@@ -78,7 +79,9 @@ def make_inputs(rows: Sequence[Row], deterministic: bool = False) -> StepInputs:
 
 
 class ByHand:
-    """A model with room for a few sequences. Sequence i owns slot i + 1 and its own pages, out of order."""
+    """A model with room for a few sequences. Sequence i owns slot i + 1 and its own pages, out of
+    order.
+    """
 
     def __init__(
         self,
@@ -95,15 +98,23 @@ class ByHand:
         self.deterministic = deterministic
         self.num_sequences = num_sequences
         self.pages_each = -(-max_len // PAGE_SIZE)
-        num_pages, num_slots = 1 + num_sequences * self.pages_each, 1 + num_sequences + num_checkpoints
+        num_pages, num_slots = (
+            1 + num_sequences * self.pages_each,
+            1 + num_sequences + num_checkpoints,
+        )
         self.caches = [
-            make_cache(spec, num_pages, num_slots, dtype, state_dtype) for spec in model.cache_specs()
+            make_cache(spec, num_pages, num_slots, dtype, state_dtype)
+            for spec in model.cache_specs()
         ]
 
     def row(self, sequence: int, token_ids: Sequence[int], start: int = 0, **given: Any) -> Row:
         pages = [1 + sequence + i * self.num_sequences for i in reversed(range(self.pages_each))]
         return Row(
-            token_ids, pages[: -(-(start + len(token_ids)) // PAGE_SIZE)], sequence + 1, start, **given
+            token_ids,
+            pages[: -(-(start + len(token_ids)) // PAGE_SIZE)],
+            sequence + 1,
+            start,
+            **given,
         )
 
     def checkpoint_slot(self, index: int) -> int:
@@ -129,7 +140,9 @@ class ByHand:
 
     def decode(self, token_ids: Sequence[int], start: int, sequence: int = 0) -> Tensor:
         """Given tokens, one step each; their logits."""
-        steps = [self.run(self.row(sequence, [token], start + i))[0] for i, token in enumerate(token_ids)]
+        steps = [
+            self.run(self.row(sequence, [token], start + i))[0] for i, token in enumerate(token_ids)
+        ]
         return torch.cat(steps)
 
     def generate(self, token_ids: Sequence[int], num_tokens: int, sequence: int = 0) -> list[int]:

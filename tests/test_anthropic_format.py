@@ -11,10 +11,25 @@ from anthropic.lib.streaming._messages import accumulate_event
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anthropic_cases import CALL_BLOCK, IDENTITY, NOTE, QUESTION, billed, events_in, in_order, result, text
+from anthropic_cases import (
+    CALL_BLOCK,
+    IDENTITY,
+    NOTE,
+    QUESTION,
+    billed,
+    events_in,
+    in_order,
+    result,
+    text,
+)
 from penstock.errors import EngineDeadError, OverloadedError, PenstockError
 from penstock.serve.answer import Choice
-from penstock.serve.anthropic.replies import MessageFormat, encode_error, encode_error_fields, error_status
+from penstock.serve.anthropic.replies import (
+    MessageFormat,
+    encode_error,
+    encode_error_fields,
+    error_status,
+)
 from penstock.serve.anthropic.requests import parse_messages
 from penstock.serve.text_stream import ReplyDelta, Usage
 from penstock.text.dialects import (
@@ -33,7 +48,8 @@ from penstock.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize(
-    "name", ["Read", "mcp__server__tool", "mcp__my-server__do_it", "a" * 128, "functions.get:1", "_", "-"]
+    "name",
+    ["Read", "mcp__server__tool", "mcp__my-server__do_it", "a" * 128, "functions.get:1", "_", "-"],
 )
 def test_names_of_tools_that_clients_send_are_taken(name: str) -> None:
     tools = [{"name": name, "input_schema": {"type": "object"}}]
@@ -72,7 +88,10 @@ ASKED_PLAIN = [plain("user", "Hi"), plain("assistant", "", tool_calls=[CALLED])]
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"system": "Be kind.", "messages": [USER]}, [plain("system", "Be kind."), plain("user", "Hi")]),
+        (
+            {"system": "Be kind.", "messages": [USER]},
+            [plain("system", "Be kind."), plain("user", "Hi")],
+        ),
         (
             {"system": [text("Be kind."), text("Be brief.")], "messages": [USER]},
             [plain("system", "Be kind.\n\nBe brief."), plain("user", "Hi")],
@@ -85,7 +104,10 @@ ASKED_PLAIN = [plain("user", "Hi"), plain("assistant", "", tool_calls=[CALLED])]
             {"messages": [USER, {"role": "system", "content": "Be brief."}]},
             [plain("user", f"Hi\n\n{NOTE}")],
         ),
-        ({"messages": [USER, {"role": "user", "content": [text("You?")]}]}, [plain("user", "Hi\n\nYou?")]),
+        (
+            {"messages": [USER, {"role": "user", "content": [text("You?")]}]},
+            [plain("user", "Hi\n\nYou?")],
+        ),
         (
             {"messages": [USER, {"role": "assistant", "content": ""}, USER]},
             [plain("user", "Hi"), plain("assistant", ""), plain("user", "Hi")],
@@ -95,7 +117,12 @@ ASKED_PLAIN = [plain("user", "Hi"), plain("assistant", "", tool_calls=[CALLED])]
             [*ASKED_PLAIN, fed("done")],
         ),
         (
-            {"messages": [*ASKED, {"role": "user", "content": [text(NOTE), result([text("a"), text("b")])]}]},
+            {
+                "messages": [
+                    *ASKED,
+                    {"role": "user", "content": [text(NOTE), result([text("a"), text("b")])]},
+                ]
+            },
             [*ASKED_PLAIN, fed("a\n\nb"), plain("user", NOTE)],
         ),
         (
@@ -164,10 +191,16 @@ def test_a_billing_line_changes_no_token_of_the_prompt(system_of: Any) -> None:
         (PenstockError("It broke", "Badly."), 500, "api_error"),
     ],
 )
-def test_each_error_has_its_status_and_its_name(error: PenstockError, status: int, kind: str) -> None:
+def test_each_error_has_its_status_and_its_name(
+    error: PenstockError, status: int, kind: str
+) -> None:
     assert error_status(error.status) == status
     body = json.loads(encode_error(error, "r1"))
-    assert body == {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": "r1"}
+    assert body == {
+        "type": "error",
+        "error": {"type": kind, "message": str(error)},
+        "request_id": "r1",
+    }
 
 
 def test_no_key_is_an_authentication_error() -> None:
@@ -207,7 +240,9 @@ def replies(draw: st.DrawFn) -> list[Delta]:
     return [*deltas, ReplyEnd("length" if is_cut else "tool_calls" if has_whole_call else "stop")]
 
 
-USAGE = Usage(num_prompt_tokens=9, num_completion_tokens=5, num_cached_tokens=4, num_reasoning_tokens=2)
+USAGE = Usage(
+    num_prompt_tokens=9, num_completion_tokens=5, num_cached_tokens=4, num_reasoning_tokens=2
+)
 
 
 def new_format(max_tokens: int = 100) -> MessageFormat:
@@ -218,7 +253,9 @@ def new_format(max_tokens: int = 100) -> MessageFormat:
 
 @settings(max_examples=40, deadline=None)
 @given(replies(), st.randoms())
-def test_events_are_in_order_and_add_up_to_the_body(deltas: list[Delta], chance: random.Random) -> None:
+def test_events_are_in_order_and_add_up_to_the_body(
+    deltas: list[Delta], chance: random.Random
+) -> None:
     formatter = new_format()
     stream, rest = b"", list(deltas)
     while rest:
@@ -231,15 +268,23 @@ def test_events_are_in_order_and_add_up_to_the_body(deltas: list[Delta], chance:
     buffers: dict[int, bytes] = {}
     for _, event in events:
         message = accumulate_event(event=event, current_snapshot=message, json_bufs=buffers)
-    broken = {f"call_{piece.index}" for piece in deltas if isinstance(piece, ToolCallEnd) and piece.is_broken}
-    told = [block.to_dict() for block in message.content if getattr(block, "id", None) not in broken]
+    broken = {
+        f"call_{piece.index}"
+        for piece in deltas
+        if isinstance(piece, ToolCallEnd) and piece.is_broken
+    }
+    told = [
+        block.to_dict() for block in message.content if getattr(block, "id", None) not in broken
+    ]
     body = json.loads(new_format().encode_body({0: Choice(deltas=deltas)}, USAGE))
     assert body["stop_reason"] == message.stop_reason
     assert joined(body["content"]) == joined(told)
 
 
 def joined(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Neighbours of one kind as one, unsigned: a broken call parts a text in a stream, and not in a body."""
+    """Neighbours of one kind as one, unsigned: a broken call parts a text in a stream, and not in a
+    body.
+    """
     found: list[dict[str, Any]] = []
     for block in blocks:
         block = {name: value for name, value in block.items() if name != "signature"}
@@ -262,7 +307,9 @@ def joined(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         (ReplyEnd("length", is_loop=True), 100, ("max_tokens", None)),
     ],
 )
-def test_why_a_reply_ended_is_told(end: ReplyEnd, max_tokens: int, expected: tuple[str, str | None]) -> None:
+def test_why_a_reply_ended_is_told(
+    end: ReplyEnd, max_tokens: int, expected: tuple[str, str | None]
+) -> None:
     body = json.loads(new_format(max_tokens).encode_body({0: Choice(deltas=[end])}, USAGE))
     assert (body["stop_reason"], body["stop_sequence"]) == expected
 
@@ -272,7 +319,11 @@ def test_a_stream_that_fails_ends_with_an_error_and_no_stop() -> None:
     stream = formatter.encode_chunk(ReplyDelta(0, [ContentDelta("Hi")]))
     stream += formatter.encode_failure(EngineDeadError("The engine ended"))
     *before, (kind, error) = events_in(stream.decode())
-    assert [kind for kind, _ in before] == ["message_start", "content_block_start", "content_block_delta"]
+    assert [kind for kind, _ in before] == [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+    ]
     assert kind == "error"
     assert error["error"]["type"] == "overloaded_error"
     assert error["request_id"] == "1"

@@ -46,7 +46,9 @@ def response_of(*parts: dict[str, Any]) -> ChatRequest:
     ("chat", "content", "omitted"),
     [
         (
-            chat_of({"type": "text", "text": "Seen: "}, {"type": "image_url", "image_url": {"url": "x"}}),
+            chat_of(
+                {"type": "text", "text": "Seen: "}, {"type": "image_url", "image_url": {"url": "x"}}
+            ),
             f"Seen: {IMAGE}",
             ["image at messages[2].content[1]"],
         ),
@@ -60,13 +62,23 @@ def response_of(*parts: dict[str, Any]) -> ChatRequest:
             DOCUMENT,
             ["document at messages[2].content[0].content[0]"],
         ),
-        (message_of({"type": "document", "source": {"type": "text", "data": "Words."}}), "Words.", []),
         (
-            response_of({"type": "input_text", "text": "Seen: "}, {"type": "input_image", "image_url": "x"}),
+            message_of({"type": "document", "source": {"type": "text", "data": "Words."}}),
+            "Words.",
+            [],
+        ),
+        (
+            response_of(
+                {"type": "input_text", "text": "Seen: "}, {"type": "input_image", "image_url": "x"}
+            ),
             f"Seen: {IMAGE}",
             ["image at input[2].output[1]"],
         ),
-        (response_of({"type": "input_file", "file_id": "x"}), DOCUMENT, ["document at input[2].output[0]"]),
+        (
+            response_of({"type": "input_file", "file_id": "x"}),
+            DOCUMENT,
+            ["document at input[2].output[0]"],
+        ),
     ],
 )
 def test_what_is_no_text_in_a_result_is_left_out_and_said(

@@ -38,7 +38,9 @@ def test_a_model_is_loaded_for_the_file_and_bad_lines_have_error_lines(tmp_path:
     done = penstock("batch", str(source), *SMALL)
     assert done.returncode == 1, done.stderr
     assert "2 good results and 3 errors are in" in done.stderr
-    found = {(line["id"], line["custom_id"]): line for line in results(tmp_path / "in.results.jsonl")}
+    found = {
+        (line["id"], line["custom_id"]): line for line in results(tmp_path / "in.results.jsonl")
+    }
     assert set(found) == {
         ("batch_req_1", "a"),
         ("batch_req_2", None),
@@ -58,12 +60,25 @@ def test_a_model_is_loaded_for_the_file_and_bad_lines_have_error_lines(tmp_path:
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_a_valid_file_and_the_next_run_goes_on_from_it(server: Server, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_valid_file_and_the_next_run_goes_on_from_it(
+    server: Server, tmp_path: Path
+) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(jsonl([chat_line(f"r{i}", max_tokens=60) for i in range(16)]))
-    words = ["batch", str(source), "-o", str(output), "--base-url", server.url, "--concurrency", "4"]
+    words = [
+        "batch",
+        str(source),
+        "-o",
+        str(output),
+        "--base-url",
+        server.url,
+        "--concurrency",
+        "4",
+    ]
     command = [sys.executable, "-m", "penstock", *words]
-    running = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+    )
     assert eventually(lambda: output.exists() and output.read_bytes().count(b"\n") >= 3, 60.0)
     second = penstock(*words)
     assert second.returncode == 1

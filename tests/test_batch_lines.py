@@ -1,4 +1,6 @@
-"""Lines of batch files and forms that carry them: whole, torn, too long, repeated, and cut anywhere."""
+"""Lines of batch files and forms that carry them: whole, torn, too long, repeated, and cut
+anywhere.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,12 @@ def test_lines_are_numbered_as_an_editor_does_and_long_ones_are_not_held(tmp_pat
     path = tmp_path / "lines"
     path.write_bytes(b"one\n\n  \ntwo\r\n" + b"x" * 1000 + b"\nend")
     with path.open("rb") as file:
-        assert list(numbered_lines(file, 10)) == [(1, b"one"), (4, b"two"), (5, b"x" * 11), (6, b"end")]
+        assert list(numbered_lines(file, 10)) == [
+            (1, b"one"),
+            (4, b"two"),
+            (5, b"x" * 11),
+            (6, b"end"),
+        ]
     path.write_bytes(b"y" * 10 + b"\n" + b"x" * 11)
     with path.open("rb") as file:
         assert [len(line) for _, line in numbered_lines(file, 10)] == [10, 11]
@@ -147,9 +154,18 @@ def test_a_form_is_the_same_however_it_is_cut(size: int) -> None:
 
 def test_a_form_that_is_none_is_refused() -> None:
     assert boundary_of('multipart/form-data; boundary="a b"') == b"a b"
-    for content_type in ("", "application/json", "multipart/form-data", "multipart/mixed; boundary=x"):
+    for content_type in (
+        "",
+        "application/json",
+        "multipart/form-data",
+        "multipart/mixed; boundary=x",
+    ):
         with pytest.raises(RequestError):
             boundary_of(content_type)
-    for form in (b"--XX\r\n\r\n\r\nx", b"--XX\r\nA: " + b"b" * 10_000, b"--XX junk\r\nA: b\r\n\r\n"):
+    for form in (
+        b"--XX\r\n\r\n\r\nx",
+        b"--XX\r\nA: " + b"b" * 10_000,
+        b"--XX junk\r\nA: b\r\n\r\n",
+    ):
         with pytest.raises(RequestError):
             list(MultipartParser(b"XX").feed(form))

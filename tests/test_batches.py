@@ -1,4 +1,6 @@
-"""Batches as OpenAI's own client uses them: files in, files out, behind clients, across restarts."""
+"""Batches as OpenAI's own client uses them: files in, files out, behind clients, across
+restarts.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def api_of(server: Server, key: str = KEYS[0]) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two rows, so that batches are seen to leave one; small limits, so that they are seen to hold."""
+    """Two rows, so that batches are seen to leave one; small limits, so that they are seen to
+    hold.
+    """
     settings = {"batch_folder": str(tmp_path_factory.mktemp("state") / "batches"), "api_key": KEYS}
     settings |= {"batch_file_mb": 0.5, "batch_gb": 0.001}
     with start_server(engine={"model": two_layers(), "max_rows": 2}, serve=settings) as running:
@@ -75,7 +79,9 @@ def clean(api: openai.OpenAI) -> None:
 # The whole way
 
 
-def test_every_line_has_one_result_and_files_can_be_read_listed_and_deleted(api: openai.OpenAI) -> None:
+def test_every_line_has_one_result_and_files_can_be_read_listed_and_deleted(
+    api: openai.OpenAI,
+) -> None:
     lines = [chat_line(f"r{i}") for i in range(8)] + [chat_line("wrong", max_tokens=-1)]
     data = jsonl(lines)
     file = api.files.create(file=("ünder.jsonl", data), purpose="batch")
@@ -170,16 +176,24 @@ def test_files_and_batches_of_another_key_do_not_exist(server: Server, api: open
     clean(api)
 
 
-def test_what_cannot_be_a_file_is_refused_and_leaves_nothing(server: Server, api: openai.OpenAI) -> None:
+def test_what_cannot_be_a_file_is_refused_and_leaves_nothing(
+    server: Server, api: openai.OpenAI
+) -> None:
     url = f"{server.url}/v1/files"
     file = {"file": ("in.jsonl", b"{}")}
-    assert_refused(server.http.post(url, files=file, data={"purpose": "assistants"}), 400, "purpose")
+    assert_refused(
+        server.http.post(url, files=file, data={"purpose": "assistants"}), 400, "purpose"
+    )
     assert_refused(server.http.post(url, files=file), 400, "purpose")
     assert_refused(server.http.post(url, data={"purpose": "batch"}, files={"x": b""}), 400, "file")
     assert_refused(server.http.post(url, json={"purpose": "batch"}), 415, None)
     headers = {"content-type": "multipart/form-data; boundary=X"}
     assert_refused(server.http.post(url, content=b"--X\r\n", headers=headers), 400, None)
-    expiry = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "5"}
+    expiry = {
+        "purpose": "batch",
+        "expires_after[anchor]": "created_at",
+        "expires_after[seconds]": "5",
+    }
     assert_refused(server.http.post(url, files=file, data=expiry), 400, "expires_after.seconds")
     with pytest.raises(openai.APIStatusError, match="more than 524288 bytes") as raised:
         api.files.create(file=("in.jsonl", b"x" * 600_000), purpose="batch")
@@ -228,7 +242,9 @@ def test_a_batch_that_cannot_be_is_refused_by_the_name_of_its_field(
 
 
 def test_a_client_does_not_wait_for_a_batch(server: Server, api: openai.OpenAI) -> None:
-    """All rows are the batch's, with replies of many seconds; the client gets one of them at once."""
+    """All rows are the batch's, with replies of many seconds; the client gets one of them at
+    once.
+    """
     batch = start(api, [chat_line(f"r{i}", max_tokens=2000) for i in range(6)])
     assert eventually(lambda: server.stats()["num_running"] == 2, 30.0)
     started = time.monotonic()
@@ -274,7 +290,9 @@ def test_a_short_batch_does_not_wait_for_the_end_of_another_keys_long_one(
 # Across servers
 
 
-def test_a_batch_outlives_a_server_that_is_killed_and_no_line_has_two_results(tmp_path: Path) -> None:
+def test_a_batch_outlives_a_server_that_is_killed_and_no_line_has_two_results(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "batches"
     settings = {"batch_folder": str(folder)}
     lines = [chat_line(f"r{i}", max_tokens=40) for i in range(24)]
@@ -305,8 +323,12 @@ def test_a_batch_outlives_a_server_that_is_killed_and_no_line_has_two_results(tm
         late = start(api, [chat_line("quick"), chat_line("slow", max_tokens=3500)])
         wait(api, late, lambda batch: batch.request_counts.completed == 1)
     record = folder / "batches" / f"{late.id}.json"
-    record.write_text(json.dumps({**json.loads(record.read_text()), "expires_at": int(time.time()) - 1}))
-    with start_server({"model": two_layers()}, {**settings, "served_model_name": "another"}) as last:
+    record.write_text(
+        json.dumps({**json.loads(record.read_text()), "expires_at": int(time.time()) - 1})
+    )
+    with start_server(
+        {"model": two_layers()}, {**settings, "served_model_name": "another"}
+    ) as last:
         api = api_of(last)
         batch = wait(api, late)
         assert batch.status == "expired"

@@ -1,4 +1,6 @@
-"""bench serve: exact lengths, honest clocks, every fault counted, and nothing a server does is a crash."""
+"""bench serve: exact lengths, honest clocks, every fault counted, and nothing a server does is a
+crash.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,13 @@ def api(url: str, timeout_s: float = 10.0) -> ChatRequests:
     return ChatRequests(url, "scripted", extra={}, timeout_s=timeout_s)
 
 
-def requests_of(count: int, num_tokens: int = 4, times_s: Sequence[float] | None = None) -> list[Request]:
+def requests_of(
+    count: int, num_tokens: int = 4, times_s: Sequence[float] | None = None
+) -> list[Request]:
     times_s = times_s or [0.0] * count
     return [
-        Request(f"job {number}", num_tokens, TEMPLATE_TOKENS + 2, at_s) for number, at_s in enumerate(times_s)
+        Request(f"job {number}", num_tokens, TEMPLATE_TOKENS + 2, at_s)
+        for number, at_s in enumerate(times_s)
     ]
 
 
@@ -63,7 +68,12 @@ def test_percentiles_are_those_of_the_standard_library(size: int) -> None:
 
 
 def test_percentile_meets_its_ends_and_nothing_has_no_spread() -> None:
-    assert [percentile([1.0, 2.0, 4.0], share) for share in (0, 0.25, 0.5, 1)] == [1.0, 1.5, 2.0, 4.0]
+    assert [percentile([1.0, 2.0, 4.0], share) for share in (0, 0.25, 0.5, 1)] == [
+        1.0,
+        1.5,
+        2.0,
+        4.0,
+    ]
     assert Spread.of([]) is None
 
 
@@ -87,10 +97,15 @@ def test_events_are_read_however_the_bytes_were_cut(piece_size: int) -> None:
     pieces = [(10.0 + (place + 1) * piece_size, piece) for place, piece in enumerate(cuts)]
     reply = read_answer(RawAnswer(10.0, 5000.0, 200, pieces))
     assert (reply.error, reply.text, reply.finish_reason) == ("", "héllo", "length")
-    assert (reply.num_prompt_tokens, reply.num_completion_tokens, reply.num_cached_tokens) == (5, 4, 2)
+    assert (reply.num_prompt_tokens, reply.num_completion_tokens, reply.num_cached_tokens) == (
+        5,
+        4,
+        2,
+    )
     # An event has come when the end of its line has: never before, and at most a piece later.
     line_ends = [
-        STREAM.index(text) + STREAM[STREAM.index(text) :].index(b"\n") + 1 for text in (b"h\xc3", b"llo")
+        STREAM.index(text) + STREAM[STREAM.index(text) :].index(b"\n") + 1
+        for text in (b"h\xc3", b"llo")
     ]
     for time_s, line_end in zip(reply.token_times_s, line_ends, strict=True):
         assert line_end <= time_s - 10.0 < line_end + piece_size
@@ -107,10 +122,18 @@ def test_a_whole_completion_is_read_without_times() -> None:
     ):
         body = b'{"choices":[' + choice + b"]," + usage + b"}"
         reply = read_answer(RawAnswer(0.0, 2.0, 200, [(1.0, body[:9]), (2.0, body[9:])]))
-        assert (reply.error, reply.text, reply.content, reply.finish_reason) == ("", "hi", "hi", "stop")
+        assert (reply.error, reply.text, reply.content, reply.finish_reason) == (
+            "",
+            "hi",
+            "hi",
+            "stop",
+        )
         assert (reply.num_prompt_tokens, reply.num_completion_tokens, reply.ttft_s) == (5, 2, None)
     reply = read_answer(RawAnswer(0.0, 2.0, 200, [(1.0, b'{"choices":[{}],' + usage + b"}")]))
-    assert reply.error == "The answer is not a chat completion: it has no choice with a message or a text."
+    assert (
+        reply.error
+        == "The answer is not a chat completion: it has no choice with a message or a text."
+    )
 
 
 FAULTS = {
@@ -130,12 +153,18 @@ FAULTS = {
 def test_every_fault_is_counted_and_none_is_a_crash(clients: LoadClients) -> None:
     script = [*FAULTS, "fine"] * 2
     with scripted_server(script=lambda number: script[number]) as server:
-        result = clients.run(api(server.url, 1.0), requests_of(len(script)), concurrency=len(script))
+        result = clients.run(
+            api(server.url, 1.0), requests_of(len(script)), concurrency=len(script)
+        )
     summary = summarise(result)
     assert (summary.num_ok, summary.num_errors) == (2, 2 * len(FAULTS))
     for message in FAULTS.values():
-        assert sum(count for said, count in summary.errors.items() if said.startswith(message)) >= 2, message
-    assert summary.prompt == Lengths(2 * (TEMPLATE_TOKENS + 2), TEMPLATE_TOKENS + 2, TEMPLATE_TOKENS + 2, 0)
+        assert (
+            sum(count for said, count in summary.errors.items() if said.startswith(message)) >= 2
+        ), message
+    assert summary.prompt == Lengths(
+        2 * (TEMPLATE_TOKENS + 2), TEMPLATE_TOKENS + 2, TEMPLATE_TOKENS + 2, 0
+    )
     assert summary.completion.total == summary.num_events == 8
     assert summary.tok_s == pytest.approx((18 + 8) / summary.wall_s)
     json.dumps(summary.as_dict(), allow_nan=False)
@@ -145,7 +174,9 @@ def test_a_server_that_is_gone_is_failed_requests(clients: LoadClients) -> None:
     with scripted_server() as server:
         url = server.url
     result = clients.run(api(url), requests_of(3), concurrency=2)
-    assert [reply.error.startswith(f"Nothing answers at {url}. ") for reply in result.replies] == [True] * 3
+    assert [reply.error.startswith(f"Nothing answers at {url}. ") for reply in result.replies] == [
+        True
+    ] * 3
     assert result.error is not None
     summary = summarise(result)
     assert (summary.num_ok, summary.num_errors, summary.tok_s) == (0, 3, 0)
@@ -163,7 +194,9 @@ def test_a_hanging_server_is_given_up(clients: LoadClients) -> None:
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 5])
-def test_closed_loop_keeps_exactly_so_many_requests_running(clients: LoadClients, concurrency: int) -> None:
+def test_closed_loop_keeps_exactly_so_many_requests_running(
+    clients: LoadClients, concurrency: int
+) -> None:
     seen: list[LoadProgress] = []
     with scripted_server(seconds_a_token=0.004) as server:
         result = clients.run(
@@ -216,7 +249,9 @@ def test_tokens_without_text_count_but_are_not_timed(clients: LoadClients) -> No
 
 def test_open_loop_sends_when_the_trace_says_and_waits_for_nobody(clients: LoadClients) -> None:
     times_s = [0.0, 0.05, 0.05, 0.2, 0.4]
-    with scripted_server(seconds_a_token=0.2) as server:  # a reply takes longer than the whole trace
+    with scripted_server(
+        seconds_a_token=0.2
+    ) as server:  # a reply takes longer than the whole trace
         result = clients.run(api(server.url), requests_of(5, 3, times_s), concurrency=0)
     assert server.max_at_once == 5
     arrived = [time_s - server.arrivals_s[0] for time_s in server.arrivals_s]
@@ -252,16 +287,26 @@ def test_a_scaled_trace_shares_what_it_shared_in_smaller_blocks(shared_data: Pat
     for one, other in zip(whole, scaled):
         assert other.block_ids == one.block_ids
         assert other.input_len == one.input_len // 8
-        assert len(other.block_ids) == math.ceil(one.input_len / 512) >= math.ceil(other.input_len / 64)
+        assert (
+            len(other.block_ids)
+            == math.ceil(one.input_len / 512)
+            >= math.ceil(other.input_len / 64)
+        )
     shares = [
-        sum(possible_reuse(arrivals, page_tokens=page)) / sum(arrival.input_len for arrival in arrivals)
+        sum(possible_reuse(arrivals, page_tokens=page))
+        / sum(arrival.input_len for arrival in arrivals)
         for arrivals, page in ((whole, 64), (scaled, 8))
     ]
     assert shares[0] == pytest.approx(shares[1], rel=0.01)
 
 
 def test_a_file_that_is_no_trace_is_said_to_be_none(tmp_path: Path) -> None:
-    for content in ("a,b\n1,2\n", '{"timestamp": "soon"}\n', "", "TIMESTAMP,ContextTokens,GeneratedTokens\n"):
+    for content in (
+        "a,b\n1,2\n",
+        '{"timestamp": "soon"}\n',
+        "",
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n",
+    ):
         file = tmp_path / "trace"
         file.write_text(content)
         with pytest.raises(PenstockError, match="trace"):
@@ -284,7 +329,9 @@ def test_random_arrivals_keep_their_rate_and_their_seed() -> None:
     ("recorded", "clamped"),
     [((100, 50), (100, 50)), ((3, 0), (8, 1)), ((999, 50), (150, 50)), ((999, 999), (100, 100))],
 )
-def test_clamped_lengths_fit_and_others_stay(recorded: tuple[int, int], clamped: tuple[int, int]) -> None:
+def test_clamped_lengths_fit_and_others_stay(
+    recorded: tuple[int, int], clamped: tuple[int, int]
+) -> None:
     clamp = Clamp(min_input=8, max_input=150, max_output=100, max_total=200)
     after = clamp.apply(Arrival(1.0, *recorded))
     assert (after.at_s, after.input_len, after.output_len) == (1.0, *clamped)
@@ -306,7 +353,11 @@ def test_one_odd_word_costs_one_probe() -> None:
 
 def test_lengths_are_exact_and_take_few_probes() -> None:
     plain, mixed = maker(), maker(long_words_are_two)
-    assert (plain.num_probes, plain.num_template_tokens, plain.is_exact) == (2, TEMPLATE_TOKENS, True)
+    assert (plain.num_probes, plain.num_template_tokens, plain.is_exact) == (
+        2,
+        TEMPLATE_TOKENS,
+        True,
+    )
     assert mixed.is_exact
     assert mixed.num_probes <= 41
     assert max(map(len, mixed.words)) <= 5
@@ -329,7 +380,9 @@ def test_lengths_are_exact_for_a_real_tokenizer(name: str, request: pytest.Fixtu
         tokenizer = Tokenizer.from_str(lzma.decompress(packed).decode())
 
     def count(text: str) -> int:
-        return len(tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n", add_special_tokens=False).ids)
+        return len(
+            tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n", add_special_tokens=False).ids
+        )
 
     prompts = fit_prompts(count, 3)
     assert prompts.num_probes == 2
@@ -393,10 +446,22 @@ def test_bench_serve_measures_a_server_that_it_starts_and_ends(
 ) -> None:
     written = tmp_path / "serve.json"
     shapes = ["--concurrency", "1,3", "--requests", "4", "--input-len", "40", "--output-len", "5"]
-    exit_code, report, said = bench(capsys, *shapes, *SMALL, "--warmup", "1", "--json", str(written))
+    exit_code, report, said = bench(
+        capsys, *shapes, *SMALL, "--warmup", "1", "--json", str(written)
+    )
     assert exit_code == 0, said
     assert json.loads(written.read_text()) == report
-    assert report.keys() >= {"bench", "commit", "version", "torch", "host", "gpu", "model", "seed", "time"}
+    assert report.keys() >= {
+        "bench",
+        "commit",
+        "version",
+        "torch",
+        "host",
+        "gpu",
+        "model",
+        "seed",
+        "time",
+    }
     assert report["start_to_ready_s"] > 0.1
     assert [row["concurrency"] for row in report["rows"]] == [1, 3]
     for row in report["rows"]:
@@ -414,7 +479,9 @@ def test_bench_serve_measures_a_server_that_it_starts_and_ends(
 
 def test_bench_serve_counts_failures_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     faults = itertools.cycle(["fine", "500", "drop"])
-    with scripted_server(script=lambda number: next(faults), count_tokens=long_words_are_two) as server:
+    with scripted_server(
+        script=lambda number: next(faults), count_tokens=long_words_are_two
+    ) as server:
         shapes = ["--concurrency", "0", "--requests", "9", "--input-len", "30", "--output-len", "4"]
         words = ["--base-url", f"{server.url}/v1", "--warmup", "0", "--body", '{"top_p": 0.5}']
         exit_code, report, said = bench(capsys, *shapes, *words)
@@ -423,9 +490,15 @@ def test_bench_serve_counts_failures_and_ends_with_1(capsys: pytest.CaptureFixtu
     assert (row["ok"], row["errors"], row["error_messages"]["HTTP 500: out of pages"]) == (3, 6, 3)
     assert row["prompt_tokens"]["off"] == 0
     assert "3 failed: HTTP 500: out of pages" in said
-    assert (report["model"], report["start_to_ready_s"], report["body"]) == ("scripted", None, {"top_p": 0.5})
+    assert (report["model"], report["start_to_ready_s"], report["body"]) == (
+        "scripted",
+        None,
+        {"top_p": 0.5},
+    )
     assert {body["top_p"] for body in server.bodies} == {0.5}
-    assert all(body["ignore_eos"] and body["stream_options"]["include_usage"] for body in server.bodies)
+    assert all(
+        body["ignore_eos"] and body["stream_options"]["include_usage"] for body in server.bodies
+    )
 
 
 def test_bench_serve_replays_a_trace_with_its_lengths(
@@ -433,14 +506,20 @@ def test_bench_serve_replays_a_trace_with_its_lengths(
 ) -> None:
     trace = tmp_path / "trace.csv"
     rows = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
-    rows += [f"2023-11-16 18:17:0{second}.0000000,{length},3" for second, length in enumerate((20, 2, 9000))]
+    rows += [
+        f"2023-11-16 18:17:0{second}.0000000,{length},3"
+        for second, length in enumerate((20, 2, 9000))
+    ]
     trace.write_text("\r\n".join(rows))
     with scripted_server() as server:
         words = ["--trace", str(trace), "--speedup", "5", "--base-url", server.url, "--warmup", "0"]
         exit_code, report, _ = bench(capsys, *words, "--max-input-len", "100")
     assert exit_code == 0
     (row,) = report["rows"]
-    assert (report["clamped"], row["prompt_tokens"]) == (2, {"total": 128, "min": 8, "max": 100, "off": 0})
+    assert (report["clamped"], row["prompt_tokens"]) == (
+        2,
+        {"total": 128, "min": 8, "max": 100, "off": 0},
+    )
     arrived = [time_s - server.arrivals_s[0] for time_s in server.arrivals_s]
     assert arrived == pytest.approx([0.0, 0.2, 0.4], abs=0.3)
 
@@ -461,7 +540,16 @@ def test_bench_serve_says_what_was_reused_of_a_block_trace_beside_what_was_possi
         for number, ids in enumerate(turns)
     ]
     trace.write_text("\n".join(map(json.dumps, rows)))
-    engine = ["--device", "cpu", "--memory-gb", "0.2", "--page-size", "64", "--max-model-len", "4096"]
+    engine = [
+        "--device",
+        "cpu",
+        "--memory-gb",
+        "0.2",
+        "--page-size",
+        "64",
+        "--max-model-len",
+        "4096",
+    ]
     exit_code, report, said = bench(
         capsys, "--trace", str(trace), "--scale", "0.5", "--speedup", "4", "--warmup", "0", *engine
     )
@@ -495,7 +583,10 @@ def test_bench_serve_says_when_lengths_or_caches_spoil_the_numbers(
     ("words", "said"),
     [
         (["--base-url", "http://127.0.0.1:9"], "Nothing answers at http://127.0.0.1:9"),
-        (["--base-url", "http://127.0.0.1:9", "--max-rows", "3"], "--max-rows and --base-url are both set"),
+        (
+            ["--base-url", "http://127.0.0.1:9", "--max-rows", "3"],
+            "--max-rows and --base-url are both set",
+        ),
         (["--rate", "2", "--concurrency", "3"], "--rate and --concurrency are both set"),
         (["--trace", "x", "--input-len", "3"], "--trace and --input-len are both set"),
         (["--limit", "2"], "--limit needs --trace"),
@@ -505,8 +596,14 @@ def test_bench_serve_says_when_lengths_or_caches_spoil_the_numbers(
         (["--body", "[1]"], "--body is '[1]'"),
         (["--json", "/proc/x.json"], "--json /proc/x.json cannot be written"),
         (["--plot", "/proc/x.png"], "--plot /proc/x.png cannot be written"),
-        (["--base-url", "http://127.0.0.1:many"], "http://127.0.0.1:many is not the address of a server"),
-        (["-m", "no-such-model"], "The server ended before it was ready: There is no model 'no-such-model'"),
+        (
+            ["--base-url", "http://127.0.0.1:many"],
+            "http://127.0.0.1:many is not the address of a server",
+        ),
+        (
+            ["-m", "no-such-model"],
+            "The server ended before it was ready: There is no model 'no-such-model'",
+        ),
     ],
 )
 def test_a_mistake_is_said_before_anything_is_measured(
@@ -555,7 +652,9 @@ def test_a_plot_without_matplotlib_is_refused_before_the_load(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    exit_code, said = fails(capsys, "bench", "serve", "--plot", "x.png", "--base-url", "http://127.0.0.1:9")
+    exit_code, said = fails(
+        capsys, "bench", "serve", "--plot", "x.png", "--base-url", "http://127.0.0.1:9"
+    )
     assert exit_code == 1
     assert "error: --plot needs matplotlib" in said
 

@@ -1,4 +1,6 @@
-"""Logit biases and ends that come too early: uploaded with a row's admission, its next owner has its own."""
+"""Logit biases and ends that come too early: uploaded with a row's admission, its next owner has
+its own.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def test_entries_are_those_of_the_rows_that_sample_at_their_places() -> None:
     }
     for rows, wanted in expected.items():
         entries = biases.entries(rows)
-        assert (None if entries is None else list(zip(*(part.tolist() for part in entries)))) == wanted
+        assert (
+            None if entries is None else list(zip(*(part.tolist() for part in entries)))
+        ) == wanted
     biases.set(3, {})
     assert biases.entries([3]) is None
 
@@ -60,8 +64,17 @@ def test_a_biased_reply_is_the_same_alone_and_among_others() -> None:
     requests = [
         request("a", prompt(20), logit_bias=MANY, temperature=0.8, seed=1),
         request("b", prompt(90, 1), max_tokens=30),
-        request("c", prompt(33, 2), logit_bias={5: 20.0, 9: 20.5}, frequency_penalty=1.0, max_tokens=20),
-        request("d", prompt(7, 3), logit_bias={11: 100.0}, end_token_ids=(11,), min_tokens=4, max_tokens=9),
+        request(
+            "c", prompt(33, 2), logit_bias={5: 20.0, 9: 20.5}, frequency_penalty=1.0, max_tokens=20
+        ),
+        request(
+            "d",
+            prompt(7, 3),
+            logit_bias={11: 100.0},
+            end_token_ids=(11,),
+            min_tokens=4,
+            max_tokens=9,
+        ),
     ]
     engine = make_engine(LLAMA, max_rows=2)
     together = run(engine, *requests)
@@ -75,7 +88,9 @@ def test_a_biased_reply_is_the_same_alone_and_among_others() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_preempted_row_comes_back_with_its_biases(overlap: bool) -> None:
-    requests = [request(f"r{i}", prompt(60 + i, i), max_tokens=100, logit_bias=MANY) for i in range(4)]
+    requests = [
+        request(f"r{i}", prompt(60 + i, i), max_tokens=100, logit_bias=MANY) for i in range(4)
+    ]
     calm = run(make_engine(LLAMA), *requests)
     tight = make_engine(LLAMA, max_model_len=192, memory_gb=tight_budget(LLAMA), overlap=overlap)
     crowded = run(tight, *requests)
@@ -84,7 +99,9 @@ def test_a_preempted_row_comes_back_with_its_biases(overlap: bool) -> None:
         assert tokens_of(crowded[one.id]) == tokens_of(calm[one.id])
 
 
-def test_a_steady_decode_uploads_neither_biases_nor_forbidden_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_steady_decode_uploads_neither_biases_nor_forbidden_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = make_engine(LLAMA)
     ends = tuple(range(1, 320, 2))
     for i in range(4):

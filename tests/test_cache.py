@@ -28,7 +28,9 @@ def prompt(num_tokens: int, start: int = 0) -> list[int]:
     return list(range(start, start + num_tokens))
 
 
-def compute(cache: Cache, sequence: Sequence, num_tokens: int, checkpoints: tuple[int, ...] = ()) -> bool:
+def compute(
+    cache: Cache, sequence: Sequence, num_tokens: int, checkpoints: tuple[int, ...] = ()
+) -> bool:
     """Admits the sequence and does as if its first `num_tokens` tokens had run."""
     if not cache.admit(sequence):
         return False
@@ -245,7 +247,9 @@ def test_divergent_prompt_restores_nearest_checkpoint() -> None:
     slots = {n: cache.match(sequence_of(prompt(n + 1))).checkpoint_slot for n in (8, 20)}
     assert None not in slots.values()
     finish(cache, first)
-    assert cache.match(sequence_of(prompt(30))) == PrefixHit(20, pages[:5], slots[20], num_known_tokens=24)
+    assert cache.match(sequence_of(prompt(30))) == PrefixHit(
+        20, pages[:5], slots[20], num_known_tokens=24
+    )
     parted = sequence_of([*prompt(18), 99, 98, 97])
     assert cache.match(parted) == PrefixHit(8, pages[:2], slots[8], num_known_tokens=16)
     assert cache.match(sequence_of([*prompt(6), 99, 98, 97])) == PrefixHit(num_known_tokens=4)
@@ -360,12 +364,19 @@ def test_counters_name_the_reason_of_every_miss() -> None:
         compute(cache, sequence, len(sequence.tokens), checkpoints)
         finish(cache, sequence)
         changed = Counter(cache.counters) - before
-        tokens = [n for name, n in changed.items() if name == "tokens_reused" or name.startswith("missed_")]
+        tokens = [
+            n
+            for name, n in changed.items()
+            if name == "tokens_reused" or name.startswith("missed_")
+        ]
         assert sum(tokens) == len(sequence.tokens)
         return {name: n for name, n in changed.items() if not name.startswith("evicted_")}
 
     last = {"missed_tokens_partial_page": 1}
-    assert outcome(sequence_of(prompt(4))) == {"miss_short_prompt": 1, "missed_tokens_partial_page": 4}
+    assert outcome(sequence_of(prompt(4))) == {
+        "miss_short_prompt": 1,
+        "missed_tokens_partial_page": 4,
+    }
     unknown = {"miss_no_prefix": 1, "missed_tokens_no_prefix": 8}
     assert outcome(sequence_of(prompt(9, 50))) == unknown | last  # the first request left its page
     stateless = {"miss_no_checkpoint": 1, "missed_tokens_no_checkpoint": 8}
@@ -400,11 +411,16 @@ def test_a_resumed_sequence_keeps_its_first_cached_count() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    seed=st.integers(0, 2**32), num_pages=st.sampled_from([0, 4, 9, 17]), num_slots=st.sampled_from([0, 3, 6])
+    seed=st.integers(0, 2**32),
+    num_pages=st.sampled_from([0, 4, 9, 17]),
+    num_slots=st.sampled_from([0, 3, 6]),
 )
-def test_nothing_leaks_and_nothing_is_owned_twice(seed: int, num_pages: int, num_slots: int) -> None:
-    """Random admissions, growth, checkpoints and releases of prompts over a tiny alphabet, and sessions that
-    are kept, dropped, and end for others or in time."""
+def test_nothing_leaks_and_nothing_is_owned_twice(
+    seed: int, num_pages: int, num_slots: int
+) -> None:
+    """Random admissions, growth, checkpoints and releases of prompts over a tiny alphabet, and
+    sessions that are kept, dropped, and end for others or in time.
+    """
     if num_pages == num_slots == 0:
         return
     rng = random.Random(seed)
@@ -438,12 +454,17 @@ def test_nothing_leaks_and_nothing_is_owned_twice(seed: int, num_pages: int, num
             sequence = rng.choice(running)
             num_tokens = rng.randrange(1, 9)
             num_tokens = min(num_tokens, len(sequence.tokens) - sequence.num_computed)
-            is_at_boundary = num_slots and sequence.num_computed and sequence.num_computed % PAGE == 0
+            is_at_boundary = (
+                num_slots and sequence.num_computed and sequence.num_computed % PAGE == 0
+            )
             if is_at_boundary and sequence.initial_slot is None and rng.random() < 0.5:
                 cache.keep_reply_state(sequence)
             if cache.reserve(sequence, num_tokens) is not None:
                 sequence.initial_slot = None
-                start, sequence.num_computed = sequence.num_computed, sequence.num_computed + num_tokens
+                start, sequence.num_computed = (
+                    sequence.num_computed,
+                    sequence.num_computed + num_tokens,
+                )
                 for boundary in range(start // PAGE * PAGE + PAGE, sequence.num_computed + 1, PAGE):
                     if rng.random() < 0.2:
                         cache.learn(sequence, boundary)

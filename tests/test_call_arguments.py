@@ -18,7 +18,9 @@ VALUES = SCALARS | st.lists(SCALARS | st.lists(SCALARS, max_size=2), max_size=2)
 
 @settings(max_examples=50, deadline=None)
 @given(arguments=st.dictionaries(st.text(), VALUES, max_size=3), data=st.data())
-def test_of_arguments_that_were_cut_the_whole_members_stay(arguments: dict[str, Any], data: Any) -> None:
+def test_of_arguments_that_were_cut_the_whole_members_stay(
+    arguments: dict[str, Any], data: Any
+) -> None:
     text = json.dumps(arguments)
     assert read_arguments(text) == arguments
     read = read_arguments(text[: data.draw(st.integers(1, len(text)))])

@@ -1,4 +1,6 @@
-"""Laws of forced tool calls: what the grammar lets through, the parser reads as calls of the tools."""
+"""Laws of forced tool calls: what the grammar lets through, the parser reads as calls of the
+tools.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ WEATHER: dict[str, Any] = {
         "city": {"type": "string", "description": "where"},
         "days": {"type": "integer", "minimum": 1, "maximum": 9},
         "unit": {"$ref": "#/$defs/unit"},
-        "details": {"type": "object", "properties": {"wind": {"type": "boolean"}}, "required": ["wind"]},
+        "details": {
+            "type": "object",
+            "properties": {"wind": {"type": "boolean"}},
+            "required": ["wind"],
+        },
     },
     "required": ["city", "days"],
     "additionalProperties": False,
@@ -35,16 +41,20 @@ EXAMPLES = {
         "</parameter>\n<parameter=unit>\ncelsius\n</parameter>\n</function>\n</tool_call>"
     ),
     "hermes": (
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "New\\nYork", "days": 3, "unit": "celsius"}}'
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "New\\nYork", "days": 3, "unit": '
+        '"celsius"}}'
         "\n</tool_call>"
     ),
-    "llama3": '{"name": "weather", "parameters": {"city": "New\\nYork", "days": 3, "unit": "celsius"}}',
+    "llama3": '{"name": "weather", "parameters": {"city": "New\\nYork", "days": 3, "unit": '
+    '"celsius"}}',
 }
 
 
 def grammar_of(dialect: str, tools: list[dict[str, Any]] | None = None, **options: Any) -> str:
     """On a vocabulary of bytes, where tags are text."""
-    return tool_calls_grammar(TOOLS if tools is None else tools, FORMS[dialect], lambda _: False, **options)
+    return tool_calls_grammar(
+        TOOLS if tools is None else tools, FORMS[dialect], lambda _: False, **options
+    )
 
 
 def parse(dialect: str, text: str) -> ParsedReply:
@@ -64,7 +74,9 @@ def test_a_call_as_the_model_was_taught_it_is_allowed(dialect: str) -> None:
 
 @pytest.mark.parametrize("dialect", FORMS)
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_is_allowed_parses_as_valid_calls_and_nothing_else(dialect: str, seed: int) -> None:
+def test_whatever_is_allowed_parses_as_valid_calls_and_nothing_else(
+    dialect: str, seed: int
+) -> None:
     ending = FORMS[dialect].parameter_end or '"'
     reply = parse(dialect, random_text(grammar_of(dialect), seed, ending))
     assert reply.content.strip() == ""
@@ -98,7 +110,11 @@ def test_where_calls_are_not_demanded_text_is_free() -> None:
 SHELL = {
     "function": {
         "name": "sh",
-        "parameters": {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"input": {"type": "string"}},
+            "required": ["input"],
+        },
     }
 }
 SHELL_CALLS = {
@@ -160,7 +176,9 @@ def test_a_tool_that_names_no_parameters_may_get_any(parameters: Any) -> None:
 
 def test_tags_are_control_tokens_where_the_model_has_them() -> None:
     tokens = {"<tool_call>", "</tool_call>"}
-    lark = json.loads(tool_calls_grammar(TOOLS, FORMS["qwen_xml"], tokens.__contains__))["grammars"][0]
+    lark = json.loads(tool_calls_grammar(TOOLS, FORMS["qwen_xml"], tokens.__contains__))[
+        "grammars"
+    ][0]
     assert '<tool_call> "\\n<function=weather>\\n"' in lark["lark_grammar"]
     assert lark["lark_grammar"].count('"<tool_call>') == 0
 
@@ -168,10 +186,16 @@ def test_tags_are_control_tokens_where_the_model_has_them() -> None:
 def test_annotations_are_left_out_but_not_properties_of_their_name() -> None:
     schema = {
         "title": "T",
-        "properties": {"description": {"type": "string", "description": "d"}, "title": {"default": 1}},
+        "properties": {
+            "description": {"type": "string", "description": "d"},
+            "title": {"default": 1},
+        },
         "enum": [{"title": "kept"}],
     }
-    bare = {"properties": {"description": {"type": "string"}, "title": {}}, "enum": [{"title": "kept"}]}
+    bare = {
+        "properties": {"description": {"type": "string"}, "title": {}},
+        "enum": [{"title": "kept"}],
+    }
     assert without_annotations(schema) == bare
 
 
@@ -197,7 +221,9 @@ def test_a_hostile_tool_is_refused(function: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ['a"b', "a/b", "a\\", "ü", "%json {}", "start: x"])
 def test_a_parameter_may_have_any_name_that_a_tag_can_hold(name: str) -> None:
     tools = [{"function": {"name": "f", "parameters": {"properties": {name: {}}, "required": 5}}}]
-    call = f"<tool_call>\n<function=f>\n<parameter={name}>\n1\n</parameter>\n</function>\n</tool_call>"
+    call = (
+        f"<tool_call>\n<function=f>\n<parameter={name}>\n1\n</parameter>\n</function>\n</tool_call>"
+    )
     assert is_allowed(grammar_of("qwen_xml", tools), call)
 
 

@@ -1,4 +1,6 @@
-"""docs/checklist.md keeps its word: every command of its table runs and says what the table says it does."""
+"""docs/checklist.md keeps its word: every command of its table runs and says what the table says it
+does.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One of the table: `words` are what the output must have, `files` what it names of the repository."""
+    """One of the table: `words` are what the output must have, `files` what it names of the
+    repository.
+    """
 
     ids: tuple[str, ...]
     command: str
@@ -91,7 +95,12 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 def test_the_command_shows_what_the_table_says(line: Line, shell: dict[str, str]) -> None:
     command = line.command.replace("8001", str(free_port()))
     done = subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, env=shell, capture_output=True, text=True, timeout=TIMEOUT_S
+        ["bash", "-c", command],
+        cwd=ROOT,
+        env=shell,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     said = done.stdout + done.stderr
     assert done.returncode == line.exit_code, said[-4000:]

@@ -1,4 +1,6 @@
-"""The working directory is nobody's library: what lies there is not imported, by us or by what we start."""
+"""The working directory is nobody's library: what lies there is not imported, by us or by what we
+start.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from penstock.http_client import HttpClient
 
 SMALL = ["--device", "cpu", "--memory-gb", "0.05", "--max-model-len", "256"]
 # Of the standard library, of what we depend on, and of what is tried and may be missing.
-NAMES = ("timeit", "argparse", "random", "socket", "selectors", "msgspec", "torch", "uvloop", "nvtx")
+NAMES = (
+    "timeit",
+    "argparse",
+    "random",
+    "socket",
+    "selectors",
+    "msgspec",
+    "torch",
+    "uvloop",
+    "nvtx",
+)
 
 SPAWN = """
 import multiprocessing
@@ -38,7 +50,9 @@ def hostile(tmp_path: Path) -> Path:
 
 
 def run(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert not (folder / "imported").exists()
     return done.stdout
@@ -60,11 +74,15 @@ def test_nor_a_server_with_its_engine_and_its_templates(
     monkeypatch.chdir(hostile)
     with started_server(SMALL, lambda _: None) as server:
         chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
-        assert HttpClient(server.url, timeout_s=60.0).json("POST", "/v1/chat/completions", chat)["choices"]
+        assert HttpClient(server.url, timeout_s=60.0).json("POST", "/v1/chat/completions", chat)[
+            "choices"
+        ]
     assert not (hostile / "imported").exists()
 
 
-def test_nor_a_client_of_the_load_generator(hostile: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_nor_a_client_of_the_load_generator(
+    hostile: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     script = tmp_path_factory.mktemp("elsewhere") / "spawn.py"
     script.write_text(SPAWN)
     assert run([sys.executable, "-P", str(script)], hostile) == "spawned\n"

@@ -1,4 +1,6 @@
-"""The pieces kernels see: every token of a row of several, once, in order, and no piece across a boundary."""
+"""The pieces kernels see: every token of a row of several, once, in order, and no piece across a
+boundary.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,9 @@ def test_pieces_cover_what_is_not_a_decode(rows: list[RowSpan]) -> None:
         done = first - starts[row] + num_tokens
         assert slot == saved.get(done, 0)
         assert not any(done - num_tokens < after < done for after in saved)
-    assert [row for first, end in ranges for row in {piece[0] for piece in pieces[first:end]}] == sorted(
-        {row for row, *_ in pieces}
-    )
+    assert [
+        row for first, end in ranges for row in {piece[0] for piece in pieces[first:end]}
+    ] == sorted({row for row, *_ in pieces})
 
 
 def test_a_step_of_decodes_has_no_pieces() -> None:

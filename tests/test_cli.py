@@ -1,4 +1,6 @@
-"""The command line as a person meets it: help at once, flags and variables, errors in three lines."""
+"""The command line as a person meets it: help at once, flags and variables, errors in three
+lines.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,23 @@ import pytest
 from command_line import ROOT, SMALL, environment, error_in, fails, penstock
 from penstock.cli import COMMANDS, main
 from penstock.commands.console import human_bytes, human_count, print_error
-from penstock.commands.flags import Parser, add_flags, flags_of, read_count, read_settings, unknown_variables
+from penstock.commands.flags import (
+    Parser,
+    add_flags,
+    flags_of,
+    read_count,
+    read_settings,
+    unknown_variables,
+)
 from penstock.commands.sampling import add_sampling_flags, read_sampling
 from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.progress import Phase, PhaseList, timed
 
 
-def test_the_help_of_chat_says_where_a_servers_key_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_chat_says_where_a_servers_key_comes_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         main(["chat", "--help"])
     assert "PENSTOCK_API_KEY" in capsys.readouterr().out
@@ -39,14 +50,21 @@ def test_help_imports_no_torch(words: list[str]) -> None:
         "print('torch' in sys.modules, 'rich' in sys.modules)"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment(), check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+        check=True,
     )
     assert result.stdout.splitlines()[-1] == "False False"
     assert "penstock" in result.stdout
 
 
 def test_help_answers_at_once() -> None:
-    """0.3 s is the target; a busy machine gets some more, and an import of torch would still be seen."""
+    """0.3 s is the target; a busy machine gets some more, and an import of torch would still be
+    seen.
+    """
     seconds = []
     for _ in range(3):
         started = time.perf_counter()
@@ -78,14 +96,16 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
             2,
             "error: penstock has no command 'srve'\n"
             "  Did you mean 'serve'?\n"
-            "  The commands are serve, chat, top, generate, batch, inspect, bench, tune, eval, forge.\n",
+            "  The commands are serve, chat, top, generate, batch, inspect, bench, tune, eval, "
+            "forge.\n",
         ),
         (
             ["--versoin"],
             2,
             "error: penstock has no flag '--versoin'\n"
             "  Did you mean '--version'?\n"
-            "  The commands are serve, chat, top, generate, batch, inspect, bench, tune, eval, forge.\n",
+            "  The commands are serve, chat, top, generate, batch, inspect, bench, tune, eval, "
+            "forge.\n",
         ),
         (
             ["serve", "--max-row", "4"],
@@ -145,7 +165,8 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["bench", "step", "--json", "/"],
             1,
-            "error: --json / cannot be written\n  Is a directory.\n  Use a writable file, or omit --json.\n",
+            "error: --json / cannot be written\n  Is a directory.\n  Use a writable file, or omit "
+            "--json.\n",
         ),
         (
             ["bench", "step", "--batch", "1", "--context", "100k"],
@@ -158,7 +179,8 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["generate", "x", "--logprobs", "2"],
             1,
-            "error: --logprobs needs --json\n  Plain text cannot contain log-probabilities.\n  Add --json.\n",
+            "error: --logprobs needs --json\n  Plain text cannot contain log-probabilities.\n  Add "
+            "--json.\n",
         ),
         (
             ["generate", "x", "--grammar", "y"],
@@ -238,7 +260,9 @@ def test_missing_gpu_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_prompt_longer_than_the_context_says_both_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompt_longer_than_the_context_says_both_lengths(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     exit_code, said = fails(capsys, "generate", "river " * 100, "--max-model-len", "64", *SMALL)
     assert exit_code == 1
     what, why, todo = error_in(said).splitlines()
@@ -270,7 +294,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_color_only_on_a_terminal_and_never_against_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_color_only_on_a_terminal_and_never_against_no_color(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     error = PenstockError("what", "why", "todo")
@@ -285,7 +311,9 @@ def test_color_only_on_a_terminal_and_never_against_no_color(monkeypatch: pytest
     assert plain.getvalue() == pipe.getvalue()
 
 
-def test_interrupt_exits_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_exits_130(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Interrupted(io.StringIO):
         def read(self, size: int | None = -1) -> str:
             raise KeyboardInterrupt
@@ -313,7 +341,9 @@ def test_every_setting_has_a_flag_and_a_variable(settings: type[Any]) -> None:
         text = flag.field.metadata.get("choices", (sample,))[0]
         words = [flag.name] if flag.is_switch else [flag.name, text]
         by_flag = read_settings(settings, parse(settings, *words), {})
-        by_variable = read_settings(settings, parse(settings), {f"PENSTOCK_{flag.field.name.upper()}": text})
+        by_variable = read_settings(
+            settings, parse(settings), {f"PENSTOCK_{flag.field.name.upper()}": text}
+        )
         assert by_flag == by_variable == {flag.field.name: flag.read(text)}
         settings(**by_flag)
 
@@ -322,7 +352,9 @@ def test_flag_beats_variable_beats_default() -> None:
     variables = {"PENSTOCK_MAX_ROWS": "8", "PENSTOCK_PREFIX_CACHE": "off"}
     nothing = EngineConfig(**read_settings(EngineConfig, parse(EngineConfig), {}))
     assert nothing == EngineConfig()
-    both = EngineConfig(**read_settings(EngineConfig, parse(EngineConfig, "--max-rows", "2"), variables))
+    both = EngineConfig(
+        **read_settings(EngineConfig, parse(EngineConfig, "--max-rows", "2"), variables)
+    )
     assert both.max_rows == 2
     assert both.prefix_cache is False
     again = read_settings(EngineConfig, parse(EngineConfig, "--prefix-cache"), variables)
@@ -330,7 +362,9 @@ def test_flag_beats_variable_beats_default() -> None:
 
 
 def test_switches_can_be_turned_off() -> None:
-    assert read_settings(EngineConfig, parse(EngineConfig, "--no-overlap"), {}) == {"overlap": False}
+    assert read_settings(EngineConfig, parse(EngineConfig, "--no-overlap"), {}) == {
+        "overlap": False
+    }
 
 
 @pytest.mark.parametrize(
@@ -383,7 +417,10 @@ def test_misspelt_variable_does_not_pass_in_silence() -> None:
 def test_sampling_flags_make_sampling_params() -> None:
     parser = Parser(prog="test")
     add_sampling_flags(parser)
-    words = "--temperature 0.5 --top-k 4k --stop A --stop B --stop-token-ids 1,2 --logit-bias 3=-100,4=1.5"
+    words = (
+        "--temperature 0.5 --top-k 4k --stop A --stop B --stop-token-ids 1,2 --logit-bias "
+        "3=-100,4=1.5"
+    )
     sampling = read_sampling(parser.parse_strictly([*words.split(), "--ignore-eos"]))
     assert sampling.temperature == 0.5
     assert sampling.top_k == 4096
@@ -394,7 +431,11 @@ def test_sampling_flags_make_sampling_params() -> None:
 
 
 def test_model_may_stand_before_or_after_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["no-such", "--port", "1"], ["--port", "1", "no-such"], ["--port", "1", "-m", "no-such"]):
+    for words in (
+        ["no-such", "--port", "1"],
+        ["--port", "1", "no-such"],
+        ["--port", "1", "-m", "no-such"],
+    ):
         _, said = fails(capsys, "serve", *words)
         assert "There is no model 'no-such'" in said
 
@@ -426,7 +467,8 @@ def test_terminal_shows_a_bar_and_keeps_what_ended(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(0, "0"), (999, "999"), (1234, "1.23 k"), (34.66e9, "34.7 B"), (808e9, "808 B")]
+    ("number", "said"),
+    [(0, "0"), (999, "999"), (1234, "1.23 k"), (34.66e9, "34.7 B"), (808e9, "808 B")],
 )
 def test_counts_are_said_in_three_digits(number: float, said: str) -> None:
     assert human_count(number) == said

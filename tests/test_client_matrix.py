@@ -65,7 +65,9 @@ def test_two_clients_pass_all_their_features(tmp_path: Path) -> None:
     output = tmp_path / "clients.json"
     flags = ["--output", str(output), "--docs", str(tmp_path / "clients.md")]
     command = [sys.executable, "-m", "tests.clients.run", "--only", *QUICK, *flags]
-    subprocess.run(command, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, check=True)
+    subprocess.run(
+        command, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, check=True
+    )
     results = json.loads(output.read_text())["clients"]
     assert set(results) == set(QUICK)
     for name, result in results.items():

@@ -16,7 +16,11 @@ from penstock.config import EngineConfig, ServeConfig
 from penstock.serve.batches.folder import StorageFullError
 from penstock.serve.browsers import ForbiddenError, MediaTypeError
 from penstock.serve.openapi import OPERATIONS
-from penstock.serve.responses.store import UnknownConversationError, UnknownItemError, UnknownResponseError
+from penstock.serve.responses.store import (
+    UnknownConversationError,
+    UnknownItemError,
+    UnknownResponseError,
+)
 from penstock.serve.sessions import SessionNotFoundError
 from serving import Server
 
@@ -26,7 +30,9 @@ BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SOMETHING = "…"  # in what an example prints: any text
 
 Block = tuple[str, str, str]  # language, note, text
-BLOCKS: list[Block] = [(language, note.strip(), text) for language, note, text in BLOCK.findall(DOCUMENT)]
+BLOCKS: list[Block] = [
+    (language, note.strip(), text) for language, note, text in BLOCK.findall(DOCUMENT)
+]
 CLIENT_BLOCKS = [
     text for _, note, text in BLOCKS if note == "client"
 ]  # of programs that tests do not install
@@ -73,7 +79,9 @@ def test_an_example_prints_what_the_document_says(server: Server, number: int) -
 
 
 def test_every_example_is_run_or_says_that_it_needs_a_client() -> None:
-    runnable = [text for language, note, text in BLOCKS if language in ("bash", "python") and note == ""]
+    runnable = [
+        text for language, note, text in BLOCKS if language in ("bash", "python") and note == ""
+    ]
     assert runnable == [text for _, text, _ in EXAMPLES]
     assert len(EXAMPLES) >= 7
     for name in ("curl", "openai", "anthropic", "Claude Code", "aider", "continue", "litellm"):
@@ -84,7 +92,9 @@ def test_every_address_of_the_document_is_answered(server: Server) -> None:
     bases = set(re.findall(rf"{ADDRESS}[/\w]*", DOCUMENT))
     assert {ADDRESS, f"{ADDRESS}/v1"} < bases
     for base in bases:
-        models = f"{base.removesuffix('/v1')}/v1/models" if base in (ADDRESS, f"{ADDRESS}/v1") else base
+        models = (
+            f"{base.removesuffix('/v1')}/v1/models" if base in (ADDRESS, f"{ADDRESS}/v1") else base
+        )
         status = server.http.get(as_shown(models, server.url)).status_code
         assert status in (200, 405), base  # 405: a POST belongs there
 
@@ -116,7 +126,9 @@ def test_a_plain_http_error_has_the_code_that_is_told(server: Server) -> None:
     assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "not_found")
     wrong = server.http.get(f"{server.url}/v1/completions")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
-    large = server.http.post(f"{server.url}/tokenize", content=b" " * (ServeConfig().max_body_bytes + 1))
+    large = server.http.post(
+        f"{server.url}/tokenize", content=b" " * (ServeConfig().max_body_bytes + 1)
+    )
     assert (large.status_code, large.json()["error"]["code"]) == (413, "body_too_large")
 
 
@@ -126,7 +138,9 @@ def test_every_flag_exists_and_has_the_default_that_is_told() -> None:
         for config in (ServeConfig, EngineConfig)
         for name, field in config.__dataclass_fields__.items()
     }
-    ours = DOCUMENT.partition("\n## Beside others\n")[0].partition("\n## What a request may say\n")[2]
+    ours = DOCUMENT.partition("\n## Beside others\n")[0].partition("\n## What a request may say\n")[
+        2
+    ]
     assert set(re.findall(r"`(--[a-z-]+)", ours)) <= defaults.keys()
     for flag, default, _ in table("Limits and keys"):
         if default.isdigit():

@@ -1,7 +1,7 @@
 """The APIs at full size: clients that people use, and requests that nobody would write.
 
-Minutes of work, and each client is a package of its own: what is not installed is skipped, with its reason.
-Numbers are printed as JSON lines; those of one run are in results/cpu/api.json.
+Minutes of work, and each client is a package of its own: what is not installed is skipped, with its
+reason. Numbers are printed as JSON lines; those of one run are in results/cpu/api.json.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ SUMS = [(a, b) for a in (11, 23, 35, 47) for b in (12, 24, 31, 52)]
 
 
 @pytest.mark.parametrize("model", ["local-chat-completions", "local-completions"])
-def test_lm_eval_asks_and_understands_the_answers(server: Server, tmp_path: Path, model: str) -> None:
+def test_lm_eval_asks_and_understands_the_answers(
+    server: Server, tmp_path: Path, model: str
+) -> None:
     require(*LM_EVAL_PACKAGES)
     is_chat = model == "local-chat-completions"
     task = {
@@ -91,8 +93,12 @@ def test_lm_eval_asks_and_understands_the_answers(server: Server, tmp_path: Path
     }
     path = "/v1/chat/completions" if is_chat else "/v1/completions"
     settings = f"base_url={server.url}{path},tokenized_requests=False,tokenizer_backend=None"
-    right = run_lm_eval(task, model, settings, tmp_path, *(["--apply_chat_template"] if is_chat else []))
-    report(model, version=importlib.metadata.version("lm_eval"), questions=len(SUMS), exact_match=right)
+    right = run_lm_eval(
+        task, model, settings, tmp_path, *(["--apply_chat_template"] if is_chat else [])
+    )
+    report(
+        model, version=importlib.metadata.version("lm_eval"), questions=len(SUMS), exact_match=right
+    )
     assert right > 0.9
 
 
@@ -109,11 +115,18 @@ def test_lm_eval_compares_how_likely_answers_are(server: Server, tmp_path: Path)
     }
     settings = f"base_url={server.url}/v1/completions,tokenizer={default_model()}"
     right = run_lm_eval(task, "local-completions", settings, tmp_path)
-    report("likelihood", version=importlib.metadata.version("lm_eval"), questions=len(SUMS), accuracy=right)
+    report(
+        "likelihood",
+        version=importlib.metadata.version("lm_eval"),
+        questions=len(SUMS),
+        accuracy=right,
+    )
     assert right > 0.9
 
 
-def run_lm_eval(task: dict[str, Any], model: str, settings: str, folder: Path, *flags: str) -> float:
+def run_lm_eval(
+    task: dict[str, Any], model: str, settings: str, folder: Path, *flags: str
+) -> float:
     """Asks the sums; the share of right answers, by the task's only metric."""
     questions = folder / "sums.jsonl"
     lines = [
@@ -126,11 +139,35 @@ def run_lm_eval(task: dict[str, Any], model: str, settings: str, folder: Path, *
     ]
     questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = {"data_files": {"test": str(questions)}, "cache_dir": str(folder / "cache")}
-    task = {"task": "sums", "dataset_path": "json", "dataset_kwargs": data, "test_split": "test", **task}
+    task = {
+        "task": "sums",
+        "dataset_path": "json",
+        "dataset_kwargs": data,
+        "test_split": "test",
+        **task,
+    }
     (folder / "sums.yaml").write_text(json.dumps(task))
     settings = f"model=penstock-tiny,num_concurrent=4,{settings}"
-    words = ["--model", model, "--model_args", settings, "--tasks", "sums", "--include_path", str(folder)]
-    command = [sys.executable, "-m", "lm_eval", "run", *words, "--output_path", str(folder / "out"), *flags]
+    words = [
+        "--model",
+        model,
+        "--model_args",
+        settings,
+        "--tasks",
+        "sums",
+        "--include_path",
+        str(folder),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "lm_eval",
+        "run",
+        *words,
+        "--output_path",
+        str(folder / "out"),
+        *flags,
+    ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "unused"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -173,7 +210,15 @@ def test_a_program_of_the_document_shows_the_models_words(
 
 def test_no_generated_request_is_a_5xx(short_server: Server, tmp_path: Path) -> None:
     require("schemathesis")
-    words = ["--checks", "not_a_server_error", "--phases", "coverage,fuzzing", "--seed", "1", "--no-shrink"]
+    words = [
+        "--checks",
+        "not_a_server_error",
+        "--phases",
+        "coverage,fuzzing",
+        "--seed",
+        "1",
+        "--no-shrink",
+    ]
     words += ["--max-examples", "300", "--continue-on-failure", "--suppress-health-check", "all"]
     program = str(Path(sys.executable).with_name("schemathesis"))
     command = [program, "run", f"{short_server.url}/openapi.json", *words]

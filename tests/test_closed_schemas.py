@@ -92,7 +92,10 @@ def test_the_strict_reading_allows_every_other_key() -> None:
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_a_request_can_close_what_the_server_leaves_open(is_closed: bool) -> None:
-    body = {"prompt": "x", "structured_outputs": {"json": A, "disable_additional_properties": is_closed}}
+    body = {
+        "prompt": "x",
+        "structured_outputs": {"json": A, "disable_additional_properties": is_closed},
+    }
     form = parse_completion(json.dumps(body).encode()).form
     assert form is not None
     assert is_allowed(form_grammar(form, open_schemas=True), '{"b":1}') is not is_closed

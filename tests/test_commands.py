@@ -44,7 +44,18 @@ def test_generate_prints_the_text_and_nothing_else_on_stdout(
 
 
 def test_generate_draws_n_answers_with_logprobs(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--n", "2", "--seed", "1", "--temperature", "9", "--max-tokens", "3", "--logprobs", "2"]
+    words = [
+        "--n",
+        "2",
+        "--seed",
+        "1",
+        "--temperature",
+        "9",
+        "--max-tokens",
+        "3",
+        "--logprobs",
+        "2",
+    ]
     assert main(["generate", "--chat", "Hello", "--json", "--ignore-eos", *words, *SMALL]) == 0
     first, second = json.loads(capsys.readouterr().out)["completions"]
     assert first["token_ids"] != second["token_ids"]
@@ -52,7 +63,19 @@ def test_generate_draws_n_answers_with_logprobs(capsys: pytest.CaptureFixture[st
 
 
 def test_generate_prints_every_answer_after_its_number(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["generate", "Once", "--n", "2", "--seed", "1", "--temperature", "9", "--max-tokens", "3", *SMALL]
+    words = [
+        "generate",
+        "Once",
+        "--n",
+        "2",
+        "--seed",
+        "1",
+        "--temperature",
+        "9",
+        "--max-tokens",
+        "3",
+        *SMALL,
+    ]
     assert main([*words, "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)["completions"]
     assert main(words) == 0
@@ -77,8 +100,18 @@ def test_an_answer_that_ends_with_an_error_is_one(
 @pytest.mark.parametrize(
     ("line", "what", "why", "todo"),
     [
-        ("/save", "/save needs a file", "The command has no file name.", "Add one: /save talk.json"),
-        ("/load ", "/load needs a file", "The command has no file name.", "Add one: /load talk.json"),
+        (
+            "/save",
+            "/save needs a file",
+            "The command has no file name.",
+            "Add one: /save talk.json",
+        ),
+        (
+            "/load ",
+            "/load needs a file",
+            "The command has no file name.",
+            "Add one: /load talk.json",
+        ),
         (
             "/load /nope.json",
             "/nope.json cannot be read",
@@ -134,7 +167,9 @@ def test_a_thought_is_shown_apart_and_is_no_part_of_the_answer(
     saved = tmp_path / "talk.json"
     monkeypatch.setattr("sys.stdin", io.StringIO(f"/think on\nWhat is 17 + 26?\n/save {saved}\n"))
     assert main(["chat", "--temperature", "0", *SMALL]) == 0
-    thought, _, answer = capsys.readouterr().out.partition("Reasoning is on.\n")[2].partition("\n\n")
+    thought, _, answer = (
+        capsys.readouterr().out.partition("Reasoning is on.\n")[2].partition("\n\n")
+    )
     assert thought.strip()
     assert "think>" not in thought + answer
     content = json.loads(saved.read_text())["messages"][1]["content"]
@@ -148,7 +183,10 @@ def test_unknown_slash_command_gets_the_nearest(
     monkeypatch.setattr("sys.stdin", io.StringIO("/stat\n"))
     exit_code, said = fails(capsys, "chat", *SMALL)
     assert exit_code == 1
-    assert error_in(said) == "error: /stat is not a command\n  Did you mean 'stats'?\n  /help lists them.\n"
+    assert (
+        error_in(said)
+        == "error: /stat is not a command\n  Did you mean 'stats'?\n  /help lists them.\n"
+    )
 
 
 class Pty:
@@ -158,7 +196,9 @@ class Pty:
         self.pid, self.file = pty.fork()
         if self.pid == 0:
             os.chdir(ROOT)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs ignore it, and so would this one
+            signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            )  # background jobs ignore it, and so would this one
             command = [sys.executable, "-m", "penstock", *words]
             os.execve(sys.executable, command, environment(TERM="xterm", **variables))
         self.said = ""
@@ -235,7 +275,9 @@ def test_the_curl_line_works_as_it_is_shown(server: tuple[str, str], tmp_path: P
     line = said[said.index("  curl ") : said.index("Ctrl-C stops")]
     script = tmp_path / "try.sh"
     script.write_text(line)
-    answer = subprocess.run(["bash", str(script)], capture_output=True, text=True, timeout=60, check=True)
+    answer = subprocess.run(
+        ["bash", str(script)], capture_output=True, text=True, timeout=60, check=True
+    )
     assert json.loads(answer.stdout)["choices"][0]["message"]["role"] == "assistant"
 
 
@@ -243,7 +285,9 @@ def test_the_client_example_of_the_readme_streams(
     server: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, _ = server
-    example = re.search(r"^```python client\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    example = re.search(
+        r"^```python client\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S
+    )
     assert example is not None
     exec(compile(example[1].replace("http://127.0.0.1:8000", url), "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
@@ -283,9 +327,20 @@ def test_bench_ends_with_one_json_line_that_says_where_it_was_born(
         last = said.out.splitlines()[-1]
         report = json.loads(last)
         for batch in (1, 3):  # as they come: whoever stops the bench keeps them
-            assert re.search(rf"^{batch} x 70 +[\d.]+ s  [\d.]+ ms, [\d,.]+ tok/s", said.err, re.MULTILINE)
+            assert re.search(
+                rf"^{batch} x 70 +[\d.]+ s  [\d.]+ ms, [\d,.]+ tok/s", said.err, re.MULTILINE
+            )
         assert written.read_text() == last + "\n"
-        assert report.keys() >= {"commit", "host", "gpu", "model", "dtype", "seed", "copy_gb_per_s", "time"}
+        assert report.keys() >= {
+            "commit",
+            "host",
+            "gpu",
+            "model",
+            "dtype",
+            "seed",
+            "copy_gb_per_s",
+            "time",
+        }
         assert [result["batch"] for result in report["rows"]] == [1, 3]
         for result in report["rows"]:
             num_tokens = result["batch"] * (70 if what == "prefill" else 1)

@@ -1,4 +1,6 @@
-"""Clients that do not read what they asked for: cut off, and nothing of the server waits for them."""
+"""Clients that do not read what they asked for: cut off, and nothing of the server waits for
+them.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,10 @@ class Flood:
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         serving = SimpleNamespace(config=ServeConfig(), draining=asyncio.Event())
-        scope |= {"app": SimpleNamespace(state=SimpleNamespace(serving=serving)), "record": self.record}
+        scope |= {
+            "app": SimpleNamespace(state=SimpleNamespace(serving=serving)),
+            "record": self.record,
+        }
         try:
             await Answer(self._start, EventsOnly(), True)(scope, receive, send)
         finally:
@@ -96,7 +101,9 @@ class Flood:
 
         def echo() -> None:
             for num_bytes in self._prompt:
-                stream.take("id", ReplyDelta(0, [ContentDelta("e" * num_bytes)], (), is_prompt=True), False)
+                stream.take(
+                    "id", ReplyDelta(0, [ContentDelta("e" * num_bytes)], (), is_prompt=True), False
+                )
 
         loop.call_soon(echo)
         loop.call_later(0.1, generate, self._num_events)
@@ -111,12 +118,16 @@ class Flood:
 def flood(
     num_bytes: int, ask: bytes = ASK, prompt: Sequence[int] = ()
 ) -> Iterator[tuple[Flood, socket.socket]]:
-    """A flood, and a client that has asked for it and has small buffers, so that little is on its way."""
+    """A flood, and a client that has asked for it and has small buffers, so that little is on its
+    way.
+    """
     source = Flood(num_bytes, prompt)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        thread = threading.Thread(target=lambda: uvloop.run(source.server.serve(sockets=[listener])))
+        thread = threading.Thread(
+            target=lambda: uvloop.run(source.server.serve(sockets=[listener]))
+        )
         thread.start()
         try:
             client.connect(listener.getsockname())
@@ -144,7 +155,9 @@ def test_who_leaves_a_megabyte_unread_is_cut_off_at_once() -> None:
         received = b"".join(iter(lambda: client.recv(65536), b""))
     assert len(received) < MAX_BACKLOG_BYTES
     assert not received.endswith(b"0\r\n\r\n")  # a client knows that this is not all
-    assert time.monotonic() - started < 10 * connection_module.LOOK_AT_UNREAD_S  # not the clock's doing
+    assert (
+        time.monotonic() - started < 10 * connection_module.LOOK_AT_UNREAD_S
+    )  # not the clock's doing
 
 
 @pytest.mark.parametrize("is_open", [False, True])

@@ -1,8 +1,8 @@
-"""Many connections and many requests at full size: a million short ones, ten thousand open connections, and
-a thousand rude ones.
+"""Many connections and many requests at full size: a million short ones, ten thousand open
+connections, and a thousand rude ones.
 
-What is measured is what the server holds and how long polite clients wait. Minutes each; numbers are printed
-as JSON lines, and those of one run are in results/cpu/api.json.
+What is measured is what the server holds and how long polite clients wait. Minutes each; numbers
+are printed as JSON lines, and those of one run are in results/cpu/api.json.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ NUM_IDLE = 9000
 NUM_STREAMS = 1000
 NUM_AT_ONCE = 250  # connections that are opened in one go
 TOKENS = 8
-AWAKE_S = 40.0  # after which an idle connection asks for something small: the server closes it after 75
+AWAKE_S = (
+    40.0  # after which an idle connection asks for something small: the server closes it after 75
+)
 MAX_SERVER_MB = 500.0
 MAX_IDLE_KB = 10.0
 
@@ -129,10 +131,16 @@ class Sample:
 
 def short_request(number: int) -> bytes:
     if number % CHATS == 0:
-        path, asked = b"/v1/chat/completions", {"messages": [{"role": "user", "content": f"{number}?"}]}
+        path, asked = (
+            b"/v1/chat/completions",
+            {"messages": [{"role": "user", "content": f"{number}?"}]},
+        )
     else:
         place = number % 100 if number % REPEATED == 0 else number
-        path, asked = b"/v1/completions", {"prompt": f"{place} and {place * 7919 % 10007} are numbers"}
+        path, asked = (
+            b"/v1/completions",
+            {"prompt": f"{place} and {place * 7919 % 10007} are numbers"},
+        )
     body = json.dumps({**asked, "max_tokens": 1}).encode()
     return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (path, len(body), body)
 
@@ -184,7 +192,8 @@ async def ask_all(server: Server, numbers: Iterator[int]) -> list[Sample]:
     loop, started = asyncio.get_running_loop(), time.monotonic()
     Asker.num_answered = 0
     made = [
-        await loop.create_connection(lambda: Asker(numbers), *server.address) for _ in range(NUM_IN_FLIGHT)
+        await loop.create_connection(lambda: Asker(numbers), *server.address)
+        for _ in range(NUM_IN_FLIGHT)
     ]
     answering = asyncio.gather(*(asker.done for _, asker in made))
     samples = []
@@ -201,7 +210,10 @@ async def ask_all(server: Server, numbers: Iterator[int]) -> list[Sample]:
 def small_server(tmp_path: Path) -> Iterator[Server]:
     (tmp_path / "config.json").write_text(json.dumps(SMALLEST))
     engine = {"model": str(tmp_path), "random_weights": True, "max_model_len": 256}
-    engine |= {"memory_gb": 0.02, "page_size": 4}  # eight thousand pages: full after some thousand prompts
+    engine |= {
+        "memory_gb": 0.02,
+        "page_size": 4,
+    }  # eight thousand pages: full after some thousand prompts
     with (
         open(os.devnull, "w") as nowhere,
         start_server(engine, serve={"tokenizer": str(default_model())}, log=nowhere) as running,
@@ -217,10 +229,14 @@ def test_a_million_short_requests_leave_nothing_behind(small_server: Server) -> 
     samples = uvloop.run(ask_all(server, iter(range(NUM_REQUESTS))))
     assert eventually(server.is_idle)
     after = Footprint.of(server)
-    steady = [sample for sample in samples if sample.num_answered > WARM_UP_SHARE * NUM_REQUESTS][:-1]
+    steady = [sample for sample in samples if sample.num_answered > WARM_UP_SHARE * NUM_REQUESTS][
+        :-1
+    ]
     hours = [sample.seconds / 3600 for sample in steady]
     per_hour = {
-        name: statistics.linear_regression(hours, [getattr(sample, name) for sample in steady]).slope
+        name: statistics.linear_regression(
+            hours, [getattr(sample, name) for sample in steady]
+        ).slope
         for name in ("server_mb", "engine_mb")
     }
     num_per_hour = (steady[-1].num_answered - steady[0].num_answered) / (hours[-1] - hours[0])
@@ -232,12 +248,16 @@ def test_a_million_short_requests_leave_nothing_behind(small_server: Server) -> 
         mib_per_100k={name: slope * 1e5 / num_per_hour for name, slope in per_hour.items()},
         before=asdict(before),
         after=asdict(after),
-        samples=[(s.num_answered, s.server_mb, s.engine_mb) for s in steady[:: max(1, len(steady) // 20)]],
+        samples=[
+            (s.num_answered, s.server_mb, s.engine_mb) for s in steady[:: max(1, len(steady) // 20)]
+        ],
         prefix=server.stats()["prefix"],
     )
     assert samples[-1].num_answered == NUM_REQUESTS
     assert set(answers_by_status(server)) == {"200"}
-    assert len({sample.counts for sample in steady}) == 1  # no descriptor and no thread more or less
+    assert (
+        len({sample.counts for sample in steady}) == 1
+    )  # no descriptor and no thread more or less
     assert (after.free_pages, after.free_slots) == (before.free_pages, before.free_slots)
     assert max(per_hour.values()) <= MAX_MIB_PER_HOUR, per_hour
 
@@ -296,7 +316,9 @@ class Streamed(asyncio.Protocol):
 
 
 async def open_many(server: Server) -> dict[str, Any]:
-    """Idle connections first, then streams beside them; what that costs the server, and whom it failed."""
+    """Idle connections first, then streams beside them; what that costs the server, and whom it
+    failed.
+    """
     loop, Idle.num_lost = asyncio.get_running_loop(), 0
     empty_mb, num_before = resident_mb(server.process.pid), count_entries(server.process.pid, "fd")
     idle: list[Idle] = []
@@ -308,7 +330,9 @@ async def open_many(server: Server) -> dict[str, Any]:
     idle_mb = resident_mb(server.process.pid)
 
     started = time.monotonic()
-    made = [loop.create_connection(lambda n=n: Streamed(n), *server.address) for n in range(NUM_STREAMS)]
+    made = [
+        loop.create_connection(lambda n=n: Streamed(n), *server.address) for n in range(NUM_STREAMS)
+    ]
     streams = [protocol for _, protocol in await asyncio.gather(*made)]
     num_open = 0  # at the same time; those that have just come wait to be accepted
     ending = asyncio.gather(*(stream.done for stream in streams), return_exceptions=True)
@@ -369,7 +393,9 @@ def p99(seconds: list[float]) -> float:
     return statistics.quantiles(seconds, n=100)[98]
 
 
-def test_a_thousand_dripping_heads_end_in_ten_seconds_and_nobody_waits_for_them(server: Server) -> None:
+def test_a_thousand_dripping_heads_end_in_ten_seconds_and_nobody_waits_for_them(
+    server: Server,
+) -> None:
     def in_peace() -> Waits:
         return wait_in_peace(server.address, NUM_POLITE, DRIP_S / 2)
 
@@ -392,8 +418,12 @@ def test_a_thousand_dripping_heads_end_in_ten_seconds_and_nobody_waits_for_them(
     assert p99(dripping.first_s) < 1.1 * p99(quiet.first_s)
 
 
-def test_a_thousand_rude_connections_leave_nothing_behind_and_hardly_disturb_anybody(server: Server) -> None:
-    wait_among(server.address, NUM_POLITE, NUM_RUDE, WARM_UP_S)  # from here on, pools have their sizes
+def test_a_thousand_rude_connections_leave_nothing_behind_and_hardly_disturb_anybody(
+    server: Server,
+) -> None:
+    wait_among(
+        server.address, NUM_POLITE, NUM_RUDE, WARM_UP_S
+    )  # from here on, pools have their sizes
     assert eventually(server.is_idle, 60.0)
     before = Footprint.of(server)
     quiet = wait_in_peace(server.address, NUM_POLITE, QUIET_S)

@@ -1,4 +1,6 @@
-"""Result files go both ways between this harness and the contest's; only recounted tokens are verified."""
+"""Result files go both ways between this harness and the contest's; only recounted tokens are
+verified.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from judged_server import TINY, judged_server
 from penstock.cli import main
 from penstock.errors import PenstockError
 from penstock.eval.chat_requests import Request
-from penstock.eval.contest_files import contest_correctness, contest_level, read_correctness, read_throughput
+from penstock.eval.contest_files import (
+    contest_correctness,
+    contest_level,
+    read_correctness,
+    read_throughput,
+)
 from penstock.eval.load import LoadResult
 from penstock.eval.score import WEIGHTS
 from penstock.eval.throughput import judge_level
@@ -53,11 +60,15 @@ def contest_score(correctness: dict[str, Any], throughput: dict[str, Any]) -> fl
     """What the contest's own scorer makes of two files: missing keys count as nothing."""
     if (correctness.get("accuracy") or 0.0) < 0.875:
         return 0.0
-    speeds = {row["concurrency"]: row["throughput_tok_per_sec"] for row in throughput.get("results", [])}
+    speeds = {
+        row["concurrency"]: row["throughput_tok_per_sec"] for row in throughput.get("results", [])
+    }
     return sum(weight * speeds.get(level, 0.0) for level, weight in WEIGHTS.items())
 
 
-def test_the_contests_scorer_reads_what_throughput_writes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_contests_scorer_reads_what_throughput_writes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with judged_server() as server:
         words = ["throughput", "--base-url", server.url, "--tokenizer", str(TINY), *LOAD]
         exit_code, report, said = run(capsys, *words)
@@ -68,8 +79,14 @@ def test_the_contests_scorer_reads_what_throughput_writes(capsys: pytest.Capture
     assert score == pytest.approx(ours[1] + ours[2])
     assert score > 0
     for row in report["results"]:
-        assert row["total_tokens"] == row["total_prompt_tokens"] + row["total_completion_tokens"] > 120
-        assert (row["successful_requests"], row["failed_requests"], row["token_discrepancy"]) == (3, 0, False)
+        assert (
+            row["total_tokens"] == row["total_prompt_tokens"] + row["total_completion_tokens"] > 120
+        )
+        assert (row["successful_requests"], row["failed_requests"], row["token_discrepancy"]) == (
+            3,
+            0,
+            False,
+        )
         assert (row["spot_checks_passed"], row["spot_checks_total"]) == (2, 2)
 
 
@@ -80,10 +97,22 @@ def test_a_level_that_failed_is_a_row_of_the_contest_too() -> None:
     assert (row["throughput_tok_per_sec"], row["failed_requests"]) == (0.0, 64)
 
 
-def test_the_contests_files_are_scored_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_contests_files_are_scored_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     correctness = write(tmp_path / "c.json", {"task": "gsm8k_cot", "limit": 200, "accuracy": 0.915})
-    throughput = write(tmp_path / "t.json", {"model": "m", "config": {}, "results": [CONTEST_LEVEL]})
-    words = ["score", "--correctness", correctness, "--throughput", throughput, "--baseline", str(VLLM)]
+    throughput = write(
+        tmp_path / "t.json", {"model": "m", "config": {}, "results": [CONTEST_LEVEL]}
+    )
+    words = [
+        "score",
+        "--correctness",
+        correctness,
+        "--throughput",
+        throughput,
+        "--baseline",
+        str(VLLM),
+    ]
     exit_code, report, said = run(capsys, *words)
     assert (exit_code, report["score"], report["verified"]) == (0, 8 * 12810.0, True)
     assert "91.5% of gsm8k_cot, gate 87.5%: PASSED" in said
@@ -91,7 +120,9 @@ def test_the_contests_files_are_scored_here(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_contest_file_is_a_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    baseline = write(tmp_path / "t.json", {"results": [CONTEST_LEVEL | {"concurrency": 2}, {"error": "x"}]})
+    baseline = write(
+        tmp_path / "t.json", {"results": [CONTEST_LEVEL | {"concurrency": 2}, {"error": "x"}]}
+    )
     with judged_server() as server:
         words = ["throughput", "--base-url", server.url, "--baseline", baseline, *LOAD]
         _, report, _ = run(capsys, *words)
@@ -114,7 +145,9 @@ def test_correctness_of_both_shapes_is_read(
     assert (found.flexible, found.strict) == (flexible, strict)
 
 
-def test_an_accuracy_that_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_accuracy_that_is_missing_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     correctness = write(tmp_path / "c.json", {"task": "gsm8k_cot", "accuracy": None})
     assert main(["eval", "score", "--correctness", correctness, "--throughput", str(VLLM)]) == 1
     said = capsys.readouterr().err
@@ -138,7 +171,9 @@ def test_without_a_tokenizer_nothing_is_called_verified(
     assert all(row["tok_s"] == row["claimed_tok_s"] > 0 for row in report["levels"])
     assert not read_throughput("--throughput", str(written)).is_verified
     correctness = write(tmp_path / "c.json", {"accuracy": 0.9})
-    _, score, said = run(capsys, "score", "--correctness", correctness, "--throughput", str(written))
+    _, score, said = run(
+        capsys, "score", "--correctness", correctness, "--throughput", str(written)
+    )
     assert score["score"] > 0
     assert score["verified"] is False
     assert "not verified: only the server counted these tokens" in said

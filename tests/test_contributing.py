@@ -71,7 +71,9 @@ def test_the_engine_runs_the_example() -> None:
 
 
 def test_the_promises_are_those_that_the_engine_asks_for() -> None:
-    asked = {name for name in vars(graphs.Model) if not name.startswith("_") and name != "label_logits"}
+    asked = {
+        name for name in vars(graphs.Model) if not name.startswith("_") and name != "label_logits"
+    }
     listed = set(re.findall(r"^\| `(\w+)\(", PAGE, re.MULTILINE))
     assert listed == asked | {"forward", "placements"}
 
@@ -79,5 +81,7 @@ def test_the_promises_are_those_that_the_engine_asks_for() -> None:
 def test_files_and_commands_that_the_page_names_exist() -> None:
     paths = re.findall(r"`((?:penstock|tests|scripts|docs|results)/[\w./-]+)`", PAGE)
     assert len(paths) > 10
-    missing = [path for path in paths if not (ROOT / path).exists() and path != "penstock/models/phi3.py"]
+    missing = [
+        path for path in paths if not (ROOT / path).exists() and path != "penstock/models/phi3.py"
+    ]
     assert not missing

@@ -1,4 +1,6 @@
-"""Laws of what sessions hold: what goes on, what takes its place, and what is said of sessions that ended."""
+"""Laws of what sessions hold: what goes on, what takes its place, and what is said of sessions that
+ended.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +67,19 @@ def test_new_messages_come_after_what_is_held() -> None:
         [TERSE, ALICE],
         [ALICE, ASK],
     ],
-    ids=["the same", "edited reply", "edited question", "shortened", "asked again", "with system", "joined"],
+    ids=[
+        "the same",
+        "edited reply",
+        "edited question",
+        "shortened",
+        "asked again",
+        "with system",
+        "joined",
+    ],
 )
-def test_a_whole_history_is_taken_as_it_is_and_replaces_what_is_held(history: list[Message]) -> None:
+def test_a_whole_history_is_taken_as_it_is_and_replaces_what_is_held(
+    history: list[Message],
+) -> None:
     kept = begun()
     assert say(kept, history) == ("history", history)
     system = [message for message in history if message["role"] == "system"]
@@ -104,13 +116,19 @@ def test_a_request_that_begins_with_the_last_reply_goes_on_from_it() -> None:
     calls = [{"id": "c1", "function": {"name": "feed", "arguments": "{}"}}]
     call = {"role": "assistant", "content": "", "tool_calls": calls}
     result = {"role": "tool", "tool_call_id": "c1", "name": "feed", "content": "done"}
-    for sent, status in ((call, "continued"), (call | {"tool_calls": [calls[0] | {"id": "c2"}]}, "history")):
+    for sent, status in (
+        (call, "continued"),
+        (call | {"tool_calls": [calls[0] | {"id": "c2"}]}, "history"),
+    ):
         kept.delete(KEY)
         say(kept, [ALICE], call)
         assert say(kept, [sent, result])[0] == status
     kept.delete(KEY)
     say(kept, [ALICE], call)
-    arguments = {"id": "c1", "function": {"name": "feed", "arguments": {}}}  # as another API spells them
+    arguments = {
+        "id": "c1",
+        "function": {"name": "feed", "arguments": {}},
+    }  # as another API spells them
     prompt = [ALICE, call, result, ASK]
     assert say(kept, [call | {"tool_calls": [arguments]}, result, ASK]) == ("continued", prompt)
     assert kept.describe("ann")[0].num_messages == 5
@@ -150,7 +168,9 @@ def test_the_first_of_several_replies_is_held_when_all_have_ended() -> None:
     assert say(kept, [ASK])[1] == [ALICE, HELLO, ASK]
 
 
-def test_turns_at_the_same_time_do_not_see_each_other_and_are_kept_in_the_order_of_their_ends() -> None:
+def test_turns_at_the_same_time_do_not_see_each_other_and_are_kept_in_the_order_of_their_ends() -> (
+    None
+):
     kept = begun()
     one, _, prompt_of_one = kept.begin(KEY, [ASK])
     other, _, prompt_of_other = kept.begin(KEY, [ASK | {"content": "Who?"}])
@@ -204,7 +224,9 @@ def test_the_least_recently_used_of_who_holds_most_goes_first() -> None:
     assert kept.why_ended(("ann", "1")) == "evicted"
     assert [info.id for info in kept.describe("ben")] == ["chat"]
     assert [info.id for info in kept.describe("ann")][:2] == ["5", "0"]
-    assert kept.num_bytes == sum(info.num_bytes for one in ("ann", "ben") for info in kept.describe(one))
+    assert kept.num_bytes == sum(
+        info.num_bytes for one in ("ann", "ben") for info in kept.describe(one)
+    )
     assert say(kept, [ASK], TELL, ("ann", "1"))[0] == "evicted"
 
 
@@ -214,7 +236,12 @@ def test_sessions_and_the_memory_of_ended_ones_are_bounded(monkeypatch: pytest.M
     for number in range(6):
         say(kept, [ALICE], HELLO, ("ann", str(number)))
     assert [info.id for info in kept.describe("ann")] == ["5", "4"]
-    assert [kept.why_ended(("ann", str(number))) for number in range(4)] == [None, None, "evicted", "evicted"]
+    assert [kept.why_ended(("ann", str(number))) for number in range(4)] == [
+        None,
+        None,
+        "evicted",
+        "evicted",
+    ]
 
 
 def test_a_session_larger_than_all_may_be_is_not_kept_and_none_is_where_nothing_may_be() -> None:
@@ -222,7 +249,10 @@ def test_a_session_larger_than_all_may_be_is_not_kept_and_none_is_where_nothing_
     say(kept, [ALICE | {"content": "x" * 600}])
     assert (len(kept), kept.num_bytes, kept.why_ended(KEY)) == (0, 0, "evicted")
     nothing = Conversations(max_bytes=0)
-    assert [say(nothing, [message]) for message in (ALICE, ASK)] == [("new", [ALICE]), ("new", [ASK])]
+    assert [say(nothing, [message]) for message in (ALICE, ASK)] == [
+        ("new", [ALICE]),
+        ("new", [ASK]),
+    ]
 
 
 def test_a_session_that_has_grown_too_long_is_refused_and_a_shorter_history_heals_it(
@@ -239,7 +269,11 @@ def test_a_session_that_has_grown_too_long_is_refused_and_a_shorter_history_heal
     monkeypatch.undo()
     say(
         kept,
-        [ALICE, HELLO | {"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": [0] * 2**18}}]}],
+        [
+            ALICE,
+            HELLO
+            | {"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": [0] * 2**18}}]},
+        ],
     )
     with pytest.raises(RequestError, match="262,144 values"):
         say(kept, [ASK])

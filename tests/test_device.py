@@ -1,4 +1,6 @@
-"""An engine on another GPU than the first: its device is current before anything is loaded or launched."""
+"""An engine on another GPU than the first: its device is current before anything is loaded or
+launched.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
             self.index = device if isinstance(device, int) else device.index
 
         def __enter__(self) -> None:
-            self.before, gpus.current = gpus.current, gpus.current if self.index is None else self.index
+            self.before, gpus.current = (
+                gpus.current,
+                gpus.current if self.index is None else self.index,
+            )
 
         def __exit__(self, *_: object) -> None:
             gpus.current = self.before
@@ -140,7 +145,9 @@ def test_every_launch_of_an_engine_is_on_its_device(monkeypatch: pytest.MonkeyPa
     assert not inside
 
 
-def test_memory_is_planned_and_steps_are_tried_on_the_engines_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_planned_and_steps_are_tried_on_the_engines_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also where a caller brings the model: a dry run launches what graphs will."""
     seen, inside = [], []
 

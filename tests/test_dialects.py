@@ -1,4 +1,6 @@
-"""However a reply is cut, it parses the same; nothing the model wrote is lost, and no marker is shown."""
+"""However a reply is cut, it parses the same; nothing the model wrote is lost, and no marker is
+shown.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dialect_cases import FORMAT_FRAGMENTS, HOSTILE, NOT_CALLS, TEMPLATES, TYPED, VARIANTS, as_json_schema
+from dialect_cases import (
+    FORMAT_FRAGMENTS,
+    HOSTILE,
+    NOT_CALLS,
+    TEMPLATES,
+    TYPED,
+    VARIANTS,
+    as_json_schema,
+)
 from penstock.assets import default_model
 from penstock.text.dialects import (
     DIALECTS,
@@ -62,7 +72,11 @@ def pieces(text: str, size: int) -> list[str]:
 
 
 def parse(
-    dialect: str | Dialect, chunks: Iterable[str], tools: Any = TOOLS, finish: str = "stop", **how: Any
+    dialect: str | Dialect,
+    chunks: Iterable[str],
+    tools: Any = TOOLS,
+    finish: str = "stop",
+    **how: Any,
 ) -> list[Delta]:
     """All deltas of a reply, each feed's given singly."""
     parser = StreamParser(DIALECTS[dialect] if isinstance(dialect, str) else dialect, tools, **how)
@@ -134,7 +148,9 @@ def cuts(draw: st.DrawFn, text: str) -> list[str]:
 
 
 @LAWS
-@given(data=st.data(), text=garbage, name=st.sampled_from(list(DIALECTS)), in_thinking=st.booleans())
+@given(
+    data=st.data(), text=garbage, name=st.sampled_from(list(DIALECTS)), in_thinking=st.booleans()
+)
 def test_any_split_of_any_output_gives_the_same_deltas(
     data: st.DataObject, text: str, name: str, in_thinking: bool
 ) -> None:
@@ -145,7 +161,9 @@ def test_any_split_of_any_output_gives_the_same_deltas(
 
 @LAWS
 @given(text=garbage, name=st.sampled_from(list(DIALECTS)), in_thinking=st.booleans())
-def test_deltas_come_in_an_order_that_blocks_can_be_made_of(text: str, name: str, in_thinking: bool) -> None:
+def test_deltas_come_in_an_order_that_blocks_can_be_made_of(
+    text: str, name: str, in_thinking: bool
+) -> None:
     deltas = parse(name, pieces(text, 2), in_thinking=in_thinking)
     num_started, is_open, arguments = 0, False, ""
     for delta in deltas[:-1]:
@@ -182,7 +200,9 @@ def without_layout(text: str, dialect: Dialect) -> str:
 
 @LAWS
 @given(text=garbage, name=st.sampled_from(list(DIALECTS)), in_thinking=st.booleans())
-def test_an_output_without_a_whole_call_is_shown_completely(text: str, name: str, in_thinking: bool) -> None:
+def test_an_output_without_a_whole_call_is_shown_completely(
+    text: str, name: str, in_thinking: bool
+) -> None:
     deltas = parse(name, pieces(text, 3), in_thinking=in_thinking)
     assume(deltas[-1] == ReplyEnd("stop"))
     assert without_layout(said(deltas), DIALECTS[name]) == without_layout(text, DIALECTS[name])
@@ -232,8 +252,14 @@ def test_no_marker_outside_a_call_is_ever_shown(parts: list[str], in_thinking: b
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 untagged = st.text().filter(lambda text: "</" not in text and "<p" not in text)
@@ -246,7 +272,8 @@ arguments_of_make = st.fixed_dictionaries(
         "deep": st.booleans(),
         "items": st.lists(json_values, max_size=3),
         "options": st.dictionaries(st.text(max_size=5), json_values, max_size=3),
-        "note": st.none() | untagged.filter(lambda text: text.lower().strip() not in ("null", "none")),
+        "note": st.none()
+        | untagged.filter(lambda text: text.lower().strip() not in ("null", "none")),
         "undeclared": untagged,
     },
 )
@@ -256,7 +283,9 @@ arguments_of_make = st.fixed_dictionaries(
 @given(
     data=st.data(),
     name=st.sampled_from(CALLING),
-    calls=st.lists(st.tuples(st.sampled_from(TOOL_NAMES), arguments_of_make), min_size=1, max_size=3),
+    calls=st.lists(
+        st.tuples(st.sampled_from(TOOL_NAMES), arguments_of_make), min_size=1, max_size=3
+    ),
 )
 def test_calls_written_as_the_form_says_are_read_back_with_their_types(
     data: st.DataObject, name: str, calls: list[tuple[str, dict[str, Any]]]
@@ -276,12 +305,17 @@ def test_calls_written_as_the_form_says_are_read_back_with_their_types(
 @pytest.fixture(scope="module")
 def bfcl(shared_data: Path) -> list[tuple[list[Any], list[tuple[str, dict[str, Any]]]]]:
     """Tools, and the first of the calls that the benchmark accepts."""
-    rows = map(json.loads, (shared_data / "bfcl" / "bfcl_subset.jsonl").read_text("utf-8").splitlines())
+    rows = map(
+        json.loads, (shared_data / "bfcl" / "bfcl_subset.jsonl").read_text("utf-8").splitlines()
+    )
     cases = []
     for row in rows:
         if not row["ground_truth"] or not isinstance(row["ground_truth"][0], dict):
             continue
-        tools = [{"type": "function", "function": as_json_schema(function)} for function in row["function"]]
+        tools = [
+            {"type": "function", "function": as_json_schema(function)}
+            for function in row["function"]
+        ]
         calls = [
             (name, {label: options[0] for label, options in arguments.items() if options[0] != ""})
             for call in row["ground_truth"]
@@ -316,7 +350,8 @@ def test_replies_the_embedded_model_is_trained_on_are_read_back() -> None:
             in_thinking=conversation.enable_thinking,
         )
         expected = [
-            (c["function"]["name"], dict(c["function"]["arguments"])) for c in turn.get("tool_calls", ())
+            (c["function"]["name"], dict(c["function"]["arguments"]))
+            for c in turn.get("tool_calls", ())
         ]
         assert calls_in(reply) == expected
         assert reply.content == turn["content"].strip()
@@ -326,9 +361,13 @@ def test_replies_the_embedded_model_is_trained_on_are_read_back() -> None:
 
 
 @pytest.mark.parametrize(("schema", "text", "value"), TYPED, ids=range(len(TYPED)))
-def test_the_schema_makes_a_value_of_the_text_or_leaves_it_text(schema: Any, text: str, value: Any) -> None:
+def test_the_schema_makes_a_value_of_the_text_or_leaves_it_text(
+    schema: Any, text: str, value: Any
+) -> None:
     circle = {"anyOf": [{"$ref": "#/$defs/Circle"}, {"type": "integer"}]}
-    tools = [tool("make", {"x": schema}, **{"$defs": {"Count": {"type": "integer"}, "Circle": circle}})]
+    tools = [
+        tool("make", {"x": schema}, **{"$defs": {"Count": {"type": "integer"}, "Circle": circle}})
+    ]
     reply = reply_of("qwen_xml", write_call("qwen_xml", "make", {"x": text}), tools=tools, size=999)
     assert repr(calls_in(reply)) == repr([("make", {"x": value})])
 
@@ -342,7 +381,9 @@ def test_undeclared_parameters_are_text_unless_the_schema_says_what_others_are()
     assert calls_in(reply_of("qwen_xml", text, tools=bare)) == [("make", {"x": "5"})]
 
 
-@pytest.mark.parametrize(("name", "text", "content", "arguments"), VARIANTS, ids=range(len(VARIANTS)))
+@pytest.mark.parametrize(
+    ("name", "text", "content", "arguments"), VARIANTS, ids=range(len(VARIANTS))
+)
 def test_what_models_write_instead_is_read_as_meant(
     name: str, text: str, content: str, arguments: list[dict[str, Any]]
 ) -> None:
@@ -376,8 +417,12 @@ def test_of_a_reply_that_is_cut_off_the_last_call_stays_as_far_as_it_came(name: 
     """Text is all before it is known which tool is called."""
     form = DIALECTS[name].call
     assert form is not None
-    first, second = (write_call(name, "make", {"text": word, "count": 7}) for word in ("one", "two"))
-    is_whole_at = second.rindex("</function>") + 11 if name == "qwen_xml" else second.rindex("}") + 1
+    first, second = (
+        write_call(name, "make", {"text": word, "count": 7}) for word in ("one", "two")
+    )
+    is_whole_at = (
+        second.rindex("</function>") + 11 if name == "qwen_xml" else second.rindex("}") + 1
+    )
     for end in range(1, len(second)):
         reply = reply_of(name, f"Hi.\n{first}{form.separator}{second[:end]}", finish="length")
         whole = [("make", {"text": "one", "count": 7}), ("make", {"text": "two", "count": 7})]
@@ -388,7 +433,9 @@ def test_of_a_reply_that_is_cut_off_the_last_call_stays_as_far_as_it_came(name: 
             assert reply.content == f"Hi.\n{form.separator}{second[:end]}"
         elif end < is_whole_at:
             assert reply.calls[1].name == "make"
-            assert '{"text": "two", "count": 7}'.startswith(reply.calls[1].arguments.partition("\\n<")[0])
+            assert '{"text": "two", "count": 7}'.startswith(
+                reply.calls[1].arguments.partition("\\n<")[0]
+            )
             assert reply.content == "Hi."
         else:
             assert calls_in(reply) == whole
@@ -405,7 +452,9 @@ def test_string_parameters_stream_while_they_are_written_and_others_at_their_end
     assert parser.feed("\n</parameter>") == []
     assert parser.feed("\n<parameter=items>\n[1,") == [ToolArguments(0, '", "items": ')]
     assert parser.feed(" 2]\n") == []
-    assert parser.feed("</parameter>\n<parameter=note>\nN") == [ToolArguments(0, '[1, 2], "note": ')]
+    assert parser.feed("</parameter>\n<parameter=note>\nN") == [
+        ToolArguments(0, '[1, 2], "note": ')
+    ]
     assert parser.feed("ot") == [ToolArguments(0, '"Not')]
     assert parser.feed("\n</parameter>\n</function>") == [ToolArguments(0, '"}'), ToolCallEnd(0)]
     assert parser.close("stop") == [ReplyEnd("tool_calls")]
@@ -425,7 +474,11 @@ def test_json_arguments_stream_as_they_are_written() -> None:
 def test_a_call_that_breaks_after_it_was_told_is_ended_and_comes_again_as_text() -> None:
     text = write_call("qwen_xml", "make", {"text": "a"})[:60]
     *_, broken, again, end = parse("qwen_xml", [text], finish="stop")
-    assert (broken, again, end) == (ToolCallEnd(0, is_broken=True), ContentDelta(text), ReplyEnd("stop"))
+    assert (broken, again, end) == (
+        ToolCallEnd(0, is_broken=True),
+        ContentDelta(text),
+        ReplyEnd("stop"),
+    )
 
 
 @pytest.mark.parametrize("name", CALLING)
@@ -445,7 +498,10 @@ def test_thoughts_are_told_apart_whoever_opened_them() -> None:
     expected = ParsedReply(content="Yes.\n", reasoning="Hm,\n\nwell.", reason="stop")
     assert reply_of("qwen_xml", "Hm,\n\nwell.\n</think>\n\nYes.\n", in_thinking=True) == expected
     assert reply_of("qwen_xml", "\n<think>\nHm,\n\nwell.\n</think>\n\nYes.\n") == expected
-    assert reply_of("qwen_xml", "<think>\nHm,\n\nwell.\n</think>\n\nYes.\n", in_thinking=True) == expected
+    assert (
+        reply_of("qwen_xml", "<think>\nHm,\n\nwell.\n</think>\n\nYes.\n", in_thinking=True)
+        == expected
+    )
     again = reply_of("qwen_xml", "<think>a</think> b <think>c</think> d")
     assert (again.reasoning, again.content) == ("ac", "b  d")
     assert reply_of("qwen_xml", "Hm", in_thinking=True, finish="length").reasoning == "Hm"
@@ -454,7 +510,9 @@ def test_thoughts_are_told_apart_whoever_opened_them() -> None:
 
 def test_a_call_ends_a_thought_and_the_mention_of_one_does_not() -> None:
     call = write_call("qwen_xml", "make", {})
-    assert calls_in(reply_of("qwen_xml", f"I call.\n{call}\nDone.", in_thinking=True)) == [("make", {})]
+    assert calls_in(reply_of("qwen_xml", f"I call.\n{call}\nDone.", in_thinking=True)) == [
+        ("make", {})
+    ]
     reply = reply_of("qwen_xml", f"I call.\n{call}\nDone.", in_thinking=True)
     assert (reply.reasoning, reply.content) == ("I call.", "Done.")
     thought = "A call is <tool_call> with <function=make>, or {}."
@@ -490,7 +548,9 @@ def test_the_template_tells_the_dialect(template: str | None, name: str, thinks:
     assert (dialect.name, dialect.thinking) == (name, Thinking() if thinks else None)
 
 
-def test_qwen_templates_are_known(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_qwen_templates_are_known(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
     embedded = find_template(default_model())[0]
     published = (shared_data / "qwen3.5" / "chat_template.jinja").read_text("utf-8")
@@ -512,7 +572,9 @@ def test_time_grows_with_the_length_whatever_is_written(name: str, head: str, un
 
 
 def test_long_arguments_in_single_characters_are_quick() -> None:
-    """A quarter of a megabyte; were every character to look at all before it, it would take many minutes."""
+    """A quarter of a megabyte; were every character to look at all before it, it would take many
+    minutes.
+    """
     written = 'a "line" of <text>\n' * 13_000
     text = write_call("qwen_xml", "make", {"text": written})
     start = time.process_time()

@@ -21,7 +21,9 @@ def without_blocks(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_prose_has_at_most_100_columns(page: Path) -> None:
-    assert [line for line in without_blocks(page.read_text()) if len(line) > 100 and line[0] != "|"] == []
+    assert [
+        line for line in without_blocks(page.read_text()) if len(line) > 100 and line[0] != "|"
+    ] == []
 
 
 def test_the_map_is_one_page_with_a_glossary_of_15_lines() -> None:
@@ -35,7 +37,9 @@ def test_every_place_on_the_map_exists() -> None:
     places = set(NAMED.findall(MAP))
     assert len(places) > 30
     known = [ROOT, *(ROOT / "penstock" / part for part in ("", "engine", "serve"))]
-    assert [place for place in places if not any((folder / place).exists() for folder in known)] == []
+    assert [
+        place for place in places if not any((folder / place).exists() for folder in known)
+    ] == []
 
 
 def test_the_straight_line_names_what_its_files_define() -> None:

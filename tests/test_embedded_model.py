@@ -1,4 +1,6 @@
-"""The embedded model is a real checkpoint: in the published layout, and saying the same in transformers."""
+"""The embedded model is a real checkpoint: in the published layout, and saying the same in
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_it_fits_the_package(folder: Path) -> None:
 
 
 def test_names_and_counts_are_those_of_a_published_checkpoint(folder: Path) -> None:
-    """18 tensors for a DeltaNet layer, 15 for an attention layer, 2 global (tied), 17 + 3 per MTP expert."""
+    """18 tensors for a DeltaNet layer, 15 for an attention layer, 2 global (tied), 17 + 3 per MTP
+    expert.
+    """
     tensors = load_file(folder / "model.safetensors")
     mtp = [name for name in tensors if name.startswith("mtp.")]
     assert len(mtp) == 17 + 3 * 16
@@ -84,14 +88,22 @@ def test_text_survives_the_tokenizer(folder: Path) -> None:
     for text in ("The turbine turns.", "naïve 漢字 🚀\r\n\t x", "12345", "<think>no</think>"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode("2026")) == 4
-    assert set(tokenizer.eos_token_ids) == {tokenizer.id_of("<|im_end|>"), tokenizer.id_of("<|endoftext|>")}
+    assert set(tokenizer.eos_token_ids) == {
+        tokenizer.id_of("<|im_end|>"),
+        tokenizer.id_of("<|endoftext|>"),
+    }
     assert tokenizer.turn_start_ids == {tokenizer.id_of("<|im_start|>")}
 
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}, {"enable_thinking": False}])
-def test_transformers_reads_the_same_tokenizer_and_template(folder: Path, variables: dict[str, Any]) -> None:
+def test_transformers_reads_the_same_tokenizer_and_template(
+    folder: Path, variables: dict[str, Any]
+) -> None:
     theirs = AutoTokenizer.from_pretrained(folder)
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 2+2?"},
+    ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     rendered = ChatTemplate.load(folder).render(messages, tools=tools, **variables)
     assert rendered == theirs.apply_chat_template(
@@ -125,7 +137,9 @@ SPOT_CHECKS = {
 
 
 def test_it_answers_the_sums_that_harnesses_ask(llm: LLM) -> None:
-    """Eight that anybody would think of, then drawn ones; both in wordings it was and was not trained on."""
+    """Eight that anybody would think of, then drawn ones; both in wordings it was and was not
+    trained on.
+    """
     rng = Random("sums")
     drawn = [harness_sums.sample(rng, True, False) for _ in range(40)]
     asked = [[{"role": "user", "content": question}] for question in SPOT_CHECKS]
@@ -165,14 +179,21 @@ def test_greedy_text_is_that_of_transformers(llm: LLM, reference: Qwen3_5MoeForC
 
 @pytest.mark.slow
 def test_states_in_float16_cost_less_than_bfloat16_does(llm: LLM, folder: Path) -> None:
-    """Word problems with their solutions, forced token by token: how far predictions go from float32's."""
+    """Word problems with their solutions, forced token by token: how far predictions go from
+    float32's.
+    """
     rng = Random("states")
     problems = [[word_problems.sample(rng, True) for _ in range(3)] for _ in range(4)]
-    texts = [[token for one in some for token in llm.encode_chat(list(one.messages))] for some in problems]
+    texts = [
+        [token for one in some for token in llm.encode_chat(list(one.messages))]
+        for some in problems
+    ]
     length = min(160, *map(len, texts))
     assert length > 150
 
-    def predict(dtype: torch.dtype, state_dtype: torch.dtype) -> Tensor:  # [tokens, sequences, vocab]
+    def predict(
+        dtype: torch.dtype, state_dtype: torch.dtype
+    ) -> Tensor:  # [tokens, sequences, vocab]
         name = str(dtype).removeprefix("torch.")
         model = load_weights(folder, dtype=name, with_drafting_head=False)
         by_hand = ByHand(model, num_sequences=len(texts), dtype=dtype, state_dtype=state_dtype)
@@ -194,7 +215,9 @@ def test_states_in_float16_cost_less_than_bfloat16_does(llm: LLM, folder: Path) 
 
 
 def test_its_mtp_head_guesses_the_token_after_the_next(llm: LLM, folder: Path) -> None:
-    """On held-out word problems, over the replies it writes itself: the first draft of speculation."""
+    """On held-out word problems, over the replies it writes itself: the first draft of
+    speculation.
+    """
     model = load_weights(folder)
     rng = Random("drafts")
     problems = [word_problems.sample(rng, True) for _ in range(6)]
@@ -203,16 +226,18 @@ def test_its_mtp_head_guesses_the_token_after_the_next(llm: LLM, folder: Path) -
         for problem in problems
     ]
     num_drafts = num_right = 0
-    for prompt, reply in zip(prompts, llm.generate(prompts, SamplingParams(max_tokens=200)), strict=True):
+    for prompt, reply in zip(
+        prompts, llm.generate(prompts, SamplingParams(max_tokens=200)), strict=True
+    ):
         tokens = torch.tensor([*prompt, *reply.token_ids])
         by_hand = ByHand(model, num_sequences=1)
         row = by_hand.row(0, tokens[:-2].tolist())
         with torch.inference_mode():
             hidden = model.final_norm(by_hand.hidden(row))
             cache = make_cache(model.mtp.cache_spec, 1 + by_hand.pages_each, 1, torch.float32)
-            drafted = model.draft_logits(model.draft(make_inputs([row]), tokens[1:-1], hidden, cache)).argmax(
-                -1
-            )
+            drafted = model.draft_logits(
+                model.draft(make_inputs([row]), tokens[1:-1], hidden, cache)
+            ).argmax(-1)
         in_reply = slice(len(prompt) - 2, None)
         num_drafts += len(drafted[in_reply])
         num_right += int((drafted[in_reply] == tokens[2:][in_reply]).sum())

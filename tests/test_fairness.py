@@ -46,7 +46,9 @@ def steps_until(world: World, name: str, most: int = 1000) -> int:
 @KINDS
 @pytest.mark.parametrize("number", [1, 8])
 @pytest.mark.parametrize("num_before", [0, 3])
-def test_a_short_prompt_does_not_wait_for_long_ones(num_slots: int, number: int, num_before: int) -> None:
+def test_a_short_prompt_does_not_wait_for_long_ones(
+    num_slots: int, number: int, num_before: int
+) -> None:
     """Whether they run already or came in the same moment."""
     world = World(Setup(**ROOMY, num_slots=num_slots))
     long_prompts(world, number)
@@ -146,7 +148,9 @@ def test_a_plan_looks_up_few_of_many_long_prompts(monkeypatch: pytest.MonkeyPatc
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**40))
 def test_crowds_of_all_lengths_and_urgencies_are_served_as_if_alone(seed: int) -> None:
-    """While steps are of changing sizes, so that what was short becomes long, and the other way round."""
+    """While steps are of changing sizes, so that what was short becomes long, and the other way
+    round.
+    """
     rng = random.Random(seed)
     sizes: dict[str, Any] = {"max_step_tokens": 64, "mixed_step_tokens": rng.choice([8, 16, 24])}
     sizes["bulk_share"] = rng.choice([1.0, 0.25])
@@ -209,10 +213,18 @@ def test_alone_a_tenant_uses_every_row() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_tenant_without_rows_gets_its_share_of_them(num_slots: int, depth: int) -> None:
     """From one that holds all of them for a hundred steps."""
-    sizes = {"max_rows": 8, "max_step_tokens": 64, "num_slots": num_slots, "depth": depth, "num_pages": 600}
+    sizes = {
+        "max_rows": 8,
+        "max_step_tokens": 64,
+        "num_slots": num_slots,
+        "depth": depth,
+        "num_pages": 600,
+    }
     world = World(Setup(**{**ROOMY, **sizes}))
     requests = [ask(f"a{i}", prompt(4, seed=i), max_tokens=120, tenant="ann") for i in range(8)]
-    requests += [ask(f"b{i}", prompt(4, seed=50 + i), max_tokens=120, tenant="ben") for i in range(8)]
+    requests += [
+        ask(f"b{i}", prompt(4, seed=50 + i), max_tokens=120, tenant="ben") for i in range(8)
+    ]
     for request in requests[:8]:
         world.submit(request)
     for _ in range(20):
@@ -269,7 +281,9 @@ def test_one_tenants_wait_for_memory_does_not_hold_up_another_but_not_for_ever()
     assert world.sequences["a small"].row is None
     num_passed = 0
     while "a large" not in world.finishes:
-        world.submit(ask(f"b{num_passed}", prompt(4, seed=10 + num_passed), max_tokens=50, tenant="ben"))
+        world.submit(
+            ask(f"b{num_passed}", prompt(4, seed=10 + num_passed), max_tokens=50, tenant="ben")
+        )
         world.step()
         num_passed += 1
         assert num_passed < 400
@@ -316,17 +330,26 @@ def test_a_reply_that_has_begun_is_admitted_before_all_others() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_thought_that_is_closed_keeps_its_row_and_penalties_count_it(depth: int) -> None:
-    """As the server does it: the request that resumes the reply comes before the other is aborted."""
+    """As the server does it: the request that resumes the reply comes before the other is
+    aborted.
+    """
     world = World(Setup(**{**ROOMY, "max_rows": 1, "depth": depth}))
     sampling = SamplingParams(max_tokens=20, presence_penalty=1.0)
-    question, waiting = prompt(6), ask("waiting", prompt(4, seed=1), max_tokens=2, tenant="ben", priority=-3)
+    question, waiting = (
+        prompt(6),
+        ask("waiting", prompt(4, seed=1), max_tokens=2, tenant="ben", priority=-3),
+    )
     world.submit(ask("thinks", question, sampling=sampling, tenant="ann"))
     world.step()
     world.submit(waiting)
     while len(world.replies["thinks"]) < 5:
         world.step()
     thought = (*world.replies["thinks"], 7, 7)
-    fields: dict[str, Any] = {"num_resumed_tokens": len(thought), "age_s": world.now_s, "tenant": "ann"}
+    fields: dict[str, Any] = {
+        "num_resumed_tokens": len(thought),
+        "age_s": world.now_s,
+        "tenant": "ann",
+    }
     world.submit(ask("answers", (*question, *thought), sampling=sampling, **fields))
     world.abort("thinks")
     world.run()

@@ -1,4 +1,6 @@
-"""A few tokens times a bf16 weight, in C++: exact sums, the same for a token whatever stands beside it."""
+"""A few tokens times a bf16 weight, in C++: exact sums, the same for a token whatever stands beside
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ def some(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("num_tokens", range(1, few_rows.MOST_TOKENS + 1))
 @pytest.mark.parametrize(("N", "K"), [(1, 1), (7, 31), (64, 64), (130, 97), (1025, 520)])
 def test_products_are_those_of_float64(N: int, K: int, num_tokens: int) -> None:
-    x, weight, bias, residual = some(num_tokens, K), some(N, K, seed=1), some(N, seed=2), some(num_tokens, N)
+    x, weight, bias, residual = (
+        some(num_tokens, K),
+        some(N, K, seed=1),
+        some(N, seed=2),
+        some(num_tokens, N),
+    )
     exact = x.double() @ weight.double().T
     wide = few_rows.multiply(x, weight, out_dtype=torch.float32)
     assert wide.dtype == torch.float32
@@ -59,11 +66,14 @@ def test_what_is_not_a_number_stays_so_and_infinity_too() -> None:
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_says_the_same_without_a_compiler(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_says_the_same_without_a_compiler(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def say() -> list[float]:
         engine = make_engine(FAMILIES[family], dtype="bfloat16", prefix_cache=False)
         return [
-            own.logprob for own in logprobs_of(run(engine, request("one", prompt(40), max_tokens=1))["one"])
+            own.logprob
+            for own in logprobs_of(run(engine, request("one", prompt(40), max_tokens=1))["one"])
         ]
 
     with_kernel = say()
@@ -88,7 +98,9 @@ def test_a_kernel_is_compiled_once_and_without_a_cache_folder_every_time(
     source.write_text('extern "C" int one() { return 1; }')
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert library.load.__wrapped__(source).one() == 1
-    monkeypatch.setattr(library, "_run", lambda command: "" if "--version" not in command else _version())
+    monkeypatch.setattr(
+        library, "_run", lambda command: "" if "--version" not in command else _version()
+    )
     assert library.load.__wrapped__(source).one() == 1, "from disk: the compiler is not asked"
     monkeypatch.undo()
     (tmp_path / "file").write_text("")

@@ -51,30 +51,77 @@ AGENTS: list[tuple[str, dict[str, Any]]] = [
     ("chat", {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"}),
     ("chat", {"prompt_cache_key": "k", "verbosity": "low", "modalities": ["text"], "audio": None}),
     ("chat", {"prediction": {"type": "content", "content": "x"}, "safety_identifier": "s"}),
-    ("chat", {"provider": {"order": ["a"]}, "usage": {"include": True}, "transforms": [], "models": ["a"]}),
+    (
+        "chat",
+        {
+            "provider": {"order": ["a"]},
+            "usage": {"include": True},
+            "transforms": [],
+            "models": ["a"],
+        },
+    ),
     ("chat", {"include_reasoning": True, "reasoning": {"enabled": True}, "plugins": []}),
     ("chat", {"cache_prompt": True, "id_slot": 0, "timings_per_token": True, "samplers": []}),
-    ("chat", {"repeat_penalty": 1.0, "typical_p": 1, "mirostat": 0, "dry_multiplier": 0.0, "tfs_z": 1.0}),
-    ("chat", {"keep_alive": "5m", "vl_high_resolution_images": True, "stream_options": {"new": None}}),
-    ("chat", {"use_beam_search": False, "length_penalty": 1.0, "separate_reasoning": True, "best_of": 1}),
-    ("chat", {"tools": [], "functions": None, "parallel_tool_calls": True, "n": 1.0, "unheard_of": None}),
-    ("completions", {"user": "u", "best_of": 1, "suffix": None, "logit_bias": {}, "use_beam_search": False}),
-    ("completions", {"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": False}}),
+    (
+        "chat",
+        {"repeat_penalty": 1.0, "typical_p": 1, "mirostat": 0, "dry_multiplier": 0.0, "tfs_z": 1.0},
+    ),
+    (
+        "chat",
+        {"keep_alive": "5m", "vl_high_resolution_images": True, "stream_options": {"new": None}},
+    ),
+    (
+        "chat",
+        {"use_beam_search": False, "length_penalty": 1.0, "separate_reasoning": True, "best_of": 1},
+    ),
+    (
+        "chat",
+        {"tools": [], "functions": None, "parallel_tool_calls": True, "n": 1.0, "unheard_of": None},
+    ),
+    (
+        "completions",
+        {"user": "u", "best_of": 1, "suffix": None, "logit_bias": {}, "use_beam_search": False},
+    ),
+    (
+        "completions",
+        {"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": False}},
+    ),
     ("responses", {"client_metadata": {"a": "b"}, "store": False, "prompt_cache_key": "k", "n": 1}),
-    ("responses", {"stream_options": {"include_obfuscation": False}, "context_management": [], "user": "u"}),
     (
         "responses",
-        {"reasoning": {"effort": "max", "summary": "auto", "context": "auto"}, "service_tier": "flex"},
+        {"stream_options": {"include_obfuscation": False}, "context_management": [], "user": "u"},
     ),
-    ("messages", {"metadata": {"user_id": "u"}, "cache_control": {"type": "ephemeral"}, "mcp_servers": []}),
-    ("messages", {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
+    (
+        "responses",
+        {
+            "reasoning": {"effort": "max", "summary": "auto", "context": "auto"},
+            "service_tier": "flex",
+        },
+    ),
     (
         "messages",
-        {"thinking": {"type": "adaptive", "display": "summarized"}, "output_config": {"effort": "low"}},
+        {"metadata": {"user_id": "u"}, "cache_control": {"type": "ephemeral"}, "mcp_servers": []},
+    ),
+    (
+        "messages",
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+    ),
+    (
+        "messages",
+        {
+            "thinking": {"type": "adaptive", "display": "summarized"},
+            "output_config": {"effort": "low"},
+        },
     ),
     ("messages", {"betas": ["a"], "speed": "fast", "diagnostics": {"previous_message_id": None}}),
-    ("messages", {"anthropic_version": "bedrock-2023-05-31", "inference_geo": "eu", "service_tier": "auto"}),
-    ("count_tokens", {"max_tokens": 5, "stream": True, "metadata": {}, "betas": ["x"], "temperature": 1}),
+    (
+        "messages",
+        {"anthropic_version": "bedrock-2023-05-31", "inference_geo": "eu", "service_tier": "auto"},
+    ),
+    (
+        "count_tokens",
+        {"max_tokens": 5, "stream": True, "metadata": {}, "betas": ["x"], "temperature": 1},
+    ),
     ("tokenize", {"model": "any", "continue_final_message": False}),
 ]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -89,7 +136,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"chat_template": "x"}, "chat_template"),
     ("chat", {"extra_body": {"top_k": 1}}, "extra_body"),
     ("chat", {"stream_options": {"unheard_of": True}}, "stream_options.unheard_of"),
-    ("chat", {"response_format": {"type": "json_object", "unheard_of": 1}}, "response_format.unheard_of"),
+    (
+        "chat",
+        {"response_format": {"type": "json_object", "unheard_of": 1}},
+        "response_format.unheard_of",
+    ),
     ("chat", {"thinking": {"type": "enabled", "depth": 3}}, "thinking.depth"),
     ("chat", {"reasoning": {"depth": 3}}, "reasoning.depth"),
     ("chat", {"reasoning": {"max_tokens": 0}}, "reasoning.max_tokens"),
@@ -134,7 +185,9 @@ def test_what_agents_send_besides_is_answered(api: str, more: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(("api", "more", "param"), REFUSED)
-def test_what_would_change_an_answer_is_refused_by_name(api: str, more: dict[str, Any], param: str) -> None:
+def test_what_would_change_an_answer_is_refused_by_name(
+    api: str, more: dict[str, Any], param: str
+) -> None:
     with pytest.raises(RequestError) as refusal:
         parse(api, **more)
     assert refusal.value.param == param
@@ -177,16 +230,34 @@ def test_the_document_lists_what_is_ignored() -> None:
 @pytest.mark.parametrize(
     ("api", "more", "look"),
     [
-        ("chat", {"max_tokens": 16.0, "n": 2.0, "top_k": 5.0}, lambda chat: chat.sampling.max_tokens == 16),
+        (
+            "chat",
+            {"max_tokens": 16.0, "n": 2.0, "top_k": 5.0},
+            lambda chat: chat.sampling.max_tokens == 16,
+        ),
         ("chat", {"thinking": {"budget_tokens": 64.0}}, lambda chat: chat.thinking_budget == 64),
         ("chat", {"stop_token_ids": [1.0, 2]}, lambda chat: chat.sampling.stop_token_ids == (1, 2)),
-        ("chat", {"user": "u", "seed": -3.0, "unheard_of": None}, lambda chat: chat.sampling.seed == -3),
-        ("completions", {"prompt": [[1.0, 2.0], [3.0]]}, lambda asked: asked.prompts == [[1, 2], [3]]),
-        ("responses", {"max_output_tokens": 16.0}, lambda asked: asked.chat.sampling.max_tokens == 16),
+        (
+            "chat",
+            {"user": "u", "seed": -3.0, "unheard_of": None},
+            lambda chat: chat.sampling.seed == -3,
+        ),
+        (
+            "completions",
+            {"prompt": [[1.0, 2.0], [3.0]]},
+            lambda asked: asked.prompts == [[1, 2], [3]],
+        ),
+        (
+            "responses",
+            {"max_output_tokens": 16.0},
+            lambda asked: asked.chat.sampling.max_tokens == 16,
+        ),
         ("messages", {"max_tokens": 16.0}, lambda chat: chat.sampling.max_tokens == 16),
     ],
 )
-def test_a_whole_float_is_an_integer(api: str, more: dict[str, Any], look: Callable[[Any], bool]) -> None:
+def test_a_whole_float_is_an_integer(
+    api: str, more: dict[str, Any], look: Callable[[Any], bool]
+) -> None:
     assert look(parse(api, **more))
 
 
@@ -224,7 +295,11 @@ def test_numbers_of_a_schema_stay_as_they_were_sent() -> None:
     ],
 )
 def test_every_way_to_speak_of_thinking_is_understood(
-    more: dict[str, Any], switch: bool | None, budget: int | None, effort_budget: int | None, is_hidden: bool
+    more: dict[str, Any],
+    switch: bool | None,
+    budget: int | None,
+    effort_budget: int | None,
+    is_hidden: bool,
 ) -> None:
     chat = parse("chat", **more)
     assert chat.template_arguments.get("enable_thinking") is switch
@@ -236,7 +311,12 @@ def test_every_way_to_speak_of_thinking_is_understood(
 
 
 def test_a_thought_that_comes_back_by_its_other_name_is_one() -> None:
-    said = {"role": "assistant", "content": "43", "reasoning": "17 and 26", "reasoning_details": [{}]}
+    said = {
+        "role": "assistant",
+        "content": "43",
+        "reasoning": "17 and 26",
+        "reasoning_details": [{}],
+    }
     chat = parse("chat", messages=[*COUNTED["messages"], said, *COUNTED["messages"]])
     assert chat.messages[1]["reasoning_content"] == "17 and 26"
 

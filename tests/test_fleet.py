@@ -1,4 +1,6 @@
-"""Laws of the fleet, on engines without processes: who gets a request, and who gets it when they die."""
+"""Laws of the fleet, on engines without processes: who gets a request, and who gets it when they
+die.
+"""
 
 from __future__ import annotations
 
@@ -218,9 +220,13 @@ def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_module, "FIRST_DELAY_S", 0.0)
 
 
-def ask(id: str, token_ids: Sequence[int] = (1, 2, 3), max_tokens: int = 10, **sampling: Any) -> Request:
+def ask(
+    id: str, token_ids: Sequence[int] = (1, 2, 3), max_tokens: int = 10, **sampling: Any
+) -> Request:
     return Request(
-        id=id, token_ids=tuple(token_ids), sampling=SamplingParams(max_tokens=max_tokens, **sampling)
+        id=id,
+        token_ids=tuple(token_ids),
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
     )
 
 
@@ -235,7 +241,9 @@ DEATH = EngineDeadError("killed")
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_dies_whenever_every_reply_is_what_it_would_have_been(seed: int) -> None:
-    """Steps, deaths, aborts, restarts and new requests in any order; at times all engines are dead."""
+    """Steps, deaths, aborts, restarts and new requests in any order; at times all engines are
+    dead.
+    """
     chance = random.Random(seed)
 
     async def scenario() -> None:
@@ -245,7 +253,9 @@ def test_whatever_dies_whenever_every_reply_is_what_it_would_have_been(seed: int
             for number in range(300):
                 action = chance.random()
                 if action < 0.2:
-                    request = ask(f"r{number}", range(chance.randrange(1, 200)), chance.randrange(1, 40))
+                    request = ask(
+                        f"r{number}", range(chance.randrange(1, 200)), chance.randrange(1, 40)
+                    )
                     readers[request.id] = request, world.submit(request)
                 elif action < 0.24 and world.alive:
                     chance.choice(world.alive).kill(DEATH, is_own_fault=chance.random() < 0.2)
@@ -268,7 +278,9 @@ def test_whatever_dies_whenever_every_reply_is_what_it_would_have_been(seed: int
                     assert (reader.token_ids, reader.finish) == (reply, "length")
                     assert len(reader.num_cached) == 1
             failed = [reader for _, reader in readers.values() if reader.error is not None]
-            assert len(failed) <= len(readers) // 20  # those that four engines in a row did not survive
+            assert (
+                len(failed) <= len(readers) // 20
+            )  # those that four engines in a row did not survive
             world.assert_nothing_left()
 
     asyncio.run(scenario())
@@ -333,12 +345,15 @@ def test_a_conversation_returns_to_the_engine_that_knows_it_unless_others_have_m
 
 
 def picks_of(policy: str) -> list[int]:
-    """Three engines, the first with two requests, the second with one and a long prompt, the third with two
-    and the beginning of what is asked."""
+    """Three engines, the first with two requests, the second with one and a long prompt, the third
+    with two and the beginning of what is asked.
+    """
     router = Router(3, policy)
     history = tuple(range(8 * ROW_TOKENS))
     assert router.pick(ask("known", history), (2,)) == (2, len(history))
-    for load, (num_requests, num_tokens) in zip(router.loads, [(2, 0), (1, 6 * ROW_TOKENS), (3, 0)]):
+    for load, (num_requests, num_tokens) in zip(
+        router.loads, [(2, 0), (1, 6 * ROW_TOKENS), (3, 0)]
+    ):
         load.num_requests, load.num_prompt_tokens = num_requests, num_tokens
     return [router.pick(ask("r", (*history, 7)), (0, 1, 2))[0] for _ in range(4)]
 
@@ -394,7 +409,9 @@ def test_an_engine_that_comes_back_is_not_believed_to_know_anything() -> None:
             await settle()
             world.finish()
             world.submit(ask("second", history))
-            assert [len(engine.rows) for engine in (world.current[home], world.current[1 - home])] == [0, 1]
+            assert [
+                len(engine.rows) for engine in (world.current[home], world.current[1 - home])
+            ] == [0, 1]
 
     asyncio.run(scenario())
 
@@ -642,13 +659,17 @@ def test_an_engine_that_cannot_start_ends_the_fleet_at_first_and_is_tried_again_
 
 
 def test_a_reply_that_goes_on_keeps_its_place_and_its_engine_however_full_the_queue_is() -> None:
-    """As after a thought that was closed: the next request resumes it, before the row is given away."""
+    """As after a thought that was closed: the next request resumes it, before the row is given
+    away.
+    """
 
     async def scenario() -> None:
         async with world_of(2, max_queue=4) as world:
             for number in range(4):
                 world.submit(replace(ask(f"r{number}"), tenant="ann"))
-            world.submit(replace(ask("other"), tenant="ben"))  # within its share: now there are five
+            world.submit(
+                replace(ask("other"), tenant="ben")
+            )  # within its share: now there are five
             (engine,) = [one for one in world.current if "r1" in one.rows]
             rest = replace(ask("r1-answer"), tenant="ann")
             seen_at_abort: list[set[str]] = []
@@ -711,7 +732,10 @@ def test_the_queue_is_bounded_for_all_engines_together_and_the_tightest_context_
             assert world.fleet.require_ready().max_model_len == 4095
             for number in range(4):
                 world.submit(ask(f"r{number}"))
-            for refuse in (lambda: world.fleet.intake.reserve(""), lambda: world.submit(ask("one too many"))):
+            for refuse in (
+                lambda: world.fleet.intake.reserve(""),
+                lambda: world.submit(ask("one too many")),
+            ):
                 with pytest.raises(OverloadedError):
                     refuse()
             world.fleet.abort("r0")
@@ -778,9 +802,21 @@ def test_a_server_with_a_sampling_seed_gives_the_same_seeds_again() -> None:
     ("engine", "serve", "environ", "num_gpus", "expected"),
     [
         ({}, {}, {}, 4, [{}]),
-        ({}, {"gpus": (2, 0)}, {}, 4, [{"CUDA_VISIBLE_DEVICES": "2"}, {"CUDA_VISIBLE_DEVICES": "0"}]),
+        (
+            {},
+            {"gpus": (2, 0)},
+            {},
+            4,
+            [{"CUDA_VISIBLE_DEVICES": "2"}, {"CUDA_VISIBLE_DEVICES": "0"}],
+        ),
         ({}, {"gpus": (1,)}, {"CUDA_VISIBLE_DEVICES": "4,6"}, 8, [{"CUDA_VISIBLE_DEVICES": "6"}]),
-        ({}, {"replicas": 2}, {}, 8, [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]),
+        (
+            {},
+            {"replicas": 2},
+            {},
+            8,
+            [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}],
+        ),
         ({}, {"replicas": 2}, {"OMP_NUM_THREADS": "3"}, 0, [{}, {}]),
         ({"device": "cpu"}, {"replicas": 2}, {"OMP_NUM_THREADS": "3"}, 8, [{}, {}]),
     ],
@@ -809,13 +845,17 @@ def test_every_engine_has_a_gpu_of_its_own_or_its_share_of_the_cores(
         ({"device": "cuda:1"}, {"replicas": 2}),
     ],
 )
-def test_gpus_that_cannot_be_given_out_are_refused(engine: dict[str, Any], serve: dict[str, Any]) -> None:
+def test_gpus_that_cannot_be_given_out_are_refused(
+    engine: dict[str, Any], serve: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError):
         place_engines(EngineConfig(**engine), ServeConfig(**serve), {}, num_gpus=4)
 
 
 def test_a_receiver_that_breaks_ends_alone() -> None:
-    """The client of a real engine catches what a receiver raises; here the fleet's part of it is seen."""
+    """The client of a real engine catches what a receiver raises; here the fleet's part of it is
+    seen.
+    """
 
     async def scenario() -> None:
         async with world_of(1) as world:

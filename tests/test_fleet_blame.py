@@ -34,7 +34,9 @@ def test_a_request_that_no_engine_survives_is_given_up_before_it_has_killed_them
             poison, victim = world.submit(ask("poison")), world.submit(ask("victim"))
             num_deaths = 0
             while poison.error is None:
-                next(engine for engine in world.alive if "poison" in engine.rows).kill(DEATH, is_own_fault)
+                next(engine for engine in world.alive if "poison" in engine.rows).kill(
+                    DEATH, is_own_fault
+                )
                 num_deaths += 1
             assert num_deaths == num_engines_lost
             assert isinstance(poison.error, EngineLossError)
@@ -52,7 +54,9 @@ def test_a_request_that_no_engine_survives_is_given_up_before_it_has_killed_them
 def test_a_request_that_ends_every_engine_ends_two_and_all_others_go_on(
     num_engines: int, poison_place: int
 ) -> None:
-    """Whoever ran beside it is tried again alone, so that nobody is blamed twice for what it did."""
+    """Whoever ran beside it is tried again alone, so that nobody is blamed twice for what it
+    did.
+    """
 
     async def scenario() -> None:
         async with world_of(num_engines) as world:
@@ -107,7 +111,11 @@ def test_suspects_that_find_no_engine_are_given_up_together_and_may_leave(
             world.fleet.abort("a")
             world.fleet.abort("c")
             await asyncio.sleep(0.3)
-            failed = [name for name, reader in readers.items() if isinstance(reader.error, EngineDeadError)]
+            failed = [
+                name
+                for name, reader in readers.items()
+                if isinstance(reader.error, EngineDeadError)
+            ]
             assert failed == ["b", "d"]
             world.assert_nothing_left()
 
@@ -133,14 +141,18 @@ def test_a_request_that_waited_in_engines_that_died_is_not_blamed_for_it() -> No
 def test_what_cannot_be_sent_to_an_engine_ends_one_request_and_the_engine_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As it is submitted, and as it is submitted again: that is done by the task that keeps the engine."""
+    """As it is submitted, and as it is submitted again: that is done by the task that keeps the
+    engine.
+    """
 
     async def scenario() -> None:
         async with world_of(1) as world:
             good, bad = world.submit(ask("good")), world.submit(ask("bad"))
             submit = FakeEngine.submit
 
-            def submit_good(self: FakeEngine, receivers: Sequence[tuple[Request, Receiver]]) -> None:
+            def submit_good(
+                self: FakeEngine, receivers: Sequence[tuple[Request, Receiver]]
+            ) -> None:
                 if receivers[0][0].id.startswith("bad"):
                     raise WireError("A message between server and engine is too long")
                 submit(self, receivers)
@@ -227,7 +239,9 @@ def test_an_engine_is_at_fault_unless_somebody_killed_it(
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 def test_a_client_is_told_in_its_apis_words_that_asking_again_will_not_help(path: str) -> None:
     scope = {"path": path, "record": SimpleNamespace(id="r")}
-    answer = answer_error(scope, EngineLossError("The request is not retried", "Why.", "What to do."))
+    answer = answer_error(
+        scope, EngineLossError("The request is not retried", "Why.", "What to do.")
+    )
     assert answer.status_code == 500
     assert answer.headers["x-should-retry"] == "false"
     error = json.loads(bytes(answer.body))["error"]

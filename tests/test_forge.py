@@ -1,4 +1,6 @@
-"""Forge: what it writes is right, readable, faster than its own first version; the ledger shows how."""
+"""Forge: what it writes is right, readable, faster than its own first version; the ledger shows
+how.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,18 @@ SMALL: dict[str, Any] = {
 }
 CONFIGS = {
     "grouped heads": SMALL,
-    "every head its own keys": {**SMALL, "num_key_value_heads": 4, "head_dim": 64, "torch_dtype": "float16"},
-    "one key head, wide heads": {**SMALL, "num_key_value_heads": 1, "head_dim": 256, "num_hidden_layers": 1},
+    "every head its own keys": {
+        **SMALL,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "torch_dtype": "float16",
+    },
+    "one key head, wide heads": {
+        **SMALL,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "num_hidden_layers": 1,
+    },
 }
 SIZES = Sizes(prompt_len=16, context_len=16, steps=3, batches=(1, 4), mixed_calls=8, repeats=2)
 
@@ -83,7 +95,13 @@ def check_file(path: Path, target: Target, seed: int = 99) -> gate.Verdict:
 def run_forge(folder: Path, config: dict[str, Any], **more: Any) -> tuple[Target, Path]:
     target = make_target(folder, config)
     out = folder / "workspace" / "engine.py"
-    words: dict[str, Any] = {"budget_s": 60.0, "max_trials": 3, "num_random": 0, "sizes": SIZES, **more}
+    words: dict[str, Any] = {
+        "budget_s": 60.0,
+        "max_trials": 3,
+        "num_random": 0,
+        "sizes": SIZES,
+        **more,
+    }
     paths = {"config": folder / "model_config.json", "weights": folder / "weights", "out": out}
     forge(**paths, device="cpu", **words)
     return target, out
@@ -100,11 +118,15 @@ def server() -> Iterator[ForkServer]:
         yield server
 
 
-@pytest.mark.parametrize(("name", "num_trials"), [("grouped heads", 3), ("every head its own keys", 2)])
+@pytest.mark.parametrize(
+    ("name", "num_trials"), [("grouped heads", 3), ("every head its own keys", 2)]
+)
 def test_forge_writes_an_engine_that_is_right_and_not_slower(
     name: str, num_trials: int, tmp_path: Path, server: ForkServer
 ) -> None:
-    target, out = run_forge(tmp_path, CONFIGS[name], max_trials=num_trials, budget_s=600.0, server=server)
+    target, out = run_forge(
+        tmp_path, CONFIGS[name], max_trials=num_trials, budget_s=600.0, server=server
+    )
     verdict = check_file(out, target)
     assert verdict.is_passed, verdict.fault
     rows = read_ledger(out)
@@ -117,12 +139,17 @@ def test_forge_writes_an_engine_that_is_right_and_not_slower(
     kept = [row["score"] for row in rows if row["verdict"] == "kept"]
     assert kept[0] == 1.0
     assert kept == sorted(kept)
-    assert all(row["why"] and row["idea"] and row["lines_added"] and "time" in row["held_to"] for row in rows)
+    assert all(
+        row["why"] and row["idea"] and row["lines_added"] and "time" in row["held_to"]
+        for row in rows
+    )
     report = (out.parent / "report.md").read_text()
     assert all(row["idea"] in report for row in rows)
     log = (out.parent / "results.log").read_text()
     assert "trial 0" in log
-    assert re.match(r"inspect, seconds: libraries .*machine .*weights .*cases .*benches .*sandbox", log)
+    assert re.match(
+        r"inspect, seconds: libraries .*machine .*weights .*cases .*benches .*sandbox", log
+    )
     picture = ElementTree.fromstring((out.parent / "progress.svg").read_text())
     assert len(picture.findall("{*}circle")) == sum(row["gate"] == "passed" for row in rows)
     imported = set(re.findall(r"^(?:from|import) (\w+)", out.read_text(), re.MULTILINE))
@@ -143,7 +170,9 @@ def test_an_interrupt_loses_nothing(tmp_path: Path) -> None:
         if "trial 1" in line:
             raise KeyboardInterrupt
 
-    target, out = run_forge(tmp_path, CONFIGS["one key head, wide heads"], max_trials=9, say=interrupt)
+    target, out = run_forge(
+        tmp_path, CONFIGS["one key head, wide heads"], max_trials=9, say=interrupt
+    )
     verdict = check_file(out, target)
     assert verdict.is_passed, verdict.fault
     assert "interrupted" in (out.parent / "report.md").read_text()
@@ -151,25 +180,40 @@ def test_an_interrupt_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_run_that_comes_to_nothing_leaves_what_was_there(tmp_path: Path) -> None:
-    """The story of the engine that still lies beside it; the next run's first trial begins another."""
+    """The story of the engine that still lies beside it; the next run's first trial begins
+    another.
+    """
     for name in ("ledger.jsonl", "results.log"):
         (tmp_path / name).write_text(f"an earlier {name}")
     ledger = Ledger(tmp_path)
     ledger.log("inspected")
     assert (tmp_path / "ledger.jsonl").read_text() == "an earlier ledger.jsonl"
     assert (tmp_path / "results.log").read_text() == "an earlier results.log"
-    words = {"idea": "first", "why": "", "gate": "passed", "fault": "", "verdict": "kept", "author": "search"}
+    words = {
+        "idea": "first",
+        "why": "",
+        "gate": "passed",
+        "fault": "",
+        "verdict": "kept",
+        "author": "search",
+    }
     row = Row(trial=0, lines_added=1, lines_removed=0, at_s=1.0, seconds=1.0, score=1.0, **words)
     ledger.add(row)
     ledger.add(replace(row, trial=1))
     lines = (tmp_path / "results.log").read_text().splitlines()
-    assert [line.rpartition("] ")[2][:9] for line in lines] == ["inspected", "trial 0: ", "trial 1: "]
+    assert [line.rpartition("] ")[2][:9] for line in lines] == [
+        "inspected",
+        "trial 0: ",
+        "trial 1: ",
+    ]
     rows = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     assert [row["trial"] for row in rows] == [0, 1]
 
 
 def gpu_designs() -> list[Design]:
-    """Every alternative of every decision: one step from the plain design, and from two made of kernels."""
+    """Every alternative of every decision: one step from the plain design, and from two made of
+    kernels.
+    """
     plain = decisions.plain_design()
     kernels = decisions.decide(plain, "layers", "kernels")
     captured = decisions.decide(kernels, "graphs", "all")
@@ -190,7 +234,10 @@ def test_every_design_of_the_cpu_is_right(name: str, tmp_path: Path) -> None:
         path = tmp_path / "engine.py"
         path.write_text(emit(design, "An engine."))
         verdict = gate.check(LocalPlayer(load_module(path), target), cases, allowed=Distance(1 / 3))
-        assert verdict.is_passed, (decisions.differences(decisions.plain_design(), design), verdict.fault)
+        assert verdict.is_passed, (
+            decisions.differences(decisions.plain_design(), design),
+            verdict.fault,
+        )
     torch.set_num_threads(threads)
 
 
@@ -224,12 +271,19 @@ def test_a_design_has_only_the_code_it_needs() -> None:
 
 def test_deciding_brings_what_a_choice_requires() -> None:
     design = decisions.decide(decisions.plain_design(), "graphs", "all")
-    assert (design["layers"], design["prefill"], design["decode"]) == ("kernels", "kernel", "split_kv")
+    assert (design["layers"], design["prefill"], design["decode"]) == (
+        "kernels",
+        "kernel",
+        "split_kv",
+    )
     assert not decisions.is_idle("vector_rows", design)
     assert decisions.is_idle("page_size", design)
     flash = decisions.decide(design, "prefill", "flash")
     assert flash["graphs"] == "decode"  # prompts are then not captured, decode steps still are
-    assert all(design["layers"] == "torch" for _, design in decisions.moves(decisions.plain_design(), "cpu"))
+    assert all(
+        design["layers"] == "torch"
+        for _, design in decisions.moves(decisions.plain_design(), "cpu")
+    )
 
 
 @pytest.fixture
@@ -256,7 +310,12 @@ def test_evaluator_fails_a_broken_engine_and_times_a_right_one(
     broken: tuple[Target, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, path = broken
-    words = ["--config", str(path.parent / "model_config.json"), "--weights", str(target.weight_dir)]
+    words = [
+        "--config",
+        str(path.parent / "model_config.json"),
+        "--weights",
+        str(target.weight_dir),
+    ]
 
     def evaluate(script: str, engine: Path, *more: str) -> tuple[int, str]:
         command = [script, "--engine", str(engine), *words, *more, "--device", "cpu"]
@@ -274,7 +333,11 @@ def test_evaluator_fails_a_broken_engine_and_times_a_right_one(
     code, said = evaluate("benchmark_throughput.py", right, "--repeats", "1")
     assert code == 0
     report = json.loads(said.splitlines()[-1])
-    assert set(report["times_naive"]) == set(report["naive"]["benches"]) <= set(report["engine"]["benches"])
+    assert (
+        set(report["times_naive"])
+        == set(report["naive"]["benches"])
+        <= set(report["engine"]["benches"])
+    )
     assert report["engine"]["faults"] == []
 
 
@@ -286,8 +349,17 @@ def test_evaluator_compares_engines_by_the_calls_that_both_were_timed_with(
     right = path.with_name("engine.py")
     right.write_text(emit(decisions.plain_design(), "Right."))
     words = ["--engine", str(right), "--also", str(path), "--weights", str(target.weight_dir)]
-    words += ["--config", str(path.parent / "model_config.json"), "--device", "cpu", "--repeats", "1"]
-    monkeypatch.setattr(sys, "argv", ["script", *words, "--families", "decode", "--baseline-seconds", "0"])
+    words += [
+        "--config",
+        str(path.parent / "model_config.json"),
+        "--device",
+        "cpu",
+        "--repeats",
+        "1",
+    ]
+    monkeypatch.setattr(
+        sys, "argv", ["script", *words, "--families", "decode", "--baseline-seconds", "0"]
+    )
     monkeypatch.setattr(sys, "path", list(sys.path))
     script: Any = load_module(ROOT / "evaluator" / "benchmark_throughput.py")
     assert script.main() == 0
@@ -304,12 +376,28 @@ def test_evaluator_hands_out_tokens_on_the_device_and_on_the_cpu_in_every_situat
     broken: tuple[Target, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, path = broken
-    words = ["--weights", str(target.weight_dir), "--config", str(path.parent / "model_config.json")]
-    words += ["--engine", naive_engine.__file__, "--device", "cpu", "--max-batch", "2", "--traces", "1"]
+    words = [
+        "--weights",
+        str(target.weight_dir),
+        "--config",
+        str(path.parent / "model_config.json"),
+    ]
+    words += [
+        "--engine",
+        naive_engine.__file__,
+        "--device",
+        "cpu",
+        "--max-batch",
+        "2",
+        "--traces",
+        "1",
+    ]
     places: dict[str, list[bool]] = {}
     play = LocalPlayer.play
 
-    def watched_play(player: LocalPlayer, calls: list[Call], *, on_device: bool, **rest: Any) -> Played:
+    def watched_play(
+        player: LocalPlayer, calls: list[Call], *, on_device: bool, **rest: Any
+    ) -> Played:
         places.setdefault(str(calls), []).append(on_device)
         return play(player, calls, on_device=on_device, **rest)
 
@@ -337,7 +425,9 @@ def test_an_exam_has_more_rows_than_a_captured_step_where_they_fit(
 
     def most_rows() -> int:
         exam = Exam.draw(target, seed=2, num_random=0, sizes=SIZES)
-        return max(len(call.ids) for case in exam.cases for call in case.calls if call.kind == "decode")
+        return max(
+            len(call.ids) for case in exam.cases for call in case.calls if call.kind == "decode"
+        )
 
     assert most_rows() > max(STEP_SIZES)
     cache_bytes = 128 * target.shape.max_len * target.kv_bytes_per_token
@@ -350,14 +440,21 @@ class Otherwise(Reference):
 
     def _project(self, x: Tensor, name: str) -> Tensor:
         weight, half = self.weights[name].float(), x.shape[1] // 2
-        return (x[:, :half].float() @ weight[:, :half].T + x[:, half:].float() @ weight[:, half:].T).to(
-            x.dtype
-        )
+        return (
+            x[:, :half].float() @ weight[:, :half].T + x[:, half:].float() @ weight[:, half:].T
+        ).to(x.dtype)
 
 
-def test_where_rounding_alone_is_past_the_tolerance_what_is_wrong_is_still_found(tmp_path: Path) -> None:
+def test_where_rounding_alone_is_past_the_tolerance_what_is_wrong_is_still_found(
+    tmp_path: Path,
+) -> None:
     """As in bfloat16 with some layers: 'right' is what strays as far as the reference does."""
-    deep = SMALL | {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 500}
+    deep = SMALL | {
+        "num_hidden_layers": 8,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "vocab_size": 500,
+    }
     target = make_target(tmp_path, deep)
     knowing = Oracle(target)
     knowing.reference = Reference(target, torch.bfloat16)
@@ -394,11 +491,15 @@ def test_naive_engine_is_right(tmp_path: Path) -> None:
     assert verdict.is_passed, verdict.fault
 
 
-def test_toy_weights_fill_every_tensor_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_toy_weights_fill_every_tensor_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tmp_path / "model_config.json"
     config.write_text(json.dumps(SMALL))
     script: Any = load_module(ROOT / "scripts" / "generate_toy_weights.py")
-    monkeypatch.setattr(sys, "argv", ["script", "--config", str(config), "--output", str(tmp_path / "w")])
+    monkeypatch.setattr(
+        sys, "argv", ["script", "--config", str(config), "--output", str(tmp_path / "w")]
+    )
     script.main()
     tensors = torch.load(tmp_path / "w" / "model.pt", weights_only=True)
     assert tensors["lm_head.weight"].shape == (96, 48)
@@ -416,6 +517,8 @@ def test_faulty_targets_are_refused_with_a_reason(tmp_path: Path) -> None:
         Target.of({**SMALL, "num_key_value_heads": 3}, tmp_path, "cpu")
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("10m", 600.0), ("1.5h", 5400.0)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("10m", 600.0), ("1.5h", 5400.0)]
+)
 def test_budgets_are_read_as_people_write_them(text: str, seconds: float) -> None:
     assert read_duration(text) == seconds

@@ -78,7 +78,12 @@ def test_every_design_loads_where_nobody_registers_the_module(tmp_path: Path) ->
 def evaluate(script: str, folder: Path, *more: str) -> str:
     """With a course's own words, from another folder."""
     words = ["--engine", str(ROOT / "evaluator" / "baseline_engine.py"), "--device", "auto", *more]
-    words += ["--model-config", str(folder / "model_config.json"), "--weight-dir", str(folder / "weights")]
+    words += [
+        "--model-config",
+        str(folder / "model_config.json"),
+        "--weight-dir",
+        str(folder / "weights"),
+    ]
     command = [sys.executable, str(ROOT / "evaluator" / script), *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -123,7 +128,9 @@ def test_scripts_run_the_python_they_are_given(tmp_path: Path) -> None:
 
     checked, timed = run("scripts/run_public_tests.sh", "mine.py", "--device", "cpu")[-2:]
     for line, name in ((checked, "test_correctness"), (timed, "benchmark_throughput")):
-        assert line.startswith(f"evaluator/{name}.py|--engine|{tmp_path / 'mine.py'}|--model-config|")
+        assert line.startswith(
+            f"evaluator/{name}.py|--engine|{tmp_path / 'mine.py'}|--model-config|"
+        )
         assert line.endswith("weights|--device|cpu|")
     assert "--engine|workspace/engine.py|" in run("scripts/run_public_tests.sh")[-1]
     assert run("run.sh", "--budget", "1m")[-1].endswith("--budget|10m|--budget|1m|")
@@ -161,8 +168,12 @@ def test_an_exam_is_as_long_as_the_budget_allows_and_asks_the_common_always(
 def test_benches_have_fewer_plays_where_right_answers_take_long(tmp_path: Path) -> None:
     target = make_target(tmp_path, SMALL)
     knowing = Oracle(target)
-    assert {len(bench.plays) for bench in draw_benches(target, knowing, 1, SIZES)} == {1 + SIZES.repeats}
-    assert {len(bench.plays) for bench in draw_benches(target, knowing, 1, SIZES, seconds=0.0)} == {2}
+    assert {len(bench.plays) for bench in draw_benches(target, knowing, 1, SIZES)} == {
+        1 + SIZES.repeats
+    }
+    assert {len(bench.plays) for bench in draw_benches(target, knowing, 1, SIZES, seconds=0.0)} == {
+        2
+    }
 
 
 def test_an_engine_is_on_disk_once_it_is_right_however_long_timing_takes(
@@ -196,7 +207,12 @@ def test_a_run_that_comes_to_nothing_says_why_in_its_log(
 ) -> None:
     """Behind what an earlier run wrote, once, whichever part failed."""
     log = tmp_path / "workspace" / "results.log"
-    paths = ["--config", str(tmp_path / "model_config.json"), "--weights", str(tmp_path / "weights")]
+    paths = [
+        "--config",
+        str(tmp_path / "model_config.json"),
+        "--weights",
+        str(tmp_path / "weights"),
+    ]
     words = ["forge", *paths, "--out", str(log.with_name("engine.py")), "--device", "cpu"]
     assert main(words) == 1
     assert "this run came to nothing" in log.read_text()
@@ -206,7 +222,11 @@ def test_a_run_that_comes_to_nothing_says_why_in_its_log(
     monkeypatch.setattr("penstock.forge.gate.check", lambda *given: wrong)
     assert main(words) == 1
     said = log.read_text()
-    assert said.index("There is no") < said.index("inspect, seconds") < said.index("chance 3: logits are off")
+    assert (
+        said.index("There is no")
+        < said.index("inspect, seconds")
+        < said.index("chance 3: logits are off")
+    )
     assert not log.with_name("engine.py").exists()
 
     def broken(*given: Any) -> None:
@@ -221,7 +241,9 @@ def test_a_run_that_comes_to_nothing_says_why_in_its_log(
 
 
 @pytest.mark.parametrize(("gain", "num_threads"), [(3.0, 1), (1.1, 2)])
-def test_one_thread_is_enough_where_several_wait_for_each_other(gain: float, num_threads: int) -> None:
+def test_one_thread_is_enough_where_several_wait_for_each_other(
+    gain: float, num_threads: int
+) -> None:
     machine = Machine("CPU", "cpu", "", 0, 1e10, 1e11, 1e-6, one_thread_gain=gain)
     assert first_design(machine)["threads"] == ("one" if num_threads == 1 else "found")
     before = torch.get_num_threads()
@@ -238,15 +260,21 @@ def test_one_thread_is_enough_where_several_wait_for_each_other(gain: float, num
 
 
 @pytest.mark.parametrize(("gain", "products"), [(1.5, "packed"), (1.1, "library")])
-def test_the_first_version_packs_weights_where_that_is_clearly_quicker(gain: float, products: str) -> None:
+def test_the_first_version_packs_weights_where_that_is_clearly_quicker(
+    gain: float, products: str
+) -> None:
     """What it is, a short budget may end with."""
     machine = Machine("CPU", "cpu", "", 0, 1e10, 1e11, 1e-6, packed_gain=gain)
     assert first_design(machine)["products"] == products
     assert ("_linear_pointwise" in emit(first_design(machine), "First.")) == (products == "packed")
 
 
-def test_threads_are_chosen_for_the_products_that_are_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own may gain nothing from a second thread where packed ones are twice as fast with it."""
+def test_threads_are_chosen_for_the_products_that_are_quicker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch's own may gain nothing from a second thread where packed ones are twice as fast with
+    it.
+    """
     seconds = {(1, False): 1e-3, (2, False): 2e-3, (1, True): 1e-3, (2, True): 4e-4}
 
     clock_s = 0.0
@@ -277,7 +305,9 @@ def test_threads_are_chosen_for_the_products_that_are_quicker(monkeypatch: pytes
     back = [design["threads"] for _, design in decisions.moves(first_design(slower), "cpu")]
     assert "found" in back
     found = decisions.BY_NAME["threads"]["found"]
-    assert found.saves == decisions.BY_NAME["threads"]["one"].saves  # worth a trial in either direction
+    assert (
+        found.saves == decisions.BY_NAME["threads"]["one"].saves
+    )  # worth a trial in either direction
 
 
 def test_threads_that_one_engine_chose_are_not_the_next_ones(

@@ -21,7 +21,13 @@ from penstock.forge.oracle import distance
 from penstock.forge.reference import Reference
 from test_forge import SMALL, make_target
 
-TINY = {**SMALL, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 32}
+TINY = {
+    **SMALL,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "vocab_size": 32,
+}
 LENGTHS = (1, 18, 3, 2, 2)
 
 
@@ -64,17 +70,23 @@ def kernel_design(**choices: str) -> Design:
 def test_engines_of_kernels_are_right(
     design: Design, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts packed; a batch on tensor cores, a pair in registers; long rows in splits; padded steps."""
+    """Prompts packed; a batch on tensor cores, a pair in registers; long rows in splits; padded
+    steps.
+    """
     if torch.cuda.is_available():
         pytest.skip("on a GPU the gate of forge itself checks compiled kernels")
     target = make_target(tmp_path, TINY)
     path = tmp_path / "engine.py"
     path.write_text(emit(design, "An engine of kernels."))
     module: Any = load_module(path)
-    # Sizes that leave some padding, and little of it: an interpreter takes its time for every program.
+    # Sizes that leave some padding, and little of it: an interpreter takes its time for every
+    # program.
     small: dict[str, Any] = {"PASS_PROMPTS": 8, "STEP_SIZES": (2, 8), "FEW_TOKENS": 8}
     small["pass_sizes"] = lambda longest: [4, 28] if longest == 2048 else [4, 16]
-    small |= {"SPLIT_KEYS": 16, "BLOCK_BYTES": 1024}  # 16 keys a block: the longest row has two splits
+    small |= {
+        "SPLIT_KEYS": 16,
+        "BLOCK_BYTES": 1024,
+    }  # 16 keys a block: the longest row has two splits
     small |= {"PROMPT_TOKENS": 2, "WARM_UP_TOKENS": 2, "compile_at_once": lambda runs, device: None}
     for name, value in {**small, "capture": capture}.items():
         monkeypatch.setattr(module, name, value, raising=False)
@@ -88,7 +100,8 @@ def test_engines_of_kernels_are_right(
         assert distance(logits, right).most < 0.01
 
     check([0, 1, 2, 3, 4], engine.prefill([0, 1, 2, 3, 4], [torch.tensor(text) for text in texts]))
-    # The same rows twice, which are not told again where they are; so few that the long row is split; all.
+    # The same rows twice, which are not told again where they are; so few that the long row is
+    # split; all.
     for ids in ([4, 2, 0, 1, 3], [4, 2, 0, 1, 3], [1, 0], [4, 2, 0, 1, 3]):
         tokens = torch.randint(0, 32, (len(ids),), generator=generator)
         logits = engine.decode(ids, tokens)
@@ -107,7 +120,9 @@ def test_more_rows_than_any_captured_step_has_come_to_the_models_device(
 ) -> None:
     """Wherever their tokens are, and of whatever type."""
     seen: list[Tensor] = []
-    monkeypatch.setattr(graphs_decode, "run_tokens", lambda model, tokens, *rows: seen.append(tokens))
+    monkeypatch.setattr(
+        graphs_decode, "run_tokens", lambda model, tokens, *rows: seen.append(tokens)
+    )
     steps: Any = SimpleNamespace(model=SimpleNamespace(rope=torch.empty(1, device="meta")))
     num_rows = graphs_decode.STEP_SIZES[-1] + 1
     tokens = torch.zeros(num_rows, dtype=torch.int32)
@@ -119,8 +134,12 @@ def test_more_rows_than_any_captured_step_has_come_to_the_models_device(
     torch.cuda.is_available(), reason="on a GPU the gate of forge itself checks compiled kernels"
 )
 @pytest.mark.parametrize("num_rows", [1, 3, 9], ids=["one row", "registers", "tensor cores"])
-def test_products_are_right_where_blocks_do_not_fit(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a norm, gated, and onto a residual in two splits; no size is a whole number of blocks."""
+def test_products_are_right_where_blocks_do_not_fit(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a norm, gated, and onto a residual in two splits; no size is a whole number of
+    blocks.
+    """
     monkeypatch.setattr(projection_kernels, "num_processors", lambda device: 8)
     generator = torch.Generator().manual_seed(5)
     num_out, num_in = 146, 600

@@ -1,4 +1,6 @@
-"""A writing model takes part from the plan on: what it would decide is tried first, and trials judge it."""
+"""A writing model takes part from the plan on: what it would decide is tried first, and trials
+judge it.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def test_what_was_planned_is_tried_before_the_profile_chooses_and_once(
     target, ledger = Target.of(SMALL, Path("."), "cpu"), Ledger(tmp_path)
     writer = Planner("http://127.0.0.1:1", "planner")
     exam, out = Exam([], [], Distance(1.0)), tmp_path / "engine.py"
-    search = Search(target, H200, exam, box, ledger, out, budget_s=60.0, writer=writer, max_trials=5)
+    search = Search(
+        target, H200, exam, box, ledger, out, budget_s=60.0, writer=writer, max_trials=5
+    )
     search.run()
     ideas = [row.idea for row in ledger.rows]
     assert ideas[2] == "weights: separate → fused; norm: plain → library"
@@ -129,7 +133,12 @@ def scripted_model(asked: list[str]) -> type[BaseHTTPRequestHandler]:
 def test_a_model_named_by_variables_plans_and_edits_in_run_sh(tmp_path: Path) -> None:
     make_target(tmp_path, {**SMALL, "num_hidden_layers": 1, "max_position_embeddings": 64})
     out = tmp_path / "workspace" / "engine.py"
-    words = ["--config", str(tmp_path / "model_config.json"), "--weights", str(tmp_path / "weights")]
+    words = [
+        "--config",
+        str(tmp_path / "model_config.json"),
+        "--weights",
+        str(tmp_path / "weights"),
+    ]
     words += ["--out", str(out), "--device", "cpu", "--budget", "60s"]
     asked: list[str] = []
     with serving(scripted_model(asked)) as url:

@@ -1,4 +1,6 @@
-"""The judge is out of reach: what candidates cannot do where they run, and what they gain by trying."""
+"""The judge is out of reach: what candidates cannot do where they run, and what they gain by
+trying.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +76,12 @@ def test_the_sandbox_holds_what_the_screen_lets_through(sandbox: Sandbox, tmp_pa
     secret = tmp_path / "secret"
     secret.write_text("not for you")
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        source = ESCAPES.replace("PORT", str(listening.getsockname()[1])).replace("JUDGE", str(os.getpid()))
-        source = source.replace("SECRET", repr(str(secret))).replace("PLACE", repr(str(tmp_path / "written")))
+        source = ESCAPES.replace("PORT", str(listening.getsockname()[1])).replace(
+            "JUDGE", str(os.getpid())
+        )
+        source = source.replace("SECRET", repr(str(secret))).replace(
+            "PLACE", repr(str(tmp_path / "written"))
+        )
         assert refusal(source)
         with pytest.raises(CandidateError) as caught, sandbox.host(source):
             pass
@@ -171,8 +177,12 @@ def play_odd(
     return play
 
 
-@pytest.mark.parametrize("answer", ["Lazy()", "None", "logits.long()", "torch.nn.Parameter(logits)"])
-def test_only_a_tensor_of_numbers_is_an_answer(play_odd: Callable[[str], Played], answer: str) -> None:
+@pytest.mark.parametrize(
+    "answer", ["Lazy()", "None", "logits.long()", "torch.nn.Parameter(logits)"]
+)
+def test_only_a_tensor_of_numbers_is_an_answer(
+    play_odd: Callable[[str], Played], answer: str
+) -> None:
     """It may not pass for a refusal either."""
     with pytest.raises(CandidateError, match="answered with"):
         play_odd(answer)
@@ -185,7 +195,9 @@ def test_answers_are_those_of_when_the_clock_stopped(play_odd: Callable[[str], P
 
 
 @pytest.mark.parametrize("name", CPU_RESTRICTIONS)
-def test_every_restriction_stands_alone(sandbox: Sandbox, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_restriction_stands_alone(
+    sandbox: Sandbox, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under one of them the device computes, and what that one takes away is out of reach."""
     monkeypatch.setattr(sandbox, "restrictions", [name])
     reached = probe(sandbox)
@@ -227,7 +239,8 @@ def test_a_candidate_without_a_limit_of_addresses_is_watched(
     """As on a GPU, whose driver takes addresses without end."""
     monkeypatch.setattr(sandbox, "restrictions", [])
     greedy = (
-        "import time, torch\ndef create_engine(*words):\n    kept = torch.ones(3 << 27)\n    time.sleep(60)\n"
+        "import time, torch\ndef create_engine(*words):\n    kept = torch.ones(3 << 27)\n    "
+        "time.sleep(60)\n"
     )
     with pytest.raises(CandidateError, match="out of memory"), sandbox.host(greedy):
         pass
@@ -249,14 +262,18 @@ def test_the_strongest_restrictions_that_a_device_works_under_are_found(
     settle(sandbox)
     assert set(sandbox.restrictions) == set(CPU_RESTRICTIONS) - lost
     assert sandbox.given_up == {name: f"OSError: {name}" for name in lost}
-    monkeypatch.setattr("penstock.forge.probe.probe", lambda sandbox: Reach(device="no such driver"))
+    monkeypatch.setattr(
+        "penstock.forge.probe.probe", lambda sandbox: Reach(device="no such driver")
+    )
     with pytest.raises(PenstockError, match="no such driver"):
         settle(sandbox)
 
 
 def test_profiles_count_no_time_twice() -> None:
     calls = [(0, 100, "outer"), (10, 40, "inner"), (20, 30, "innermost"), (120, 150, "outer")]
-    assert time_of_innermost(calls) == pytest.approx({"outer": 1e-7, "inner": 2e-8, "innermost": 1e-8})
+    assert time_of_innermost(calls) == pytest.approx(
+        {"outer": 1e-7, "inner": 2e-8, "innermost": 1e-8}
+    )
     kernels = [(0, 100, "first"), (60, 130, "early"), (70, 90, "hidden"), (140, 150, "late")]
     counted = {"first": 1e-7, "early": 3e-8, "hidden": 0.0, "late": 1e-8}
     assert time_in_turn(kernels) == pytest.approx(counted)

@@ -1,4 +1,6 @@
-"""What forge is given: configs, weights, devices and places that it takes, or refuses with a reason."""
+"""What forge is given: configs, weights, devices and places that it takes, or refuses with a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,23 @@ from test_forge import SMALL, draw_cases, make_target
 from test_forge_kernels import TINY
 
 CUDA = torch.device("cuda")
-OTHERS: list[tuple[dict[str, Any], str]] = [  # each would compute something else, and how it is named
+OTHERS: list[
+    tuple[dict[str, Any], str]
+] = [  # each would compute something else, and how it is named
     ({"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_scaling.type = 'linear'"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.rope_type = 'llama3'"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters.rope_type = 'yarn'"),
-    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention"),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor = 0.5"),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+        "rope_parameters.rope_type = 'yarn'",
+    ),
+    (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        "rope_parameters.full_attention",
+    ),
+    (
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        "rope_parameters.partial_rotary_factor = 0.5",
+    ),
     ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta twice, 10000.0 and 500000.0"),
     ({"rope_scaling": {"rope_theta": 5e5}}, "rope_scaling.rope_theta = 500000.0"),
     ({"rope_theta": 0}, "rope_theta = 0"),
@@ -187,8 +200,12 @@ def test_a_damaged_file_is_a_fault_of_the_file(tmp_path: Path) -> None:
             Reference(target, torch.float32)
 
 
-@pytest.mark.parametrize(("device", "said"), [("cuda:1", "CUDA_VISIBLE_DEVICES=1"), ("gpu", "--device cpu")])
-def test_devices_that_forge_does_not_write_for_are_refused(device: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("device", "said"), [("cuda:1", "CUDA_VISIBLE_DEVICES=1"), ("gpu", "--device cpu")]
+)
+def test_devices_that_forge_does_not_write_for_are_refused(
+    device: str, said: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as refused:
         Target.of(SMALL, tmp_path, device)
     assert said in refused.value.todo
@@ -221,7 +238,9 @@ class Shortage:
 
 
 def new_engine(folder: Path, cache: str = "slots") -> tuple[Any, Any, Target]:
-    """Its module, itself, and its target: with pages a tiny one, whose few kernels an interpreter runs."""
+    """Its module, itself, and its target: with pages a tiny one, whose few kernels an interpreter
+    runs.
+    """
     target = make_target(folder, TINY if cache == "pages" else SMALL)
     design = decisions.decide(decisions.plain_design(), "cache", cache)
     if cache == "pages":
@@ -231,8 +250,12 @@ def new_engine(folder: Path, cache: str = "slots") -> tuple[Any, Any, Target]:
     return module, module.create_engine(target.config, str(target.weight_dir), "cpu"), target
 
 
-def test_a_cache_that_cannot_grow_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever of the two allocations fails, keys and values stay alike; a smaller step is tried before."""
+def test_a_cache_that_cannot_grow_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of the two allocations fails, keys and values stay alike; a smaller step is tried
+    before.
+    """
     module, engine, target = new_engine(tmp_path)
     cache, prompt = engine.model.cache, torch.tensor([1, 2, 3])
     engine.prefill(list(range(8)), [prompt] * 8)
@@ -259,14 +282,18 @@ def test_a_cache_that_cannot_grow_stays_as_it_is(tmp_path: Path, monkeypatch: py
 def test_a_prefill_that_fails_changes_nothing(
     cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New requests leave no slot behind, and one that was to be replaced goes on with its old text."""
+    """New requests leave no slot behind, and one that was to be replaced goes on with its old
+    text.
+    """
     module, engine, target = new_engine(tmp_path, cache)
     engine.prefill(["a"], [torch.tensor([5, 6, 7])])
     held = engine.model.cache
     before = (sorted(held.free), sorted(getattr(held, "free_pages", ())), dict(engine.requests))
     compute = module.compute_logits
     with monkeypatch.context() as patch:
-        patch.setattr(module, "compute_logits", Shortage(compute))  # after every layer's keys are written
+        patch.setattr(
+            module, "compute_logits", Shortage(compute)
+        )  # after every layer's keys are written
         with pytest.raises(torch.OutOfMemoryError):
             engine.prefill(["a", "b"], [torch.tensor([9, 9, 9, 9]), torch.tensor([1])])
     after = (sorted(held.free), sorted(getattr(held, "free_pages", ())), dict(engine.requests))
@@ -275,7 +302,9 @@ def test_a_prefill_that_fails_changes_nothing(
     torch.testing.assert_close(engine.decode(["a"], torch.tensor([8])), right, rtol=1e-4, atol=1e-4)
 
 
-def test_pages_are_a_requests_once_its_table_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_a_requests_once_its_table_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, engine, _ = new_engine(tmp_path, "pages")
     cache = engine.model.cache
     num_free, (slot,) = len(cache.free_pages), cache.take_slots(1)
@@ -290,7 +319,9 @@ def test_pages_are_a_requests_once_its_table_says_so(tmp_path: Path, monkeypatch
     assert len(cache.pages[slot]) == 2
 
 
-def test_a_naive_call_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_naive_call_that_fails_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = make_target(tmp_path, SMALL)
     engine = naive_engine.create_engine(SMALL, str(target.weight_dir), "cpu")
     engine.prefill(["a"], [torch.tensor([1, 2])])
@@ -307,7 +338,9 @@ def test_a_naive_call_that_fails_changes_nothing(tmp_path: Path, monkeypatch: py
 def test_slots_begin_with_as_many_as_the_memory_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a context that is long for the machine there are few; more are refused, and those few work."""
+    """Of a context that is long for the machine there are few; more are refused, and those few
+    work.
+    """
     module, engine, _ = new_engine(tmp_path)
     assert engine.model.cache.keys.shape[1] == 8
     slot_bytes = 2 * engine.model.cache.keys[:, :1].nbytes
@@ -317,7 +350,9 @@ def test_slots_begin_with_as_many_as_the_memory_holds(
 
 
 @pytest.mark.parametrize("prefill", ["one_by_one", "packed", "padded"])
-def test_long_prompts_never_have_the_scores_of_all_pairs_at_once(prefill: str, tmp_path: Path) -> None:
+def test_long_prompts_never_have_the_scores_of_all_pairs_at_once(
+    prefill: str, tmp_path: Path
+) -> None:
     """Torch attends in blocks where it can; here it may not do otherwise."""
     target = make_target(tmp_path, SMALL)
     design = decisions.decide(decisions.plain_design(), "prefill", prefill)
@@ -345,11 +380,15 @@ def test_out_is_checked_before_anything_is_begun(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_toy_weights_go_where_they_were_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_toy_weights_go_where_they_were_asked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tmp_path / "c.json"
     config.write_text(json.dumps(SMALL | {"torch_dtype": "bfloat16"}))
     script: Any = load_module(ROOT / "scripts" / "generate_toy_weights.py")
-    monkeypatch.setattr(sys, "argv", ["x", "--config", str(config), "--output", str(tmp_path / "a" / "b.pt")])
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--config", str(config), "--output", str(tmp_path / "a" / "b.pt")]
+    )
     script.main()
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b.pt"]
     assert torch.load(tmp_path / "a" / "b.pt")["norm.weight"].dtype == torch.bfloat16
@@ -363,7 +402,12 @@ def test_sigterm_ends_a_run_with_its_report(tmp_path: Path) -> None:
     make_target(tmp_path, {**SMALL, "num_hidden_layers": 1, "max_position_embeddings": 64})
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    words = ["--config", str(tmp_path / "model_config.json"), "--weights", str(tmp_path / "weights")]
+    words = [
+        "--config",
+        str(tmp_path / "model_config.json"),
+        "--weights",
+        str(tmp_path / "weights"),
+    ]
     words += ["--out", str(tmp_path / "out" / "engine.py"), "--device", "cpu", "--budget", "100s"]
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", "forge", *words],

@@ -1,4 +1,6 @@
-"""Forge uses its time well: no play that says nothing new, no kernel compiled twice, a good first guess."""
+"""Forge uses its time well: no play that says nothing new, no kernel compiled twice, a good first
+guess.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,10 @@ class Metronome:
 
 def draw_benches() -> list[Bench]:
     cases = {name: Case(name, [Call("remove", (name,))], [None]) for name in BENCHES}
-    return [Bench(name, family, cases[name], (0, 1), [cases[name]] * 3) for name, family in BENCHES.items()]
+    return [
+        Bench(name, family, cases[name], (0, 1), [cases[name]] * 3)
+        for name, family in BENCHES.items()
+    ]
 
 
 def timings_of(seconds: float) -> dict[str, Timing]:
@@ -88,7 +93,9 @@ def timings_of(seconds: float) -> dict[str, Timing]:
 
 
 class Scripted:
-    """A search whose trials are not run: one says how long each source takes, and what a profile shows."""
+    """A search whose trials are not run: one says how long each source takes, and what a profile
+    shows.
+    """
 
     def __init__(
         self,
@@ -107,7 +114,14 @@ class Scripted:
         monkeypatch.setattr("penstock.forge.search.profile_engine", self.profile_engine)
 
     def run_trial(
-        self, sandbox: Any, source: str, exam: Exam, *, seconds: float, is_profiled: bool = True, **rest: Any
+        self,
+        sandbox: Any,
+        source: str,
+        exam: Exam,
+        *,
+        seconds: float,
+        is_profiled: bool = True,
+        **rest: Any,
     ) -> Outcome:
         self.tried.append(source)
         self.allowed_s.append(seconds)
@@ -119,7 +133,9 @@ class Scripted:
         trial_s = self.trial_s(source)
         return Outcome("", "passed", trial_s, timings=timings_of(taken), profile=profile)
 
-    def profile_engine(self, sandbox: Any, source: str, exam: Exam, *, seconds: float) -> Mapping[str, float]:
+    def profile_engine(
+        self, sandbox: Any, source: str, exam: Exam, *, seconds: float
+    ) -> Mapping[str, float]:
         self.profiled.append(source)
         return self.profile
 
@@ -130,8 +146,9 @@ class Scripted:
 
 
 def test_a_bench_is_repeated_until_it_has_been_seen_for_long_enough() -> None:
-    """Twice at least, since the first play may have to warm up, if that is not little of it; the quickest
-    counts."""
+    """Twice at least, since the first play may have to warm up, if that is not little of it; the
+    quickest counts.
+    """
     seconds = {
         "prefill 8": [0.9, 0.7],
         "decode 1": [0.15] * 3,
@@ -257,7 +274,9 @@ def test_a_profile_full_of_launches_leads_to_captured_steps_and_not_back(
     assert not any("graphs: all" in idea for idea in ideas[2:])
 
 
-def test_what_no_profiler_has_seen_may_be_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_profiler_has_seen_may_be_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Then alternatives are tried by what they promise at best."""
     judge = Scripted(monkeypatch, lambda source: 1.0, {"decode.unseen": 0.7, "prefill.unseen": 0.3})
     search = judge.search(gpu_target("6x768"), NO_LAUNCHING, tmp_path, max_trials=2)
@@ -286,7 +305,8 @@ def test_what_has_disappointed_waits_for_what_was_never_tried(
 
 
 @pytest.mark.parametrize(
-    ("max_len", "num_slots", "widest"), [(2048, 129, 64), (8192, 57, 16), (16384, 28, 8), (131072, 0, 0)]
+    ("max_len", "num_slots", "widest"),
+    [(2048, 129, 64), (8192, 57, 16), (16384, 28, 8), (131072, 0, 0)],
 )
 def test_an_exam_has_no_more_requests_than_captured_engines_have_place_for(
     max_len: int, num_slots: int, widest: int, monkeypatch: pytest.MonkeyPatch
@@ -349,7 +369,9 @@ def test_after_the_first_version_the_opening_is_tried_and_the_first_is_profiled_
 def test_a_slow_first_version_leaves_the_opening_what_time_there_is(
     left_s: float, num_trials: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its trial took all but 30 seconds; the opening takes 2, and those after it are expected to."""
+    """Its trial took all but 30 seconds; the opening takes 2, and those after it are expected
+    to.
+    """
 
     def trial_s(source: str) -> float:
         if "CUDAGraph" in source:
@@ -384,7 +406,10 @@ def test_who_interrupts_twice_waits_for_the_report_and_for_nothing_else(
         write_report(*words)
 
     monkeypatch.setattr("penstock.forge.search.write_report", interrupted_report)
-    target, machine = Target.of(SMALL, Path("."), "cpu"), Machine("CPU", "cpu", "", 0, 1e10, 1e11, 1e-6)
+    target, machine = (
+        Target.of(SMALL, Path("."), "cpu"),
+        Machine("CPU", "cpu", "", 0, 1e10, 1e11, 1e-6),
+    )
     search = judge.search(target, machine, tmp_path, say=interrupt)
     try:
         search.run()
@@ -412,9 +437,14 @@ def test_a_reply_is_waited_for_as_long_as_it_leaves_time_for_its_trial(
             return "no answer"
 
     judge = Scripted(monkeypatch, lambda source: 1.0, {}, trial_s=lambda source: 100.0)
-    ledger, writer = Ledger(tmp_path, time.monotonic() - 400.0), Silent("http://127.0.0.1:1", "silent")
+    ledger, writer = (
+        Ledger(tmp_path, time.monotonic() - 400.0),
+        Silent("http://127.0.0.1:1", "silent"),
+    )
     target = gpu_target("6x768")
-    judge.search(target, NO_LAUNCHING, tmp_path, budget_s=1000.0, ledger=ledger, writer=writer).run()
+    judge.search(
+        target, NO_LAUNCHING, tmp_path, budget_s=1000.0, ledger=ledger, writer=writer
+    ).run()
     assert waited == [pytest.approx(1000.0 - 400.0 - 120.0, abs=5.0)]
 
 
@@ -458,19 +488,28 @@ def kernel_keys(paths: Sequence[Path]) -> list[dict[str, tuple[int, str, str]]]:
 def test_a_kernel_that_only_moved_is_not_compiled_again(tmp_path: Path) -> None:
     """What Triton knows a compiled kernel by stays the same from candidate to candidate."""
     first = decisions.decide(decisions.plain_design(), "graphs", "all")
-    moved = [("vector_rows", "8"), ("split_keys", "1024"), ("graphs", "decode"), ("prefill", "flash")]
+    moved = [
+        ("vector_rows", "8"),
+        ("split_keys", "1024"),
+        ("graphs", "decode"),
+        ("prefill", "flash"),
+    ]
     designs = [first, *(decisions.decide(first, name, choice) for name, choice in moved)]
     paths = []
     for number, design in enumerate(designs):
         paths.append(tmp_path / f"engine_{number}.py")
-        paths[-1].write_text(emit(design, "An engine." + "\n\nIt says more than the first." * number))
+        paths[-1].write_text(
+            emit(design, "An engine." + "\n\nIt says more than the first." * number)
+        )
     before, *others = kernel_keys(paths)
     assert len(before) > 12
     for after in others:
         shared = [name for name in after if after[name][1] == before[name][1]]
         assert len(shared) >= len(after) - 1
         assert any(after[name][0] != before[name][0] for name in shared)  # or else nothing moved
-        assert {name: after[name][2] for name in shared} == {name: before[name][2] for name in shared}
+        assert {name: after[name][2] for name in shared} == {
+            name: before[name][2] for name in shared
+        }
 
 
 class Kernel:
@@ -495,7 +534,9 @@ class Kernel:
         return lambda *words, **options: setattr(self, "started", self.started + 1)
 
 
-def test_kernels_are_compiled_at_once_each_form_once_and_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_at_once_each_form_once_and_not_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     first, second = Kernel(), Kernel()
 

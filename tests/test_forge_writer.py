@@ -1,4 +1,6 @@
-"""A writing model in the loop: only what is right and faster survives of what it writes; nothing escapes."""
+"""A writing model in the loop: only what is right and faster survives of what it writes; nothing
+escapes.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def proposals() -> dict[str, str]:
         "slow": with_line(slow, HEAD, WASTE * 10),
         "reads files": with_line(good, HEAD, file),
         "opens sockets": good.replace("import os\n", "import os\nimport socket\n"),
-        "imports penstock": good.replace("import os\n", "import os\nfrom penstock.forge import oracle\n"),
+        "imports penstock": good.replace(
+            "import os\n", "import os\nfrom penstock.forge import oracle\n"
+        ),
         "tampers": good.replace("import os\n", "import os\n" + tampering),
         "never returns": with_line(good, HEAD, endless),
         "takes all memory": with_line(good, HEAD, greedy),
@@ -150,7 +154,9 @@ def test_only_good_edits_survive(
     monkeypatch.setattr("penstock.forge.writer.MAX_FAILURES", len(script) + 1)
     out = tmp_path / "workspace" / "engine.py"
     most = len(script) + 1
-    search = Search(target, MACHINE, exam, sandbox, Ledger(out.parent), out, budget_s=280.0, max_trials=most)
+    search = Search(
+        target, MACHINE, exam, sandbox, Ledger(out.parent), out, budget_s=280.0, max_trials=most
+    )
     search.start(slow_source())
     search.improve_by_writing(Writer(url, "scripted"))
     rows = dict(zip(script, search.ledger.rows[1:]))
@@ -158,7 +164,9 @@ def test_only_good_edits_survive(
     assert kept == {"good"}, search.ledger.rows[-1]
     assert out.read_text() == plain_source()
     stopped = {name: row.gate for name, row in rows.items()}
-    assert {stopped[name] for name in ("wrong", "stale", "never returns", "takes all memory")} == {"check"}
+    assert {stopped[name] for name in ("wrong", "stale", "never returns", "takes all memory")} == {
+        "check"
+    }
     screened = (
         "reads files",
         "opens sockets",

@@ -1,8 +1,10 @@
-"""The gate of CI: the engine answers held-out word problems as well as transformers, and broken it does not.
+"""The gate of CI: the engine answers held-out word problems as well as transformers, and broken it
+does not.
 
-The share of right answers is what a user sees. A confident model hides some faults from it, and even from
-every token it picks: without renormalised top-k weights, without the scale of q or with a stale state, none
-of 24 replies changes. So the gate also asks how likely the second choice was at every place: there they show.
+The share of right answers is what a user sees. A confident model hides some faults from it, and
+even from every token it picks: without renormalised top-k weights, without the scale of q or with a
+stale state, none of 24 replies changes. So the gate also asks how likely the second choice was at
+every place: there they show.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ SETTINGS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "page_size": 16
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What somebody said to a problem, token by token, and how likely their second choice was each time."""
+    """What somebody said to a problem, token by token, and how likely their second choice was each
+    time.
+    """
 
     reply: Reply
     tokens: tuple[bytes, ...]
@@ -75,9 +79,13 @@ class Verdict:
         return missed
 
 
-def judge(problems: Sequence[Conversation], ours: Sequence[Answer], theirs: Sequence[Answer]) -> Verdict:
+def judge(
+    problems: Sequence[Conversation], ours: Sequence[Answer], theirs: Sequence[Answer]
+) -> Verdict:
     """The gate: passed when nothing is missed."""
-    gaps = [gap for our, their in zip(ours, theirs, strict=True) for gap in runner_up_gaps(our, their)]
+    gaps = [
+        gap for our, their in zip(ours, theirs, strict=True) for gap in runner_up_gaps(our, their)
+    ]
     drift = fmean(gaps) if gaps else math.inf
     return Verdict(share_right(problems, ours), share_right(problems, theirs), drift)
 
@@ -114,7 +122,9 @@ class Reference:
         self.our_tokenizer = Tokenizer.load(folder)  # names the tokens as our answers do
 
     def answer(self, problems: Sequence[Conversation]) -> list[Answer]:
-        """In one batch, padded on the left: masked places leave neither keys nor a trace in the state."""
+        """In one batch, padded on the left: masked places leave neither keys nor a trace in the
+        state.
+        """
         prompts = [self._encode(problem) for problem in problems]
         width = max(map(len, prompts))
         with torch.inference_mode():
@@ -130,7 +140,9 @@ class Reference:
                 return_dict_in_generate=True,
                 output_logits=True,
             )
-        runner_ups = torch.stack([logits.log_softmax(-1).topk(2).values[:, 1] for logits in output.logits], 1)
+        runner_ups = torch.stack(
+            [logits.log_softmax(-1).topk(2).values[:, 1] for logits in output.logits], 1
+        )
         return [
             self._read(problem, token_ids, values)
             for problem, token_ids, values in zip(
@@ -148,7 +160,9 @@ class Reference:
         return list(self.tokenizer(text)["input_ids"])
 
     def _read(self, problem: Conversation, token_ids: list[int], runner_ups: list[float]) -> Answer:
-        ends = (place for place, id in enumerate(token_ids) if id in self.our_tokenizer.eos_token_ids)
+        ends = (
+            place for place, id in enumerate(token_ids) if id in self.our_tokenizer.eos_token_ids
+        )
         reply_ids = token_ids[: next(ends, None)]
         return Answer(
             Reply.from_text(self.tokenizer.decode(reply_ids), is_thinking=problem.enable_thinking),
@@ -189,7 +203,9 @@ def ask_server(server: Server, problem: Conversation, max_tokens: int = MAX_TOKE
     choice = response.json()["choices"][0]
     scored = choice["logprobs"]["content"]
     return Answer(
-        Reply.from_message(choice["message"], choice["finish_reason"], is_thinking=problem.enable_thinking),
+        Reply.from_message(
+            choice["message"], choice["finish_reason"], is_thinking=problem.enable_thinking
+        ),
         tuple(bytes(token["bytes"]) for token in scored),
         tuple(token["top_logprobs"][1]["logprob"] for token in scored),
     )
@@ -198,9 +214,12 @@ def ask_server(server: Server, problem: Conversation, max_tokens: int = MAX_TOKE
 def ask_engine(llm: LLM, problems: Sequence[Conversation]) -> list[Answer]:
     """All problems in one batch."""
     prompts = [
-        llm.encode_chat(list(problem.prompt), enable_thinking=problem.enable_thinking) for problem in problems
+        llm.encode_chat(list(problem.prompt), enable_thinking=problem.enable_thinking)
+        for problem in problems
     ]
-    completions = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=2))
+    completions = llm.generate(
+        prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS, logprobs=2)
+    )
     return [
         Answer(
             Reply.from_text(completion.text, is_thinking=problem.enable_thinking),
@@ -211,7 +230,9 @@ def ask_engine(llm: LLM, problems: Sequence[Conversation]) -> list[Answer]:
     ]
 
 
-def test_transformers_solves_the_problems(problems: list[Conversation], theirs: list[Answer]) -> None:
+def test_transformers_solves_the_problems(
+    problems: list[Conversation], theirs: list[Answer]
+) -> None:
     """Or agreeing with it would say nothing."""
     assert share_right(problems, theirs) >= MIN_REFERENCE_SHARE
 
@@ -231,12 +252,16 @@ def test_padding_changes_nothing_in_transformers(
 def test_the_server_answers_like_transformers(
     prefix_cache: bool, problems: list[Conversation], theirs: list[Answer]
 ) -> None:
-    """With the cache, half of the answers go on from restored pages and states, among others that do not."""
+    """With the cache, half of the answers go on from restored pages and states, among others that
+    do not.
+    """
     cached = {"prefix_cache": True, "checkpoint_gb": 0.08}
     settings = cached if prefix_cache else {"prefix_cache": False, "page_size": 64}
     seen_before = problems[::2] if prefix_cache else []
     with (
-        start_server({**SETTINGS, "max_rows": NUM_CLIENTS, **settings}, {"thinking_share": 1.0}) as server,
+        start_server(
+            {**SETTINGS, "max_rows": NUM_CLIENTS, **settings}, {"thinking_share": 1.0}
+        ) as server,
         ThreadPoolExecutor(NUM_CLIENTS) as clients,
     ):
         list(clients.map(lambda problem: ask_server(server, problem, max_tokens=1), seen_before))
@@ -257,7 +282,9 @@ def edit_inputs(patch: pytest.MonkeyPatch, edit: Callable[[StepInputs], StepInpu
 def turn_neighbouring_dimensions(patch: pytest.MonkeyPatch) -> None:
     """Rope: pairs are (2j, 2j + 1) instead of (j, j + rot/2)."""
     rotate = attention.rotate
-    patch.setattr(attention, "rotate", lambda x, cos, sin, interleaved: rotate(x, cos, sin, not interleaved))
+    patch.setattr(
+        attention, "rotate", lambda x, cos, sin, interleaved: rotate(x, cos, sin, not interleaved)
+    )
 
 
 def count_positions_from_the_step(patch: pytest.MonkeyPatch) -> None:
@@ -342,7 +369,9 @@ FAULTS = [
     Fault(count_positions_from_the_step, "share"),
     Fault(lose_pages_of_decodes, "share"),
     Fault(read_state_of_another_row, "share"),
-    Fault(keep_state_of_the_last_owner, "drift", max_rows=NUM_FAULT_PROBLEMS // 2),  # slots change owners
+    Fault(
+        keep_state_of_the_last_owner, "drift", max_rows=NUM_FAULT_PROBLEMS // 2
+    ),  # slots change owners
     Fault(skip_renormalisation, "drift"),
     Fault(forget_scale_of_q, "drift"),
     Fault(scale_k_as_well, "share"),
@@ -350,9 +379,13 @@ FAULTS = [
 
 
 def judge_engine(problems: list[Conversation], theirs: list[Answer], max_rows: int) -> Verdict:
-    """In this process, where it can be broken; by replies that are longer than a page, and not by much."""
+    """In this process, where it can be broken; by replies that are longer than a page, and not by
+    much.
+    """
     lengths = range(SETTINGS["page_size"] + 1, 5 * SETTINGS["page_size"])
-    pairs = [pair for pair in zip(problems, theirs) if len(pair[1].tokens) in lengths][-NUM_FAULT_PROBLEMS:]
+    pairs = [pair for pair in zip(problems, theirs) if len(pair[1].tokens) in lengths][
+        -NUM_FAULT_PROBLEMS:
+    ]
     some, answers = [problem for problem, _ in pairs], [answer for _, answer in pairs]
     llm = LLM(**SETTINGS, max_rows=max_rows)
     return judge(some, ask_engine(llm, some), answers)
@@ -368,7 +401,10 @@ def test_the_gate_opens_for_the_engine_without_faults(
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.inject.__name__ for fault in FAULTS])
 def test_the_gate_closes_on_a_fault(
-    fault: Fault, problems: list[Conversation], theirs: list[Answer], monkeypatch: pytest.MonkeyPatch
+    fault: Fault,
+    problems: list[Conversation],
+    theirs: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fault.inject(monkeypatch)
     verdict = judge_engine(problems, theirs, fault.max_rows)

@@ -1,4 +1,6 @@
-"""The gates give a perfect server full marks whichever way it answers, and every flaw costs its own gate."""
+"""The gates give a perfect server full marks whichever way it answers, and every flaw costs its own
+gate.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def _key(messages: Any, thinking: bool) -> str:
 
 
 class PatientServer(ThreadingHTTPServer):
-    request_queue_size = 128  # a gate asks all at once: a connection that finds no place waits a second
+    request_queue_size = (
+        128  # a gate asks all at once: a connection that finds no place waits a second
+    )
 
 
 @pytest.fixture
@@ -114,7 +118,13 @@ def split_answer(conversation: Conversation) -> Answer:
     turn = dict(conversation.messages[-1])
     if "tool_calls" in turn:
         turn["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": json.dumps(call["function"]["arguments"]),
+                },
+            }
             for call in turn["tool_calls"]
         ]
         return choice(turn, "tool_calls")
@@ -123,10 +133,14 @@ def split_answer(conversation: Conversation) -> Answer:
 
 def raw_answer(conversation: Conversation) -> Answer:
     """As a server without parsers answers: all in the content."""
-    return choice({"role": "assistant", "content": conversation.completion.removesuffix("<|im_end|>")})
+    return choice(
+        {"role": "assistant", "content": conversation.completion.removesuffix("<|im_end|>")}
+    )
 
 
-def run_main(capsys: pytest.CaptureFixture[str], url: str, *words: str) -> tuple[int, dict[str, Any], str]:
+def run_main(
+    capsys: pytest.CaptureFixture[str], url: str, *words: str
+) -> tuple[int, dict[str, Any], str]:
     code = main(["eval", "gates", "--base-url", url, "--limit", str(LIMIT), *words])
     printed = capsys.readouterr()
     return code, json.loads(printed.out.strip().splitlines()[-1]), printed.out
@@ -177,7 +191,10 @@ def spoiled(kind: str, spoil: Callable[[str], str]) -> Callable[[Conversation], 
     ],
 )
 def test_a_wrong_answer_costs_the_gate_of_its_kind_and_no_other(
-    gate: str, spoil: Callable[[str], str], serve: Callable[..., Served], capsys: pytest.CaptureFixture[str]
+    gate: str,
+    spoil: Callable[[str], str],
+    serve: Callable[..., Served],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     code, line, _ = run_main(capsys, serve(spoiled(gate, spoil)).url)
     assert code == 1
@@ -209,7 +226,10 @@ def test_every_gate_has_a_threshold_and_what_is_reported_has_none() -> None:
 
 
 def test_the_gate_of_tool_calls_asks_for_no_refusal() -> None:
-    kinds = {gate.name: {problem.kind for problem in held_out.take(gate.name, 200, seed=0)} for gate in GATES}
+    kinds = {
+        gate.name: {problem.kind for problem in held_out.take(gate.name, 200, seed=0)}
+        for gate in GATES
+    }
     assert kinds["tool_calls"] == {"tool_calls"}
     assert "refusals" in kinds["thinking_closed"]
     (measure,) = REPORTED
@@ -225,7 +245,9 @@ def test_the_gate_of_tool_calls_asks_for_no_refusal() -> None:
     ],
 )
 def test_a_thought_must_end_once_and_the_turn_by_itself(
-    answer: Callable[[Conversation], Answer], serve: Callable[..., Served], capsys: pytest.CaptureFixture[str]
+    answer: Callable[[Conversation], Answer],
+    serve: Callable[..., Served],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     code, line, _ = run_main(capsys, serve(answer).url)
     assert code == 1
@@ -237,7 +259,9 @@ def test_a_request_without_a_reply_counts_as_wrong_and_is_reported(
 ) -> None:
     def answer(conversation: Conversation) -> Answer:
         return (
-            (500, {"error": "out of memory"}) if conversation.kind == "recall" else split_answer(conversation)
+            (500, {"error": "out of memory"})
+            if conversation.kind == "recall"
+            else split_answer(conversation)
         )
 
     code, line, table = run_main(capsys, serve(answer).url)
@@ -319,7 +343,18 @@ def test_each_gate_says_how_many_were_asked_and_the_result_is_written(
 ) -> None:
     file = tmp_path / "new" / "gates.json"
     assert (
-        main(["eval", "gates", "--base-url", serve(split_answer).url, "--limit", "4", "--output", str(file)])
+        main(
+            [
+                "eval",
+                "gates",
+                "--base-url",
+                serve(split_answer).url,
+                "--limit",
+                "4",
+                "--output",
+                str(file),
+            ]
+        )
         == 0
     )
     said = capsys.readouterr()
@@ -335,7 +370,9 @@ def test_each_gate_says_how_many_were_asked_and_the_result_is_written(
 def test_every_reply_of_a_gate_is_news() -> None:
     told: list[Phase] = []
     run_gates(
-        lambda problem: problem.completion, num_problems=3, bars=lambda: contextlib.nullcontext(told.append)
+        lambda problem: problem.completion,
+        num_problems=3,
+        bars=lambda: contextlib.nullcontext(told.append),
     )
     fractions = [phase.fraction for phase in told if phase.name == "recall"]
     assert fractions == [None, *(pytest.approx(share / 3) for share in (1, 2, 3)), 1.0]

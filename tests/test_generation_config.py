@@ -1,4 +1,6 @@
-"""A checkpoint's generation_config.json draws the replies of requests that do not say, behind the flags."""
+"""A checkpoint's generation_config.json draws the replies of requests that do not say, behind the
+flags.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from sampled_model import write_sampled_model
 from serving import Server, start_server
 
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 64}
-STORY = {"messages": [{"role": "user", "content": "Tell me a story about a river."}], "max_tokens": 24}
+STORY = {
+    "messages": [{"role": "user", "content": "Tell me a story about a river."}],
+    "max_tokens": 24,
+}
 
 
 def write_config(folder: Path, fields: Any) -> Path:
@@ -58,7 +63,8 @@ def test_a_model_without_the_file_is_greedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"temperature": "hot"}, {"temperature": -1}, {"top_p": True}, {"top_k": 1.5}, ["temperature"]]
+    "fields",
+    [{"temperature": "hot"}, {"temperature": -1}, {"top_p": True}, {"top_k": 1.5}, ["temperature"]],
 )
 def test_a_wrong_file_is_named_with_a_way_out(tmp_path: Path, fields: Any) -> None:
     file = write_config(tmp_path, fields)

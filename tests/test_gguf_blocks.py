@@ -1,4 +1,6 @@
-"""Every type of block a GGUF file has: our codes give the numbers of the gguf package, bit for bit."""
+"""Every type of block a GGUF file has: our codes give the numbers of the gguf package, bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,13 @@ EXTREMES = (0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 65504.0, -65504.0, 1.0, -1.0)
 
 
 def random_blocks(block_type: BlockType) -> np.ndarray:
-    """Rows of bytes as they could stand in a file: any bits, and scales from the smallest to the largest."""
+    """Rows of bytes as they could stand in a file: any bits, and scales from the smallest to the
+    largest.
+    """
     generator = np.random.default_rng(block_type.block_bytes)
-    blocks = generator.integers(0, 256, (NUM_ROWS, NUM_BLOCKS, block_type.block_bytes), dtype=np.uint8)
+    blocks = generator.integers(
+        0, 256, (NUM_ROWS, NUM_BLOCKS, block_type.block_bytes), dtype=np.uint8
+    )
     for place in HALVES[block_type.name]:
         scales = generator.normal(0, 0.1, (NUM_ROWS, NUM_BLOCKS)).astype(np.float16)
         scales[: len(EXTREMES), 0] = EXTREMES
@@ -57,10 +63,15 @@ def test_dequantized_codes_equal_the_gguf_package_bit_for_bit(name: str) -> None
     assert found.numpy().tobytes() == expected.tobytes()
     assert codes.values.dtype in (torch.uint8, torch.int8)
     lowest, highest = int(codes.values.min()), int(codes.values.max())
-    assert highest - lowest == 2**codes.bits - 1, "every code a number of so many bits can be occurs"
+    assert highest - lowest == 2**codes.bits - 1, (
+        "every code a number of so many bits can be occurs"
+    )
 
 
 def test_the_sizes_of_blocks_are_those_of_the_format() -> None:
     for number, ours in BLOCK_TYPES.items():
         theirs = gguf.GGMLQuantizationType(number)
-        assert (ours.name, ours.block_size, ours.block_bytes) == (theirs.name, *gguf.GGML_QUANT_SIZES[theirs])
+        assert (ours.name, ours.block_size, ours.block_bytes) == (
+            theirs.name,
+            *gguf.GGML_QUANT_SIZES[theirs],
+        )

@@ -1,4 +1,6 @@
-"""What stands before the weights of a GGUF file: read as written, and refused in our words when it lies."""
+"""What stands before the weights of a GGUF file: read as written, and refused in our words when it
+lies.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,12 @@ def tensor(name: str, dims: tuple[int, ...], kind: int = 0, offset: int = 0) -> 
     return string(name) + u32(len(dims)) + b"".join(map(u64, dims)) + u32(kind) + u64(offset)
 
 
-def file_of(values: list[bytes], tensors: list[bytes], num_data: int = 4096, version: int = 3) -> bytes:
-    head = b"GGUF" + u32(version) + u64(len(tensors)) + u64(len(values)) + b"".join(values + tensors)
+def file_of(
+    values: list[bytes], tensors: list[bytes], num_data: int = 4096, version: int = 3
+) -> bytes:
+    head = (
+        b"GGUF" + u32(version) + u64(len(tensors)) + u64(len(values)) + b"".join(values + tensors)
+    )
     return head + bytes(-len(head) % 32) + bytes(num_data)
 
 
@@ -106,16 +112,28 @@ DAMAGED = {
     "magic": (b"GGML" + file_of([], [])[4:], "begins with b'GGML'"),
     "version 1": (file_of([], [], version=1), "of version 1"),
     "big-endian": (file_of([], [], version=3 << 24), "in big-endian order"),
-    "tensors": (b"GGUF" + u32(3) + u64(2**60) + u64(0) + bytes(64), "1,152,921,504,606,846,976 tensors"),
+    "tensors": (
+        b"GGUF" + u32(3) + u64(2**60) + u64(0) + bytes(64),
+        "1,152,921,504,606,846,976 tensors",
+    ),
     "values": (b"GGUF" + u32(3) + u64(0) + u64(2**63) + bytes(64), "metadata values"),
     "key's length": (file_of([u64(2**40) + bytes(32)], []), "should have 1,099,511,627,776 bytes"),
     "key's bytes": (file_of([string(b"\xff\xfe") + u32(0) + b"\0"], []), "is not text"),
     "text's length": (file_of([value("a", 8, u64(2**50))], []), "a should have"),
     "kind of value": (file_of([value("a", 13, bytes(8))], []), "a is of type 13"),
     "kind of list": (file_of([value("a", LIST, u32(9) + u64(1))], []), "a is a list of type 9"),
-    "list's length": (file_of([value("a", LIST, TEXTS + u64(2**61))], []), "a should be a list of 2,305,"),
-    "list of texts": (file_of([value("a", LIST, TEXTS + u64(2**20))], []), "1,048,576 strings in a"),
-    "list of bytes": (file_of([value("a", LIST, BYTES + u64(2**20))], []), "a should have 1,048,576 bytes"),
+    "list's length": (
+        file_of([value("a", LIST, TEXTS + u64(2**61))], []),
+        "a should be a list of 2,305,",
+    ),
+    "list of texts": (
+        file_of([value("a", LIST, TEXTS + u64(2**20))], []),
+        "1,048,576 strings in a",
+    ),
+    "list of bytes": (
+        file_of([value("a", LIST, BYTES + u64(2**20))], []),
+        "a should have 1,048,576 bytes",
+    ),
     "flag": (file_of([value("a", 7, b"\2")], []), "a is neither true nor false"),
     "key twice": (file_of([value("a", 0, b"\1")] * 2, []), "it has a twice"),
     "alignment": (file_of([value("general.alignment", 4, u32(48))], []), "general.alignment is 48"),
@@ -135,8 +153,14 @@ DAMAGED = {
         file_of([], [tensor("v", (64,)), tensor("w", (64,), offset=224)]),
         "v and w lie in the same bytes",
     ),
-    "tensor twice": (file_of([], [tensor("w", (4,)), tensor("w", (4,), offset=32)]), "it has w twice"),
-    "no name's end": (file_of([], [u64(4000) + b"w"], num_data=0), "the name of a tensor should have"),
+    "tensor twice": (
+        file_of([], [tensor("w", (4,)), tensor("w", (4,), offset=32)]),
+        "it has w twice",
+    ),
+    "no name's end": (
+        file_of([], [u64(4000) + b"w"], num_data=0),
+        "the name of a tensor should have",
+    ),
 }
 
 

@@ -58,21 +58,30 @@ def test_a_gguf_file_gives_the_model_of_its_checkpoint(architecture: str, tmp_pa
 def _numbers(model: nn.Module) -> dict[str, Any]:
     """Of a config, but for how the checkpoint's files are laid out."""
     config = model.config
-    return {name: getattr(config, name) for name in config.__dataclass_fields__ if name != "is_nested"}
+    return {
+        name: getattr(config, name) for name in config.__dataclass_fields__ if name != "is_nested"
+    }
 
 
 @pytest.mark.parametrize(
     ("architecture", "kind"),
-    [("qwen35moe", "Q8_0"), *(("llama", kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"))],
+    [
+        ("qwen35moe", "Q8_0"),
+        *(("llama", kind) for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")),
+    ],
 )
 def test_packed_matrices_expand_to_what_the_gguf_package_says(
     architecture: str, kind: str, tmp_path: Path
 ) -> None:
-    """Also where rows and columns are put in another order, experts are cut out, or only rows are read."""
+    """Also where rows and columns are put in another order, experts are cut out, or only rows are
+    read.
+    """
     config = CONFIGS[architecture]
     state = random_state(config)
     file = write_gguf(tmp_path / "model.gguf", architecture, config, state, matrices=kind)
-    plain = write_gguf(tmp_path / "plain.gguf", architecture, config, state, matrices=kind, is_expanded=True)
+    plain = write_gguf(
+        tmp_path / "plain.gguf", architecture, config, state, matrices=kind, is_expanded=True
+    )
     expanded = {tensor.name: tensor.load() for tensor in open_gguf(plain)}
     num_packed = 0
     for tensor in open_gguf(file):
@@ -92,11 +101,17 @@ def test_packed_matrices_expand_to_what_the_gguf_package_says(
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ3_S"])
-def test_heads_come_back_in_order_though_a_block_holds_parts_of_two(kind: str, tmp_path: Path) -> None:
-    """DeltaNet's output: columns of four value heads of 128, tiled in the file, in blocks of 256."""
+def test_heads_come_back_in_order_though_a_block_holds_parts_of_two(
+    kind: str, tmp_path: Path
+) -> None:
+    """DeltaNet's output: columns of four value heads of 128, tiled in the file, in blocks of
+    256.
+    """
     block_type = gguf.GGMLQuantizationType[kind]
     block_bytes = gguf.GGML_QUANT_SIZES[block_type][1]
-    data = np.random.default_rng(0).integers(0, 60, (64, 2 * block_bytes), dtype=np.uint8)  # no infinities
+    data = np.random.default_rng(0).integers(
+        0, 60, (64, 2 * block_bytes), dtype=np.uint8
+    )  # no infinities
     tiled = torch.from_numpy(gguf.quants.dequantize(data, block_type))
     config = {**CONFIGS["qwen35"], "linear_value_head_dim": 128}
     state = {"model.embed_tokens.weight": torch.zeros(320, 64)}
@@ -114,14 +129,19 @@ def test_halves_are_read_as_they_are(kind: str, dtype: torch.dtype, tmp_path: Pa
     state = random_state(config)
     file = write_gguf(tmp_path / "model.gguf", "qwen35", config, state, matrices=kind)
     stored = {tensor.name: tensor for tensor in open_gguf(file)}
-    for name in ("model.layers.0.linear_attn.out_proj.weight", "model.layers.3.self_attn.q_proj.weight"):
+    for name in (
+        "model.layers.0.linear_attn.out_proj.weight",
+        "model.layers.3.self_attn.q_proj.weight",
+    ):
         assert stored[name].dtype == dtype
         assert not stored[name].scheme
         assert torch.equal(stored[name].load(), state[name].to(dtype))
 
 
 @pytest.mark.parametrize("settings", [{"split_max_tensors": 9}, {"fuses_experts": True}], ids=str)
-def test_split_files_and_fused_experts_are_the_same_model(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_split_files_and_fused_experts_are_the_same_model(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     config = CONFIGS["qwen35moe"]
     state = random_state(config)
     whole = parameters_of(write_gguf(tmp_path / "whole.gguf", "qwen35moe", config, state))
@@ -170,7 +190,9 @@ def test_a_type_nothing_can_expand_is_refused_by_name(
 def _with_one_tensor(path: Path, kind: str) -> tuple[Path, Tensor]:
     block_type = gguf.GGMLQuantizationType[kind]
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[block_type]
-    data = np.random.default_rng(0).integers(0, 256, (8, 256 // block_size * block_bytes), dtype=np.uint8)
+    data = np.random.default_rng(0).integers(
+        0, 256, (8, 256 // block_size * block_bytes), dtype=np.uint8
+    )
     data[:, 0:2] = np.array([0.5], np.float16).view(np.uint8)
     state = {"model.embed_tokens.weight": torch.zeros(320, 64)}
     write_gguf(path, "llama", ONE_LAYER, state, extra={"blk.0.ffn_up.weight": (data, kind)})
@@ -189,7 +211,10 @@ def test_a_packed_vector_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"general.architecture": "gemma3"}, "of the architecture 'gemma3' Supported are llama, qwen2"),
+        (
+            {"general.architecture": "gemma3"},
+            "of the architecture 'gemma3' Supported are llama, qwen2",
+        ),
         ({"general.architecture": "clip"}, "give the file of its text model"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type in model.gguf is yarn"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count in model.gguf is 8"),
@@ -198,10 +223,19 @@ def test_a_packed_vector_is_refused(tmp_path: Path) -> None:
         ({"llama.attention.causal": False}, "llama.attention.causal in model.gguf is False"),
         ({"llama.attention.scale": 0.5}, "llama.attention.scale in model.gguf is 0.5"),
         ({"llama.pooling_type": 1}, "llama.pooling_type in model.gguf is 1"),
-        ({"llama.attention.sliding_window": 1024}, "llama.attention.sliding_window in model.gguf is 1024"),
-        ({"llama.final_logit_softcapping": 30.0}, "llama.final_logit_softcapping in model.gguf is 30.0"),
+        (
+            {"llama.attention.sliding_window": 1024},
+            "llama.attention.sliding_window in model.gguf is 1024",
+        ),
+        (
+            {"llama.final_logit_softcapping": 30.0},
+            "llama.final_logit_softcapping in model.gguf is 30.0",
+        ),
         ({"llama.embedding_scale": [1.0]}, "llama.embedding_scale in model.gguf is [1.0]"),
-        ({"llama.feed_forward_length": [96, 48]}, "llama.feed_forward_length in model.gguf is [96, 48]"),
+        (
+            {"llama.feed_forward_length": [96, 48]},
+            "llama.feed_forward_length in model.gguf is [96, 48]",
+        ),
         ({"llama.attention.head_count": 0}, "llama.attention.head_count"),
         ({"llama.embedding_length": "many"}, "one whole number"),
     ],
@@ -217,9 +251,13 @@ def test_what_no_model_here_computes_is_refused_by_name(
 
 
 @pytest.mark.parametrize("factors", [np.linspace(1, 3, 8), np.ones(3), np.full(8, np.nan)])
-def test_other_factors_of_frequencies_than_llama_3s_are_refused(factors: np.ndarray, tmp_path: Path) -> None:
+def test_other_factors_of_frequencies_than_llama_3s_are_refused(
+    factors: np.ndarray, tmp_path: Path
+) -> None:
     extra = {"rope_freqs.weight": (factors.astype(np.float32), "F32")}
-    path = write_gguf(tmp_path / "model.gguf", "llama", ONE_LAYER, random_state(ONE_LAYER), extra=extra)
+    path = write_gguf(
+        tmp_path / "model.gguf", "llama", ONE_LAYER, random_state(ONE_LAYER), extra=extra
+    )
     assert "is not the scaling of Llama 3.1" in error_of(lambda: find_model(str(path)))
 
 
@@ -231,7 +269,9 @@ def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
         "llama.logit_scale": 1.0,
         "llama.attention.head_count_kv": [2, 2],
     }
-    path = write_gguf(tmp_path / "model.gguf", "llama", ONE_LAYER, random_state(ONE_LAYER), metadata=metadata)
+    path = write_gguf(
+        tmp_path / "model.gguf", "llama", ONE_LAYER, random_state(ONE_LAYER), metadata=metadata
+    )
     assert find_model(str(path)).config["num_key_value_heads"] == 2
 
 

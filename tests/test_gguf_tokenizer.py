@@ -1,4 +1,6 @@
-"""The tokenizer, template and defaults that stand in a GGUF file are those of the original checkpoint."""
+"""The tokenizer, template and defaults that stand in a GGUF file are those of the original
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from gguf_files import random_state, tokenizer_metadata, write_gguf
 from penstock.assets import default_model
@@ -25,7 +35,8 @@ SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 ONE_LAYER = {**LLAMA, "num_hidden_layers": 1}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
-# What published tokenizers of each kind have before their merges; none of it is read from our own table.
+# What published tokenizers of each kind have before their merges; none of it is read from our own
+# table.
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 BYTES_ONLY = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
@@ -50,7 +61,10 @@ PUBLISHED: dict[str, tuple[Any, bool]] = {
         ),
         True,
     ),
-    "smollm": (pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]), False),
+    "smollm": (
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
+        False,
+    ),
     "gpt-2": (GPT2, False),
 }
 
@@ -58,7 +72,9 @@ PUBLISHED: dict[str, tuple[Any, bool]] = {
 def texts() -> list[str]:
     """The probes of two encoders, real prose, and random characters of many scripts."""
     draw = random.Random(5)
-    alphabet = "".join(map(chr, (*range(9, 14), *range(32, 127), *range(0xA0, 0x250), *range(0x300, 0x380))))
+    alphabet = "".join(
+        map(chr, (*range(9, 14), *range(32, 127), *range(0xA0, 0x250), *range(0x300, 0x380)))
+    )
     alphabet += "你好世界こんにちは안녕мирनमस्ते١٢٣𝔘🚀‍\u2028\u3000'sS" + " \n" * 20
     fuzzed = ["".join(draw.choices(alphabet, k=draw.randrange(1, 80))) for _ in range(400)]
     real: list[str] = []
@@ -79,7 +95,9 @@ def check_same(original: tokenizers.Tokenizer, found: Tokenizer, every: int = 1)
         ids = original.encode(text, add_special_tokens=False).ids
         assert found.encode(text) == ids, text
         assert found.encode(text, True) == original.encode(text).ids, text
-        assert found.decode(ids, skip_special_tokens=False) == original.decode(ids, skip_special_tokens=False)
+        assert found.decode(ids, skip_special_tokens=False) == original.decode(
+            ids, skip_special_tokens=False
+        )
 
 
 def trained(pre_tokenizer: Any, is_nfc: bool) -> tokenizers.Tokenizer:
@@ -118,9 +136,15 @@ def test_control_tokens_may_stand_first(tmp_path: Path) -> None:
     original = trained(*PUBLISHED["smollm"])
     written = json.loads(original.to_str())
     first = [token["content"] for token in written["added_tokens"]]
-    vocab = {token: id + len(first) for token, id in written["model"]["vocab"].items() if token not in first}
+    vocab = {
+        token: id + len(first)
+        for token, id in written["model"]["vocab"].items()
+        if token not in first
+    }
     written["model"]["vocab"] = {token: id for id, token in enumerate(first)} | vocab
-    written["added_tokens"] = [{**token, "id": id} for id, token in enumerate(written["added_tokens"])]
+    written["added_tokens"] = [
+        {**token, "id": id} for id, token in enumerate(written["added_tokens"])
+    ]
     original = tokenizers.Tokenizer.from_str(json.dumps(written))
     metadata = tokenizer_metadata(written, "smollm", len(vocab) + len(first))
     check_same(original, Tokenizer.load(write(tmp_path / "model.gguf", metadata)))
@@ -235,7 +259,9 @@ def sentence_piece(adds_space: bool) -> tuple[tokenizers.Tokenizer, dict[str, An
 
 
 @pytest.mark.parametrize("adds_space", [True, False])
-def test_a_sentence_piece_vocabulary_encodes_as_the_original_did(adds_space: bool, tmp_path: Path) -> None:
+def test_a_sentence_piece_vocabulary_encodes_as_the_original_did(
+    adds_space: bool, tmp_path: Path
+) -> None:
     original, metadata = sentence_piece(adds_space)
     found = Tokenizer.load(write(tmp_path / "model.gguf", metadata))
     check_same(original, found)
@@ -249,7 +275,10 @@ def test_a_sentence_piece_vocabulary_encodes_as_the_original_did(adds_space: boo
 def small_metadata(**changes: Any) -> dict[str, Any]:
     original = json.loads(trained(*PUBLISHED["gpt-2"]).to_str())
     metadata = tokenizer_metadata(original, "gpt-2", 800)
-    return {**metadata, **{f"tokenizer.{key.replace('__', '.')}": value for key, value in changes.items()}}
+    return {
+        **metadata,
+        **{f"tokenizer.{key.replace('__', '.')}": value for key, value in changes.items()},
+    }
 
 
 def test_the_first_and_the_last_token_are_added_where_the_file_says_so(tmp_path: Path) -> None:
@@ -281,7 +310,10 @@ def test_template_ends_and_sampling_come_from_the_file(tmp_path: Path) -> None:
         "general.sampling.penalty_repeat": 1.1,
     }
     path = write(tmp_path / "model.gguf", metadata)
-    assert ChatTemplate.load(path).render([{"role": "user", "content": "Hi"}]) == "<|im_start|>Hi<|im_end|>"
+    assert (
+        ChatTemplate.load(path).render([{"role": "user", "content": "Hi"}])
+        == "<|im_start|>Hi<|im_end|>"
+    )
     assert Tokenizer.load(path).eos_token_ids == (702, 701)
     expected = {"temperature": 0.6, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1}
     assert checkpoint_sampling("auto", path) == expected
@@ -305,8 +337,14 @@ def test_replies_can_be_held_to_a_grammar(tmp_path: Path) -> None:
         ({"ggml__token_type": [1, 1, 1]}, r"it has 800 tokens and 3 token types"),
         ({"ggml__tokens": ["a"] * 800}, r"the token 'a' is there 800 times"),
         ({"ggml__tokens": 5}, r"tokenizer.ggml.tokens is not a list of str"),
-        ({"ggml__merges": ["h e", "no-such no-token"]}, r"model.gguf/tokenizer.json cannot be read"),
-        ({"ggml__add_bos_token": True, "ggml__bos_token_id": 800}, r"bos_token_id is 800 of 800 tokens"),
+        (
+            {"ggml__merges": ["h e", "no-such no-token"]},
+            r"model.gguf/tokenizer.json cannot be read",
+        ),
+        (
+            {"ggml__add_bos_token": True, "ggml__bos_token_id": 800},
+            r"bos_token_id is 800 of 800 tokens",
+        ),
         ({"ggml__add_bos_token": "yes"}, r"tokenizer.ggml.add_bos_token is 'yes'"),
         ({"ggml__model": "llama"}, r"tokenizer.ggml.scores is not a list of float"),
     ],

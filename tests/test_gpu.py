@@ -1,5 +1,5 @@
-"""The same laws on a CUDA device: nothing synchronises inside a step, steps can be captured, and the GPU
-says what the CPU says.
+"""The same laws on a CUDA device: nothing synchronises inside a step, steps can be captured, and
+the GPU says what the CPU says.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ import torch
 
 from penstock.engine.engine import Engine
 from penstock.types import PageUpdate, Pooling, Request, RowPlan, StepPlan
-from small_models import FAMILIES, HYBRID_MOE, logprobs_of, make_engine, prompt, request, run, tokens_of
+from small_models import (
+    FAMILIES,
+    HYBRID_MOE,
+    logprobs_of,
+    make_engine,
+    prompt,
+    request,
+    run,
+    tokens_of,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -102,7 +111,8 @@ def prefill_rows(engine: Engine, num_rows: int, length: int) -> list[RowPlan]:
     )
     engine.runner.launch(StepPlan(0, rows, page_updates=updates)).wait()
     return [
-        RowPlan(row, length, (), True, slot=slots[row], initial_slot=slots[row]) for row in range(num_rows)
+        RowPlan(row, length, (), True, slot=slots[row], initial_slot=slots[row])
+        for row in range(num_rows)
     ]
 
 
@@ -135,7 +145,9 @@ def test_no_step_synchronises(config: dict[str, Any], dtype: str) -> None:
 
 
 def test_a_decode_step_can_be_captured_and_replayed() -> None:
-    engine = make_engine(HYBRID_MOE, device="cuda", dtype="bfloat16", memory_gb=0.2, deterministic=False)
+    engine = make_engine(
+        HYBRID_MOE, device="cuda", dtype="bfloat16", memory_gb=0.2, deterministic=False
+    )
     runner = engine.runner
     decodes = tuple(prefill_rows(engine, num_rows=3, length=70))
     plan = StepPlan(1, decodes)

@@ -1,8 +1,10 @@
-"""Four layers of Qwen3.5-35B-A3B at their real width against transformers, on the same weights, on a GPU.
+"""Four layers of Qwen3.5-35B-A3B at their real width against transformers, on the same weights, on
+a GPU.
 
-Both run in bf16, and what is near enough is not chosen: transformers' own distance from its float32 self is.
-Random routers choose other experts in bf16 than in float32 for two tokens of five, and that moves single
-logits far, by chance. So every decode is judged where routing is clear, and the mean of many where it is not.
+Both run in bf16, and what is near enough is not chosen: transformers' own distance from its float32
+self is. Random routers choose other experts in bf16 than in float32 for two tokens of five, and
+that moves single logits far, by chance. So every decode is judged where routing is clear, and the
+mean of many where it is not.
 """
 
 from __future__ import annotations
@@ -56,7 +58,12 @@ def make_ours(config: dict[str, Any], weights: dict[str, Tensor], **settings: An
     parameters = targets_of(model)
     for name, place in model.placements(weights.keys()).items():
         parameters[place.parameter][place.index].copy_(place.converted(weights[name]))
-    given = {"memory_gb": 4, "max_rows": NUM_SEQUENCES, "max_model_len": 1024, "prefix_cache": False}
+    given = {
+        "memory_gb": 4,
+        "max_rows": NUM_SEQUENCES,
+        "max_model_len": 1024,
+        "prefix_cache": False,
+    }
     return LogitsEngine(Engine(model, EngineConfig(**given, **settings), "cut"))
 
 
@@ -83,7 +90,9 @@ def distances(
 
 def logits_of(reference: Any, tokens: Tensor) -> Tensor:  # [sequences, 1 + decodes, vocab] float32
     wanted = slice(NUM_PROMPT - 1, None)
-    return torch.stack([reference(row[None].cuda()).logits[0, wanted].float().cpu() for row in tokens])
+    return torch.stack(
+        [reference(row[None].cuda()).logits[0, wanted].float().cpu() for row in tokens]
+    )
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

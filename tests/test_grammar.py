@@ -1,4 +1,6 @@
-"""Laws of the forms clients ask for: what is asked for is what is allowed; the hostile is refused at once."""
+"""Laws of the forms clients ask for: what is asked for is what is allowed; the hostile is refused
+at once.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 def wide(num_properties: int) -> dict[str, Any]:
-    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(num_properties)}}
+    return {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "string"} for i in range(num_properties)},
+    }
 
 
 TREE = {
@@ -63,9 +68,13 @@ REFUSED: dict[str, Any] = {
     "10 MB of one text": {"type": "object", "description": "x" * 10**7},
     "10 MB of properties": wide(300_000),
     "one optional property too many": wide(401),
-    "more ways than can be kept in sight": {"anyOf": [wide(20) | {"title": str(i)} for i in range(50)]},
+    "more ways than can be kept in sight": {
+        "anyOf": [wide(20) | {"title": str(i)} for i in range(50)]
+    },
     "product of choices": {
-        "allOf": [{"anyOf": [wide(i + 1) | {"title": str(i)} for i in range(10)]} for _ in range(15)]
+        "allOf": [
+            {"anyOf": [wide(i + 1) | {"title": str(i)} for i in range(10)]} for _ in range(15)
+        ]
     },
     "no value": {"enum": []},
     "empty range": {"type": "integer", "minimum": 5, "maximum": 3},
@@ -83,7 +92,10 @@ REFUSED: dict[str, Any] = {
 USABLE: dict[str, tuple[Any, str]] = {
     "nested to the limit": (nested(48), "[" * 48 + '"x"' + "]" * 48),
     "catastrophic for backtracking": ({"type": "string", "pattern": "^(a+)+$"}, '"aaaaaaaaaaaa"'),
-    "counts within counts": ({"pattern": "^(((a{1,99}){1,99}){1,99}){1,99}$", "type": "string"}, '"aaa"'),
+    "counts within counts": (
+        {"pattern": "^(((a{1,99}){1,99}){1,99}){1,99}$", "type": "string"},
+        '"aaa"',
+    ),
     "tree": (TREE, '{"c":[{"c":[]},{}]}'),
     "true": (True, '{"any": [1, null]}'),
     "empty": ({}, "3"),
@@ -127,7 +139,10 @@ def test_every_text_of_a_schema_is_valid_against_it(seed: int) -> None:
     ("text", "expected"),
     [
         ('{"name":"A","age":0,"kind":7,"boss":null}', True),
-        ('{\n    "name": "A",\n    "age": 130,\n    "kind": "foe",\n    "boss": {"ok": true}\n}', True),
+        (
+            '{\n    "name": "A",\n    "age": 130,\n    "kind": "foe",\n    "boss": {"ok": true}\n}',
+            True,
+        ),
         ('{"name":"A","age":131,"kind":7,"boss":null}', False),
         ('{"name":"A","age":0,"kind":8,"boss":null}', False),
         ('{"name":"A","age":0,"kind":7}', False),
@@ -192,7 +207,9 @@ def test_a_regular_expression_that_is_none_is_refused(pattern: str) -> None:
     assert raised.value.why
 
 
-@pytest.mark.parametrize("lark", ["", "start: none", "start: /(/", "x" * 200_000, 'start: "\ud800"'])
+@pytest.mark.parametrize(
+    "lark", ["", "start: none", "start: /(/", "x" * 200_000, 'start: "\ud800"']
+)
 def test_a_lark_grammar_that_is_none_is_refused(lark: str) -> None:
     with pytest.raises(RequestError) as raised:
         lark_grammar(lark)
@@ -221,11 +238,17 @@ CHAIN = "".join(f"r{i} ::= r{i + 1}\n" for i in range(2000))
         ('root ::= "a\\\\u0041"', ["a\\u0041"], ["aA"]),
         ('root ::= ("(" root ")") | "." # "quoted', [".", "((.))"], ["((.)", "#"]),
         ("root ::= . .", ["a\n", "中文"], ["a"]),
-        ('root ::= my-rule ("," my-rule)*\nmy-rule ::=\n  [^,\\n]+ |\n  "-"', ["a,b c"], ["a,", "a\nb"]),
+        (
+            'root ::= my-rule ("," my-rule)*\nmy-rule ::=\n  [^,\\n]+ |\n  "-"',
+            ["a,b c"],
+            ["a,", "a\nb"],
+        ),
         ('root ::= "<|im_end|>" "\\""', ['<|im_end|>"'], ["<|im_end|>"]),
     ],
 )
-def test_a_grammar_of_llama_cpp_means_what_it_means_there(gbnf: str, yes: list[str], no: list[str]) -> None:
+def test_a_grammar_of_llama_cpp_means_what_it_means_there(
+    gbnf: str, yes: list[str], no: list[str]
+) -> None:
     grammar = gbnf_grammar(gbnf)
     assert [text for text in (*yes, *no) if is_allowed(grammar, text)] == yes
 

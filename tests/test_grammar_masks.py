@@ -1,4 +1,6 @@
-"""Laws of constrained replies, on small models with random weights, which left alone never write JSON."""
+"""Laws of constrained replies, on small models with random weights, which left alone never write
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from penstock.engine.engine import Engine
 from penstock.engine.graphs import DecodeStep
 from penstock.errors import CheckpointError, ConfigError, RequestError
 from penstock.models.source import ModelSource
-from penstock.text.grammar import json_object_grammar, json_schema_grammar, lark_grammar, regex_grammar
+from penstock.text.grammar import (
+    json_object_grammar,
+    json_schema_grammar,
+    lark_grammar,
+    regex_grammar,
+)
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Request, SamplingParams, StepPlan, TokenDelta
 from penstock.wire import Submit, encode_frame
@@ -47,12 +54,18 @@ def engine_of(config: dict[str, Any] = LLAMA, **settings: Any) -> Engine:
 
 def constrained(id: str, grammar: str = PERSON_GRAMMAR, **sampling: Any) -> Request:
     given = {"max_tokens": 400, "temperature": 1.0, "seed": 1, "end_token_ids": ENDS, "logprobs": 0}
-    return request(id, sampling.pop("token_ids", prompt(20)), grammar=grammar, **{**given, **sampling})
+    return request(
+        id, sampling.pop("token_ids", prompt(20)), grammar=grammar, **{**given, **sampling}
+    )
 
 
 def some_of_each() -> list[Request]:
-    people = [constrained(f"c{seed}", seed=seed, token_ids=prompt(30 * seed, seed)) for seed in (1, 2, 3)]
-    plain = [request(f"p{n}", prompt(n, n), max_tokens=15, temperature=0.8, seed=n) for n in (1, 70)]
+    people = [
+        constrained(f"c{seed}", seed=seed, token_ids=prompt(30 * seed, seed)) for seed in (1, 2, 3)
+    ]
+    plain = [
+        request(f"p{n}", prompt(n, n), max_tokens=15, temperature=0.8, seed=n) for n in (1, 70)
+    ]
     return [people[0], plain[0], people[1], plain[1], people[2]]
 
 
@@ -81,7 +94,9 @@ def assert_person(deltas: list[TokenDelta]) -> None:
 def test_every_reply_under_a_schema_is_valid_against_it(
     config: dict[str, Any], knobs: dict[str, Any]
 ) -> None:
-    requests = [constrained(f"r{i}", token_ids=prompt(9, i), **{"seed": i, **knobs}) for i in range(3)]
+    requests = [
+        constrained(f"r{i}", token_ids=prompt(9, i), **{"seed": i, **knobs}) for i in range(3)
+    ]
     for deltas in run(engine_of(config), *requests).values():
         assert_person(deltas)
 
@@ -116,7 +131,12 @@ def test_chunked_prefill_changes_nothing() -> None:
     [(False, ()), pytest.param(True, (), marks=pytest.mark.slow), (True, (THINK_END,))],
 )
 def test_preempted_equals_undisturbed(overlap: bool, starts_after: tuple[int, ...]) -> None:
-    numbers = {"type": "array", "items": {"type": "integer", "minimum": 100}, "minItems": 12, "maxItems": 12}
+    numbers = {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 100},
+        "minItems": 12,
+        "maxItems": 12,
+    }
     requests = [
         constrained(
             f"r{i}",
@@ -140,7 +160,9 @@ def test_preempted_equals_undisturbed(overlap: bool, starts_after: tuple[int, ..
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_comes_before_the_start_token_is_free_but_cannot_end(overlap: bool, seed: int) -> None:
-    """The start token and the end tokens are made likely: the first comes soon, the others would."""
+    """The start token and the end tokens are made likely: the first comes soon, the others
+    would.
+    """
     bias = {THINK_END: 5.0} | dict.fromkeys(ENDS, 9.0)
     one = constrained("r", seed=seed, grammar_starts_after=(THINK_END,), logit_bias=bias)
     deltas = run(engine_of(overlap=overlap), one)["r"]
@@ -153,7 +175,9 @@ def test_what_comes_before_the_start_token_is_free_but_cannot_end(overlap: bool,
 
 def test_thinking_is_as_without_a_grammar() -> None:
     free = run(engine_of(), constrained("r", None, max_tokens=40))["r"]  # type: ignore[arg-type]
-    thinking = run(engine_of(), constrained("r", max_tokens=40, grammar_starts_after=(THINK_END,)))["r"]
+    thinking = run(engine_of(), constrained("r", max_tokens=40, grammar_starts_after=(THINK_END,)))[
+        "r"
+    ]
     assert not set(tokens_of(free)) & {*ENDS, THINK_END}, "choose another seed"
     assert logprobs_of(thinking) == logprobs_of(free)
 
@@ -170,7 +194,9 @@ def test_a_reply_ends_when_its_grammar_does_and_no_earlier(temperature: float) -
 def test_the_requests_own_end_tokens_end_a_reply() -> None:
     im_end, own = TOKENIZER.id_of("<|im_end|>"), TOKENIZER.encode("!")[0]
     for ends in ((im_end,), (own,), (own, im_end)):
-        deltas = run(engine_of(), constrained("r", regex_grammar("yes|no"), end_token_ids=ends))["r"]
+        deltas = run(engine_of(), constrained("r", regex_grammar("yes|no"), end_token_ids=ends))[
+            "r"
+        ]
         assert TOKENIZER.decode(tokens_of(deltas)[:-1]) in ("yes", "no")
         assert tokens_of(deltas)[-1] in ends
 
@@ -193,8 +219,10 @@ def test_logprobs_are_those_of_the_model_and_not_of_the_mask() -> None:
     "grammar", [PERSON_GRAMMAR, json_object_grammar(), regex_grammar("(yes|no|[0-9]+)!?")]
 )
 def test_a_mask_allows_exactly_what_the_matcher_accepts(grammar: str) -> None:
-    """Every token of the vocabulary is asked for on its own, along a reply; but of several ways to cut what
-    must come only the tokenizer's own is allowed. Two rows take another road into llguidance than one."""
+    """Every token of the vocabulary is asked for on its own, along a reply; but of several ways to
+    cut what must come only the tokenizer's own is allowed. Two rows take another road into
+    llguidance than one.
+    """
     tokens = tokens_of(run(engine_of(), constrained("r", grammar, max_tokens=25))["r"])
     engine = engine_of()
     matcher = engine.constraints.compiler.compile(grammar)
@@ -202,7 +230,8 @@ def test_a_mask_allows_exactly_what_the_matcher_accepts(grammar: str) -> None:
     followers = [grammar_masks.Constraint(sequence, matcher.deep_copy()) for sequence in sequences]
     for token_id in tokens:
         pair, single = (
-            engine.constraints.fill(list(enumerate(chosen))) for chosen in (followers, followers[:1])
+            engine.constraints.fill(list(enumerate(chosen)))
+            for chosen in (followers, followers[:1])
         )
         expected = {t for t in range(VOCAB_SIZE) if matcher.validate_tokens([t])} - set(ENDS)
         expected |= set(ENDS) if matcher.is_accepting() else set()
@@ -256,11 +285,16 @@ def test_a_grammar_that_becomes_too_costly_ends_its_own_request_only(overlap: bo
     assert after.num_free_pages == before.num_free_pages
 
 
-def test_a_grammar_that_does_not_compile_for_the_vocabulary_ends_its_request_with_the_reason() -> None:
+def test_a_grammar_that_does_not_compile_for_the_vocabulary_ends_its_request_with_the_reason() -> (
+    None
+):
     engine = engine_of()
     unknown = lark_grammar("start: <no_such_token>")
     deltas = run(
-        engine, constrained("bad", unknown), constrained("worse", "nothing like a grammar"), *some_of_each()
+        engine,
+        constrained("bad", unknown),
+        constrained("worse", "nothing like a grammar"),
+        *some_of_each(),
     )
     assert deltas["bad"][-1].finish == deltas["worse"][-1].finish == "error"
     assert "no_such_token" in (deltas["bad"][-1].error or "")
@@ -293,7 +327,9 @@ def test_aborted_requests_leave_nothing_behind(overlap: bool) -> None:
     assert (engine.stats().num_running, engine.stats().num_waiting) == (0, 0)
 
 
-def test_an_expensive_grammar_keeps_only_its_own_request_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expensive_grammar_keeps_only_its_own_request_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = engine_of()
     compile, may_go_on = engine.constraints.compiler.compile, threading.Event()
 
@@ -335,7 +371,9 @@ def test_requests_that_cannot_work_are_refused() -> None:
 
 def test_an_engine_without_a_vocabulary_serves_all_other_requests() -> None:
     source = ModelSource("small", None, {**LLAMA, "vocab_size": VOCAB_SIZE})
-    engine = Engine.from_source(source, EngineConfig(random_weights=True, device="cpu", max_model_len=256))
+    engine = Engine.from_source(
+        source, EngineConfig(random_weights=True, device="cpu", max_model_len=256)
+    )
     engine.warm_up_grammars()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         engine.submit(constrained("r", max_tokens=20))
@@ -353,7 +391,9 @@ def test_llguidance_is_needed_by_constrained_requests_only(monkeypatch: pytest.M
 
 def test_a_vocabulary_larger_than_the_models_is_refused_and_asked_for_once() -> None:
     source = ModelSource("small", default_model(), {**LLAMA, "vocab_size": 320})
-    engine = Engine.from_source(source, EngineConfig(random_weights=True, device="cpu", max_model_len=256))
+    engine = Engine.from_source(
+        source, EngineConfig(random_weights=True, device="cpu", max_model_len=256)
+    )
     one = constrained("r", max_tokens=20, end_token_ids=(3,))
     (last,) = run(engine, one)["r"]
     assert last.finish == "error"

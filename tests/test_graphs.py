@@ -1,4 +1,6 @@
-"""Decode steps of fixed sizes: padding and static buffers change nothing, nor does capturing them."""
+"""Decode steps of fixed sizes: padding and static buffers change nothing, nor does capturing
+them.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,12 @@ def test_every_number_of_rows_has_a_size_that_pads_little(max_rows: int) -> None
         assert size - num_rows <= max(7, num_rows // 4)
 
 
-def test_launching_ahead_touches_nobodys_memory_and_leaves_nothing_in_it(config: dict[str, Any]) -> None:
-    """Before anything is captured, steps of all kinds run at the same time, to compile their kernels."""
+def test_launching_ahead_touches_nobodys_memory_and_leaves_nothing_in_it(
+    config: dict[str, Any],
+) -> None:
+    """Before anything is captured, steps of all kinds run at the same time, to compile their
+    kernels.
+    """
     engine = make_engine(config, max_rows=20, memory_gb=0.05)
     runner = engine.runner
     tensors = [getattr(cache, name) for cache in runner.caches for name in cache.__slots__]
@@ -62,7 +68,10 @@ def test_launching_ahead_touches_nobodys_memory_and_leaves_nothing_in_it(config:
     given = (runner.model, runner.caches, runner.rows, True)
     launches = [DecodeGraphs(*given).warmup, PrefillGraphs(*given, max_step_tokens=128).warmup]
     num_prompts, num_beside = len({64, 128}), len({0, 1, 4, 16})
-    assert [len(kind.ahead) for kind in launches] == [len({1, 2, 4, 8, 16, 20}), num_prompts * num_beside]
+    assert [len(kind.ahead) for kind in launches] == [
+        len({1, 2, 4, 8, 16, 20}),
+        num_prompts * num_beside,
+    ]
     assert [len(kind.after) for kind in launches] == [len(graph_sizes(20)) - 6 + 1, 1]
     warm_up(launches)
     for tensor, was in zip(tensors, before):
@@ -110,13 +119,17 @@ def test_pages_that_kernels_cannot_read_are_refused_on_a_gpu() -> None:
 
 def test_steps_may_be_too_short_for_any_captured_prompt() -> None:
     runner = make_engine(FAMILIES["llama"], max_rows=2).runner
-    launches = PrefillGraphs(runner.model, runner.caches, runner.rows, True, max_step_tokens=32).warmup
+    launches = PrefillGraphs(
+        runner.model, runner.caches, runner.rows, True, max_step_tokens=32
+    ).warmup
     assert not launches.ahead
     assert not launches.after
 
 
 @torch.inference_mode()
-def test_where_nothing_may_depend_on_others_all_tokens_are_computed_alike(config: dict[str, Any]) -> None:
+def test_where_nothing_may_depend_on_others_all_tokens_are_computed_alike(
+    config: dict[str, Any],
+) -> None:
     """Somebody else's wish for the scores of a prompt makes a step compute all of them."""
     runner = make_engine(config, max_rows=2, prefix_cache=False).runner
     runner.rows.page_table[:2, :2] = torch.tensor([[1, 2], [3, 4]])
@@ -170,7 +183,9 @@ def test_an_excerpt_launches_whatever_the_model_launches(config: dict[str, Any])
     assert sum(cache is not None for cache in warmup_caches) <= 3
     for new_step in (
         lambda caches: DecodeStep(runner.model, caches, runner.rows, 3, False).logits,
-        lambda caches: PrefillStep(runner.model, caches, runner.rows, StepSize(1, 2, 64), False).run,
+        lambda caches: (
+            PrefillStep(runner.model, caches, runner.rows, StepSize(1, 2, 64), False).run
+        ),
     ):
         whole = ops_of(new_step(runner.caches))
         assert len(whole) > 4
@@ -179,11 +194,17 @@ def test_an_excerpt_launches_whatever_the_model_launches(config: dict[str, Any])
 
 def test_layers_that_differ_in_a_number_are_of_two_kinds() -> None:
     """As where only some of them look back further than a window."""
-    config = FAMILIES["llama"] | {"num_hidden_layers": 8, "use_sliding_window": True, "sliding_window": 32}
+    config = FAMILIES["llama"] | {
+        "num_hidden_layers": 8,
+        "use_sliding_window": True,
+        "sliding_window": 32,
+    }
     config |= {"model_type": "qwen2", "max_window_layers": 5}
     runner = make_engine(config).runner
     warmup_caches = warmup_layers(runner.model, runner.caches)
-    assert [cache is not None for cache in warmup_caches] == [index in (0, 5, 7) for index in range(8)]
+    assert [cache is not None for cache in warmup_caches] == [
+        index in (0, 5, 7) for index in range(8)
+    ]
 
 
 @torch.inference_mode()
@@ -303,7 +324,12 @@ def test_sizes_are_tried_from_the_cheapest_on() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_on_and_off_give_the_same_tokens(config: dict[str, Any], dtype: str) -> None:
     requests = [request(f"r{n}", prompt(n, n), max_tokens=40) for n in (1, 63, 64, 65, 200)]
-    settings: dict[str, Any] = {"device": "cuda", "dtype": dtype, "memory_gb": 0.2, "deterministic": True}
+    settings: dict[str, Any] = {
+        "device": "cuda",
+        "dtype": dtype,
+        "memory_gb": 0.2,
+        "deterministic": True,
+    }
     expected = run(make_engine(config, graphs=False, **settings), *requests)
     engine = make_engine(config, graphs=True, **settings)
     seen = run(engine, *requests)
@@ -316,7 +342,9 @@ def test_graphs_on_and_off_give_the_same_tokens(config: dict[str, Any], dtype: s
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_a_prompt_goes_on_from_the_state_that_a_captured_reply_left(config: dict[str, Any]) -> None:
-    """While another reply is decoded beside it: at a page's end a row begins to write to another slot."""
+    """While another reply is decoded beside it: at a page's end a row begins to write to another
+    slot.
+    """
     settings: dict[str, Any] = {
         "device": "cuda",
         "dtype": "float32",

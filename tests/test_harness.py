@@ -1,4 +1,6 @@
-"""The harness's numbers: what was sent and counted, what is flagged, and that no server makes it crash."""
+"""The harness's numbers: what was sent and counted, what is flagged, and that no server makes it
+crash.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,16 @@ from penstock.eval.stream_client import StreamedReply
 from penstock.eval.throughput import insert_spot_checks
 
 VLLM = ROOT / "baseline" / "results" / "vllm-0.19-tp8-8xh200.json"
-SMALL_LOAD = ["--num-requests", "4", "--input-tokens", "40", "--max-tokens", "30", "--timeout", "10"]
+SMALL_LOAD = [
+    "--num-requests",
+    "4",
+    "--input-tokens",
+    "40",
+    "--max-tokens",
+    "30",
+    "--timeout",
+    "10",
+]
 WITH_TOKENIZER = ["--tokenizer", str(TINY)]
 
 
@@ -63,8 +74,12 @@ def test_prompts_are_counted_as_by_the_other_implementation(
     assert counter.count_prompt(messages) == count_prompt(messages)
 
 
-def test_prompts_of_qwen_are_rendered_as_its_own_cases_say(shared_data: Path, tmp_path: Path) -> None:
-    """Only the template: with a tokenizer that makes one token of every character, counts are lengths."""
+def test_prompts_of_qwen_are_rendered_as_its_own_cases_say(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    """Only the template: with a tokenizer that makes one token of every character, counts are
+    lengths.
+    """
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     folder = shared_data / "qwen3.5"
@@ -73,7 +88,9 @@ def test_prompts_of_qwen_are_rendered_as_its_own_cases_say(shared_data: Path, tm
     letters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     letters.save(str(tmp_path / "tokenizer.json"))
     counter = TokenCounter.load(str(tmp_path))
-    cases = [json.loads(line) for line in (folder / "golden_renders.jsonl").read_text().splitlines()]
+    cases = [
+        json.loads(line) for line in (folder / "golden_renders.jsonl").read_text().splitlines()
+    ]
     plain = [
         case
         for case in cases
@@ -96,7 +113,9 @@ def test_random_prompts_have_their_length_and_no_control_tokens(counter: TokenCo
     counts = [count_prompt([{"role": "user", "content": text}]) for text in texts]
     assert counts == [14, 64, 700] * 20
     assert len(set(texts)) == len(texts)
-    assert not any(special in text for text in texts for special in ("<|im_", "<think>", "<tool_call>"))
+    assert not any(
+        special in text for text in texts for special in ("<|im_", "<think>", "<tool_call>")
+    )
 
 
 def test_a_seed_gives_the_same_random_prompts_again(counter: TokenCounter) -> None:
@@ -198,7 +217,9 @@ def throughput_of(
 ) -> tuple[int, dict[str, Any], str]:
     with judged_server(*faults) as server:
         words = ["throughput", "--base-url", server.url, *SMALL_LOAD, "--concurrency", "2"]
-        exit_code, report, said = measure(capsys, *words, *(WITH_TOKENIZER if flags is None else flags))
+        exit_code, report, said = measure(
+            capsys, *words, *(WITH_TOKENIZER if flags is None else flags)
+        )
     (level,) = report["levels"]
     return exit_code, level, said
 
@@ -242,11 +263,15 @@ def test_requests_that_fail_are_counted_with_their_words(
 ) -> None:
     exit_code, level, said = throughput_of(capsys, fault)
     assert (exit_code, level["ok"], level["failed"], level["verified_tok_s"]) == (1, 0, 4, 0)
-    assert any(said.startswith(message) for said in level["error_messages"]), level["error_messages"]
+    assert any(said.startswith(message) for said in level["error_messages"]), level[
+        "error_messages"
+    ]
     assert "4 FAILED" in said or len(level["error_messages"]) > 1
 
 
-def test_a_server_without_streams_is_measured_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_streams_is_measured_all_the_same(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     exit_code, level, said = throughput_of(capsys, "garbage in streams", flags=["--no-stream"])
     assert exit_code == 0, said
     assert (level["ok"], level["ttft_ms"], level["prompt_tokens"]) == (4, None, 160)
@@ -278,12 +303,16 @@ def test_a_level_on_a_server_that_has_gone_is_a_failed_level(
 
 
 def test_the_published_baseline_has_the_published_score() -> None:
-    levels = {row["concurrency"]: row["verified_tok_s"] for row in json.loads(VLLM.read_text())["levels"]}
+    levels = {
+        row["concurrency"]: row["verified_tok_s"] for row in json.loads(VLLM.read_text())["levels"]
+    }
     assert levels.keys() == WEIGHTS.keys()
     assert weighted_sum(levels) == 191_151
 
 
-@pytest.mark.parametrize(("flexible", "score"), [(0.915, 191_151.0), (0.875, 191_151.0), (0.874, 0.0)])
+@pytest.mark.parametrize(
+    ("flexible", "score"), [(0.915, 191_151.0), (0.875, 191_151.0), (0.874, 0.0)]
+)
 def test_a_score_needs_the_gate(
     flexible: float, score: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -291,7 +320,11 @@ def test_a_score_needs_the_gate(
     correctness.write_text(json.dumps({"problems": "gsm8k", "exact_match": {"flexible": flexible}}))
     words = ["--correctness", str(correctness), "--throughput", str(VLLM), "--baseline", str(VLLM)]
     exit_code, report, said = measure(capsys, "score", *words)
-    assert (exit_code, report["score"], report["baseline_score"]) == (int(score == 0), score, 191_151.0)
+    assert (exit_code, report["score"], report["baseline_score"]) == (
+        int(score == 0),
+        score,
+        191_151.0,
+    )
     assert "102,480" in said  # 8 x 12,810
     assert f"the score is {100.0 if score else 0.0}% of it" in said
 
@@ -301,7 +334,9 @@ def test_levels_that_were_not_measured_count_for_nothing(
 ) -> None:
     correctness, throughput = tmp_path / "c.json", tmp_path / "t.json"
     correctness.write_text('{"exact_match": {"flexible": 1.0, "strict": 1.0}}')
-    throughput.write_text('{"levels": [{"concurrency": 4, "verified_tok_s": 10.0, "baseline_tok_s": 5.0}]}')
+    throughput.write_text(
+        '{"levels": [{"concurrency": 4, "verified_tok_s": 10.0, "baseline_tok_s": 5.0}]}'
+    )
     _, report, said = measure(
         capsys, "score", "--correctness", str(correctness), "--throughput", str(throughput)
     )
@@ -317,7 +352,10 @@ def test_levels_that_were_not_measured_count_for_nothing(
             ["score", "--correctness", "absent", "--throughput", str(VLLM)],
             "--correctness absent cannot be read",
         ),
-        (["score", "--correctness", str(VLLM), "--throughput", str(VLLM)], "has no share of right answers"),
+        (
+            ["score", "--correctness", str(VLLM), "--throughput", str(VLLM)],
+            "has no share of right answers",
+        ),
         (["throughput", "--baseline", str(ROOT / "pyproject.toml")], "cannot be read"),
         (["throughput", "--concurrency", "0"], "--concurrency is 0"),
         (["throughput", "--tokenizer", "absent"], "--tokenizer absent cannot be read"),
@@ -328,7 +366,10 @@ def test_levels_that_were_not_measured_count_for_nothing(
         (["gates", "--json", "/proc/x.json"], "--json /proc/x.json cannot be written"),
         (["gates", "--json", "a", "--output", "b"], "--output and --json are both set"),
         (["gates", "--limit", "0"], "--limit is 0"),
-        (["gates", "--base-url", "htp://127.0.0.1"], "htp://127.0.0.1 is not the address of a server"),
+        (
+            ["gates", "--base-url", "htp://127.0.0.1"],
+            "htp://127.0.0.1 is not the address of a server",
+        ),
         (["correctness", "--problems", "hard"], "--problems is 'hard'"),
         (["correctness", "--data", "absent.jsonl"], "--data absent.jsonl is not a file"),
         (["gates", "--concurrency", "1,2"], "eval gates takes one number"),
@@ -374,9 +415,15 @@ def test_the_seed_of_the_help_is_the_seed_that_is_used() -> None:
         for flag in flags_of(measurement.settings)
         if flag.field.name == "seed"
     }
-    (said,) = [flag.field.metadata["help"] for flag in flags_of(CorrectnessSettings) if flag.name == "--seed"]
+    (said,) = [
+        flag.field.metadata["help"]
+        for flag in flags_of(CorrectnessSettings)
+        if flag.name == "--seed"
+    ]
     assert [name for name, seed in seeds.items() if seed is not None] == ["gates"]
-    assert said.endswith(f"(default: random, and reported; embedded: 1234; gates: {seeds['gates']})")
+    assert said.endswith(
+        f"(default: random, and reported; embedded: 1234; gates: {seeds['gates']})"
+    )
 
 
 def test_a_seed_that_was_not_given_is_another_each_time_and_reported(
@@ -418,7 +465,9 @@ def test_a_result_that_cannot_be_written_is_printed_all_the_same(
     assert main(["eval", "score", *words]) == 1
     said = capsys.readouterr()
     assert json.loads(said.out.splitlines()[-1])["benchmark"] == "score"
-    assert said.err.startswith("error: --output /dev/full cannot be written\n  No space left on device.\n")
+    assert said.err.startswith(
+        "error: --output /dev/full cannot be written\n  No space left on device.\n"
+    )
 
 
 def test_without_lm_eval_the_line_that_installs_it_is_said(
@@ -466,9 +515,13 @@ def test_latency_asks_chats_when_told_and_raw_prompts_otherwise(
 def test_latency_of_the_published_sizes_is_ranked_by_the_mean_speed_up() -> None:
     def speed_up(size: tuple[int, int], *times_ms: float) -> float | None:
         replies = [StreamedReply(0.0, time_ms / 1e3) for time_ms in times_ms]
-        return judge_size(*size, LoadResult([Request("", size[1])] * len(replies), replies)).speed_up
+        return judge_size(
+            *size, LoadResult([Request("", size[1])] * len(replies), replies)
+        ).speed_up
 
-    halves = [speed_up(size, published, published / 2, 1.0) for size, published in PUBLISHED_MS.items()]
+    halves = [
+        speed_up(size, published, published / 2, 1.0) for size, published in PUBLISHED_MS.items()
+    ]
     assert halves == pytest.approx([2.0, 2.0, 2.0])
     assert speed_up((1, 2), 5.0) is None
     assert speed_up((64, 128)) is None
@@ -521,7 +574,9 @@ def test_the_baseline_script_says_what_it_misses(
     words: list[str], variables: dict[str, str], exit_code: int, message: str
 ) -> None:
     script = str(ROOT / "baseline" / "run_baseline.sh")
-    done = subprocess.run([script, *words], env=environment(**variables), capture_output=True, text=True)
+    done = subprocess.run(
+        [script, *words], env=environment(**variables), capture_output=True, text=True
+    )
     assert done.returncode == exit_code
     assert message in done.stderr
 
@@ -533,7 +588,10 @@ def test_tables_are_aligned() -> None:
 def test_correctness_takes_a_baseline_and_a_folder_as_the_contest_has_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, published = tmp_path / "new", ROOT / "baseline" / "results" / "vllm-0.19-correctness.json"
+    folder, published = (
+        tmp_path / "new",
+        ROOT / "baseline" / "results" / "vllm-0.19-correctness.json",
+    )
     with judged_server() as server:
         words = ["--base-url", server.url, "--problems", "embedded", "--limit", "4"]
         words += ["--baseline", str(published), "--output-dir", str(folder)]
@@ -547,7 +605,16 @@ def test_throughput_takes_the_contests_names_of_its_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with judged_server() as server:
-        words = ["--base-url", server.url, "--num-prompts", "3", "--concurrency", "2", "--max-tokens", "8"]
+        words = [
+            "--base-url",
+            server.url,
+            "--num-prompts",
+            "3",
+            "--concurrency",
+            "2",
+            "--max-tokens",
+            "8",
+        ]
         words += ["--input-tokens", "64", "--output-dir", str(tmp_path)]
         _, report, _ = measure(capsys, "throughput", *words)
     (level,) = report["levels"]

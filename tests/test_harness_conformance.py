@@ -83,7 +83,9 @@ def test_every_fault_is_found_by_its_own_line(fault: str) -> None:
     broken = {verdict.check.name for verdict in verdicts if verdict.mark == "FAIL"}
     assert broken == FAULTS[fault], "\n".join(map(str, verdicts))
     assert all("saw" in verdict.words for verdict in verdicts if verdict.mark == "FAIL")
-    assert not any("cannot be read" in verdict.words for verdict in verdicts), "\n".join(map(str, verdicts))
+    assert not any("cannot be read" in verdict.words for verdict in verdicts), "\n".join(
+        map(str, verdicts)
+    )
 
 
 def test_a_server_that_only_thinks_is_told_so() -> None:
@@ -99,7 +101,9 @@ def crowd_verdicts(*faults: str, places: int = 200, timeout_s: float = 10.0) -> 
     with judged_server(*faults, places=places, seconds_a_token=0.004) as server:
         probe = probe_of(server.url, timeout_s)
         crowd = [check for check in CHECKS if check.name in CROWD]
-        return {verdict.check.name: verdict.mark for verdict in (judge(each, probe) for each in crowd)}
+        return {
+            verdict.check.name: verdict.mark for verdict in (judge(each, probe) for each in crowd)
+        }
 
 
 def test_a_crowd_finds_places_and_gives_them_back() -> None:
@@ -127,7 +131,9 @@ def test_a_server_that_hangs_fails_every_line_in_time() -> None:
     with judged_server("hangs") as server:
         probe = probe_of(server.url, timeout_s=0.05)
         verdicts = [judge(check, probe) for check in CHECKS if check.name not in CROWD]
-    assert {verdict.check.name for verdict in verdicts if verdict.mark == "FAIL"} >= EVERYTHING_ASKED
+    assert {
+        verdict.check.name for verdict in verdicts if verdict.mark == "FAIL"
+    } >= EVERYTHING_ASKED
     assert any("No end after 0.05 s" in verdict.words for verdict in verdicts)
 
 

@@ -1,4 +1,6 @@
-"""The harness against the real thing: the embedded model behind its server, and lm-eval where it is there."""
+"""The harness against the real thing: the embedded model behind its server, and lm-eval where it is
+there.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ def embedded() -> Iterator[Server]:
 def test_the_embedded_model_passes_every_check(embedded: Server) -> None:
     words = ["-m", "eval.check_server", "--base-url", embedded.url, *WITH_TOKENIZER]
     done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("[PASS]") == 28
@@ -41,7 +48,9 @@ def test_the_servers_own_tokenizer_counts_as_the_models_file_does(embedded: Serv
     by_server = ServerCounter(client, "penstock-tiny")
     by_file = TokenCounter.load(str(TINY))
     messages = [{"role": "user", "content": "Zürich, 7 * 8?"}]
-    assert by_server.count_text("Tom has 7 apples. 你好") == by_file.count_text("Tom has 7 apples. 你好")
+    assert by_server.count_text("Tom has 7 apples. 你好") == by_file.count_text(
+        "Tom has 7 apples. 你好"
+    )
     assert by_server.count_text("") == 0
     assert by_server.count_prompt(messages) == by_file.count_prompt(messages)
     assert find_tokenizer(None, client, "renamed").source == "the server's own /tokenize"
@@ -63,8 +72,19 @@ def test_the_embedded_model_is_judged_from_end_to_end(
         str(correctness),
     ]
     assert main(["eval", "correctness", *words]) == 0
-    words = ["--base-url", embedded.url, *SMALL_LOAD, *WITH_TOKENIZER, "--concurrency", "1,4", "--seed", "0"]
-    assert main(["eval", "throughput", *words, "--output", str(throughput)]) == 0, capsys.readouterr().out
+    words = [
+        "--base-url",
+        embedded.url,
+        *SMALL_LOAD,
+        *WITH_TOKENIZER,
+        "--concurrency",
+        "1,4",
+        "--seed",
+        "0",
+    ]
+    assert main(["eval", "throughput", *words, "--output", str(throughput)]) == 0, (
+        capsys.readouterr().out
+    )
     capsys.readouterr()
     exit_code, report, _ = measure(
         capsys, "score", "--correctness", str(correctness), "--throughput", str(throughput)

@@ -1,4 +1,6 @@
-"""The client of OpenAI servers finds the paths, reads streams, and turns every failure into three parts."""
+"""The client of OpenAI servers finds the paths, reads streams, and turns every failure into three
+parts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from penstock.http_client import HttpClient, lost_connection_is_said
 
 @contextmanager
 def answering(*lines: str) -> Iterator[tuple[str, list[str]]]:
-    """A server that answers one request with these lines and hangs up; its URL and what it was sent."""
+    """A server that answers one request with these lines and hangs up; its URL and what it was
+    sent.
+    """
     heard: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -25,7 +29,9 @@ def answering(*lines: str) -> Iterator[tuple[str, list[str]]]:
                 request = connection.makefile("rb")
                 head = list(iter(request.readline, b"\r\n"))
                 lengths = [
-                    int(line.split()[1]) for line in head if line.lower().startswith(b"content-length:")
+                    int(line.split()[1])
+                    for line in head
+                    if line.lower().startswith(b"content-length:")
                 ]
                 heard.append(b"".join((*head, request.read(sum(lengths)))).decode())
                 connection.sendall("\r\n".join(lines).encode())
@@ -51,7 +57,9 @@ def test_a_base_url_may_end_as_clients_of_the_api_write_it(suffix: str, path: st
     assert heard[0].startswith(f"GET {path} HTTP/1.1\r\n")
 
 
-@pytest.mark.parametrize("url", ["htp://127.0.0.1", "ftp://host", "http://host:99999", "host:many", "//host"])
+@pytest.mark.parametrize(
+    "url", ["htp://127.0.0.1", "ftp://host", "http://host:99999", "host:many", "//host"]
+)
 def test_what_is_no_address_of_a_server_is_refused_before_anybody_is_asked(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         client(url)
@@ -59,7 +67,15 @@ def test_what_is_no_address_of_a_server_is_refused_before_anybody_is_asked(url: 
 
 
 def test_events_are_read_until_done() -> None:
-    lines = ('data: {"a": 1}', "", ": a comment", 'data:{"b": 2}', "", "data: [DONE]", 'data: {"c": 3}')
+    lines = (
+        'data: {"a": 1}',
+        "",
+        ": a comment",
+        'data:{"b": 2}',
+        "",
+        "data: [DONE]",
+        'data: {"c": 3}',
+    )
     with answering("HTTP/1.1 200 OK", "", *lines) as (url, heard):
         assert list(client(url).events("/v1/x", {"q": "é"})) == [{"a": 1}, {"b": 2}]
     assert heard[0].startswith("POST /v1/x")
@@ -127,7 +143,12 @@ def test_a_server_without_models_is_asked_for_no_name(body: str) -> None:
 
 
 def test_a_metric_is_the_sum_over_its_labels() -> None:
-    lines = ["# HELP a_total a", 'a_total{replica="0"} 3', 'a_total{replica="1"} 4.5', "a_total_other 9"]
+    lines = [
+        "# HELP a_total a",
+        'a_total{replica="0"} 3',
+        'a_total{replica="1"} 4.5',
+        "a_total_other 9",
+    ]
     with answering("HTTP/1.1 200 OK", "", *lines) as (url, _):
         assert client(url).metric("a_total") == 7.5
     with answering("HTTP/1.1 200 OK", "", *lines) as (url, _):
@@ -139,7 +160,10 @@ def test_a_metric_is_the_sum_over_its_labels() -> None:
 def test_a_failure_without_words_is_named_by_its_kind() -> None:
     with pytest.raises(PenstockError) as raised, lost_connection_is_said("http://here"):
         raise TimeoutError
-    assert (raised.value.what, raised.value.why) == ("Nothing answers at http://here", "TimeoutError.")
+    assert (raised.value.what, raised.value.why) == (
+        "Nothing answers at http://here",
+        "TimeoutError.",
+    )
 
 
 @pytest.mark.parametrize(("keys", "sent"), [("", None), ("one", "one"), ("one, two", "one")])
@@ -149,5 +173,7 @@ def test_a_key_of_the_environment_is_sent(
     monkeypatch.setenv("PENSTOCK_API_KEY", keys)
     with answering("HTTP/1.1 200 OK", "", "{}") as (url, heard):
         HttpClient(url, timeout_s=5).json("GET", "/v1/models")
-    lines = [line.strip() for line in heard[0].splitlines() if line.lower().startswith("authorization")]
+    lines = [
+        line.strip() for line in heard[0].splitlines() if line.lower().startswith("authorization")
+    ]
     assert lines == ([] if sent is None else [f"Authorization: Bearer {sent}"])

@@ -85,13 +85,16 @@ def test_every_import_follows_the_arrows() -> None:
             if pieces[0] != "penstock" or len(pieces) == 1 or pieces[1].startswith("__"):
                 continue
             if pieces[1] not in ALLOWED[part] | (EVERYONE if part not in EVERYONE else set()):
-                broken.append(f"{path.relative_to(PACKAGE)}:{line} imports {module}; {part} may not")
+                broken.append(
+                    f"{path.relative_to(PACKAGE)}:{line} imports {module}; {part} may not"
+                )
     assert not broken, "\n".join(broken)
 
 
 def test_what_stands_alone_imports_only_its_like() -> None:
-    """Fragments end up in files of their own, with what the linker copies for them out of ops/triton; what
-    surrounds a candidate may not bring Penstock along."""
+    """Fragments end up in files of their own, with what the linker copies for them out of
+    ops/triton; what surrounds a candidate may not bring Penstock along.
+    """
     alone = ("confine.py", "candidate_process.py", "sandbox_selftest.py", "reach_kernel.py")
     fragments = sorted((PACKAGE / "forge" / "fragments").glob("*.py"))
     assert fragments
@@ -103,7 +106,9 @@ def test_what_stands_alone_imports_only_its_like() -> None:
 
 
 def test_policy_and_serving_never_import_torch() -> None:
-    """Imports each torch-free module in one fresh interpreter and looks whether torch came along."""
+    """Imports each torch-free module in one fresh interpreter and looks whether torch came
+    along.
+    """
     torch_free = [
         "types",
         "config",
@@ -120,5 +125,7 @@ def test_policy_and_serving_never_import_torch() -> None:
     names = [f"penstock.{name.removesuffix('.__init__')}" for name in torch_free]
     check = "    __import__(name)\n    assert 'torch' not in sys.modules, name"
     code = f"import sys\nfor name in {names!r}:\n{check}"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 0, result.stderr

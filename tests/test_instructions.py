@@ -25,11 +25,15 @@ def of_chat(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def of_response(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return response_request(parse_response(json.dumps({"input": messages}).encode()), []).chat.messages
+    return response_request(
+        parse_response(json.dumps({"input": messages}).encode()), []
+    ).chat.messages
 
 
 def of_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return parse_messages(json.dumps({"messages": messages, "max_tokens": 9}).encode(), None).messages
+    return parse_messages(
+        json.dumps({"messages": messages, "max_tokens": 9}).encode(), None
+    ).messages
 
 
 @pytest.mark.parametrize("parse", [of_chat, of_response, of_message])
@@ -45,8 +49,17 @@ def of_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             [say("system", KIND), say("user", f"Hi\n\n{REMINDER}")],
         ),
         (
-            [say("user", "Hi"), say("assistant", "Hello."), say("system", SHELL), say("user", "List files.")],
-            [say("user", "Hi"), say("assistant", "Hello."), say("user", f"{REMINDER}\n\nList files.")],
+            [
+                say("user", "Hi"),
+                say("assistant", "Hello."),
+                say("system", SHELL),
+                say("user", "List files."),
+            ],
+            [
+                say("user", "Hi"),
+                say("assistant", "Hello."),
+                say("user", f"{REMINDER}\n\nList files."),
+            ],
         ),
         (
             [say("user", "Hi"), say("assistant", "Hello."), say("system", SHELL)],

@@ -1,4 +1,6 @@
-"""Requests that are being read and prepared are bounded too: places, bytes, and how long the others wait."""
+"""Requests that are being read and prepared are bounded too: places, bytes, and how long the others
+wait.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,15 @@ from penstock.serve.responses.store import ResponseStore
 from penstock.serve.state import ServerState
 from penstock.serve.text_stream import Deliver, TextStream
 from penstock.text.turns import CHEAP
-from serving import MESSAGES, Server, assert_refused, child_pids, command_of, eventually, start_server
+from serving import (
+    MESSAGES,
+    Server,
+    assert_refused,
+    child_pids,
+    command_of,
+    eventually,
+    start_server,
+)
 from two_layers import two_layers
 
 MAX_QUEUE = 4
@@ -49,7 +59,9 @@ def intake_of(**settings: Any) -> Intake:
 
 def is_empty(intake: Intake) -> bool:
     bodies = intake.bodies
-    return not (intake.replies.taken or intake.counts.taken or bodies.num_bytes or bodies._num_large)
+    return not (
+        intake.replies.taken or intake.counts.taken or bodies.num_bytes or bodies._num_large
+    )
 
 
 def test_a_tenants_places_are_counted_as_its_own() -> None:
@@ -171,7 +183,9 @@ def test_a_client_that_leaves_holds_what_it_has_until_its_work_is_done() -> None
             has_ended.set()
 
         running = asyncio.create_task(preparation.run(1, work))
-        waiting = asyncio.create_task(preparation.run(1, pytest.fail, "nobody waits for it any more"))
+        waiting = asyncio.create_task(
+            preparation.run(1, pytest.fail, "nobody waits for it any more")
+        )
         await asyncio.sleep(0.05)
         running.cancel()
         waiting.cancel()
@@ -191,7 +205,9 @@ def test_cheap_requests_are_prepared_while_expensive_ones_are() -> None:
     async def scenario() -> None:
         preparation = Preparation(2)
         may_end = threading.Event()
-        expensive = [asyncio.create_task(preparation.run(10 * CHEAP, may_end.wait, 10.0)) for _ in range(5)]
+        expensive = [
+            asyncio.create_task(preparation.run(10 * CHEAP, may_end.wait, 10.0)) for _ in range(5)
+        ]
         await asyncio.sleep(0.05)
         for number in range(3):
             assert await asyncio.wait_for(preparation.run(100, lambda n=number: n), 5.0) == number
@@ -235,7 +251,10 @@ def test_what_was_asked_does_not_stay_in_memory_while_the_reply_is_generated() -
             return start
 
         serving = SimpleNamespace(draining=asyncio.Event(), config=ServeConfig())
-        scope = {"app": SimpleNamespace(state=SimpleNamespace(serving=serving)), "record": SimpleNamespace()}
+        scope = {
+            "app": SimpleNamespace(state=SimpleNamespace(serving=serving)),
+            "record": SimpleNamespace(),
+        }
         answer = Answer(start_of(asked), formatter, False)
         answering = asyncio.create_task(answer(scope, asyncio.Event().wait, formatter))  # type: ignore[arg-type]
         del asked
@@ -256,7 +275,9 @@ def test_what_was_asked_does_not_stay_in_memory_while_the_reply_is_generated() -
         b'{"input": [{"type": "item_reference", "id": "msg_long"}]}',
     ],
 )
-def test_the_conversation_that_a_response_goes_on_from_counts_as_if_it_had_been_sent(body: bytes) -> None:
+def test_the_conversation_that_a_response_goes_on_from_counts_as_if_it_had_been_sent(
+    body: bytes,
+) -> None:
     config = ServeConfig(max_bodies_mb=0.001, max_body_mb=0.001)
     client: Any = SimpleNamespace(intake=Intake(config))
     serving = ServerState(client, SimpleNamespace(), Metrics(), "tiny", config, 0)  # type: ignore[arg-type]
@@ -304,8 +325,12 @@ def post_raw(server: Server, body: bytes) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize("field", ["content", "reasoning_content"])
-def test_many_large_bodies_take_little_memory_and_hold_nobody_up(server: Server, field: str) -> None:
-    """Of the second field only the template knows that it is not written: each of them is rendered."""
+def test_many_large_bodies_take_little_memory_and_hold_nobody_up(
+    server: Server, field: str
+) -> None:
+    """Of the second field only the template knows that it is not written: each of them is
+    rendered.
+    """
     text = "The river carries water. " * (10 * MB // 25)
     said = {"role": "assistant", "content": "x"} | {field: text}
     body = json.dumps({"messages": [*MESSAGES, said, *MESSAGES], "max_tokens": 1}).encode()
@@ -360,12 +385,16 @@ def test_a_place_is_free_again_however_a_request_ended(server: Server) -> None:
     for _ in range(2 * MAX_QUEUE):
         assert server.post("no object").status_code == 400
         with socket.create_connection(server.address) as connection:  # it never sends its body
-            connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
+            connection.sendall(
+                b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+            )
     ask = {"messages": MESSAGES, "n": MAX_QUEUE, "max_tokens": 1}
     assert eventually(lambda: server.post(ask).status_code == 200)
 
 
-def test_whoever_sends_slowly_holds_a_place_from_its_head_on_until_others_need_it(server: Server) -> None:
+def test_whoever_sends_slowly_holds_a_place_from_its_head_on_until_others_need_it(
+    server: Server,
+) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
     small = {"messages": MESSAGES, "max_tokens": 1}
     connections: list[socket.socket] = []
@@ -391,7 +420,9 @@ def test_whoever_sends_slowly_holds_a_place_from_its_head_on_until_others_need_i
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_chat_survives_the_process_that_renders_it(server: Server, number: signal.Signals) -> None:
+def test_a_chat_survives_the_process_that_renders_it(
+    server: Server, number: signal.Signals
+) -> None:
     children = child_pids(server.process.pid)
     renderers = [pid for pid in children if b"template_worker" in command_of(pid)]
     assert renderers

@@ -31,7 +31,9 @@ def p99(times: Times) -> tuple[float, float]:
 
 
 def test_among_32_bulk_prompts_short_requests_take_at_most_half_longer_than_without() -> None:
-    """The same arrivals, five a second, with and without; 99 of 100 of them. Before, it was 21 times."""
+    """The same arrivals, five a second, with and without; 99 of 100 of them. Before, it was 21
+    times.
+    """
     step_time = StepTime()
     alone = Load(0, 250, 60.0, seed=1).run(step_time)
     among = Load(NUM_BULK, 250, 60.0, seed=1, bulk_share=EngineConfig().bulk_share).run(step_time)
@@ -61,7 +63,14 @@ def steps_beside_short_ones(world: World, num_steps: int) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("share", "depth", "decodes"),
-    [(0.1, 0, False), (0.8, 0, False), (0.1, 0, True), (0.8, 0, True), (0.25, 1, False), (0.5, 1, True)],
+    [
+        (0.1, 0, False),
+        (0.8, 0, False),
+        (0.1, 0, True),
+        (0.8, 0, True),
+        (0.25, 1, False),
+        (0.5, 1, True),
+    ],
 )
 def test_bulk_has_its_share_of_the_time_however_many_short_ones_come(
     share: float, depth: int, decodes: bool
@@ -127,13 +136,18 @@ def test_the_reply_to_a_short_prompt_is_interactive_for_its_first_tokens_only(
 CROWDS = {
     "bulk": [ask(str(i), prompt(LONG - 7 * i, seed=i), max_tokens=6) for i in range(8)],
     "short": [ask(str(i), prompt(3 + i % 12, seed=i), max_tokens=40) for i in range(20)],
-    "one after the other": [ask("a", prompt(9), max_tokens=3), ask("b", prompt(100, seed=1), max_tokens=3)],
+    "one after the other": [
+        ask("a", prompt(9), max_tokens=3),
+        ask("b", prompt(100, seed=1), max_tokens=3),
+    ],
 }
 
 
 @pytest.mark.parametrize("crowd", CROWDS)
 @pytest.mark.parametrize("mixed", [None, 8])
-def test_where_bulk_and_short_ones_do_not_meet_plans_are_the_same(crowd: str, mixed: int | None) -> None:
+def test_where_bulk_and_short_ones_do_not_meet_plans_are_the_same(
+    crowd: str, mixed: int | None
+) -> None:
     def planned(share: float) -> list[list[tuple[int, int, int]]]:
         setup = Setup(**ROOMY, mixed_step_tokens=mixed, bulk_share=share)
         if crowd != "one after the other":
@@ -153,7 +167,9 @@ def test_an_engine_that_pauses_bulk_says_the_same(overlap: bool) -> None:
         engine = make_engine(
             HYBRID_MOE, max_step_tokens=64, overlap=overlap, bulk_share=share, max_model_len=512
         )
-        requests: list[Request] = [ask(f"long{i}", prompt(200 + i, seed=i), max_tokens=12) for i in range(2)]
+        requests: list[Request] = [
+            ask(f"long{i}", prompt(200 + i, seed=i), max_tokens=12) for i in range(2)
+        ]
         requests += [ask(f"short{i}", prompt(9, seed=9 + i), max_tokens=20) for i in range(2)]
         return {id: tokens_of(deltas) for id, deltas in run(engine, *requests).items()}
 
@@ -162,7 +178,9 @@ def test_an_engine_that_pauses_bulk_says_the_same(overlap: bool) -> None:
 
 def test_an_engine_does_not_plan_behind_a_bulk_step_while_short_ones_come() -> None:
     """So a request that arrives during the step is in the next one."""
-    engine = make_engine(HYBRID_MOE, max_step_tokens=64, overlap=True, bulk_share=0.25, max_model_len=512)
+    engine = make_engine(
+        HYBRID_MOE, max_step_tokens=64, overlap=True, bulk_share=0.25, max_model_len=512
+    )
     engine.submit(ask("long", prompt(400), max_tokens=4))
     engine.submit(ask("short", prompt(9), max_tokens=60))
     while not (engine.scheduler.holds_planning and engine._pending is not None):
@@ -215,12 +233,22 @@ def test_the_script_sends_the_same_short_requests_with_and_without_bulk(tmp_path
     ]
     file = tmp_path / "interactive.json"
     with scripted_server(seconds_a_token=0.002) as server:
-        command = [sys.executable, str(SCRIPT), "--base-url", server.url, *words, "--json", str(file)]
+        command = [
+            sys.executable,
+            str(SCRIPT),
+            "--base-url",
+            server.url,
+            *words,
+            "--json",
+            str(file),
+        ]
         subprocess.run(command, check=True, capture_output=True, timeout=300)
     lengths = [body["max_tokens"] for body in server.bodies]
     assert lengths.count(4) == 3 + 2 * 8
     assert lengths.count(300) >= 1 + 2 * 3
-    assert len({json.dumps(body) for body in server.bodies}) == len(server.bodies), "a prompt was sent twice"
+    assert len({json.dumps(body) for body in server.bodies}) == len(server.bodies), (
+        "a prompt was sent twice"
+    )
     report = json.loads(file.read_text())
     ratio = report["among_bulk"]["whole_ms"]["p99"] / report["alone"]["whole_ms"]["p99"]
     assert report["p99_ratio"]["whole_ms"] == pytest.approx(ratio, abs=0.001)

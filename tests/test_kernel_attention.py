@@ -1,4 +1,6 @@
-"""The attention kernels compute what their references say, and read nothing that was not written."""
+"""The attention kernels compute what their references say, and read nothing that was not
+written.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class Decode:
     gate: Tensor | None  # [R, Hq * D], a part of something wider
 
     def attend(self, window: int = 0, deterministic: bool = False) -> Tensor:
-        # Under a graph the host's lengths are those of the capture: the kernel must not look at them.
+        # Under a graph the host's lengths are those of the capture: the kernel must not look at
+        # them.
         spans = [RowSpan(1, 1)] * len(self.q)
         return self._call(attention.paged_attention, spans, window, deterministic)
 
@@ -94,7 +97,9 @@ def make_decode(
     for cache in (keys, values):
         cache[~written.to(device)] = torch.nan
     width = heads * dim
-    gate = random(len(contexts), 3 * width, dtype=dtype, device=device, seed=3)[:, width : 2 * width]
+    gate = random(len(contexts), 3 * width, dtype=dtype, device=device, seed=3)[
+        :, width : 2 * width
+    ]
     return Decode(
         q=random(len(contexts), heads, dim, dtype=dtype, device=device, seed=4),
         keys=keys,
@@ -114,7 +119,12 @@ def use_processors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     ("heads", "kv_heads", "dim"), [(2, 2, 32), (4, 2, 64), (8, 1, 128), (6, 2, 80), (20, 1, 16)]
 )
 def test_decode_is_its_reference_for_mixed_contexts(
-    device: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_processors(monkeypatch, 1)
     decode = make_decode(CONTEXTS, heads, kv_heads, dim, dtype=dtype, device=device)
@@ -123,7 +133,9 @@ def test_decode_is_its_reference_for_mixed_contexts(
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("processors", [1, 3, 1000])  # one split a row, a few, and one a block of keys
+@pytest.mark.parametrize(
+    "processors", [1, 3, 1000]
+)  # one split a row, a few, and one a block of keys
 def test_decode_is_the_same_in_any_number_of_splits(
     device: str, dtype: torch.dtype, gated: bool, processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,13 +169,19 @@ def test_decode_sees_a_window_of_its_newest_keys(
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("page_size", [16, 48, 128])
-def test_decode_is_its_reference_for_any_page_size(device: str, dtype: torch.dtype, page_size: int) -> None:
-    decode = make_decode((1, 47, 48, 129), 2, 1, 32, dtype=dtype, device=device, page_size=page_size)
+def test_decode_is_its_reference_for_any_page_size(
+    device: str, dtype: torch.dtype, page_size: int
+) -> None:
+    decode = make_decode(
+        (1, 47, 48, 129), 2, 1, 32, dtype=dtype, device=device, page_size=page_size
+    )
     assert_near(decode.attend(), decode.expected(), dtype)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_pages_that_no_block_of_keys_divides_take_the_reference(device: str, dtype: torch.dtype) -> None:
+def test_pages_that_no_block_of_keys_divides_take_the_reference(
+    device: str, dtype: torch.dtype
+) -> None:
     decode = make_decode((1, 47), 2, 1, 32, dtype=dtype, device=device, page_size=20)
     seen = decode._call(attention.paged_attention, decode.spans(), 0, False)
     assert_near(seen, decode.expected(), dtype)
@@ -175,12 +193,17 @@ def test_number_of_splits_follows_from_shapes(monkeypatch: pytest.MonkeyPatch) -
     long = 4096 * 64
 
     def plan(walks: int, max_keys: int, deterministic: bool = False) -> tuple[int, int]:
-        return decode_attention._plan_splits(walks, max_keys, tile, torch.device("cpu"), deterministic)
+        return decode_attention._plan_splits(
+            walks, max_keys, tile, torch.device("cpu"), deterministic
+        )
 
     assert plan(2, long) == (132, 1)  # twice as many programs as processors
     assert plan(2, 64) == (2, 1)  # no more than there are blocks
     assert plan(1000, 2048) == (1, 32)  # the rows alone are enough
-    assert plan(1000, long) == (32, 32)  # one of them may be long, and the others must not pay for it
+    assert plan(1000, long) == (
+        32,
+        32,
+    )  # one of them may be long, and the others must not pay for it
     assert plan(1, long, True) == plan(1000, long, True)
 
 
@@ -194,7 +217,10 @@ def test_deterministic_decode_is_the_same_to_the_bit_alone_and_in_any_batch(
     together = batch.attend(deterministic=True)
     assert_near(together, batch.rows(slice(None), 18).expected(), dtype)
     for row, context in enumerate(contexts):
-        for num_pages in (None, -(-context // 64)):  # the table as wide as a graph's, or as an eager step's
+        for num_pages in (
+            None,
+            -(-context // 64),
+        ):  # the table as wide as a graph's, or as an eager step's
             alone = batch.rows(slice(row, row + 1), num_pages).attend(deterministic=True)
             assert torch.equal(alone[0], together[row])
 
@@ -269,7 +295,9 @@ def make_projected(
     num_places: int = MAX_LEN,
 ) -> Projected:
     widths = (heads * dim, heads * dim, kv_heads * dim, kv_heads * dim)
-    q, _, k, v = random(num_tokens, sum(widths), dtype=dtype, device=device, scale=2.0).split(widths, dim=1)
+    q, _, k, v = random(num_tokens, sum(widths), dtype=dtype, device=device, scale=2.0).split(
+        widths, dim=1
+    )
     q_norm, k_norm = (random(dim, dtype=torch.float32, device=device, seed=seed) for seed in (1, 2))
     generator = torch.Generator().manual_seed(3)
     inv_freq = 1.0 / 10000.0 ** (torch.arange(0, rot, 2) / rot)
@@ -305,7 +333,8 @@ def check_store(
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rot"), [(2, 2, 32, 32), (9, 3, 64, 16), (8, 1, 128, 32), (6, 2, 80, 20)]
+    ("heads", "kv_heads", "dim", "rot"),
+    [(2, 2, 32, 32), (9, 3, 64, 16), (8, 1, 128, 32), (6, 2, 80, 20)],
 )
 def test_rope_and_store_is_its_reference(
     device: str,
@@ -344,7 +373,9 @@ def test_rope_and_store_is_the_same_to_the_bit_alone_and_in_any_batch(
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_attention_sees_the_key_that_was_stored_just_before(device: str, dtype: torch.dtype) -> None:
+def test_attention_sees_the_key_that_was_stored_just_before(
+    device: str, dtype: torch.dtype
+) -> None:
     decode = make_decode(CONTEXTS, 2, 1, 64, dtype=dtype, device=device)
     projected = make_projected(len(CONTEXTS), 2, 1, 64, 32, normed=True, dtype=dtype, device=device)
     newest = decode.context_lens - 1
@@ -353,7 +384,9 @@ def test_attention_sees_the_key_that_was_stored_just_before(device: str, dtype: 
     for cache in (decode.keys, decode.values):
         cache.flatten(0, 1)[projected.kv_index] = torch.nan
     theirs = replace(decode, keys=decode.keys.clone(), values=decode.values.clone())
-    theirs = replace(theirs, q=projected.store(reference.rope_and_store, theirs.keys, theirs.values))
+    theirs = replace(
+        theirs, q=projected.store(reference.rope_and_store, theirs.keys, theirs.values)
+    )
     mine = replace(decode, q=projected.store(attention.rope_and_store, decode.keys, decode.values))
     assert_near(mine.attend(), theirs.expected(), dtype)
 
@@ -377,7 +410,9 @@ def test_captured_attention_follows_the_lengths_on_the_device(
 
 
 @pytest.mark.parametrize(("device", "dtype"), FULL_SIZE)
-@pytest.mark.parametrize(("batch", "context"), [(1, 1536), (8, 1536), (64, 1536), (300, 200), (1, 32768)])
+@pytest.mark.parametrize(
+    ("batch", "context"), [(1, 1536), (8, 1536), (64, 1536), (300, 200), (1, 32768)]
+)
 @pytest.mark.parametrize("num_pages", [0, 4096])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_decode_is_its_reference_at_full_size(
@@ -396,6 +431,14 @@ def test_rope_and_store_is_its_reference_at_full_size(
     device: str, dtype: torch.dtype, num_tokens: int, heads: int, kv_heads: int, dim: int, rot: int
 ) -> None:
     projected = make_projected(
-        num_tokens, heads, kv_heads, dim, rot, normed=True, dtype=dtype, device=device, num_places=16384
+        num_tokens,
+        heads,
+        kv_heads,
+        dim,
+        rot,
+        normed=True,
+        dtype=dtype,
+        device=device,
+        num_places=16384,
     )
     check_store(projected, dtype, False, num_places=16384)

@@ -113,8 +113,8 @@ def assert_same_slots(
 ) -> None:
     """States are near and rings equal where positions exist; slots of no row have kept every bit.
 
-    Decodes never round states to the model's dtype, so they are held to float32 in all of them; what rows of
-    several tokens add to a state goes through products of that dtype.
+    Decodes never round states to the model's dtype, so they are held to float32 in all of them;
+    what rows of several tokens add to a state goes through products of that dtype.
     """
     for row in rows:
         assert_near(seen.recurrent[row.slot], expected.recurrent[row.slot], dtype)
@@ -156,7 +156,9 @@ STARTED = (1, 5, 7, 11)
 def test_decode_is_the_reference(
     heads: tuple[int, int, int, int], ring: int, device: str, dtype: torch.dtype
 ) -> None:
-    """Rows that go on, that begin, and that come from another slot, near the start and far from it."""
+    """Rows that go on, that begin, and that come from another slot, near the start and far from
+    it.
+    """
     seen, expected = (Mixer(heads, device, dtype, ring=ring).start(*STARTED) for _ in range(2))
     mixed = seen.inputs(len(ROWS))
     assert_near(seen.run(kernel, mixed, ROWS), expected.run(reference, mixed, ROWS), dtype)
@@ -179,7 +181,9 @@ def test_states_in_float16_are_the_reference(
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("num_tokens", [1, 3])
-def test_states_too_large_for_float16_stay_numbers(num_tokens: int, device: str, dtype: torch.dtype) -> None:
+def test_states_too_large_for_float16_stay_numbers(
+    num_tokens: int, device: str, dtype: torch.dtype
+) -> None:
     """One decode, and a row of several tokens; the reference and the kernels alike."""
     if dtype == torch.float16:
         pytest.skip("no value of a model in float16 is as large")
@@ -196,7 +200,9 @@ def test_states_too_large_for_float16_stay_numbers(num_tokens: int, device: str,
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("ring", [NUM_TAPS, NUM_TAPS + 3])
 def test_rings_turn_over_many_steps(ring: int, device: str, dtype: torch.dtype) -> None:
-    """One sequence from its first token, one from a checkpoint; the state comes back to the same slot."""
+    """One sequence from its first token, one from a checkpoint; the state comes back to the same
+    slot.
+    """
     seen, expected = (Mixer((1, 1, 16, 24), device, dtype, ring=ring).start(9) for _ in range(2))
     for step in range(9):
         rows = [Row(1, position=step), Row(2, position=21 + step, initial_slot=2 if step else 9)]
@@ -208,7 +214,9 @@ def test_rings_turn_over_many_steps(ring: int, device: str, dtype: torch.dtype) 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("num_taps", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_number_of_taps(num_taps: int, device: str, dtype: torch.dtype) -> None:
-    seen, expected = (Mixer(HEADS[2], device, dtype, ring=num_taps).start(*STARTED) for _ in range(2))
+    seen, expected = (
+        Mixer(HEADS[2], device, dtype, ring=num_taps).start(*STARTED) for _ in range(2)
+    )
     for mixer in (seen, expected):
         mixer.conv_weight = mixer.conv_weight[:num_taps]
     mixed = seen.inputs(len(ROWS))
@@ -218,7 +226,9 @@ def test_any_number_of_taps(num_taps: int, device: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_extreme_gates_and_inputs_are_the_reference(device: str, dtype: torch.dtype) -> None:
-    """Gates that are shut, open or neither; queries and keys long, and short enough to feel their epsilon."""
+    """Gates that are shut, open or neither; queries and keys long, and short enough to feel their
+    epsilon.
+    """
     seen, expected = (Mixer(HEADS[2], device, dtype).start(1) for _ in range(2))
     for mixer in (seen, expected):
         mixer.a_log[2] = 10.0  # multiplies the error of a softplus that is nearly zero
@@ -285,7 +295,9 @@ def test_deterministic_rows_have_the_same_bits_in_any_step(device: str, dtype: t
     mixed = together.inputs(sum(row.num_tokens for row in rows))
     out = together.run(kernel, mixed, rows, deterministic=True)
     pieces = mixed.split([row.num_tokens for row in rows])
-    alone = [apart.run(kernel, piece, [row], deterministic=True) for piece, row in zip(pieces, rows)]
+    alone = [
+        apart.run(kernel, piece, [row], deterministic=True) for piece, row in zip(pieces, rows)
+    ]
     assert torch.equal(out, torch.cat(alone))
     torch.testing.assert_close(together.recurrent, apart.recurrent, rtol=0, atol=0, equal_nan=True)
 
@@ -300,7 +312,9 @@ def test_a_step_without_rows_is_nothing(device: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize(("device", "dtype"), FULL_SIZE)
 @pytest.mark.parametrize("num_rows", [1, 3, 64])
 def test_full_size_decode_is_the_reference(num_rows: int, device: str, dtype: torch.dtype) -> None:
-    """35B-A3B; a third of the rows goes on in its slot, a third begins, a third comes from a checkpoint."""
+    """35B-A3B; a third of the rows goes on in its slot, a third begins, a third comes from a
+    checkpoint.
+    """
     num_slots = num_rows + 2
     seen, expected = (
         Mixer((16, 32, 128, 128), device, dtype, num_slots=num_slots).start(*range(1, num_slots))

@@ -16,13 +16,15 @@ from penstock.ops.triton import tuning
 from penstock.ops.triton.delta_net_chunks import mix_chunks
 from test_kernel_delta_net import NUM_TAPS, Mixer, Row
 
-# Hk, Hv, K, V: unequal widths, widths that are no powers of two; one and several value heads a key head.
+# Hk, Hv, K, V: unequal widths, widths that are no powers of two; one and several value heads a key
+# head.
 SMALL, GROUPED, ODD = (1, 1, 16, 32), (1, 3, 24, 16), (2, 2, 16, 48)
 
-# Under similar keys nearly all of a correction is taken back by the next. What is read is then a small sum of
-# large terms, each a product of two rounded numbers: queries, keys and values in bf16, their scores, and the
-# corrections. With all else exact, the rounding of these moves the output by 1e-2 of its largest value in the
-# median of 400 draws and by 4.4e-2 in the worst: no chunked form on bf16 operands comes nearer.
+# Under similar keys nearly all of a correction is taken back by the next. What is read is then a
+# small sum of large terms, each a product of two rounded numbers: queries, keys and values in bf16,
+# their scores, and the corrections. With all else exact, the rounding of these moves the output by
+# 1e-2 of its largest value in the median of 400 draws and by 4.4e-2 in the worst: no chunked form
+# on bf16 operands comes nearer.
 SIMILAR_KEYS = {**TOLERANCES, torch.bfloat16: 6e-2}
 
 
@@ -31,16 +33,22 @@ def kernel(*arguments: Any, deterministic: bool = False) -> Tensor:
     mixed, norm_weight, a_log = arguments[0], arguments[4], arguments[2]
     out = mixed.new_full((len(mixed), len(a_log) * len(norm_weight)), torch.nan)
     before_spans, (_, chunks, key_heads) = arguments[:12], arguments[12:]
-    mix_chunks(out, *before_spans, chunks, key_heads, num_tokens=len(mixed), deterministic=deterministic)
+    mix_chunks(
+        out, *before_spans, chunks, key_heads, num_tokens=len(mixed), deterministic=deterministic
+    )
     return out
 
 
 def padded_kernel(*arguments: Any, deterministic: bool = False) -> Tensor:
-    """With pieces of no tokens at the end of the tables, and rows that have none or only such a one."""
+    """With pieces of no tokens at the end of the tables, and rows that have none or only such a
+    one.
+    """
     chunks: Chunks = arguments[13]
     num_pieces = len(chunks.pieces)
     pieces = torch.cat((chunks.pieces, chunks.pieces.new_zeros(2, 4)))
-    rows = chunks.rows.new_tensor([[num_pieces, num_pieces + 1], [num_pieces + 2, num_pieces + 2], [0, 0]])
+    rows = chunks.rows.new_tensor(
+        [[num_pieces, num_pieces + 1], [num_pieces + 2, num_pieces + 2], [0, 0]]
+    )
     padded = Chunks(pieces, torch.cat((chunks.rows, rows)))
     return kernel(*arguments[:13], padded, arguments[14], deterministic=deterministic)
 
@@ -59,7 +67,9 @@ def saved_states(rows: Sequence[Row]) -> dict[int, int]:
     """Slots that a step writes, each with the position its state stands at."""
     chunked = [row for row in rows if is_chunked(row)]
     ends = {row.slot: row.position + row.num_tokens for row in chunked}
-    return ends | {slot: row.position + tokens for row in chunked for tokens, slot in row.checkpoints}
+    return ends | {
+        slot: row.position + tokens for row in chunked for tokens, slot in row.checkpoints
+    }
 
 
 def assert_is_reference(
@@ -113,21 +123,29 @@ STARTED = (1, 2, 5, 7, 11)
 def test_ragged_rows_are_the_reference(
     heads: tuple[int, int, int, int], ring: int, rows: list[Row], device: str, dtype: torch.dtype
 ) -> None:
-    """Rows that go on, that begin, and that come from another slot, with decodes and an empty row between."""
+    """Rows that go on, that begin, and that come from another slot, with decodes and an empty row
+    between.
+    """
     seen, expected = (Mixer(heads, device, dtype, ring=ring).start(*STARTED) for _ in range(2))
     assert_is_reference(seen, expected, rows, dtype)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("ring", [pytest.param(NUM_TAPS, marks=pytest.mark.slow), NUM_TAPS + 3])
-def test_checkpoints_hold_state_and_ring_as_they_stood(ring: int, device: str, dtype: torch.dtype) -> None:
-    """Soon after the start, where the past still shows, inside a chunk, between two, and at the end."""
+def test_checkpoints_hold_state_and_ring_as_they_stood(
+    ring: int, device: str, dtype: torch.dtype
+) -> None:
+    """Soon after the start, where the past still shows, inside a chunk, between two, and at the
+    end.
+    """
     rows = [
         Row(1, position=62, num_tokens=70, checkpoints=((1, 5), (2, 6), (40, 7), (66, 8), (70, 9))),
         Row(2, position=2, checkpoints=((1, 10),)),
         Row(3, position=5, num_tokens=2, initial_slot=11, checkpoints=((1, 12),)),
     ]
-    seen, expected = (Mixer(SMALL, device, dtype, ring=ring, num_slots=13).start(1, 2, 11) for _ in range(2))
+    seen, expected = (
+        Mixer(SMALL, device, dtype, ring=ring, num_slots=13).start(1, 2, 11) for _ in range(2)
+    )
     assert_is_reference(seen, expected, rows, dtype)
 
 
@@ -137,7 +155,9 @@ def test_states_in_float16_are_the_reference(device: str, dtype: torch.dtype) ->
         Row(1, position=62, num_tokens=70, checkpoints=((2, 6), (70, 9))),
         Row(3, position=0, num_tokens=5),
     ]
-    seen, expected = (Mixer(SMALL, device, dtype, state_dtype=torch.float16).start(1) for _ in range(2))
+    seen, expected = (
+        Mixer(SMALL, device, dtype, state_dtype=torch.float16).start(1) for _ in range(2)
+    )
     # Nearly the same number may be rounded up here and down there.
     assert_is_reference(seen, expected, rows, max(dtype, torch.float16, key=TOLERANCES.__getitem__))
 
@@ -154,8 +174,12 @@ def test_any_number_of_taps(num_taps: int, device: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(("run", "block_v"), [(4, 16), (16, 32)])
-def test_every_tile_is_the_reference(run: int, block_v: int, device: str, dtype: torch.dtype) -> None:
-    """Runs of few tokens and of many; a program with all columns of a head, which norms them too, and not."""
+def test_every_tile_is_the_reference(
+    run: int, block_v: int, device: str, dtype: torch.dtype
+) -> None:
+    """Runs of few tokens and of many; a program with all columns of a head, which norms them too,
+    and not.
+    """
     rows = [Row(1, position=70, num_tokens=9), Row(2, position=0, num_tokens=3)]
     seen, expected = (Mixer((1, 2, 16, 32), device, dtype).start(1) for _ in range(2))
     with tuning.trials() as trials:
@@ -179,18 +203,26 @@ def test_similar_keys_and_open_gates_are_the_reference(device: str, dtype: torch
     rows = [Row(1, position=0, num_tokens=80)]
     out, wanted = seen.run(kernel, mixed, rows), expected.run(reference, mixed, rows)
     for result, reference_result in ((out, wanted), (seen.recurrent[1], expected.recurrent[1])):
-        difference = (result.float() - reference_result.float()).abs().max() / reference_result.abs().max()
-        assert difference <= SIMILAR_KEYS[dtype], f"differs by {difference:.2e} of the largest value"
+        difference = (
+            result.float() - reference_result.float()
+        ).abs().max() / reference_result.abs().max()
+        assert difference <= SIMILAR_KEYS[dtype], (
+            f"differs by {difference:.2e} of the largest value"
+        )
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_extreme_gates_and_inputs_are_the_reference(device: str, dtype: torch.dtype) -> None:
-    """Gates that are shut, open or neither; queries and keys long, and short enough to feel their epsilon."""
+    """Gates that are shut, open or neither; queries and keys long, and short enough to feel their
+    epsilon.
+    """
     seen, expected = (Mixer((1, 3, 16, 16), device, dtype).start(1) for _ in range(2))
     for mixer in (seen, expected):
         mixer.a_log[2] = 10.0  # multiplies the error of a softplus that is nearly zero
     mixed = seen.inputs(70)
-    mixed[:, -6:] = torch.tensor([-90.0, 90.0, 0.0, 60.0, -60.0, -10.0]).to(mixed)  # b, a of three heads
+    mixed[:, -6:] = torch.tensor([-90.0, 90.0, 0.0, 60.0, -60.0, -10.0]).to(
+        mixed
+    )  # b, a of three heads
     mixed[::2, : seen.channels] *= 20.0
     mixed[1::2, : seen.channels] *= 1e-3
     rows = [Row(1, position=9, num_tokens=70)]
@@ -230,7 +262,9 @@ def test_deterministic_rows_have_the_same_bits_in_any_step(device: str, dtype: t
     mixed = together.inputs(sum(row.num_tokens for row in rows))
     out = together.run(kernel, mixed, rows, deterministic=True)
     pieces = mixed.split([row.num_tokens for row in rows])
-    alone = [apart.run(kernel, one.clone(), [row], deterministic=True) for one, row in zip(pieces, rows)]
+    alone = [
+        apart.run(kernel, one.clone(), [row], deterministic=True) for one, row in zip(pieces, rows)
+    ]
     assert torch.equal(out, torch.cat(alone))
     assert_same_bits(together, apart)
 
@@ -262,7 +296,9 @@ def test_a_step_of_decodes_alone_is_nothing(device: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize(("device", "dtype"), FULL_SIZE)
 @pytest.mark.parametrize("lengths", [(1024,), (300, 64, 500), (100,) * 9])
-def test_full_size_rows_are_the_reference(lengths: tuple[int, ...], device: str, dtype: torch.dtype) -> None:
+def test_full_size_rows_are_the_reference(
+    lengths: tuple[int, ...], device: str, dtype: torch.dtype
+) -> None:
     """35B-A3B; every third row goes on in its slot, begins, or comes from a checkpoint."""
     num_slots = 2 * len(lengths) + 2
     seen, expected = (
@@ -271,7 +307,12 @@ def test_full_size_rows_are_the_reference(lengths: tuple[int, ...], device: str,
     )
     kinds = ((70, None), (0, None), (128, num_slots - 1))
     rows = [
-        Row(1 + i, *kinds[i % 3], num_tokens=length, checkpoints=((length - 7, 1 + len(lengths) + i),))
+        Row(
+            1 + i,
+            *kinds[i % 3],
+            num_tokens=length,
+            checkpoints=((length - 7, 1 + len(lengths) + i),),
+        )
         for i, length in enumerate(lengths)
     ]
     assert_is_reference(seen, expected, rows, dtype)

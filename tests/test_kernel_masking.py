@@ -1,4 +1,6 @@
-"""Laws of the masking kernel: exactly the forbidden tokens of exactly the named rows, and nothing else."""
+"""Laws of the masking kernel: exactly the forbidden tokens of exactly the named rows, and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def test_a_forbidden_nan_is_forbidden_too(device: str) -> None:
 def test_no_rows_change_nothing(device: str) -> None:
     logits = random_logits(2, 100, device)
     before = logits.clone()
-    mask_logits(logits, torch.empty(0, dtype=torch.int64, device=device), random_words(0, 100, device))
+    mask_logits(
+        logits, torch.empty(0, dtype=torch.int64, device=device), random_words(0, 100, device)
+    )
     assert torch.equal(logits, before)
 
 

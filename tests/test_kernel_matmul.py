@@ -123,7 +123,9 @@ def test_sizes_need_not_fit_the_tiles(
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_every_form_computes_the_same(kernel: str, form: str, device: str, dtype: torch.dtype) -> None:
+def test_every_form_computes_the_same(
+    kernel: str, form: str, device: str, dtype: torch.dtype
+) -> None:
     case = Case(kernel, num_tokens=3, N=43, M=408, dtype=dtype, device=device)
     assert_near(case.run(tile=FORMS[form]), case.expected(), dtype)
 
@@ -157,7 +159,9 @@ def test_weights_go_straight_to_the_tensor_cores(
     launched = []
     with pytest.MonkeyPatch.context() as patch:
         multiply = kernels.multiply_few_rows
-        patch.setattr(kernels, "multiply_few_rows", lambda *given: launched.append(1) or multiply(*given))
+        patch.setattr(
+            kernels, "multiply_few_rows", lambda *given: launched.append(1) or multiply(*given)
+        )
         seen = case.run(tile=tile)
     assert launched, "another form took its place"
     assert_near(seen, case.expected(), dtype)
@@ -178,7 +182,9 @@ DIRECT: Tile = {"form": 3, "row_tiles": 1, "num_warps": 4, "held": 4, "blocks": 
 def test_a_norm_of_values_at_the_ends_of_float16_is_that_of_the_reference(
     form: str, device: str, num_tokens: int, size: float
 ) -> None:
-    """x times the norm's weight has no place in float16, or loses its digits there; normed it has."""
+    """x times the norm's weight has no place in float16, or loses its digits there; normed it
+    has.
+    """
     case = Case("norm_linear", num_tokens, N=43, M=384, dtype=torch.float16, device=device)
     largest = case.x.float().abs().max()
     case.x = (case.x.float() / largest * size).half()
@@ -263,7 +269,9 @@ def test_a_head_gives_float32_logits_at_every_batch(
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 def test_float32_logits_of_many_rows_can_be_captured(device: str) -> None:
-    case = Case("norm_linear", 256, N=65536, M=2048, dtype=torch.bfloat16, device=device, extras=False)
+    case = Case(
+        "norm_linear", 256, N=65536, M=2048, dtype=torch.bfloat16, device=device, extras=False
+    )
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.max_memory_allocated()
     expected = case.run(out_dtype=torch.float32)
@@ -309,7 +317,9 @@ def test_a_deterministic_row_is_the_same_alone_and_in_any_batch(
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("device", "dtype"), NARROW_PLACES)
-def test_no_tokens_give_no_rows(kernel: str, deterministic: bool, device: str, dtype: torch.dtype) -> None:
+def test_no_tokens_give_no_rows(
+    kernel: str, deterministic: bool, device: str, dtype: torch.dtype
+) -> None:
     case = Case(kernel, num_tokens=0, N=37, M=100, dtype=dtype, device=device)
     assert case.run(deterministic=deterministic).shape == (0, 37)
 

@@ -1,4 +1,6 @@
-"""The kernels of the sparse feed-forward against their reference: the choice of experts, and the experts."""
+"""The kernels of the sparse feed-forward against their reference: the choice of experts, and the
+experts.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ EPS = 1e-6
 SLOW = pytest.mark.slow
 
 
-def router_inputs(num_tokens: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, float, Weight]:
+def router_inputs(
+    num_tokens: int, device: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, float, Weight]:
     hidden = random(num_tokens, H, dtype=dtype, device=device, seed=num_tokens)
     norm_weight = random(H, dtype=torch.float32, device=device, seed=1, scale=0.2) + 1.0
     router = Weight(random(E, H, dtype=dtype, device=device, seed=2, scale=H**-0.5))
@@ -52,7 +56,9 @@ def assert_chosen(
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 16, 17, pytest.param(3, marks=SLOW), pytest.param(33, marks=SLOW)])
+@pytest.mark.parametrize(
+    "num_tokens", [1, 16, 17, pytest.param(3, marks=SLOW), pytest.param(33, marks=SLOW)]
+)
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_the_most_likely_experts_are_chosen_with_their_weights(
     device: str, dtype: torch.dtype, num_tokens: int, deterministic: bool
@@ -83,7 +89,9 @@ def test_a_router_may_have_no_shared_expert_and_weights_that_do_not_sum_to_one(
 
 @pytest.mark.parametrize("num_tokens", [2, 18])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_of_equal_experts_the_lowest_are_chosen(device: str, dtype: torch.dtype, num_tokens: int) -> None:
+def test_of_equal_experts_the_lowest_are_chosen(
+    device: str, dtype: torch.dtype, num_tokens: int
+) -> None:
     hidden, norm_weight, eps, router = router_inputs(num_tokens, device, dtype)
     equal = Weight(router.values[:1].expand(E, H).contiguous())
     _, weights, ids, _ = moe.norm_route(hidden, norm_weight, eps, equal, K)
@@ -110,7 +118,9 @@ def test_a_token_of_nan_gets_experts_that_exist_and_spoils_no_other(
 @pytest.mark.bitwise
 @pytest.mark.parametrize("num_tokens", [3, 18])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_counters_are_zero_again_after_every_launch(device: str, dtype: torch.dtype, num_tokens: int) -> None:
+def test_counters_are_zero_again_after_every_launch(
+    device: str, dtype: torch.dtype, num_tokens: int
+) -> None:
     inputs, counters = router_inputs(num_tokens, device, dtype), new_counters(E, device)
     given = (*inputs, K, True, gate(device, dtype))
     first, second = (moe.norm_route(*given, counters) for _ in range(2))
@@ -124,7 +134,9 @@ def test_counters_are_zero_again_after_every_launch(device: str, dtype: torch.dt
 
 @pytest.mark.parametrize("num_tokens", [3, 18])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_a_launch_counts_in_its_own_counters_alone(device: str, dtype: torch.dtype, num_tokens: int) -> None:
+def test_a_launch_counts_in_its_own_counters_alone(
+    device: str, dtype: torch.dtype, num_tokens: int
+) -> None:
     """Those of another engine may be in the middle of a launch; too few are left alone."""
     given = (*router_inputs(num_tokens, device, dtype), K, True, gate(device, dtype))
     _, weights, ids, _ = moe.norm_route(*given)
@@ -142,9 +154,13 @@ def test_a_launch_counts_in_its_own_counters_alone(device: str, dtype: torch.dty
 @pytest.mark.parametrize("num_tokens", [3, 18, 300])
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_experts_may_lie_in_any_slots(device: str, dtype: torch.dtype, num_tokens: int) -> None:
-    """A stack of more matrices than experts, in another order: the router writes where each one is."""
+    """A stack of more matrices than experts, in another order: the router writes where each one
+    is.
+    """
     inputs = router_inputs(num_tokens, device, dtype)
-    slots = torch.randperm(E + 3, generator=torch.Generator().manual_seed(0))[:E].to(device, torch.int32)
+    slots = torch.randperm(E + 3, generator=torch.Generator().manual_seed(0))[:E].to(
+        device, torch.int32
+    )
     x, weights, ids, _ = moe.norm_route(*inputs, K)
     again, same_weights, places, _ = moe.norm_route(*inputs, K, slots=slots)
     assert torch.equal(again, x)
@@ -201,7 +217,9 @@ def test_two_layers_may_run_at_once_on_two_streams(
 
 
 class Experts:
-    """Random experts, and tokens that chose some of them; `chosen` makes all tokens choose the same."""
+    """Random experts, and tokens that chose some of them; `chosen` makes all tokens choose the
+    same.
+    """
 
     def __init__(
         self,
@@ -219,7 +237,9 @@ class Experts:
 
         generator = torch.Generator().manual_seed(num_tokens)
         order = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :K]
-        ids = order if chosen is None else torch.tensor([chosen]).expand(num_tokens, -1).contiguous()
+        ids = (
+            order if chosen is None else torch.tensor([chosen]).expand(num_tokens, -1).contiguous()
+        )
         weights = torch.rand(num_tokens, K, generator=generator)
         self.tokens = (
             random(num_tokens, H, dtype=dtype, device=device, seed=10),
@@ -277,12 +297,16 @@ def test_every_form_gives_the_same_with_and_without_a_shared_expert(
     assert_near(seen, experts.expected(), dtype)
 
 
-@pytest.mark.parametrize(("num_tokens", "num_experts"), [(19, 128), (70, 16)], ids=["searched", "listed"])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts"), [(19, 128), (70, 16)], ids=["searched", "listed"]
+)
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_all_tokens_may_choose_the_same_experts(
     device: str, dtype: torch.dtype, num_tokens: int, num_experts: int
 ) -> None:
-    """With tiles so low that an expert has several, and where they are listed more than programs for them."""
+    """With tiles so low that an expert has several, and where they are listed more than programs
+    for them.
+    """
     experts = Experts(num_tokens, device, dtype, num_experts=num_experts, chosen=[7, 0, 5, 2])
     tile = {"BLOCK_M": 16, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
     with experts.with_tiles(
@@ -301,7 +325,9 @@ def test_deterministic_routing_of_a_token_is_the_same_alone_and_among_others(
     together = moe.norm_route(hidden, *rest, K, True, gate(device, dtype), deterministic=True)
     for row in (0, 5, 17):
         rows = slice(row, row + 1)
-        alone = moe.norm_route(hidden[rows], *rest, K, True, gate(device, dtype), deterministic=True)
+        alone = moe.norm_route(
+            hidden[rows], *rest, K, True, gate(device, dtype), deterministic=True
+        )
         for one, all_rows in zip(alone, together):
             assert one is not None
             assert all_rows is not None
@@ -318,7 +344,9 @@ def test_deterministic_experts_of_a_token_give_the_same_alone_and_among_others(
     assert_near(together, experts.expected(), dtype)
     for row in (0, 8):
         rows = slice(row, row + 1)
-        assert torch.equal(moe.sparse_mlp(*experts.arguments(rows), deterministic=True), together[rows])
+        assert torch.equal(
+            moe.sparse_mlp(*experts.arguments(rows), deterministic=True), together[rows]
+        )
 
 
 @pytest.fixture(scope="module")

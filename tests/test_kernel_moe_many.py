@@ -121,7 +121,9 @@ def test_tokens_beyond_a_limit_are_run_in_parts(
     monkeypatch.setattr(moe, "MAX_TOKENS", 64)
     arguments = sparse_inputs(some_ids(150, 5, 2), 5, device, dtype)
     x, weights, ids, *rest = arguments
-    assert_near(moe.sparse_mlp(*arguments), reference.sparse_mlp(x, weights, ids.long(), *rest), dtype)
+    assert_near(
+        moe.sparse_mlp(*arguments), reference.sparse_mlp(x, weights, ids.long(), *rest), dtype
+    )
 
 
 @pytest.mark.parametrize("has_shared", [True, False])
@@ -144,7 +146,9 @@ def test_every_pair_is_in_one_tile_of_its_expert(
         assert sorted(rows) == list(range(num_tokens * slots))
         for expert in range(num_experts):
             chosen = (ids == expert).nonzero().tolist()
-            assert sorted(pairs_of.get(expert, [])) == [token * slots + slot for token, slot in chosen]
+            assert sorted(pairs_of.get(expert, [])) == [
+                token * slots + slot for token, slot in chosen
+            ]
         shared = range(k, num_tokens * slots, slots) if has_shared else []
         assert sorted(pairs_of.get(num_experts, [])) == list(shared)
 
@@ -217,7 +221,9 @@ def test_a_layer_of_a_real_model_is_that_of_the_reference(
         with trials() as trial:
             shape = (256, 8, 512, 2048)
             trial.answers[Question("sparse_mlp", shape, num_tokens, {}).key] = {"form": moe.GROUPED}
-            trial.answers[Question("expert_list_grouped", shape, num_tokens, {}).key] = {"BLOCK_M": height}
+            trial.answers[Question("expert_list_grouped", shape, num_tokens, {}).key] = {
+                "BLOCK_M": height
+            }
             seen, again = (moe.sparse_mlp(x, weights, ids, *rest) for _ in range(2))
         assert_near(seen, expected, dtype)
         assert torch.equal(seen, again), "the order in which pairs were listed shows"

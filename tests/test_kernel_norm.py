@@ -25,7 +25,9 @@ def test_rms_norm_is_its_reference_for_any_shape(
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_rms_norm_takes_rows_that_are_parts_of_something_else(device: str, dtype: torch.dtype) -> None:
+def test_rms_norm_takes_rows_that_are_parts_of_something_else(
+    device: str, dtype: torch.dtype
+) -> None:
     wide = random(5, 200, dtype=dtype, device=device)
     weight = random(64, dtype=torch.float32, device=device, seed=1)
     columns = random(64, 5, dtype=dtype, device=device).T

@@ -1,4 +1,6 @@
-"""The attention kernel for rows of several tokens computes what its reference says, however they are cut."""
+"""The attention kernel for rows of several tokens computes what its reference says, however they
+are cut.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ class Step:
         return float(self.q.shape[2] ** -0.5)
 
     def attend(
-        self, window: int = 0, deterministic: bool = False, pieces: Sequence[tuple[int, ...]] | None = None
+        self,
+        window: int = 0,
+        deterministic: bool = False,
+        pieces: Sequence[tuple[int, ...]] | None = None,
     ) -> Tensor:
         if pieces is None:
             pieces = cut_chunks(self.spans)[0]
@@ -162,7 +167,11 @@ def test_output_without_a_gate_is_not_gated(device: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize(("block_heads", "block_keys"), [(1, 16), (1, 64), (2, 32), (4, 64)])
 def test_every_tile_computes_the_same(
-    device: str, dtype: torch.dtype, block_heads: int, block_keys: int, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    dtype: torch.dtype,
+    block_heads: int,
+    block_keys: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tile = {"BLOCK_HEADS": block_heads, "BLOCK_KEYS": block_keys, "num_warps": 4, "num_stages": 2}
     monkeypatch.setattr(prefill, "_prefill_rule", lambda *_: tile)
@@ -172,14 +181,18 @@ def test_every_tile_computes_the_same(
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("window", [1, 64, 100, 129, 1000])
-def test_a_query_sees_a_window_of_its_newest_keys(device: str, dtype: torch.dtype, window: int) -> None:
+def test_a_query_sees_a_window_of_its_newest_keys(
+    device: str, dtype: torch.dtype, window: int
+) -> None:
     step = make_step([RowSpan(70, 230), RowSpan(3, 64)], 2, 1, 32, dtype=dtype, device=device)
     assert_near(step.attend(window), step.expected(window), dtype)
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("page_size", [16, 48, 128])
-def test_prefill_is_its_reference_for_any_page_size(device: str, dtype: torch.dtype, page_size: int) -> None:
+def test_prefill_is_its_reference_for_any_page_size(
+    device: str, dtype: torch.dtype, page_size: int
+) -> None:
     spans = [RowSpan(20, 143), RowSpan(3, 3)]
     step = make_step(spans, 2, 1, 32, dtype=dtype, device=device, page_size=page_size)
     assert_near(step.attend(), step.expected(), dtype)
@@ -248,7 +261,13 @@ def test_number_of_splits_follows_from_programs_and_the_width_of_the_table(
 
 
 def test_rule_fits_the_shared_memory_of_every_card() -> None:
-    shapes = [(16, 2, 256, 64), (16, 4, 256, 64), (24, 4, 256, 64), (32, 8, 128, 64), (6, 2, 24, 48)]
+    shapes = [
+        (16, 2, 256, 64),
+        (16, 4, 256, 64),
+        (24, 4, 256, 64),
+        (32, 8, 128, 64),
+        (6, 2, 24, 48),
+    ]
     for num_bytes in (99 * 1024, 163 * 1024, 227 * 1024):
         for shape in shapes:
             for dtype in (torch.bfloat16, torch.float32):

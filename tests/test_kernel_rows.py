@@ -18,13 +18,18 @@ DEVICES = [
 def tables(num_rows: int, num_pages: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(num_rows + num_pages)
     last_token = torch.randint(0, 250_000, (num_rows,), generator=generator)
-    page_table = torch.randint(1, 2**31 - 1, (num_rows, num_pages), generator=generator, dtype=torch.int32)
+    page_table = torch.randint(
+        1, 2**31 - 1, (num_rows, num_pages), generator=generator, dtype=torch.int32
+    )
     return last_token.to(device), page_table.to(device)
 
 
-def assert_same(packed: torch.Tensor, last_token: torch.Tensor, pages: torch.Tensor, page_size: int) -> None:
+def assert_same(
+    packed: torch.Tensor, last_token: torch.Tensor, pages: torch.Tensor, page_size: int
+) -> None:
     for seen, expected in zip(
-        decode_rows(packed, last_token, pages, page_size), reference(packed, last_token, pages, page_size)
+        decode_rows(packed, last_token, pages, page_size),
+        reference(packed, last_token, pages, page_size),
     ):
         assert seen.dtype == expected.dtype
         assert torch.equal(seen, expected)
@@ -68,6 +73,8 @@ def test_a_step_without_rows_is_no_launch(device: str) -> None:
     last_token, page_table = tables(4, 6, device)
     shapes = [
         tuple(t.shape)
-        for t in decode_rows(torch.empty(4, 0, dtype=torch.int64, device=device), last_token, page_table, 16)
+        for t in decode_rows(
+            torch.empty(4, 0, dtype=torch.int64, device=device), last_token, page_table, 16
+        )
     ]
     assert shapes == [(0,), (0,), (0,), (0, 6)]

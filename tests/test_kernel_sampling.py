@@ -1,6 +1,8 @@
-"""Laws of the sampling kernels: the reference's token for the reference's seed, whatever the filters.
+"""Laws of the sampling kernels: the reference's token for the reference's seed, whatever the
+filters.
 
-Logarithms may differ in their last bit, so a draw may differ where two tokens are that near; nowhere else.
+Logarithms may differ in their last bit, so a draw may differ where two tokens are that near;
+nowhere else.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ SETTINGS = [
 Knobs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def knobs(settings: list[tuple[float, int, float, float]], vocab: int, device: str, seed: int = 0) -> Knobs:
+def knobs(
+    settings: list[tuple[float, int, float, float]], vocab: int, device: str, seed: int = 0
+) -> Knobs:
     """What follows the logits in a call, for one row a setting, at random seeds and positions."""
     temperature, top_k, top_p, min_p = zip(*settings)
     generator = torch.Generator().manual_seed(seed)
@@ -54,18 +58,24 @@ def knobs(settings: list[tuple[float, int, float, float]], vocab: int, device: s
     return tuple(tensor.to(device) for tensor in tensors)  # type: ignore[return-value]
 
 
-def random_logits(rows: int, vocab: int, device: str, *, spread: float = 2.0, seed: int = 0) -> Tensor:
+def random_logits(
+    rows: int, vocab: int, device: str, *, spread: float = 2.0, seed: int = 0
+) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(rows, vocab, generator=generator) * spread).to(device)
 
 
 def assert_same_draws(logits: Tensor, row_knobs: Knobs, filtered: bool = True) -> Tensor:
-    """The reference's tokens, or others that it finds as good to within the rounding of a logarithm."""
+    """The reference's tokens, or others that it finds as good to within the rounding of a
+    logarithm.
+    """
     seen = sample(logits, *row_knobs, filtered=filtered)
     expected = reference.sample(logits, *row_knobs, filtered=filtered)
     temperature, top_k, top_p, min_p, seeds, positions = row_knobs
     for row in (seen != expected).nonzero()[:, 0].tolist():
-        assert temperature[row] > 0, f"row {row}: {seen[row]} is not the likeliest, {expected[row]} is"
+        assert temperature[row] > 0, (
+            f"row {row}: {seen[row]} is not the likeliest, {expected[row]} is"
+        )
         one = slice(row, row + 1)
         scores = logits[one] / temperature[row]
         if filtered:
@@ -85,7 +95,8 @@ def test_every_mix_of_filters_draws_the_references_token(device: str, spread: fl
     assert_same_draws(logits, knobs(SETTINGS, vocab, device))
 
 
-# Ends of every kind: of few tokens, of many, of top_p far above top_k, of min_p, and between equals.
+# Ends of every kind: of few tokens, of many, of top_p far above top_k, of min_p, and between
+# equals.
 ENDS = [
     ("flat", (1.0, 20, 1.0, 0.0)),
     ("flat", (1.0, 0, 0.1, 0.0)),
@@ -138,13 +149,17 @@ def test_the_last_kept_token_can_be_drawn_and_the_first_cut_cannot(
 @pytest.mark.parametrize("vocab", [1, 5, 2048, 9000])
 def test_without_filters_the_references_token_is_drawn(device: str, vocab: int) -> None:
     settings = [(temperature, 0, 1.0, 0.0) for temperature in (0.0, 0.3, 1.0, 5.0)]
-    assert_same_draws(random_logits(4, vocab, device), knobs(settings, vocab, device), filtered=False)
+    assert_same_draws(
+        random_logits(4, vocab, device), knobs(settings, vocab, device), filtered=False
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("rows", [1, 5, 64, 256])
 @pytest.mark.parametrize("spread", [0.5, 3.0])
-def test_a_large_vocabulary_draws_the_references_tokens(device: str, rows: int, spread: float) -> None:
+def test_a_large_vocabulary_draws_the_references_tokens(
+    device: str, rows: int, spread: float
+) -> None:
     vocab = 248_320
     settings = [SETTINGS[(row + 4) % len(SETTINGS)] for row in range(rows)]
     for seed in range(3):
@@ -192,7 +207,9 @@ def test_a_row_draws_alone_what_it_draws_in_a_batch(device: str, filtered: bool)
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("setting", [(3.0, 1, 1.0, 0.0), (3.0, 0, 1e-9, 0.0), (3.0, 0, 1.0, 1.0)])
-def test_the_tightest_filter_is_greedy(device: str, setting: tuple[float, int, float, float]) -> None:
+def test_the_tightest_filter_is_greedy(
+    device: str, setting: tuple[float, int, float, float]
+) -> None:
     logits = random_logits(6, 700, device)
     tokens = sample(logits, *knobs([setting] * 6, 700, device), filtered=True)
     assert torch.equal(tokens, logits.argmax(-1))
@@ -201,7 +218,12 @@ def test_the_tightest_filter_is_greedy(device: str, setting: tuple[float, int, f
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("filtered", [False, True])
 def test_a_forbidden_token_is_never_drawn(device: str, filtered: bool) -> None:
-    settings = [(20.0, 0, 1.0, 0.0), (20.0, 0, 0.9999, 0.0), (20.0, 300, 1.0, 0.0), (0.0, 0, 1.0, 0.0)]
+    settings = [
+        (20.0, 0, 1.0, 0.0),
+        (20.0, 0, 0.9999, 0.0),
+        (20.0, 300, 1.0, 0.0),
+        (0.0, 0, 1.0, 0.0),
+    ]
     logits = random_logits(4, 900, device)
     logits[:, 5:] = -torch.inf  # five are left
     logits[:, logits[0].argmax()] = -torch.inf
@@ -221,7 +243,12 @@ def test_where_all_is_forbidden_the_first_token_is_drawn(device: str, filtered: 
 @pytest.mark.parametrize("device", DEVICES)
 def test_between_equal_logits_lower_ids_are_kept(device: str) -> None:
     """More equals than can be listed in the first rows: their end is found by halving."""
-    settings = [(1.0, 5, 1.0, 0.0), (1.0, 0, 0.3337, 0.0), (1.0, 900, 0.0106, 0.0), (1.0, 40, 0.52, 0.0)]
+    settings = [
+        (1.0, 5, 1.0, 0.0),
+        (1.0, 0, 0.3337, 0.0),
+        (1.0, 900, 0.0106, 0.0),
+        (1.0, 40, 0.52, 0.0),
+    ]
     logits = torch.zeros(4, 1000, device=device)
     logits[3] = random_logits(1, 1000, device)[0].round()
     logits[2, 500:] = -0.0

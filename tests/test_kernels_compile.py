@@ -14,8 +14,9 @@ from penstock.ops.cuda import few_rows
 from penstock.ops.cuda.program import CudaError, compile_source, nvrtc
 
 ROOT = Path(__file__).resolve().parents[1]
-# One form of every kernel for the card the tiles are made for, and, for the one with the least shared memory,
-# of those that want much of it: it is these that cards disagree on. `pytest -m slow` compiles all else.
+# One form of every kernel for the card the tiles are made for, and, for the one with the least
+# shared memory, of those that want much of it: it is these that cards disagree on. `pytest -m slow`
+# compiles all else.
 BUILDS = [
     ("90,86", "one"),
     *(pytest.param(str(number), "one", marks=pytest.mark.slow) for number in (80, 86, 89)),
@@ -24,7 +25,8 @@ BUILDS = [
 MUCH_SHARED_MEMORY = 48 * 1024  # half of what the smallest card has
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227}  # KiB that one program may have
 
-# In a process of its own: under the interpreter, which the other tests use, nothing can be compiled.
+# In a process of its own: under the interpreter, which the other tests use, nothing can be
+# compiled.
 COMPILE = """
 import json, sys
 import triton
@@ -68,7 +70,9 @@ print(json.dumps(seen))
 def test_kernels_compile_and_fit(capabilities: str, forms: str, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    if forms == "one":  # what is not understood or does not fit shows without what LLVM would improve
+    if (
+        forms == "one"
+    ):  # what is not understood or does not fit shows without what LLVM would improve
         environment |= {"DISABLE_LLVM_OPT": "1", "TRITON_DISABLE_LINE_INFO": "1"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, capabilities, forms, str(MUCH_SHARED_MEMORY)],
@@ -84,10 +88,14 @@ def test_kernels_compile_and_fit(capabilities: str, forms: str, tmp_path: Path) 
         least = 10 if capability == next(iter(shared)) else 5
         assert len(by_kernel) >= least, f"only {sorted(by_kernel)} were compiled for {capability}"
         for name, sizes in by_kernel.items():
-            assert max(sizes) <= SHARED_MEMORY[int(capability)] * 1024, f"{name} wants {max(sizes)} bytes"
+            assert max(sizes) <= SHARED_MEMORY[int(capability)] * 1024, (
+                f"{name} wants {max(sizes)} bytes"
+            )
 
 
-@pytest.mark.skipif(nvrtc() is None, reason="there is no NVRTC, which comes with PyTorch's CUDA builds")
+@pytest.mark.skipif(
+    nvrtc() is None, reason="there is no NVRTC, which comes with PyTorch's CUDA builds"
+)
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_the_cuda_source_compiles_too(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -101,8 +109,12 @@ def test_the_cuda_source_compiles_too(
     assert len(kept) == len(few_rows.compile_cases())
 
 
-@pytest.mark.skipif(nvrtc() is None, reason="there is no NVRTC, which comes with PyTorch's CUDA builds")
-def test_a_source_that_does_not_compile_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    nvrtc() is None, reason="there is no NVRTC, which comes with PyTorch's CUDA builds"
+)
+def test_a_source_that_does_not_compile_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(CudaError, match=r"kernel\.cu\(2\): error"):
         compile_source("int good;\nno good;", {}, "sm_90")

@@ -1,7 +1,8 @@
-"""No body, as large as bodies may be, keeps others waiting: what would take long is refused before it does.
+"""No body, as large as bodies may be, keeps others waiting: what would take long is refused before
+it does.
 
-Where a law is about time it counts the seconds of this process, which others on the machine do not add to.
-Each of the bodies here once took three to eleven.
+Where a law is about time it counts the seconds of this process, which others on the machine do not
+add to. Each of the bodies here once took three to eleven.
 """
 
 from __future__ import annotations
@@ -54,9 +55,13 @@ def parse_arguments_of_calls(body: bytes) -> None:
     parse_arguments(parse_chat(body).messages)
 
 
-CALL = '{"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{\\"a\\": […]}"}]}'
+CALL = (
+    '{"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{\\"a\\": '
+    '[…]}"}]}'
+)
 CALLED = (
-    '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[…]"}}]}]}'
+    '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", '
+    '"arguments": "[…]"}}]}]}'
 )
 COSTLY: dict[str, tuple[Callable[[bytes], object], str, str, str | None]] = {
     "functions": (parse_chat, "[]", CHAT + '"functions": […]}', "functions"),
@@ -136,13 +141,17 @@ def test_a_text_may_look_like_millions_of_values() -> None:
 
 def test_as_many_ids_as_a_long_context_holds_may_be_sent() -> None:
     ids = [7] * MAX_IDS
-    (prompt,) = parse_completion(json.dumps({"prompt": ids, "stop_token_ids": [3] * 128}).encode()).prompts
+    (prompt,) = parse_completion(
+        json.dumps({"prompt": ids, "stop_token_ids": [3] * 128}).encode()
+    ).prompts
     assert prompt == ids
     assert parse_detokenize(json.dumps({"tokens": ids}).encode()) == ids
 
 
 def test_decoding_makes_no_garbage_to_look_for_and_leaves_the_collector_on() -> None:
-    body = json.dumps({"messages": [{"role": "user", "content": "x"}], "functions": [[]] * 100_000}).encode()
+    body = json.dumps(
+        {"messages": [{"role": "user", "content": "x"}], "functions": [[]] * 100_000}
+    ).encode()
     collections: list[str] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
@@ -195,12 +204,17 @@ def test_a_conversation_has_no_more_items_kept_than_sent() -> None:
 def test_tools_of_one_name_are_one_however_often_they_are_offered_and_allowed() -> None:
     """OpenAI takes them."""
     names = ["g", *["f"] * 1000]
-    tools = [{"function": {"name": name, "description": str(place)}} for place, name in enumerate(names)]
+    tools = [
+        {"function": {"name": name, "description": str(place)}} for place, name in enumerate(names)
+    ]
     choice = {"type": "allowed_tools", "allowed_tools": {"tools": tools[::-1], "mode": "required"}}
     fields = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice}
     chat = parse_chat(json.dumps(fields).encode())
     assert chat.tools == chat.must_call
-    assert [tuple(tool["function"].values()) for tool in chat.tools or ()] == [("g", "0"), ("f", "1000")]
+    assert [tuple(tool["function"].values()) for tool in chat.tools or ()] == [
+        ("g", "0"),
+        ("f", "1000"),
+    ]
 
 
 def test_tools_of_one_name_are_refused_as_anthropic_refuses_them() -> None:

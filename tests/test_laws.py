@@ -35,7 +35,8 @@ def every_config(request: pytest.FixtureRequest) -> dict[str, Any]:
     return FAMILIES[request.param]
 
 
-# A hybrid of dense layers keeps its state as one of experts does: all laws of it come with `pytest -m slow`.
+# A hybrid of dense layers keeps its state as one of experts does: all laws of it come with `pytest
+# -m slow`.
 KINDS_OF_CACHE = ["hybrid_moe", pytest.param("hybrid_dense", marks=pytest.mark.slow), "llama"]
 
 
@@ -99,7 +100,10 @@ def test_a_place_that_was_learned_gives_what_a_fresh_prefill_gives(config: dict[
 def test_states_in_float16_hardly_change_what_is_said() -> None:
     """Nor where a prompt was cut or found in the cache, and states rested in between."""
     settings: dict[str, Any] = {"deterministic": False, "state_dtype": "float16"}
-    engine, whole = make_engine(HYBRID_MOE, **settings), make_engine(HYBRID_MOE, deterministic=False)
+    engine, whole = (
+        make_engine(HYBRID_MOE, **settings),
+        make_engine(HYBRID_MOE, deterministic=False),
+    )
     cut = make_engine(HYBRID_MOE, max_step_tokens=64, **settings)
     assert 2 * state_bytes(engine) == state_bytes(whole)
     for name in ("first", "again"):
@@ -127,9 +131,12 @@ def test_overlapped_steps_change_nothing(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_preempted_equals_undisturbed(config: dict[str, Any], overlap: bool) -> None:
-    """Recomputing a prefix may round differently from decoding it, so tokens are compared, not bits."""
+    """Recomputing a prefix may round differently from decoding it, so tokens are compared, not
+    bits.
+    """
     requests = [
-        request(f"r{i}", prompt(60 + i, i), max_tokens=100, seed=i, temperature=0.7) for i in range(4)
+        request(f"r{i}", prompt(60 + i, i), max_tokens=100, seed=i, temperature=0.7)
+        for i in range(4)
     ]
     calm = run(make_engine(config), *requests)
     tight = make_engine(config, max_model_len=192, memory_gb=tight_budget(config), overlap=overlap)
@@ -146,7 +153,9 @@ def tight_budget(config: dict[str, Any]) -> float:
     page = kv * layers.count("full_attention")
     if "linear_num_value_heads" not in config:
         return 6.5 * page / 1e9
-    heads, k, v = (config[f"linear_{name}"] for name in ("num_value_heads", "key_head_dim", "value_head_dim"))
+    heads, k, v = (
+        config[f"linear_{name}"] for name in ("num_value_heads", "key_head_dim", "value_head_dim")
+    )
     channels = 2 * config["linear_num_key_heads"] * k + heads * v
     slot = 3 * 4 * (heads * k * v + 3 * channels)
     return 2 * 6 * slot / 1e9 if 6 * slot > 6.5 * page else 13 * page / 1e9
@@ -170,7 +179,10 @@ def test_two_engines_in_one_process_do_not_meet() -> None:
         first.step()
         second.step()
     mine, theirs = drain(first)["x"], drain(second)["x"]
-    assert tokens_of(mine) == tokens_of(run(make_engine(HYBRID_MOE), one)["x"])[-len(tokens_of(mine)) :]
+    assert (
+        tokens_of(mine)
+        == tokens_of(run(make_engine(HYBRID_MOE), one)["x"])[-len(tokens_of(mine)) :]
+    )
     assert tokens_of(mine) != tokens_of(theirs)
 
 
@@ -197,7 +209,10 @@ def test_abort_returns_every_page_and_slot(config: dict[str, Any], overlap: bool
     after = engine.stats()
     assert ends == ["abort"] * len(LENGTHS)
     assert (after.num_running, after.num_waiting) == (0, 0)
-    assert (after.num_free_pages, after.num_free_slots) == (before.num_free_pages, before.num_free_slots)
+    assert (after.num_free_pages, after.num_free_slots) == (
+        before.num_free_pages,
+        before.num_free_slots,
+    )
 
 
 def test_end_tokens_stop_and_min_tokens_delays_them(config: dict[str, Any]) -> None:
@@ -206,7 +221,9 @@ def test_end_tokens_stop_and_min_tokens_delays_them(config: dict[str, Any]) -> N
     cut = free.index(free[3]) + 1
     assert tokens_of(deltas) == free[:cut]
     assert deltas[-1].finish == "stop"
-    later = run(make_engine(config), request("x", prompt(20), end_token_ids=(free[3],), min_tokens=8))["x"]
+    later = run(
+        make_engine(config), request("x", prompt(20), end_token_ids=(free[3],), min_tokens=8)
+    )["x"]
     assert free[3] not in tokens_of(later)[:8]
     assert len(tokens_of(later)) >= 8
 
@@ -215,13 +232,16 @@ def test_logit_bias_and_penalties_act(config: dict[str, Any]) -> None:
     biased = run(make_engine(config), request("x", prompt(20), logit_bias={5: 100.0}))["x"]
     assert set(tokens_of(biased)) == {5}
     punished = run(
-        make_engine(config), request("x", prompt(20), logit_bias={5: 90.0, 6: 89.0}, frequency_penalty=2.0)
+        make_engine(config),
+        request("x", prompt(20), logit_bias={5: 90.0, 6: 89.0}, frequency_penalty=2.0),
     )["x"]
     assert {5, 6} == set(tokens_of(punished))
     assert tokens_of(punished).count(6) >= 4  # each 5 costs 2 points, so they take turns
 
 
-def test_a_row_without_penalties_is_untouched_by_a_neighbour_with_them(config: dict[str, Any]) -> None:
+def test_a_row_without_penalties_is_untouched_by_a_neighbour_with_them(
+    config: dict[str, Any],
+) -> None:
     plain = request("plain", prompt(30))
     greedy = alone(config, plain)
     noisy = request(
@@ -236,7 +256,11 @@ def test_a_row_without_penalties_is_untouched_by_a_neighbour_with_them(config: d
 def test_ids_outside_the_vocabulary_are_refused_and_harm_nobody(config: dict[str, Any]) -> None:
     engine = make_engine(config)
     engine.submit(request("good", prompt(30)))
-    for bad in (request("a", (1, 320)), request("b", (-1, 2)), request("c", (1,), logit_bias={999: 1.0})):
+    for bad in (
+        request("a", (1, 320)),
+        request("b", (-1, 2)),
+        request("c", (1,), logit_bias={999: 1.0}),
+    ):
         with pytest.raises(RequestError):
             engine.submit(bad)
     assert logprobs_of(drain(engine)["good"]) == alone(config, request("good", prompt(30)))

@@ -1,4 +1,6 @@
-"""No text has fewer tokens than its length promises; where that is not certain, nothing is promised."""
+"""No text has fewer tokens than its length promises; where that is not certain, nothing is
+promised.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,17 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def byte_level(*pre: Any, normalizer: Any = None, alphabet: list[str] = ALPHABET) -> tokenizers.Tokenizer:
-    vocabulary = {token: id for id, token in enumerate([*alphabet, "ab", "aba", "abab", "ĠĠ", "ĠĠĠĠ"])}
+def byte_level(
+    *pre: Any, normalizer: Any = None, alphabet: list[str] = ALPHABET
+) -> tokenizers.Tokenizer:
+    vocabulary = {
+        token: id for id, token in enumerate([*alphabet, "ab", "aba", "abab", "ĠĠ", "ĠĠĠĠ"])
+    }
     merges = [("a", "b"), ("ab", "a"), ("ab", "ab"), ("Ġ", "Ġ"), ("ĠĠ", "ĠĠ")]
     model = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
-    model.pre_tokenizer = pre_tokenizers.Sequence([*pre, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    model.pre_tokenizer = pre_tokenizers.Sequence(
+        [*pre, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     model.decoder = decoders.ByteLevel()
     if normalizer is not None:
         model.normalizer = normalizer
@@ -49,9 +57,13 @@ def sentence_piece(byte_fallback: bool = True) -> tokenizers.Tokenizer:
     merges = [("a", "b"), ("▁", "▁"), ("▁", "ab")]
     vocabulary = {token: id for id, token in enumerate(tokens)}
     model = tokenizers.Tokenizer(
-        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=byte_fallback)
+        models.BPE(
+            vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=byte_fallback
+        )
     )
-    model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    model.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     return model
 
 
@@ -61,7 +73,9 @@ KEEPING = {
     "split": byte_level(pre_tokenizers.Split(" ", "isolated"), pre_tokenizers.Digits()),
     "sentence piece": sentence_piece(),
 }
-odd_texts = st.text(st.sampled_from("ab  \n1é\u0301\u1fbe\u0308\u212bα\u0313\u0300\u0345你🚀"), max_size=60)
+odd_texts = st.text(
+    st.sampled_from("ab  \n1é\u0301\u1fbe\u0308\u212bα\u0313\u0300\u0345你🚀"), max_size=60
+)
 
 
 @pytest.mark.parametrize("name", KEEPING)
@@ -102,7 +116,9 @@ def test_a_tokenizer_that_drops_or_joins_characters_promises_nothing(name: str) 
 
 
 def test_no_normal_form_makes_one_character_of_more_than_we_say() -> None:
-    longest = max(len(unicodedata.normalize("NFD", chr(code))) for code in range(sys.maxunicode + 1))
+    longest = max(
+        len(unicodedata.normalize("NFD", chr(code))) for code in range(sys.maxunicode + 1)
+    )
     assert longest <= MAX_COMPOSED
     for form in ("NFC", "NFD", "NFKC", "NFKD"):
         ascii_text = "".join(map(chr, range(128)))
@@ -138,7 +154,8 @@ pieces = st.sampled_from(["a", " ", "\n", "</think>", "<think>", "é"])
 odd_content = st.lists(pieces, max_size=12).map("".join)
 chats = st.lists(odd_content, min_size=3, max_size=7).map(
     lambda texts: [
-        message(role, text) for role, text in zip(["system", *["user", "assistant", "tool"] * 2], texts)
+        message(role, text)
+        for role, text in zip(["system", *["user", "assistant", "tool"] * 2], texts)
     ]
 )
 
@@ -203,7 +220,9 @@ def text_engine(template: ChatTemplate) -> TextEngine:
 
 
 def refusal_of(stream: Any) -> ContextLengthError:
-    with pytest.raises(ContextLengthError, match=r"prompt is too long: .*\d+ tokens > 31 maximum") as refusal:
+    with pytest.raises(
+        ContextLengthError, match=r"prompt is too long: .*\d+ tokens > 31 maximum"
+    ) as refusal:
         asyncio.run(stream)
     assert all((refusal.value.why, refusal.value.todo))
     return refusal.value
@@ -253,7 +272,10 @@ def test_long_words_that_a_template_leaves_out_are_no_reason_to_refuse() -> None
 def test_a_chat_without_a_limit_is_cut_so_that_the_reply_has_an_eighth_of_the_context() -> None:
     engine = text_engine(ChatTemplate("{% for one in messages %}{{ one.content }}\n{% endfor %}"))
     info: Any = SimpleNamespace(max_model_len=80, page_size=64)
-    turns = [message("system", "S"), *(message("user", f"{number} is a word") for number in range(40))]
+    turns = [
+        message("system", "S"),
+        *(message("user", f"{number} is a word") for number in range(40)),
+    ]
     chat = replace(chat_of(*turns), sampling=SamplingParams(max_tokens=None))
     with pytest.raises(ContextLengthError):
         engine._prepare_chat("id", chat, info)
@@ -263,7 +285,9 @@ def test_a_chat_without_a_limit_is_cut_so_that_the_reply_has_an_eighth_of_the_co
     text = engine._tokenizer.decode(request.token_ids)
     assert text.startswith("S\n")
     assert text.endswith("38 is a word\n39 is a word\n")
-    whole = replace(chat_of(*turns[:8]), sampling=SamplingParams(max_tokens=None), drops_oldest=True)
+    whole = replace(
+        chat_of(*turns[:8]), sampling=SamplingParams(max_tokens=None), drops_oldest=True
+    )
     (request,) = engine._prepare_chat("id", whole, info).requests
     assert "0 is a word" in engine._tokenizer.decode(request.token_ids)
 

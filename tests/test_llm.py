@@ -87,7 +87,9 @@ def test_a_list_has_n_replies_to_each_conversation_and_one_conversation_has_one(
         ([], "no messages"),
     ],
 )
-def test_what_is_no_conversation_is_refused_by_its_place(llm: LLM, messages: Any, said: str) -> None:
+def test_what_is_no_conversation_is_refused_by_its_place(
+    llm: LLM, messages: Any, said: str
+) -> None:
     with pytest.raises(RequestError, match=said):
         llm.chat(messages, SHORT)
 
@@ -100,7 +102,9 @@ def test_a_prompt_that_is_refused_leaves_none_of_the_others_behind(llm: LLM) -> 
     assert not llm.engine.has_work
 
 
-def test_progress_is_shown_on_request_and_only_then(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_on_request_and_only_then(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = io.StringIO()
     monkeypatch.setattr(sys, "stderr", log)
     silent = llm.generate(["One", "Two"], SHORT)

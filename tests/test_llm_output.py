@@ -1,4 +1,6 @@
-"""Offline calls show, hide and forbid what their `SamplingParams` say, as requests of a server do."""
+"""Offline calls show, hide and forbid what their `SamplingParams` say, as requests of a server
+do.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def test_a_stop_token_has_no_text_unless_it_is_wanted(llm: LLM) -> None:
     id = plain.token_ids[6]
     place = plain.token_ids.index(id)
     for keeps in (False, True):
-        sampling = SamplingParams(max_tokens=12, stop_token_ids=(id,), include_stop_str_in_output=keeps)
+        sampling = SamplingParams(
+            max_tokens=12, stop_token_ids=(id,), include_stop_str_in_output=keeps
+        )
         (stopped,) = llm.generate(PROMPT, sampling)
         assert stopped.token_ids == plain.token_ids[: place + 1]
         assert plain.text.startswith(stopped.text)
@@ -32,7 +36,9 @@ def test_a_stop_string_is_kept_where_that_is_asked(llm: LLM) -> None:
     (plain,) = llm.generate(PROMPT, SamplingParams(max_tokens=12))
     word = plain.text.split()[2]
     texts = [
-        llm.generate(PROMPT, SamplingParams(max_tokens=12, stop=(word,), include_stop_str_in_output=keeps))
+        llm.generate(
+            PROMPT, SamplingParams(max_tokens=12, stop=(word,), include_stop_str_in_output=keeps)
+        )
         for keeps in (False, True)
     ]
     assert texts[1][0].text == texts[0][0].text + word

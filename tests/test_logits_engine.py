@@ -1,5 +1,5 @@
-"""create_engine's three calls: whatever the order of prefill, decode and remove, the logits are those of
-the whole sequence run alone.
+"""create_engine's three calls: whatever the order of prefill, decode and remove, the logits are
+those of the whole sequence run alone.
 """
 
 from __future__ import annotations
@@ -38,11 +38,15 @@ def test_decode_equals_prefill_of_the_same_tokens(config: dict[str, Any]) -> Non
     for end in range(101, 151):
         logits = engine.decode(["a"], torch.tensor(tokens[end - 1 : end]))
         if end in (101, 128, 129, 150):
-            torch.testing.assert_close(logits[0], logits_alone(config, tokens[:end]), atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                logits[0], logits_alone(config, tokens[:end]), atol=2e-4, rtol=1e-4
+            )
 
 
 def test_any_order_of_calls_keeps_every_request_right(config: dict[str, Any]) -> None:
-    """Random inserts, replacements, decodes in any order and removals; each result checked now and then."""
+    """Random inserts, replacements, decodes in any order and removals; each result checked now and
+    then.
+    """
     rng = random.Random(5)
     engine = direct(config, max_rows=6, max_step_tokens=128)
     alive: dict[str, list[int]] = {}
@@ -51,7 +55,8 @@ def test_any_order_of_calls_keeps_every_request_right(config: dict[str, Any]) ->
         if choice < 0.3 or not alive:
             ids = rng.sample("abcdef", rng.randint(1, 3))
             prompts = [
-                list(prompt(rng.choice((1, 5, 63, 64, 65, 130)), seed=turn + i)) for i in range(len(ids))
+                list(prompt(rng.choice((1, 5, 63, 64, 65, 130)), seed=turn + i))
+                for i in range(len(ids))
             ]
             logits = engine.prefill(ids, [torch.tensor(tokens) for tokens in prompts])
             alive |= dict(zip(ids, prompts))
@@ -68,7 +73,9 @@ def test_any_order_of_calls_keeps_every_request_right(config: dict[str, Any]) ->
             continue
         if turn % 4 == 0:
             for id, row in zip(ids, logits):
-                torch.testing.assert_close(row, logits_alone(config, alive[id]), atol=2e-4, rtol=1e-4)
+                torch.testing.assert_close(
+                    row, logits_alone(config, alive[id]), atol=2e-4, rtol=1e-4
+                )
     engine.remove(sorted(alive))
     engine.engine.cache.check()
     assert engine.engine.cache.num_free_pages == engine.engine.info.num_pages - 1
@@ -120,13 +127,17 @@ def test_plain_state_dict_folder_is_enough(tmp_path: Path) -> None:
     shapes = {"embed_tokens.weight": (100, 48), "norm.weight": (48,), "lm_head.weight": (100, 48)}
     for layer in range(2):
         at = f"layers.{layer}."
-        shapes |= {at + "input_layernorm.weight": (48,), at + "post_attention_layernorm.weight": (48,)}
+        shapes |= {
+            at + "input_layernorm.weight": (48,),
+            at + "post_attention_layernorm.weight": (48,),
+        }
         shapes |= {at + f"self_attn.{name}_proj.weight": (24, 48) for name in "kv"}
         shapes |= {at + f"self_attn.{name}_proj.weight": (48, 48) for name in "qo"}
         shapes |= {at + f"mlp.{name}_proj.weight": (80, 48) for name in ("gate", "up")}
         shapes |= {at + "mlp.down_proj.weight": (48, 80)}
     torch.save(
-        {name: torch.randn(shape).half() * 0.1 for name, shape in shapes.items()}, tmp_path / "model.pt"
+        {name: torch.randn(shape).half() * 0.1 for name, shape in shapes.items()},
+        tmp_path / "model.pt",
     )
     engine = create_engine(config, str(tmp_path), device="cpu")
     logits = engine.prefill(["x", "y"], [torch.tensor([1, 2, 3]), torch.tensor([4])])

@@ -15,7 +15,14 @@ from penstock.serve.answer import Choice
 from penstock.serve.openai.replies import ChatReplyFormat, CompletionReplyFormat
 from penstock.serve.text_stream import ReplyDelta, Usage
 from penstock.text.dialects import ReplyEnd
-from penstock.text.loop_guard import CHECK_EVERY, MAX_PERIOD, MIN_REPEATS, MIN_TOKENS, LoopGuard, find_loop
+from penstock.text.loop_guard import (
+    CHECK_EVERY,
+    MAX_PERIOD,
+    MIN_REPEATS,
+    MIN_TOKENS,
+    LoopGuard,
+    find_loop,
+)
 
 
 def is_loop(tokens: list[int]) -> bool:
@@ -23,7 +30,9 @@ def is_loop(tokens: list[int]) -> bool:
     for period in range(1, MAX_PERIOD + 1):
         num_tokens = max(MIN_TOKENS, MIN_REPEATS * period)
         end = tokens[-num_tokens:]
-        if len(end) == num_tokens and all(end[i] == end[i - period] for i in range(period, num_tokens)):
+        if len(end) == num_tokens and all(
+            end[i] == end[i - period] for i in range(period, num_tokens)
+        ):
             return True
     return False
 
@@ -65,7 +74,9 @@ def test_text_that_repeats_a_lot_but_goes_on_is_no_loop() -> None:
     assert not any(guard.push(row) for row in rows)
 
 
-@pytest.mark.parametrize("style", [ChatReplyFormat("id", "model"), CompletionReplyFormat("id", "model")])
+@pytest.mark.parametrize(
+    "style", [ChatReplyFormat("id", "model"), CompletionReplyFormat("id", "model")]
+)
 def test_an_answer_says_that_the_guard_ended_it_and_says_nothing_otherwise(
     style: ChatReplyFormat | CompletionReplyFormat,
 ) -> None:

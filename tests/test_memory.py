@@ -1,4 +1,6 @@
-"""What the memory of a GPU is planned for: whatever is free, a plan keeps to it or says what to change."""
+"""What the memory of a GPU is planned for: whatever is free, a plan keeps to it or says what to
+change.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ GRAPH_BYTES = int(0.5 * GB)
 
 
 class FakeDryRun:
-    """A step takes 80 KB a token, as one of Qwen3.5-35B-A3B does, and its kernels take memory for good."""
+    """A step takes 80 KB a token, as one of Qwen3.5-35B-A3B does, and its kernels take memory for
+    good.
+    """
 
     def __init__(self, model: Any, config: EngineConfig, pools: PoolSizes) -> None:
         self.device = model.device
@@ -45,7 +49,10 @@ class FakeDryRun:
 
 
 def plan_for(
-    free_gb: float, monkeypatch: pytest.MonkeyPatch, specs: list[CacheSpec] = QWEN3_5_35B, **settings: Any
+    free_gb: float,
+    monkeypatch: pytest.MonkeyPatch,
+    specs: list[CacheSpec] = QWEN3_5_35B,
+    **settings: Any,
 ) -> MemoryPlan:
     device = SimpleNamespace(type="cuda", free=int(free_gb * GB))
     model = SimpleNamespace(
@@ -64,7 +71,13 @@ def test_a_plan_keeps_to_what_is_free(
     free_gb: float, specs: list[CacheSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_for(free_gb, monkeypatch, specs)
-    uses = plan.pools.num_bytes + plan.step_bytes + plan.graph_bytes + plan.reserve_bytes + LIBRARY_BYTES
+    uses = (
+        plan.pools.num_bytes
+        + plan.step_bytes
+        + plan.graph_bytes
+        + plan.reserve_bytes
+        + LIBRARY_BYTES
+    )
     assert 0.9 * free_gb * GB <= uses <= free_gb * GB
     assert plan.step_bytes <= free_gb * GB / memory.STEP_SHARE
     assert plan.shared_step_tokens <= plan.max_step_tokens
@@ -91,7 +104,9 @@ def test_too_little_memory_to_run_is_said_in_a_sentence(
     assert "--max-rows" in raised.value.todo
 
 
-def test_steps_shrink_with_memory_and_are_as_large_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_shrink_with_memory_and_are_as_large_as_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert plan_for(80, monkeypatch).max_step_tokens == 32768
     assert plan_for(9.2, monkeypatch).max_step_tokens == 8192
     assert plan_for(2.7, monkeypatch).max_step_tokens == 4096
@@ -104,7 +119,9 @@ def test_scarce_memory_still_has_rows_and_checkpoints(monkeypatch: pytest.Monkey
     assert pools.max_rows // 3 <= pools.max_checkpoints <= pools.max_rows
 
 
-def test_what_was_asked_for_and_does_not_fit_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_asked_for_and_does_not_fit_is_refused_with_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(CapacityError, match="--memory-gb 8 is more than") as given:
         plan_for(9.2, monkeypatch, memory_gb=8)
     assert "GB are left" in given.value.why
@@ -127,7 +144,9 @@ def dry_run(request: pytest.FixtureRequest) -> DryRun:
 
 
 @torch.inference_mode()
-def test_dry_run_launches_the_largest_steps(dry_run: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_launches_the_largest_steps(
+    dry_run: DryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched = []
     launch = type(dry_run.runner).launch
 
@@ -170,7 +189,9 @@ def test_libraries_that_find_no_memory_say_it_in_their_own_words() -> None:
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
     )
     assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
-    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not is_out_of_memory(
+        RuntimeError("CUDA error: an illegal memory access was encountered")
+    )
 
 
 @pytest.mark.gpu
@@ -183,7 +204,10 @@ def test_an_engine_beside_a_hog_runs_its_largest_requests(left_gb: float) -> Non
     every = dataclasses.replace(EVERY_OPTION, max_tokens=4)
     num_long = min(32768, engine.info.max_model_len - 8)
     long = Request(id="long", token_ids=tuple(i % 999 for i in range(num_long)), sampling=every)
-    for request in [*(Request(id=f"{i}", token_ids=(1, 2, i), sampling=every) for i in range(300)), long]:
+    for request in [
+        *(Request(id=f"{i}", token_ids=(1, 2, i), sampling=every) for i in range(300)),
+        long,
+    ]:
         engine.submit(request)
     finished = []
     while engine.has_work:

@@ -1,8 +1,9 @@
 """Damaged checkpoints: whatever a file holds, it loads or one of our errors says why it does not.
 
-Files of a whole small checkpoint are mutated, one at a time, by bytes and by meaning, and read the way a
-server reads them, up to the first token. That happens in processes of their own: a crash would be seen, and
-so would the memory and time that a few bytes can take. A mutant is known by its number alone.
+Files of a whole small checkpoint are mutated, one at a time, by bytes and by meaning, and read the
+way a server reads them, up to the first token. That happens in processes of their own: a crash
+would be seen, and so would the memory and time that a few bytes can take. A mutant is known by its
+number alone.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
 GGUF = "model.gguf"
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor "
+    "%}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -75,7 +77,12 @@ WINDOWS = {
     "sliding_window": 32,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 HYBRID = {
     "layer_types": ["linear_attention", "full_attention"],
     "full_attention_interval": 2,
@@ -102,7 +109,9 @@ def write_checkpoint(
         state = {name: torch.full(place.shape, 0.02) for name, place in model.placements().items()}
     weight_map = {name: SHARDS[place % 2] for place, name in enumerate(state)}
     for shard in SHARDS:
-        save_file({name: state[name] for name in state if weight_map[name] == shard}, folder / shard)
+        save_file(
+            {name: state[name] for name in state if weight_map[name] == shard}, folder / shard
+        )
     tokenizer_config = {
         "eos_token": {"content": "<|im_end|>"},
         "bos_token": "<|im_start|>",
@@ -128,7 +137,9 @@ def write_tokenizer(file: Path, is_plain: bool) -> None:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     model.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     model.decoder = decoders.ByteLevel()
-    model.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
+    model.add_special_tokens(
+        [AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")]
+    )
     if not is_plain:
         model.enable_truncation(64)
         model.enable_padding(pad_id=0, pad_token="!", length=8)
@@ -138,7 +149,25 @@ def write_tokenizer(file: Path, is_plain: bool) -> None:
 # Mutations
 
 HOSTILE: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 2, 3, 7, 255, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63, 2**64, 10**30),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        3,
+        7,
+        255,
+        2**31 - 1,
+        2**31,
+        2**32,
+        2**53 + 1,
+        2**63,
+        2**64,
+        10**30,
+    ),
     *(0.0, -0.5, 1.5, 1e-320, 1e308, float("inf"), float("-inf"), float("nan")),
     *(
         "",
@@ -155,7 +184,18 @@ HOSTILE: tuple[Any, ...] = (
         "a" * 5000,
         "é" * 9,
     ),
-    *([], {}, [[]], [None], [0, 0], [1, 2**62], [2**33, 2**33], {"": None}, {"type": "x"}, ["x"] * 1000),
+    *(
+        [],
+        {},
+        [[]],
+        [None],
+        [0, 0],
+        [1, 2**62],
+        [2**33, 2**33],
+        {"": None},
+        {"type": "x"},
+        ["x"] * 1000,
+    ),
 )
 NUMBERS = (0, 1, 7, 8, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1, 99_999_999, 100_000_001)
 
@@ -183,7 +223,9 @@ def mutate_bytes(data: bytes, draw: random.Random) -> bytes:
 
 
 def mutate_json(data: bytes, draw: random.Random) -> bytes:
-    """One to three places of the tree get another value, another name, or are gone or there twice."""
+    """One to three places of the tree get another value, another name, or are gone or there
+    twice.
+    """
     tree = json.loads(data)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         places = list(places_in(tree))
@@ -252,7 +294,9 @@ def move_tensors(header: bytes, draw: random.Random) -> bytes:
             case 1:
                 entry["shape"] = [*reversed(entry["shape"]), 1]
             case 2:
-                entry["dtype"] = draw.choice(("F64", "F32", "F16", "BF16", "I32", "U64", "BOOL", "F8_E4M3"))
+                entry["dtype"] = draw.choice(
+                    ("F64", "F32", "F16", "BF16", "I32", "U64", "BOOL", "F8_E4M3")
+                )
                 entry["shape"] = [end - start]
             case 3:
                 entry["data_offsets"], entry["shape"] = (
@@ -275,7 +319,9 @@ MUTATIONS: dict[str, tuple[Mutate, ...]] = {
     "chat_template.jinja": (mutate_bytes,),
 }
 KINDS: Kinds = [(name, mutate) for name, mutations in MUTATIONS.items() for mutate in mutations]
-TEXT_FILES = {name for name in MUTATIONS if "token" in name or "template" in name or "generation" in name}
+TEXT_FILES = {
+    name for name in MUTATIONS if "token" in name or "template" in name or "generation" in name
+}
 
 
 # Reading them
@@ -303,7 +349,9 @@ def use_text(folder: Path) -> None:
 class Findings:
     """What a batch of mutants did."""
 
-    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)  # by file, and the name of the error
+    outcomes: Counter[tuple[str, str]] = field(
+        default_factory=Counter
+    )  # by file, and the name of the error
     defects: list[str] = field(default_factory=list)
     slowest_s: float = 0.0
     grown_mb: float = 0.0
@@ -316,7 +364,11 @@ class Findings:
 
 
 def try_mutant(
-    number: int, folders: list[Path], originals: list[dict[str, bytes]], kinds: Kinds, found: Findings
+    number: int,
+    folders: list[Path],
+    originals: list[dict[str, bytes]],
+    kinds: Kinds,
+    found: Findings,
 ) -> None:
     name, mutate = kinds[number % len(kinds)]
     draw = random.Random(number)
@@ -348,15 +400,21 @@ def try_mutant(
     (folder / name).write_bytes(original)
 
 
-def try_batch(numbers: range, sources: list[Path], place: Path, kinds: Kinds, news: Connection) -> None:
-    """In a process of its own. Tells before each mutant that it comes, and at the end what was found."""
+def try_batch(
+    numbers: range, sources: list[Path], place: Path, kinds: Kinds, news: Connection
+) -> None:
+    """In a process of its own. Tells before each mutant that it comes, and at the end what was
+    found.
+    """
     folders = [Path(shutil.copytree(source, place / source.name)) for source in sources]
     originals = [{file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders]
     for folder in folders:  # the whole ones, so that all that is imported once is there
         use_model(folder)
         use_text(folder)
     at_start, found = peak_mb(), Findings()
-    allowed = num_bytes_mapped() + 8 * int(MAX_MB) * 2**20  # or one mutant could take the machine down
+    allowed = (
+        num_bytes_mapped() + 8 * int(MAX_MB) * 2**20
+    )  # or one mutant could take the machine down
     resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic that is caught writes a page there first
     for number in numbers:
@@ -441,8 +499,18 @@ def test_a_hundred_thousand_mutated_files(tmp_path: Path) -> None:
     found = run_mutants(NUM_FULL, tmp_path)
     outcomes = {
         name: dict(sorted((kind, n) for (_, kind), n in group))
-        for name, group in itertools.groupby(sorted(found.outcomes.items()), key=lambda entry: entry[0][0])
+        for name, group in itertools.groupby(
+            sorted(found.outcomes.items()), key=lambda entry: entry[0][0]
+        )
     }
-    numbers = {"mutants": NUM_FULL, "seconds": time.monotonic() - started, "slowest_s": found.slowest_s}
-    print(json.dumps({"name": "mutated files", **numbers, "grown_mb": found.grown_mb, "outcomes": outcomes}))
+    numbers = {
+        "mutants": NUM_FULL,
+        "seconds": time.monotonic() - started,
+        "slowest_s": found.slowest_s,
+    }
+    print(
+        json.dumps(
+            {"name": "mutated files", **numbers, "grown_mb": found.grown_mb, "outcomes": outcomes}
+        )
+    )
     check(found, NUM_FULL)

@@ -33,10 +33,19 @@ from test_mutated_files import (
     write_tokenizer,
 )
 
-WIDE = {**SMALL, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16}  # a block of Q8_0 is 32 wide
+WIDE = {
+    **SMALL,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "head_dim": 16,
+}  # a block of Q8_0 is 32 wide
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {**LLAMA, **WIDE, "rope_scaling": {**LLAMA3_ROPE, "original_max_position_embeddings": 8192}},
+    "llama": {
+        **LLAMA,
+        **WIDE,
+        "rope_scaling": {**LLAMA3_ROPE, "original_max_position_embeddings": 8192},
+    },
     "qwen3moe": {**LLAMA, **WIDE, **EXPERTS, "model_type": "qwen3_moe"},
     "qwen35moe": {**HYBRID_MOE, **WIDE, **HYBRID, **EXPERTS, "mtp_num_hidden_layers": 1},
 }
@@ -135,7 +144,9 @@ def places_of(data: bytes) -> list[tuple[int, int]]:
     return places
 
 
-KINDS: Kinds = [(GGUF, mutate) for mutate in (mutate_bytes, mutate_start, mutate_numbers, mutate_numbers)]
+KINDS: Kinds = [
+    (GGUF, mutate) for mutate in (mutate_bytes, mutate_start, mutate_numbers, mutate_numbers)
+]
 
 
 def run(num_mutants: int, folder: Path) -> Findings:
@@ -162,6 +173,14 @@ def test_a_hundred_thousand_mutated_gguf_files(tmp_path: Path) -> None:
     started = time.monotonic()
     found = run(NUM_FULL, tmp_path)
     outcomes = {kind: number for (_, kind), number in sorted(found.outcomes.items())}
-    numbers = {"mutants": NUM_FULL, "seconds": time.monotonic() - started, "slowest_s": found.slowest_s}
-    print(json.dumps({"name": "mutated GGUF", **numbers, "grown_mb": found.grown_mb, "outcomes": outcomes}))
+    numbers = {
+        "mutants": NUM_FULL,
+        "seconds": time.monotonic() - started,
+        "slowest_s": found.slowest_s,
+    }
+    print(
+        json.dumps(
+            {"name": "mutated GGUF", **numbers, "grown_mb": found.grown_mb, "outcomes": outcomes}
+        )
+    )
     check(found, NUM_FULL, KINDS)

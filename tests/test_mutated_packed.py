@@ -1,4 +1,6 @@
-"""Damaged checkpoints of every packed format: they load, or one of our errors says why they do not."""
+"""Damaged checkpoints of every packed format: they load, or one of our errors says why they do
+not.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,22 @@ from typing import Any
 import pytest
 
 from packed_checkpoints import FORMATS, in_mlx_form, pack_state, plain_state
-from test_mutated_files import FAMILIES, KINDS, NUM_FULL, SHARDS, check, run_mutants_of, write_checkpoint
+from test_mutated_files import (
+    FAMILIES,
+    KINDS,
+    NUM_FULL,
+    SHARDS,
+    check,
+    run_mutants_of,
+    write_checkpoint,
+)
 
-WIDE = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+WIDE = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 1,
+}
 FAMILY = {  # with experts where they are stored in a way of their own
     "mlx": "hybrid",
     "fp8": "hybrid",

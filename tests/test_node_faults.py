@@ -1,4 +1,6 @@
-"""A node of two engines keeps its promises while they are killed, stopped, restarted and flooded."""
+"""A node of two engines keeps its promises while they are killed, stopped, restarted and
+flooded.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from node_load import NODE_ENGINE, all_ready, body_of, num_moved, replicas_of, said, stream_all, stream_one
+from node_load import (
+    NODE_ENGINE,
+    all_ready,
+    body_of,
+    num_moved,
+    replicas_of,
+    said,
+    stream_all,
+    stream_one,
+)
 from penstock.eval.stream_client import StreamedReply
 from serving import Server, eventually, is_alive, start_server
 
@@ -47,7 +58,9 @@ async def under_way(node: Server) -> None:
     await asyncio.sleep(random.uniform(0.0, 0.2))
 
 
-def test_no_reply_changes_when_an_engine_is_killed(node: Server, undisturbed: list[StreamedReply]) -> None:
+def test_no_reply_changes_when_an_engine_is_killed(
+    node: Server, undisturbed: list[StreamedReply]
+) -> None:
     moved, victim = num_moved(node), node.engine_pids[0]
 
     async def kill() -> None:
@@ -102,8 +115,12 @@ def test_a_rolling_restart_under_load_replaces_every_engine_and_loses_nothing(
     assert len(node.engine_pids) == 2
 
 
-def test_ten_times_what_fits_is_refused_at_once_and_what_was_accepted_is_served(node: Server) -> None:
-    replies = asyncio.run(stream_all(node, [body_of(n, max_tokens=8) for n in range(10 * MAX_QUEUE)]))
+def test_ten_times_what_fits_is_refused_at_once_and_what_was_accepted_is_served(
+    node: Server,
+) -> None:
+    replies = asyncio.run(
+        stream_all(node, [body_of(n, max_tokens=8) for n in range(10 * MAX_QUEUE)])
+    )
     refused = [reply for reply in replies if reply.error.startswith("HTTP 429")]
     served = [reply for reply in replies if not reply.error]
     assert len(refused) + len(served) == len(replies)

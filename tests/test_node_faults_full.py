@@ -1,4 +1,5 @@
-"""The faults of test_node_faults.py at full size: 64 streams all the time, 50 kills. Minutes; prints numbers.
+"""The faults of test_node_faults.py at full size: 64 streams all the time, 50 kills. Minutes;
+prints numbers.
 
 pytest -m slow -s tests/test_node_faults_full.py
 """
@@ -19,7 +20,16 @@ from typing import Any
 
 import pytest
 
-from node_load import NODE_ENGINE, all_ready, body_of, num_moved, replicas_of, said, stream_all, stream_one
+from node_load import (
+    NODE_ENGINE,
+    all_ready,
+    body_of,
+    num_moved,
+    replicas_of,
+    said,
+    stream_all,
+    stream_one,
+)
 from penstock.eval.stream_client import StreamedReply
 from serving import Server, start_server
 
@@ -53,7 +63,9 @@ class Crowd:
                 self.num_wrong += 1
 
     async def run(self, faults: Callable[[], Any]) -> None:
-        clients = [asyncio.create_task(self._ask_again_and_again(number)) for number in range(NUM_STREAMS)]
+        clients = [
+            asyncio.create_task(self._ask_again_and_again(number)) for number in range(NUM_STREAMS)
+        ]
         await faults()
         self._is_over = True
         await asyncio.gather(*clients)
@@ -81,7 +93,12 @@ def log_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def node(log_file: Path) -> Iterator[Server]:
     engine = {**NODE_ENGINE, "max_rows": MAX_ROWS}
-    settings = {"replicas": 2, "max_queue": MAX_QUEUE, "drain_timeout": 120.0, "resume_timeout": 60.0}
+    settings = {
+        "replicas": 2,
+        "max_queue": MAX_QUEUE,
+        "drain_timeout": 120.0,
+        "resume_timeout": 60.0,
+    }
     with log_file.open("w") as log, start_server(engine=engine, serve=settings, log=log) as running:
         yield running
 
@@ -108,12 +125,16 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 def deaths_in(log_file: Path) -> list[float]:
     lines = DEATH_LINE.findall(log_file.read_text())
-    return [datetime.strptime(line, "%Y-%m-%d %H:%M:%S,%f").astimezone().timestamp() for line in lines]
+    return [
+        datetime.strptime(line, "%Y-%m-%d %H:%M:%S,%f").astimezone().timestamp() for line in lines
+    ]
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("number", "num_times"), [(signal.SIGKILL, NUM_KILLS), (signal.SIGSTOP, NUM_STOPS)], ids=["kill", "stop"]
+    ("number", "num_times"),
+    [(signal.SIGKILL, NUM_KILLS), (signal.SIGSTOP, NUM_STOPS)],
+    ids=["kill", "stop"],
 )
 def test_engines_are_lost_again_and_again_and_nobody_notices(
     node: Server,
@@ -143,7 +164,9 @@ def test_engines_are_lost_again_and_again_and_nobody_notices(
 
     asyncio.run(crowd.run(lose_engines))
     deaths = deaths_in(log_file)[num_deaths:]
-    seconds = [min(death for death in deaths if death > before - 0.002) - before for before in struck]
+    seconds = [
+        min(death for death in deaths if death > before - 0.002) - before for before in struck
+    ]
     report = crowd.report()
     say(
         number.name,
@@ -160,7 +183,9 @@ def test_engines_are_lost_again_and_again_and_nobody_notices(
 
 
 @pytest.mark.timeout(900)
-def test_all_engines_are_replaced_under_64_streams(node: Server, undisturbed: list[StreamedReply]) -> None:
+def test_all_engines_are_replaced_under_64_streams(
+    node: Server, undisturbed: list[StreamedReply]
+) -> None:
     crowd = Crowd(node, undisturbed)
     before, started = set(node.engine_pids), time.monotonic()
 
@@ -208,7 +233,9 @@ def test_whoever_comes_while_the_queue_is_full_is_refused_at_once(node: Server) 
 
 
 @pytest.mark.timeout(900)
-def test_sigterm_under_64_streams_ends_them_all_well(node: Server, undisturbed: list[StreamedReply]) -> None:
+def test_sigterm_under_64_streams_ends_them_all_well(
+    node: Server, undisturbed: list[StreamedReply]
+) -> None:
     """The last test of this node."""
     seconds: list[float] = []
 

@@ -1,4 +1,6 @@
-"""The check before a bench: every shape against the references, so tight that a wrong kernel fails it."""
+"""The check before a bench: every shape against the references, so tight that a wrong kernel fails
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ DTYPES = ["float32", "bfloat16", "float16"]
 
 
 def make_bench(config: dict[str, Any], dtype: str = "float32", **settings: Any) -> Bench:
-    given: dict[str, Any] = {"deterministic": False, "prefix_cache": False, "max_rows": 8, **settings}
+    given: dict[str, Any] = {
+        "deterministic": False,
+        "prefix_cache": False,
+        "max_rows": 8,
+        **settings,
+    }
     engine = make_engine(config, dtype=dtype, **given)
     roofline = Roofline.of(engine.runner.model, config, engine.runner.model.dtype.itemsize, 4)
     return Bench(LogitsEngine(engine), roofline, Limits(1e9, 1e9), 1, 1)
@@ -129,11 +136,15 @@ def test_a_wrong_kernel_is_found_and_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In one row of the batch, in half precision too."""
-    config = HYBRID_MOE if name not in ("norm_linear", "swiglu_linear") else FAMILIES["hybrid_dense"]
+    config = (
+        HYBRID_MOE if name not in ("norm_linear", "swiglu_linear") else FAMILIES["hybrid_dense"]
+    )
     bench = make_bench(config, dtype)
     bench.check_decodes(batch, 20)
     put_wrong(monkeypatch, module, name, run_wrongly)
-    with pytest.raises(PenstockError, match=f"^{blamed}.* differs from its reference at {batch} x 20"):
+    with pytest.raises(
+        PenstockError, match=f"^{blamed}.* differs from its reference at {batch} x 20"
+    ):
         bench.check_decodes(batch, 20)
 
 
@@ -150,12 +161,25 @@ def test_no_time_is_taken_of_a_shape_that_is_wrong(
     timed: list[int] = []
     steps = measure.Bench.steps
 
-    def count(self: Bench, batch: int, context: int, sampling: SamplingParams) -> measure.Measurement:
+    def count(
+        self: Bench, batch: int, context: int, sampling: SamplingParams
+    ) -> measure.Measurement:
         timed.append(batch)
         return steps(self, batch, context, sampling)
 
     monkeypatch.setattr(measure.Bench, "steps", count)
-    shapes = ["--batch", "1,3", "--context", "20", "--repeats", "2", "--warmup", "1", "--device", "cpu"]
+    shapes = [
+        "--batch",
+        "1,3",
+        "--context",
+        "20",
+        "--repeats",
+        "2",
+        "--warmup",
+        "1",
+        "--device",
+        "cpu",
+    ]
     assert main(["bench", "step", *shapes]) == 1
     assert timed == [1]
     said = capsys.readouterr()
@@ -164,7 +188,18 @@ def test_no_time_is_taken_of_a_shape_that_is_wrong(
 
 
 def test_a_report_says_what_was_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    shapes = ["--batch", "1,2", "--context", "20", "--repeats", "2", "--warmup", "1", "--device", "cpu"]
+    shapes = [
+        "--batch",
+        "1,2",
+        "--context",
+        "20",
+        "--repeats",
+        "2",
+        "--warmup",
+        "1",
+        "--device",
+        "cpu",
+    ]
     assert main(["bench", "step", *shapes]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(check["batch"], check["context"]) for check in report["checks"]] == [(1, 20), (2, 20)]

@@ -1,4 +1,5 @@
-"""The reference ops against definitions written another way: torch's own, or a float64 loop over tokens.
+"""The reference ops against definitions written another way: torch's own, or a float64 loop over
+tokens.
 
 Dimensions are unequal and lengths odd; caches are full of NaN where nothing was written.
 """
@@ -38,7 +39,9 @@ def take_plain_forms(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(one_token, "is_alone", lambda x, deterministic: False)
 
 
-def assert_one_token_is_like_many(run: Callable[[], Sequence[Tensor]], patch: pytest.MonkeyPatch) -> None:
+def assert_one_token_is_like_many(
+    run: Callable[[], Sequence[Tensor]], patch: pytest.MonkeyPatch
+) -> None:
     alone = run()
     take_plain_forms(patch)
     torch.testing.assert_close(alone, run(), rtol=1e-5, atol=2e-6)
@@ -61,7 +64,9 @@ def test_activations_are_exact_and_the_same_at_every_place(
     torch.testing.assert_close(ours(x, True), exact, rtol=3e-7, atol=1e-37)
     torch.testing.assert_close(ours(x, False), exact, rtol=1e-6, atol=1e-8)
     for size in (1, 7, 33):
-        assert torch.equal(torch.cat([ours(part.clone(), True) for part in x.split(size)]), ours(x, True))
+        assert torch.equal(
+            torch.cat([ours(part.clone(), True) for part in x.split(size)]), ours(x, True)
+        )
 
 
 @pytest.mark.bitwise
@@ -78,7 +83,9 @@ def test_matmuls_are_torchs_with_what_belongs_to_them() -> None:
     x, weight, bias, residual = randn(37, 40), randn(56, 40), randn(56), randn(37, 56)
     for deterministic in (False, True):
         given: dict[str, Any] = {"deterministic": deterministic}
-        assert_close(ops.linear(x, Weight(weight), bias, residual, **given), x @ weight.T + bias + residual)
+        assert_close(
+            ops.linear(x, Weight(weight), bias, residual, **given), x @ weight.T + bias + residual
+        )
         norm = randn(40) + 1
         exact = F.rms_norm(x, (40,), norm, EPS) @ weight.T + bias
         assert_close(ops.norm_linear(x, norm, EPS, Weight(weight), bias, **given), exact)
@@ -148,7 +155,18 @@ def test_rope_turns_pairs_by_their_angle_and_passes_the_rest(interleaved: bool) 
     kv_index = torch.tensor([6, 0, 3, 7])
     rope = ops.rope_table(inv_freq, 64, scale=0.5)
     turned = ops.rope_and_store(
-        x, x, values, None, None, EPS, rope, positions, kv_index, keys_cache, values_cache, interleaved
+        x,
+        x,
+        values,
+        None,
+        None,
+        EPS,
+        rope,
+        positions,
+        kv_index,
+        keys_cache,
+        values_cache,
+        interleaved,
     )
     pairs = x[..., :rotary].unflatten(-1, (6, 2) if interleaved else (2, 6))
     pairs = pairs if interleaved else pairs.transpose(-1, -2)
@@ -167,16 +185,22 @@ def test_rope_and_store_norms_the_heads_first() -> None:
     q, k, caches = randn(3, 4, 16), randn(3, 2, 16), torch.zeros(2, 1, 4, 2, 16)
     q_norm, k_norm, rope = randn(16) + 1, randn(16, seed=1) + 1, ops.rope_table(torch.ones(4), 8)
     where = torch.arange(3)
-    ours = ops.rope_and_store(q, k, k, q_norm, k_norm, EPS, rope, where, where, caches[0], caches[1])
+    ours = ops.rope_and_store(
+        q, k, k, q_norm, k_norm, EPS, rope, where, where, caches[0], caches[1]
+    )
     normed = (ops.rms_norm(q, q_norm, EPS), ops.rms_norm(k, k_norm, EPS))
     keys = torch.zeros_like(caches)
-    plain = ops.rope_and_store(normed[0], normed[1], k, None, None, EPS, rope, where, where, keys[0], keys[1])
+    plain = ops.rope_and_store(
+        normed[0], normed[1], k, None, None, EPS, rope, where, where, keys[0], keys[1]
+    )
     assert torch.equal(ours, plain)
     assert torch.equal(caches[0], keys[0])
 
 
 class Paged:
-    """Rows of random queries over their own pages, shuffled by default; all that is not theirs is NaN."""
+    """Rows of random queries over their own pages, shuffled by default; all that is not theirs is
+    NaN.
+    """
 
     def __init__(
         self, rows: list[tuple[int, int]], page_size: int, seed: int = 0, in_order: bool = False
@@ -200,7 +224,9 @@ class Paged:
                     cache[page, : len(part)] = part
         self.num_tokens = sum(span.num_tokens for span in self.spans)
         self.q = torch.randn(self.num_tokens, self.num_heads, self.head_dim, generator=generator)
-        self.gate = torch.randn(self.num_tokens, self.num_heads * self.head_dim, generator=generator)
+        self.gate = torch.randn(
+            self.num_tokens, self.num_heads * self.head_dim, generator=generator
+        )
 
     def attend(self, window: int = 0, deterministic: bool = False) -> Tensor:
         lens = torch.tensor([0, *(span.num_tokens for span in self.spans)])
@@ -224,7 +250,9 @@ class Paged:
         for q, (k, v) in zip(self.q.split([span.num_tokens for span in self.spans]), self.context):
             position = torch.arange(len(k) - len(q), len(k))[:, None]
             key = torch.arange(len(k))
-            visible = (key <= position) & (key > position - window if window else torch.tensor(True))
+            visible = (key <= position) & (
+                key > position - window if window else torch.tensor(True)
+            )
             q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
             out = F.scaled_dot_product_attention(q, k, v, visible, scale=0.3, enable_gqa=True)
             outputs.append(out.transpose(0, 1).flatten(1))
@@ -237,7 +265,9 @@ RAGGED = [(1, 1), (1, 130), (0, 40), (65, 65), (1, 64), (100, 137), (1, 65), (7,
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 @pytest.mark.parametrize("window", [0, 1, 50, 64, 100])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_paged_attention_is_softmax_attention(page_size: int, window: int, deterministic: bool) -> None:
+def test_paged_attention_is_softmax_attention(
+    page_size: int, window: int, deterministic: bool
+) -> None:
     paged = Paged(RAGGED, page_size)
     assert_close(paged.attend(window, deterministic), paged.expected(window))
 
@@ -248,7 +278,9 @@ def test_paged_attention_is_softmax_attention(page_size: int, window: int, deter
 def test_decode_attention_of_one_row_is_softmax_attention(
     in_order: bool, window: int, context_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over pages that lie side by side and pages that do not, in the form of its own and in that of many."""
+    """Over pages that lie side by side and pages that do not, in the form of its own and in that of
+    many.
+    """
     paged = Paged([(1, context_len)], 16, in_order=in_order)
     assert one_token.is_alone(paged.q, deterministic=False)
     assert not one_token.is_alone(paged.q, deterministic=True)
@@ -284,7 +316,9 @@ class Mixer:
         self.conv[slot] = randn(*self.conv.shape[1:], seed=slot)
         self.recurrent[slot] = randn(*self.recurrent.shape[1:], seed=slot)
 
-    def last_inputs(self, slot: int, context_len: int, num_inputs: int) -> Tensor:  # [num_inputs, C]
+    def last_inputs(
+        self, slot: int, context_len: int, num_inputs: int
+    ) -> Tensor:  # [num_inputs, C]
         """Out of the slot's ring, in order; zero for positions before 0."""
         nothing = torch.zeros(self.channels)
         ring = self.conv[slot]
@@ -292,7 +326,12 @@ class Mixer:
         return torch.stack([ring[p % len(ring)] if p >= 0 else nothing for p in positions])
 
     def run(
-        self, mixed: Tensor, spans: list[RowSpan], slots: list[int], initial: list[int], **given: Any
+        self,
+        mixed: Tensor,
+        spans: list[RowSpan],
+        slots: list[int],
+        initial: list[int],
+        **given: Any,
     ) -> Tensor:
         starts = torch.tensor([0, *(span.num_tokens for span in spans)]).cumsum(0)
         return ops.gated_delta_net(
@@ -314,7 +353,9 @@ class Mixer:
             **given,
         )
 
-    def expected(self, mixed: Tensor, history: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def expected(
+        self, mixed: Tensor, history: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs, final state, and history with inputs, in float64 from the definitions."""
         key_heads, value_heads, key_dim, value_dim = self.heads
         sizes = (self.channels, value_heads * value_dim, value_heads, value_heads)
@@ -323,10 +364,14 @@ class Mixer:
         weight = self.conv_weight.double().T[:, None]
         seen = inputs[-(len(mixed) + 3) :].T[None]
         u = F.silu(F.conv1d(seen, weight, groups=self.channels))[0].T
-        q, k, v = u.split((key_heads * key_dim, key_heads * key_dim, value_heads * value_dim), dim=-1)
+        q, k, v = u.split(
+            (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim), dim=-1
+        )
         q, k = (x.unflatten(-1, (key_heads, key_dim)) for x in (q, k))
         q, k = (x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-        q, k = (x.repeat_interleave(value_heads // key_heads, dim=1) for x in (q * key_dim**-0.5, k))
+        q, k = (
+            x.repeat_interleave(value_heads // key_heads, dim=1) for x in (q * key_dim**-0.5, k)
+        )
         decay = (-self.a_log.double().exp() * F.softplus(a + self.dt_bias)).exp()
         v = v.unflatten(-1, (value_heads, value_dim))
         out, state = delta_rule_by_token(q, k, v, decay, b.sigmoid(), state.double())
@@ -357,8 +402,8 @@ def test_delta_net_is_the_recurrence(
     ring_width: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In chunks or token by token, from nothing or from a state in another slot: outputs, and what is left
-    behind, which is a whole ring whatever the step itself wrote of it.
+    """In chunks or token by token, from nothing or from a state in another slot: outputs, and what
+    is left behind, which is a whole ring whatever the step itself wrote of it.
     """
     mixer = Mixer(*heads, ring_width)
     mixer.start(3)
@@ -382,7 +427,9 @@ def test_delta_net_is_the_recurrence(
     assert_close(out, exact_out, 1e-4)  # of an output whose norm may divide by almost nothing
     assert (out.double() - exact_out).abs().median() <= 1e-6
     assert_close(mixer.recurrent[7], exact_state, 5e-6)
-    assert torch.equal(mixer.last_inputs(7, start + length, ring_width).double(), exact_inputs[-ring_width:])
+    assert torch.equal(
+        mixer.last_inputs(7, start + length, ring_width).double(), exact_inputs[-ring_width:]
+    )
 
 
 @pytest.mark.parametrize("length", [1, 3, 5, 70])
@@ -394,7 +441,9 @@ def test_a_step_writes_its_own_entries_of_a_ring_and_no_other(length: int, ring_
         before = mixer.conv[3].clone()
         mixer.run(randn(length, mixer.width), [RowSpan(length, start + length)], [3], [3])
         changed = (mixer.conv[3] != before).any(-1).nonzero().flatten().tolist()
-        assert changed == sorted({position % ring_width for position in range(start, start + length)})
+        assert changed == sorted(
+            {position % ring_width for position in range(start, start + length)}
+        )
 
 
 @pytest.mark.parametrize("start", [0, 2, 6])
@@ -414,7 +463,9 @@ def test_a_checkpoint_holds_the_ring_of_its_moment(start: int, after: int) -> No
 @pytest.mark.bitwise
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_delta_net_rows_do_not_meet_and_touch_only_their_slots(deterministic: bool) -> None:
-    """Decodes around prefills, an empty row, a fresh row of one token, a state read from a checkpoint."""
+    """Decodes around prefills, an empty row, a fresh row of one token, a state read from a
+    checkpoint.
+    """
     spans = [
         RowSpan(1, 70),
         RowSpan(1, 1),
@@ -432,11 +483,15 @@ def test_delta_net_rows_do_not_meet_and_touch_only_their_slots(deterministic: bo
     out = together.run(mixed, spans, slots, initial, deterministic=deterministic)
     alone = [
         apart.run(part, [span], [slot], [source], deterministic=deterministic)
-        for part, span, slot, source in zip(mixed.split([s.num_tokens for s in spans]), spans, slots, initial)
+        for part, span, slot, source in zip(
+            mixed.split([s.num_tokens for s in spans]), spans, slots, initial
+        )
     ]
     bound = 0.0 if deterministic else 1e-5
     torch.testing.assert_close(out, torch.cat(alone), rtol=bound, atol=bound)
-    torch.testing.assert_close(together.recurrent, apart.recurrent, rtol=bound, atol=bound, equal_nan=True)
+    torch.testing.assert_close(
+        together.recurrent, apart.recurrent, rtol=bound, atol=bound, equal_nan=True
+    )
     written = ~together.recurrent.isnan().flatten(1).any(1)
     assert written.nonzero().flatten().tolist() == [1, 2, 4, 5, 6, 8, 10]
     pristine = Mixer(*MIXERS[0])
@@ -464,7 +519,15 @@ def test_sparse_mlp_is_the_weighted_sum_of_its_experts(
         x, norm, EPS, router, 3, normalize, given[0], deterministic=deterministic
     )
     ours = ops.sparse_mlp(
-        normed, weights, ids, gate_up, down, residual, shared_weight, *given[1:], deterministic=deterministic
+        normed,
+        weights,
+        ids,
+        gate_up,
+        down,
+        residual,
+        shared_weight,
+        *given[1:],
+        deterministic=deterministic,
     )
 
     def swiglu(token: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
@@ -478,7 +541,9 @@ def test_sparse_mlp_is_the_weighted_sum_of_its_experts(
         probabilities = (router.values.double() @ token).softmax(-1)
         best = probabilities.argsort(descending=True)[:3]
         total = probabilities[best].sum() if normalize else 1.0
-        exact = residual[t] + sum(probabilities[e] / total * swiglu(token, *expert(e)) for e in best)
+        exact = residual[t] + sum(
+            probabilities[e] / total * swiglu(token, *expert(e)) for e in best
+        )
         if has_shared:
             exact = exact + (shared[0].double() @ token).sigmoid() * swiglu(token, *shared[1:])
         assert_close(ours[t], exact)
@@ -495,7 +560,9 @@ def test_one_token_s_experts_are_those_of_many(
     given = tuple(map(Weight, shared)) if has_shared else (None, None, None)
 
     def run() -> list[Tensor]:
-        normed, weights, ids, shared = ops.norm_route(hidden, norm, EPS, router, 3, normalize, given[0])
+        normed, weights, ids, shared = ops.norm_route(
+            hidden, norm, EPS, router, 3, normalize, given[0]
+        )
         out = ops.sparse_mlp(normed, weights, ids, gate_up, down, hidden, shared, *given[1:])
         return [normed, weights, ids.float(), out, *([] if shared is None else [shared])]
 
@@ -527,7 +594,9 @@ def test_gathered_experts_are_grouped_experts(monkeypatch: pytest.MonkeyPatch) -
     grouped = run_experts_grouped(x, ids, *experts)
     assert_close(run_experts_gathered(x, ids, gate_up, down), grouped)
     assert_close(run_experts_gathered(x, ids, gate_up, down, deterministic=True), grouped)
-    monkeypatch.setattr("penstock.ops.reference.moe.GATHERED_BYTES", 200_000)  # blocks of a few tokens
+    monkeypatch.setattr(
+        "penstock.ops.reference.moe.GATHERED_BYTES", 200_000
+    )  # blocks of a few tokens
     assert_close(run_experts_gathered(x, ids, gate_up, down), grouped)
 
 
@@ -536,7 +605,9 @@ def test_deterministic_experts_give_a_token_the_same_bits_in_any_batch() -> None
     x, router, gate_up, down = make_experts()
 
     def run(part: Tensor) -> Tensor:
-        x, weights, ids, _ = ops.norm_route(part, torch.ones(40), EPS, router, 3, deterministic=True)
+        x, weights, ids, _ = ops.norm_route(
+            part, torch.ones(40), EPS, router, 3, deterministic=True
+        )
         return ops.sparse_mlp(x, weights, ids, gate_up, down, part, deterministic=True)
 
     whole = run(x)

@@ -51,7 +51,10 @@ def test_products_are_those_of_float64(N: int, M: int, num_tokens: int, dtype: t
 
 @pytest.mark.parametrize("num_tokens", [1, 8])
 def test_a_head_in_bf16_gives_unrounded_logits_part_by_part(num_tokens: int) -> None:
-    x, weight = some(num_tokens, 600, dtype=torch.bfloat16), some(5000, 600, dtype=torch.bfloat16, seed=1)
+    x, weight = (
+        some(num_tokens, 600, dtype=torch.bfloat16),
+        some(5000, 600, dtype=torch.bfloat16, seed=1),
+    )
     ones = torch.ones(600)
     assert weight.numel() > 2 * 2**20, "several parts"
     seen = ops.norm_linear(x, ones, 1e-6, ops.Weight(weight), out_dtype=torch.float32)
@@ -79,7 +82,11 @@ def test_a_packed_model_says_the_same_and_a_deterministic_one_is_not_packed(
         engine = make_engine(FAMILIES[family], dtype="bfloat16", prefix_cache=False, **settings)
         model: nn.Module = engine.runner.model  # type: ignore[assignment]
         said = logprobs_of(run(engine, request("one", prompt(40), max_tokens=1))["one"])
-        return any(p.is_mkldnn for p in model.parameters()), said[0].logprob, engine.info.weight_bytes
+        return (
+            any(p.is_mkldnn for p in model.parameters()),
+            said[0].logprob,
+            engine.info.weight_bytes,
+        )
 
     was_packed, logprob, num_bytes = say(deterministic=False)
     with monkeypatch.context() as patch:

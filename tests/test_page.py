@@ -1,4 +1,5 @@
-"""The page as a server sends it: its files, their headers, who may have them, and what they never do.
+"""The page as a server sends it: its files, their headers, who may have them, and what they never
+do.
 
 What a browser makes of it is tests/browser's.
 """
@@ -59,7 +60,9 @@ def test_every_file_is_sent_with_a_policy_that_lets_nothing_else_run(app: Any) -
 def assert_locked_up(path: str, answer: Answered) -> None:
     assert answer.status == 200, path
     assert answer.headers["x-content-type-options"] == "nosniff"
-    policy = dict(rule.strip().split(" ", 1) for rule in answer.headers["content-security-policy"].split(";"))
+    policy = dict(
+        rule.strip().split(" ", 1) for rule in answer.headers["content-security-policy"].split(";")
+    )
     assert policy["default-src"] == "'none'"
     assert "unsafe" not in answer.headers["content-security-policy"]
     if path == PREFIX + SANDBOX:
@@ -67,7 +70,10 @@ def assert_locked_up(path: str, answer: Answered) -> None:
         assert "connect-src" not in policy
     else:
         assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
-        assert (policy["require-trusted-types-for"], policy["trusted-types"]) == ("'script'", "'none'")
+        assert (policy["require-trusted-types-for"], policy["trusted-types"]) == (
+            "'script'",
+            "'none'",
+        )
         assert policy["frame-ancestors"] == policy["base-uri"] == "'none'"
 
 
@@ -161,10 +167,15 @@ def test_engines_are_asked_once_a_second_however_many_watch() -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_our_files_name_no_other_site_and_parse_no_html(name: str) -> None:
-    text = text_of(name).replace("http://www.w3.org/2000/svg", "").replace("https://relative.invalid/", "")
+    text = (
+        text_of(name)
+        .replace("http://www.w3.org/2000/svg", "")
+        .replace("https://relative.invalid/", "")
+    )
     assert not re.search(r"(https?:)?//[a-z0-9-]+\.[a-z]", text)
     assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|srcdoc|\beval\(|new Function", text
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|srcdoc|\beval\(|new Function",
+        text,
     )
     if name.endswith(".html"):
         assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)", text)
@@ -177,12 +188,16 @@ def test_every_file_that_is_referred_to_exists_and_every_module_is_loaded_early(
     eager, new = set(), {"app.js"}
     while new:
         eager |= new
-        found = {one for name in new for one in re.findall(r'from "\./([^"]+)"', modules.get(name, ""))}
+        found = {
+            one for name in new for one in re.findall(r'from "\./([^"]+)"', modules.get(name, ""))
+        }
         new = found - eager
     lazy = {one for text in modules.values() for one in re.findall(r'import\("\./([^"]+)"\)', text)}
     assert eager | lazy | named <= set(file_names())
     assert set(re.findall(r'rel="modulepreload" href="page/([^"]+)"', index)) == eager - {"app.js"}
-    for name in re.findall(r'"(\w+)"', modules["highlight.js"].partition("NAMES = [")[2].partition("]")[0]):
+    for name in re.findall(
+        r'"(\w+)"', modules["highlight.js"].partition("NAMES = [")[2].partition("]")[0]
+    ):
         assert f"vendor/highlight/{name}.js" in file_names()
 
 

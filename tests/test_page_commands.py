@@ -1,4 +1,6 @@
-"""Commands around the page: `serve --open`, `chat --web`, and `top`, which has the live view's numbers."""
+"""Commands around the page: `serve --open`, `chat --web`, and `top`, which has the live view's
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_a_browser_is_sent_where_it_can_go(url: str, address: str) -> None:
     assert browser.page_address(url) == address
 
 
-def test_serve_opens_the_page_when_it_listens_and_only_if_asked(started: list[Any], opened: Opened) -> None:
+def test_serve_opens_the_page_when_it_listens_and_only_if_asked(
+    started: list[Any], opened: Opened
+) -> None:
     assert main(["serve", "--port", "8123"]) == 0
     assert opened == []
     assert main(["serve", "--port", "8123", "--host", "0.0.0.0", "--open"]) == 0
@@ -62,23 +66,41 @@ def test_serve_opens_the_page_when_it_listens_and_only_if_asked(started: list[An
     assert opened == ["http://127.0.0.1:8123/"]
 
 
-def test_a_page_that_is_off_is_not_opened(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_that_is_off_is_not_opened(
+    started: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     exit_code, said = fails(capsys, "serve", "--open", "--no-page")
     assert exit_code == 2
     assert "--no-page turns it off" in said
     assert started == []
 
 
-def test_chat_in_a_browser_serves_the_model_with_its_flags(started: list[Any], opened: Opened) -> None:
+def test_chat_in_a_browser_serves_the_model_with_its_flags(
+    started: list[Any], opened: Opened
+) -> None:
     assert (
-        main(["chat", "--web", "--max-rows", "3", "--temperature", "0.5", "--chat-template", "no-think"]) == 0
+        main(
+            [
+                "chat",
+                "--web",
+                "--max-rows",
+                "3",
+                "--temperature",
+                "0.5",
+                "--chat-template",
+                "no-think",
+            ]
+        )
+        == 0
     )
     ((engine, serve),) = started
     assert (engine.max_rows, serve.temperature, serve.chat_template) == (3, 0.5, "no-think")
     assert opened == ["http://127.0.0.1:8000/"]
 
 
-def test_chat_in_a_browser_with_a_server_that_runs_only_opens_it(started: list[Any], opened: Opened) -> None:
+def test_chat_in_a_browser_with_a_server_that_runs_only_opens_it(
+    started: list[Any], opened: Opened
+) -> None:
     assert main(["chat", "--web", "--base-url", "http://box:9/v1"]) == 0
     assert (started, opened) == ([], ["http://box:9/"])
 
@@ -112,7 +134,9 @@ def server() -> Iterator[Server]:
         yield running
 
 
-def test_top_prints_the_numbers_of_a_server_once(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_prints_the_numbers_of_a_server_once(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
     server.post({"messages": MESSAGES, "max_tokens": 5, **FREE})
     assert main(["top", "--once", "--base-url", server.url]) == 0
     rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
@@ -127,7 +151,11 @@ def test_the_screen_of_top_shows_engines_and_speed(server: Server) -> None:
 
     with server.http.stream("GET", f"{server.url}/live") as answer:
         event = json.loads(next(answer.iter_lines()).removeprefix("data: "))
-    later = {**event, "time": event["time"] + 2.0, "generated_tokens": event["generated_tokens"] + 100}
+    later = {
+        **event,
+        "time": event["time"] + 2.0,
+        "generated_tokens": event["generated_tokens"] + 100,
+    }
     output = io.StringIO()
     Console(file=output, width=120).print(top._screen([event, later]))
     shown = output.getvalue()

@@ -1,4 +1,6 @@
-"""The Llama families against transformers and against a real model's golden tokens, from saved files."""
+"""The Llama families against transformers and against a real model's golden tokens, from saved
+files.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ def reference_logits(reference: nn.Module, tokens: list[int]) -> Tensor:  # [T, 
 @pytest.fixture(scope="module", params=list(CONFIGS))
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     name = request.param
-    reference = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
+    reference = transformers.AutoModelForCausalLM.from_config(
+        CONFIGS[name], dtype=torch.float32
+    ).eval()
     generator = torch.Generator().manual_seed(7)
     for parameter_name, parameter in reference.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)
@@ -154,7 +158,9 @@ def generate(model: nn.Module, prompt: list[int], num_tokens: int) -> tuple[list
 
 
 def prompt_of(length: int, vocab_size: int = SMALL["vocab_size"]) -> list[int]:
-    return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    return torch.randint(
+        vocab_size, (length,), generator=torch.Generator().manual_seed(length)
+    ).tolist()
 
 
 def test_float32_logits_and_greedy_tokens_are_those_of_transformers(saved: Saved) -> None:
@@ -164,17 +170,21 @@ def test_float32_logits_and_greedy_tokens_are_those_of_transformers(saved: Saved
         expected = reference_logits(saved.reference, tokens)
         error = (logits - expected).abs().max() / expected.abs().max()
         assert error < 1e-5, f"prompt of {length}: {error:.2e} of the largest logit"
-        assert tokens[length:] == expected[length - 1 : -1].argmax(-1).tolist(), f"prompt of {length}"
+        assert tokens[length:] == expected[length - 1 : -1].argmax(-1).tolist(), (
+            f"prompt of {length}"
+        )
 
 
 def test_bfloat16_logits_are_no_further_off_than_those_of_transformers(saved: Saved) -> None:
     """Neither on average nor at the worst logit of a prompt.
 
-    The worst is averaged over prompts: of one prompt it is a single draw from a tail, and the same code
-    gives between 0.5 and 1.4 times that of transformers, depending on the seed.
+    The worst is averaged over prompts: of one prompt it is a single draw from a tail, and the same
+    code gives between 0.5 and 1.4 times that of transformers, depending on the seed.
     """
     model = load(saved.folder, "bfloat16")
-    rounded = transformers.AutoModelForCausalLM.from_pretrained(saved.folder, dtype=torch.bfloat16).eval()
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(
+        saved.folder, dtype=torch.bfloat16
+    ).eval()
     prompts = [prompt_of(length) for length in ROUNDED_LENS]
     exact = [reference_logits(saved.reference, prompt) for prompt in prompts]
     ours = errors([by_hand(model).prefill(prompt) for prompt in prompts], exact)
@@ -193,7 +203,10 @@ def errors(logits: list[Tensor], exact: list[Tensor]) -> list[Tensor]:
 def test_without_its_window_or_rope_scaling_a_model_says_something_else(saved: Saved) -> None:
     """Parity would not notice a feature that makes no difference; these must make one."""
     source = find_model(str(saved.folder))
-    rope_parameters = {"rope_type": "default", "rope_theta": source.config["rope_parameters"]["rope_theta"]}
+    rope_parameters = {
+        "rope_type": "default",
+        "rope_theta": source.config["rope_parameters"]["rope_theta"],
+    }
     plain = {**source.config, "sliding_window": None, "rope_parameters": rope_parameters}
     prompt = prompt_of(200)
     logits = by_hand(load(replace(source, config=plain))).prefill(prompt)
@@ -222,8 +235,14 @@ def test_a_window_is_read_as_each_family_means_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "config.json has rope_type 'yarn'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "config.json has rope_type 'dynamic'"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "config.json has rope_type 'yarn'",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "config.json has rope_type 'dynamic'",
+        ),
         ({"rope_parameters": {"full_attention": {}}}, "one rope per kind of layer"),
         ({"partial_rotary_factor": 0.5}, "config.json has partial_rotary_factor 0.5"),
         ({"hidden_act": "gelu"}, "config.json has hidden_act 'gelu'"),
@@ -233,7 +252,9 @@ def test_a_window_is_read_as_each_family_means_it() -> None:
         ({"hidden_size": "48"}, "hidden_size"),
     ],
 )
-def test_what_cannot_be_run_rightly_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_run_rightly_is_refused_by_name(
+    changes: dict[str, Any], message: str
+) -> None:
     config = {"model_type": "llama", **SMALL, **changes}
     with pytest.raises(CheckpointError, match=message):
         build_model(config, torch.float32, torch.device("meta"))
@@ -253,7 +274,9 @@ def test_stories260k_repeats_its_golden_tokens(golden: tuple[Path, list[int], li
 
 
 def read_llama2c(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """llama2.c's own file: seven numbers, then every matrix as float32, one kind after the other."""
+    """llama2.c's own file: seven numbers, then every matrix as float32, one kind after the
+    other.
+    """
     raw = path.read_bytes()
     hidden, ffn, layers, heads, kv_heads, vocab, context = struct.unpack("7i", raw[:28])
     values = torch.from_numpy(np.frombuffer(raw, dtype=np.float32, offset=28).copy())
@@ -281,7 +304,9 @@ def read_llama2c(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         for i, matrix in enumerate(take(layers, *shape)):
             state[f"layers.{i}.{name}.weight"] = matrix.clone()
     state["norm.weight"] = take(hidden)
-    state["lm_head.weight"] = state["embed_tokens.weight"].clone()  # a vocabulary above 0 says shared
+    state["lm_head.weight"] = state[
+        "embed_tokens.weight"
+    ].clone()  # a vocabulary above 0 says shared
     config = {
         "model_type": "tiny_llama",
         "hidden_size": hidden,
@@ -307,7 +332,9 @@ def test_llama2c_weights_as_a_plain_state_dict_repeat_the_golden_tokens(
     config, state = read_llama2c(folder / "stories260K.bin")
     (tmp_path / "model_config.json").write_text(json.dumps(config))
     (tmp_path / "weights").mkdir()
-    renamed = {spelling.format(name=name.removesuffix(".weight")): value for name, value in state.items()}
+    renamed = {
+        spelling.format(name=name.removesuffix(".weight")): value for name, value in state.items()
+    }
     torch.save(renamed, tmp_path / "weights" / "model.pt")
     tokens, _ = generate(load(tmp_path / "weights"), prompt, len(greedy))
     assert tokens == prompt + greedy

@@ -1,12 +1,14 @@
-"""Qwen3.5 against transformers: logits, greedy tokens, the drafting head, and how checkpoints are spelt.
+"""Qwen3.5 against transformers: logits, greedy tokens, the drafting head, and how checkpoints are
+spelt.
 
-Small random models with unequal dimensions; every parameter is random, norms and decays included, because a
-default of zero or one hides mistakes. The weights go through safetensors and the real loader.
+Small random models with unequal dimensions; every parameter is random, norms and decays included,
+because a default of zero or one hides mistakes. The weights go through safetensors and the real
+loader.
 
-Two right implementations must agree, so the models are well conditioned: routers choose clearly, and
-rms_norm_eps is large enough that the norm of a head that reads almost nothing does not blow its rounding up
-(1e-6 does, to 1e-4 of the largest logit in float32, ours and transformers' alike). It also shows where an
-eps is missing.
+Two right implementations must agree, so the models are well conditioned: routers choose clearly,
+and rms_norm_eps is large enough that the norm of a head that reads almost nothing does not blow its
+rounding up (1e-6 does, to 1e-4 of the largest logit in float32, ours and transformers' alike). It
+also shows where an eps is missing.
 """
 
 from __future__ import annotations
@@ -89,7 +91,9 @@ LARGEST_ERROR = 1e-5  # of the largest logit, in float32
 
 
 def make_reference(config: dict[str, Any]) -> Any:
-    given = {key: value for key, value in config.items() if key not in ("model_type", "attn_output_gate")}
+    given = {
+        key: value for key, value in config.items() if key not in ("model_type", "attn_output_gate")
+    }
     model: Any
     if "num_experts" in config:
         model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**given))
@@ -110,7 +114,9 @@ def randomize(module: torch.nn.Module, seed: int) -> None:
             values.copy_(torch.rand(values.shape, generator=generator).mul(15).add(1).log())
         elif name.endswith("linear_attn.norm.weight"):
             values.copy_(1 + 0.3 * noise)
-        elif name.endswith("dt_bias"):  # steps of 0.01 and so: the state remembers, as trained ones do
+        elif name.endswith(
+            "dt_bias"
+        ):  # steps of 0.01 and so: the state remembers, as trained ones do
             values.copy_(noise - 4)
         elif values.dim() == 1:  # norms, stored as what is added to one
             values.copy_(0.3 * noise)
@@ -216,10 +222,12 @@ def test_greedy_tokens_are_those_of_transformers(pair: Pair) -> None:
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair, tmp_path: Path) -> None:
-    """Both start from the same rounded weights; A_log and the gated norm too, as Qwen3.6 stores them.
+    """Both start from the same rounded weights; A_log and the gated norm too, as Qwen3.6 stores
+    them.
 
-    On average, and at the worst logit of a prompt, averaged over prompts: of one prompt it is a single draw
-    from a tail, and the same code gives between 0.4 and 1.6 times that of transformers with the seed.
+    On average, and at the worst logit of a prompt, averaged over prompts: of one prompt it is a
+    single draw from a tail, and the same code gives between 0.4 and 1.6 times that of transformers
+    with the seed.
     """
     stored = {name: values.bfloat16() for name, values in pair.checkpoint.items()}
     full, half = make_reference(pair.config), make_reference(pair.config).bfloat16()
@@ -274,7 +282,10 @@ def test_any_batch_equals_alone_bit_for_bit(pair: Pair) -> None:
     crowd = ByHand(pair.ours, deterministic=True)
     together: dict[tuple[int, int, int], Tensor] = {}
     for step in steps:
-        rows = [crowd.row(sequence, prompts[sequence][begin:end], begin) for sequence, begin, end in step]
+        rows = [
+            crowd.row(sequence, prompts[sequence][begin:end], begin)
+            for sequence, begin, end in step
+        ]
         together |= dict(zip(step, crowd.run(*rows)))
     alone = [ByHand(pair.ours, deterministic=True) for _ in prompts]
     for part in (part for step in steps for part in step):
@@ -301,7 +312,9 @@ def test_restored_checkpoint_equals_fresh_prefill_bit_for_bit(pair: Pair) -> Non
     by_hand = ByHand(pair.ours, deterministic=True)
     slot = by_hand.checkpoint_slot(0)
     by_hand.run(by_hand.row(0, ids, checkpoints=((128, slot),)))
-    kept = [cache.recurrent[slot].clone() for cache in by_hand.caches if not isinstance(cache, KVCache)]
+    kept = [
+        cache.recurrent[slot].clone() for cache in by_hand.caches if not isinstance(cache, KVCache)
+    ]
     for tail in (other, ids, other[:129]):
         first = by_hand.row(0, ids[:128])
         fresh = ByHand(pair.ours, deterministic=True).prefill(tail)
@@ -309,7 +322,9 @@ def test_restored_checkpoint_equals_fresh_prefill_bit_for_bit(pair: Pair) -> Non
         shared = Row(second.token_ids, (*first.pages, *second.pages[2:]), second.slot, 128, slot)
         assert torch.equal(by_hand.run(shared)[0], fresh[128:])
     states = [cache.recurrent[slot] for cache in by_hand.caches if not isinstance(cache, KVCache)]
-    assert all(torch.equal(before, after) for before, after in zip(kept, states)), "a checkpoint was written"
+    assert all(torch.equal(before, after) for before, after in zip(kept, states)), (
+        "a checkpoint was written"
+    )
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 63, 64, 100])
@@ -323,11 +338,15 @@ def test_checkpoint_anywhere_equals_the_state_of_a_shorter_prompt(pair: Pair, af
         assert isinstance(cache, StateCache)
         torch.testing.assert_close(cache.recurrent[slot], cache.recurrent[2], rtol=2e-5, atol=2e-5)
         # After fewer tokens than the ring has entries, nobody wrote the rest of it: NaN in both.
-        torch.testing.assert_close(cache.conv[slot], cache.conv[2], rtol=2e-5, atol=2e-5, equal_nan=True)
+        torch.testing.assert_close(
+            cache.conv[slot], cache.conv[2], rtol=2e-5, atol=2e-5, equal_nan=True
+        )
 
 
 def published(pair: Pair, *, one_by_one: bool) -> tuple[dict[str, Any], dict[str, Tensor], Any]:
-    """The pair's weights as a release spells them, with a random drafting head; the head in transformers."""
+    """The pair's weights as a release spells them, with a random drafting head; the head in
+    transformers.
+    """
     config = {
         "model_type": pair.config["model_type"].removesuffix("_text"),
         "text_config": {**pair.config, "mtp_num_hidden_layers": 1},
@@ -342,7 +361,8 @@ def published(pair: Pair, *, one_by_one: bool) -> tuple[dict[str, Any], dict[str
     spelling = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc"}
     spelling |= {"mtp_block": "layers.0", "post_norm": "norm"}
     tensors = {
-        name.replace("model.", "model.language_model.", 1): values for name, values in pair.checkpoint.items()
+        name.replace("model.", "model.language_model.", 1): values
+        for name, values in pair.checkpoint.items()
     }
     for name, values in layer.state_dict().items():
         part, _, rest = name.partition(".")
@@ -362,7 +382,9 @@ def separate_experts(tensors: dict[str, Tensor], prefix: str) -> None:
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
-def test_drafting_head_is_that_of_transformers(pair: Pair, tmp_path: Path, one_by_one: bool) -> None:
+def test_drafting_head_is_that_of_transformers(
+    pair: Pair, tmp_path: Path, one_by_one: bool
+) -> None:
     config, tensors, layer = published(pair, one_by_one=one_by_one)
     ours, ids = load(tmp_path, config, tensors), tokens(101)
     by_hand = ByHand(ours)
@@ -383,7 +405,10 @@ def test_drafting_head_is_that_of_transformers(pair: Pair, tmp_path: Path, one_b
             position_ids=None,
             past_key_values=None,
         )
-        logits, reference = ours.draft_logits(torch.cat(drafted)), pair.reference.lm_head(expected[0])
+        logits, reference = (
+            ours.draft_logits(torch.cat(drafted)),
+            pair.reference.lm_head(expected[0]),
+        )
     assert_close(logits, reference)
 
 
@@ -406,7 +431,8 @@ def test_experts_of_the_trunk_may_be_stored_one_by_one(tmp_path: Path) -> None:
     assert torch.equal(ByHand(ours).prefill(tokens(20)), ByHand(pair.ours).prefill(tokens(20)))
 
 
-# Billions of text and drafting parameters, and tensors without vision, of the published checkpoints.
+# Billions of text and drafting parameters, and tensors without vision, of the published
+# checkpoints.
 PUBLISHED = {
     "Qwen3.5-0.8B": (0.752393, 0.020453, 488 - 153),
     "Qwen3.5-2B": (1.881825, 0.060828, 632 - 297),
@@ -428,7 +454,9 @@ def test_parameters_and_tensors_are_those_of_the_published_checkpoint(name: str)
     assert round(in_mtp / 1e9, 6) == drafting
     assert round((sum(sizes.values()) - in_mtp) / 1e9, 6) == text
     placements = model.placements()
-    assert sum(torch.Size(place.shape).numel() for place in placements.values()) == sum(sizes.values())
+    assert sum(torch.Size(place.shape).numel() for place in placements.values()) == sum(
+        sizes.values()
+    )
     assert num_tensors in (len(placements), None)
 
 
@@ -463,7 +491,9 @@ def test_a_layer_may_keep_its_experts_in_any_slots(tmp_path: Path, num_tokens: i
     expected = ByHand(model).prefill(tokens(num_tokens))
     for layer in model.layers:
         sparse, num_experts = layer.mlp, layer.mlp.router.shape[0]
-        slots = torch.randperm(num_experts + 2, generator=torch.Generator().manual_seed(0))[:num_experts]
+        slots = torch.randperm(num_experts + 2, generator=torch.Generator().manual_seed(0))[
+            :num_experts
+        ]
         for stack in (sparse.gate_up, sparse.down):
             values = torch.full((num_experts + 2, *stack.shape[1:]), torch.nan)
             values[slots] = stack.values

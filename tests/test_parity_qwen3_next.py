@@ -79,7 +79,9 @@ class Pair:
 
     def __init__(self, config: dict[str, Any], path: Path) -> None:
         self.config = config
-        self.reference: Any = Qwen3NextForCausalLM(Qwen3NextConfig(**{**config, "model_type": "qwen3_next"}))
+        self.reference: Any = Qwen3NextForCausalLM(
+            Qwen3NextConfig(**{**config, "model_type": "qwen3_next"})
+        )
         randomize(self.reference, seed=0)
         if config["num_experts"]:
             generator = torch.Generator().manual_seed(0)
@@ -106,7 +108,9 @@ def test_prefill_and_decode_logits_are_those_of_transformers(pair: Pair, length:
 
 def test_chunked_prefill_logits_are_those_of_transformers(pair: Pair) -> None:
     ids = tokens(150)
-    assert_close(ByHand(pair.ours).prefill(ids, 37, 1, 64), logits_of(pair.reference, ids, len(ids)))
+    assert_close(
+        ByHand(pair.ours).prefill(ids, 37, 1, 64), logits_of(pair.reference, ids, len(ids))
+    )
 
 
 def test_greedy_tokens_are_those_of_transformers(pair: Pair) -> None:
@@ -162,7 +166,10 @@ def test_the_preset_has_the_parameters_of_the_published_checkpoint() -> None:
         ({"mlp_only_layers": ["2"]}, "mlp_only_layers in config.json is"),
         ({"mlp_only_layers": [0], "intermediate_size": None}, "no intermediate_size"),
         ({"num_experts": None}, "no num_experts"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type in config.json is 'yarn'"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_type in config.json is 'yarn'",
+        ),
         ({"linear_num_value_heads": 5}, "linear_num_value_heads is 5"),
     ],
 )

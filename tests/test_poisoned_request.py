@@ -1,4 +1,6 @@
-"""A request that ends every engine it runs in, on a real server: two die of it, and all others go on."""
+"""A request that ends every engine it runs in, on a real server: two die of it, and all others go
+on.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         yield running
 
 
-def test_a_request_that_no_engine_survives_costs_two_and_nobody_else_loses_anything(server: Server) -> None:
+def test_a_request_that_no_engine_survives_costs_two_and_nobody_else_loses_anything(
+    server: Server,
+) -> None:
     chat = {"messages": MESSAGES, "max_tokens": 120, **FREE}
     expected = server.post({**chat, "seed": 1}).json()["choices"]
     poison = {"prompt": POISON, "echo": True, "logprobs": 2, "max_tokens": 1}

@@ -40,7 +40,9 @@ def engine(folder: Path, reference: Any) -> Engine:
 
 
 def open_engine(folder: Path, **settings: Any) -> Engine:
-    return Engine.from_config(EngineConfig(model=str(folder), device="cpu", memory_gb=0.05, **settings))
+    return Engine.from_config(
+        EngineConfig(model=str(folder), device="cpu", memory_gb=0.05, **settings)
+    )
 
 
 def prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
@@ -59,7 +61,9 @@ def values(deltas: list[TokenDelta]) -> np.ndarray:
     return np.frombuffer(last.vector, np.float32)
 
 
-def vector(engine: Engine, token_ids: tuple[int, ...], pooling: Pooling | None = None) -> np.ndarray:
+def vector(
+    engine: Engine, token_ids: tuple[int, ...], pooling: Pooling | None = None
+) -> np.ndarray:
     return values(run(engine, pooled("one", token_ids, pooling))["one"])
 
 
@@ -103,7 +107,9 @@ def test_many_at_once_in_chunks_get_what_each_gets_alone(family: str, kind: Pool
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reused_prefix_changes_no_last_token_and_a_mean_reuses_none(family: str, kind: PoolingKind) -> None:
+def test_a_reused_prefix_changes_no_last_token_and_a_mean_reuses_none(
+    family: str, kind: PoolingKind
+) -> None:
     shared, own, pooling = prompt(192), prompt(30, seed=1), Pooling(kind=kind)
     fresh = vector(make_engine(FAMILIES[family], prefix_cache=False), shared + own, pooling)
     engine = make_engine(FAMILIES[family])
@@ -120,7 +126,11 @@ def test_replies_beside_vectors_are_the_same_as_alone(family: str) -> None:
 
     engine = make_engine(FAMILIES[family], prefix_cache=False, max_step_tokens=64)
     alone = [token for delta in run(engine, reply("alone"))["alone"] for token in delta.token_ids]
-    pools = [pooled(f"{kind}{i}", prompt(100 + i, i), Pooling(kind=kind)) for i in range(3) for kind in KINDS]
+    pools = [
+        pooled(f"{kind}{i}", prompt(100 + i, i), Pooling(kind=kind))
+        for i in range(3)
+        for kind in KINDS
+    ]
     beside = run(engine, reply("beside"), *pools)
     assert [token for delta in beside["beside"] for token in delta.token_ids] == alone
     for request in pools:
@@ -149,7 +159,9 @@ def test_a_preempted_prompt_is_pooled_from_its_start() -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("num_slots", [0, 9])
 def test_any_history_gives_vectors_of_exactly_their_prompts(depth: int, num_slots: int) -> None:
-    """With replies beside them, clients that leave and memory for few, on a runner made of token ids."""
+    """With replies beside them, clients that leave and memory for few, on a runner made of token
+    ids.
+    """
     num_preemptions = 0
     for seed in range(60):
         draw = random.Random(seed)
@@ -157,7 +169,10 @@ def test_any_history_gives_vectors_of_exactly_their_prompts(depth: int, num_slot
         beginning = [draw.randrange(12) for _ in range(16)]
         pools, replies = [], []
         for number in range(12):
-            tokens = (*beginning[: draw.choice((0, 8, 16))], *(draw.randrange(12) for _ in range(9)))
+            tokens = (
+                *beginning[: draw.choice((0, 8, 16))],
+                *(draw.randrange(12) for _ in range(9)),
+            )
             if draw.random() < 0.6:
                 pools.append(pooled(str(number), tokens, Pooling(kind=draw.choice(KINDS))))
             else:
@@ -187,7 +202,9 @@ def test_any_history_gives_vectors_of_exactly_their_prompts(depth: int, num_slot
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_aborted_prompt_gives_everything_back(folder: Path, reference: Any, overlap: bool) -> None:
+def test_an_aborted_prompt_gives_everything_back(
+    folder: Path, reference: Any, overlap: bool
+) -> None:
     engine = open_engine(folder, max_step_tokens=64, overlap=overlap)
     for kind in KINDS:
         engine.submit(pooled(kind, prompt(300), Pooling(kind=kind)))
@@ -225,7 +242,9 @@ def test_a_model_without_a_head_refuses_to_generate_and_says_why(engine: Engine)
         (Pooling(logit_ids=(1,)), "model"),
     ],
 )
-def test_what_the_model_has_no_head_for_is_refused(engine: Engine, pooling: Pooling, param: str) -> None:
+def test_what_the_model_has_no_head_for_is_refused(
+    engine: Engine, pooling: Pooling, param: str
+) -> None:
     with pytest.raises(RequestError) as refused:
         engine.submit(pooled("one", (1, 2), pooling))
     assert refused.value.param == param

@@ -1,5 +1,6 @@
-"""What is computed once is not computed again, told over HTTP: prefixes, sessions, the system prompt; and the
-guard against loops. The embedded model on a CPU, with pages of 16 tokens."""
+"""What is computed once is not computed again, told over HTTP: prefixes, sessions, the system
+prompt; and the guard against loops. The embedded model on a CPU, with pages of 16 tokens.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +26,17 @@ TURN_START = "<|im_start|>"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     file: Path = tmp_path_factory.mktemp("prompt") / "system.txt"
     file.write_text(f"\n{SYSTEM}\n")
-    with start_server({"max_rows": 16}, {"system_prompt_file": str(file)}) as server:  # 64 checkpoints
+    with start_server(
+        {"max_rows": 16}, {"system_prompt_file": str(file)}
+    ) as server:  # 64 checkpoints
         yield server
 
 
 @pytest.fixture(scope="module")
 def cold() -> Iterator[Server]:
-    """The same model, which remembers nothing; and it guards against loops unless it is told otherwise."""
+    """The same model, which remembers nothing; and it guards against loops unless it is told
+    otherwise.
+    """
     with start_server({"prefix_cache": False}, {"loop_guard": True}) as server:
         yield server
 
@@ -80,7 +85,9 @@ def flood(server: Server, seed: int) -> None:
 
 
 def metric(server: Server, name: str) -> float:
-    (value,) = re.findall(rf"^{re.escape(name)} (\S+)$", server.http.get(f"{server.url}/metrics").text, re.M)
+    (value,) = re.findall(
+        rf"^{re.escape(name)} (\S+)$", server.http.get(f"{server.url}/metrics").text, re.M
+    )
     return float(value)
 
 
@@ -96,11 +103,15 @@ def test_the_first_chat_finds_the_system_prompt_of_the_operator(server: Server) 
     assert tokens_of(server, mine) == tokens_of(server, theirs)
     parts_at = next(
         i
-        for i, (one, other) in enumerate(zip(tokens_of(server, mine), tokens_of(server, [user("Why?")])))
+        for i, (one, other) in enumerate(
+            zip(tokens_of(server, mine), tokens_of(server, [user("Why?")]))
+        )
         if one != other
     )
     assert num_cached(chat(server, mine)) == parts_at // PAGE * PAGE > 3 * PAGE
-    assert num_cached(chat(server, [{"role": "system", "content": "Be terse."}, user("Hello!")])) == 0
+    assert (
+        num_cached(chat(server, [{"role": "system", "content": "Be terse."}, user("Hello!")])) == 0
+    )
 
 
 def test_a_conversation_hits_up_to_its_last_turn_and_answers_as_without_a_cache(
@@ -111,8 +122,12 @@ def test_a_conversation_hits_up_to_its_last_turn_and_answers_as_without_a_cache(
     for question in ("And of a lake?", "What is 2 + 3?", "Who are you?"):
         answer = chat(server, messages)
         assert num_cached(answer) >= before // PAGE * PAGE
-        start_id = tokens_of(server, messages)[0]  # of every turn; the last is the one the model answers in
-        before = len(tokens_of(server, messages)) - 1 - tokens_of(server, messages)[::-1].index(start_id)
+        start_id = tokens_of(server, messages)[
+            0
+        ]  # of every turn; the last is the one the model answers in
+        before = (
+            len(tokens_of(server, messages)) - 1 - tokens_of(server, messages)[::-1].index(start_id)
+        )
         answers.append(text_of(answer))
         messages += [{"role": "assistant", "content": text_of(answer)}, user(question)]
     system = {"role": "system", "content": SYSTEM.strip()}
@@ -129,12 +144,21 @@ def test_a_prompt_that_goes_on_after_a_reply_finds_the_reply_and_its_exact_state
     complete(server, first, max_tokens=30, ignore_eos=True, logit_bias={"400": 100})
     hits = metric(server, 'penstock_prefix_lookups_total{replica="0",outcome="hit"}')
     reused = metric(server, 'penstock_prefix_tokens_reused_total{replica="0"}')
-    going_on = {"prompt": [*first, *[400] * 30, 500], "max_tokens": 12, "ignore_eos": True, "logprobs": 0}
+    going_on = {
+        "prompt": [*first, *[400] * 30, 500],
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
     answer, expected = (complete(one, **going_on) for one in (server, cold))
     assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
-    logprobs, others = (one["choices"][0]["logprobs"]["token_logprobs"] for one in (answer, expected))
+    logprobs, others = (
+        one["choices"][0]["logprobs"]["token_logprobs"] for one in (answer, expected)
+    )
     assert logprobs == pytest.approx(others, abs=1e-3)
-    assert num_cached(answer) == (len(first) + 29) // PAGE * PAGE == 80  # the last of 30 was never computed
+    assert (
+        num_cached(answer) == (len(first) + 29) // PAGE * PAGE == 80
+    )  # the last of 30 was never computed
     assert metric(server, 'penstock_prefix_lookups_total{replica="0",outcome="hit"}') == hits + 1
     assert metric(server, 'penstock_prefix_tokens_reused_total{replica="0"}') == reused + 80
 
@@ -154,7 +178,9 @@ def as_raw_prompt(text: str) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(("ask", "n"), [(as_chat, 1), (as_chat, 2), (as_raw_prompt, 1)])
 def test_the_third_question_about_a_document_reuses_it(server: Server, ask: Any, n: int) -> None:
-    """One message with a document and a question, as people send it: no message begins in between."""
+    """One message with a document and a question, as people send it: no message begins in
+    between.
+    """
     text = f"{ask.__name__} {n} {document(seed=n)}"
     about = server.post({"prompt": text}, "/tokenize").json()["count"]
     reused = []
@@ -189,8 +215,13 @@ def test_health_says_how_many_tokens_were_reused_and_why_others_were_not(server:
 def test_a_session_outlives_the_traffic_of_others(server: Server) -> None:
     kept, lost = prompt(3 * PAGE, seed=2), prompt(3 * PAGE, seed=3)
     header = {"x-session-id": "by header"}
-    body = json.dumps({"prompt": kept, "max_tokens": 20, "ignore_eos": True, "logit_bias": {"400": 100}})
-    assert server.http.post(f"{server.url}/v1/completions", content=body, headers=header).status_code == 200
+    body = json.dumps(
+        {"prompt": kept, "max_tokens": 20, "ignore_eos": True, "logit_bias": {"400": 100}}
+    )
+    assert (
+        server.http.post(f"{server.url}/v1/completions", content=body, headers=header).status_code
+        == 200
+    )
     complete(server, lost, max_tokens=20, ignore_eos=True, logit_bias={"400": 100})
     flood(server, seed=1)
     assert num_cached(complete(server, [*kept, *[400] * 20], session_id="by header")) == 4 * PAGE
@@ -211,7 +242,9 @@ def test_every_api_takes_the_header_and_sessions_are_shown_and_deleted(server: S
         "/invocations": {"messages": [user("Hi")], "max_tokens": 2},
     }
     for path, body in bodies.items():
-        answer = server.http.post(f"{server.url}{path}", json=body, headers={"x-session-id": f"of {path}"})
+        answer = server.http.post(
+            f"{server.url}{path}", json=body, headers={"x-session-id": f"of {path}"}
+        )
         assert answer.status_code == 200, answer.text
     with server.stream({"messages": [user("Hi")], "stream": True, "session_id": "stream"}):
         pass  # a client that leaves
@@ -237,7 +270,9 @@ def test_session_ids_are_checked(server: Server) -> None:
     assert_refused(answer, 400, "x-session-id")
 
 
-def test_the_loop_guard_ends_a_reply_that_repeats_itself_and_says_so(server: Server, cold: Server) -> None:
+def test_the_loop_guard_ends_a_reply_that_repeats_itself_and_says_so(
+    server: Server, cold: Server
+) -> None:
     forced = {"max_tokens": 300, "ignore_eos": True, "logit_bias": {"400": 100}}
     for guarding, fields in ((server, {"loop_guard": True}), (cold, {})):
         answer = complete(guarding, prompt(8, seed=6), **forced, **fields)
@@ -248,7 +283,9 @@ def test_the_loop_guard_ends_a_reply_that_repeats_itself_and_says_so(server: Ser
         assert eventually(guarding.is_idle)
 
 
-@pytest.mark.parametrize("content", [None, b" \n", b"\xff\xfe"], ids=["missing", "empty", "not UTF-8"])
+@pytest.mark.parametrize(
+    "content", [None, b" \n", b"\xff\xfe"], ids=["missing", "empty", "not UTF-8"]
+)
 def test_a_system_prompt_that_cannot_be_used_is_refused_with_its_name(
     tmp_path: Path, content: bytes | None
 ) -> None:

@@ -1,7 +1,9 @@
-"""The prefix cache learns where prompts part: laws of what is reused, on the host, with a fake runner.
+"""The prefix cache learns where prompts part: laws of what is reused, on the host, with a fake
+runner.
 
-Pages have 64 tokens, as by default. A hybrid model can go on only where a state was kept, so these laws are
-about its checkpoints; the fake runner checks that every state that is restored is the right one.
+Pages have 64 tokens, as by default. A hybrid model can go on only where a state was kept, so these
+laws are about its checkpoints; the fake runner checks that every state that is restored is the
+right one.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def run(world: World, *requests: Request) -> list[int]:
 
 
 def parted(prefix: tuple[int, ...], number: int, num_tokens: int = 350) -> tuple[int, ...]:
-    """A prompt behind this prefix; those with other numbers, of twelve, differ from the next token on."""
+    """A prompt behind this prefix; those with other numbers, of twelve, differ from the next token
+    on.
+    """
     return (*prefix, number % VOCAB_SIZE, *tokens(num_tokens - 1, seed=1000 + number))
 
 
@@ -69,7 +73,9 @@ def test_the_third_request_behind_a_shared_prefix_reuses_it(setup: Setup, num_sh
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("num_shared", [512, 1500])
-def test_requests_that_come_at_once_compute_what_they_share_once(depth: int, num_shared: int) -> None:
+def test_requests_that_come_at_once_compute_what_they_share_once(
+    depth: int, num_shared: int
+) -> None:
     world, prefix = World(replace(HYBRID, depth=depth)), tokens(num_shared, seed=1)
     reused = run(world, *(ask(str(i), parted(prefix, i)) for i in range(6)))
     assert reused == [0] + [num_shared // PAGE * PAGE] * 5
@@ -78,7 +84,9 @@ def test_requests_that_come_at_once_compute_what_they_share_once(depth: int, num
 
 @pytest.mark.parametrize("num_steps", range(6))
 def test_whenever_the_second_comes_the_third_reuses_what_all_share(num_steps: int) -> None:
-    """In every step of the first one, which has not reached the place yet or has passed it already."""
+    """In every step of the first one, which has not reached the place yet or has passed it
+    already.
+    """
     world, prefix = World(replace(HYBRID, max_step_tokens=512, depth=1)), tokens(1500, seed=1)
     world.submit(ask("0", parted(prefix, 0, 900)))
     for _ in range(num_steps):
@@ -155,7 +163,9 @@ def test_a_long_prompt_leaves_a_ladder_for_the_first_that_parts_from_it() -> Non
 
 
 def test_nothing_shared_costs_no_chunk_and_decodes_plan_no_checkpoints() -> None:
-    """The rows of every step are those of a model without states, and a prompt leaves few states."""
+    """The rows of every step are those of a model without states, and a prompt leaves few
+    states.
+    """
     sizes = {}
     for name, setup in (("hybrid", HYBRID), ("plain", replace(HYBRID, num_slots=0))):
         world = World(setup)
@@ -163,7 +173,9 @@ def test_nothing_shared_costs_no_chunk_and_decodes_plan_no_checkpoints() -> None
         sizes[name] = [[row.num_tokens for row in plan.rows] for plan in world.plans]
         if name == "hybrid":
             rows = [row for plan in world.plans for row in plan.rows]
-            assert sum(len(row.checkpoints) for row in rows) == 4 * 2  # at the last 512, and at the end
+            assert (
+                sum(len(row.checkpoints) for row in rows) == 4 * 2
+            )  # at the last 512, and at the end
             assert not any(row.checkpoints for row in rows if row.is_decode)
     assert sizes["hybrid"] == sizes["plain"]
 
@@ -188,7 +200,11 @@ def test_places_that_are_not_used_any_more_give_way_to_new_ones() -> None:
 
 def test_the_lowest_worth_goes_first_and_a_use_raises_it() -> None:
     checkpoints = Checkpoints()
-    for name, saved, chance in ((b"rung", 8192, LADDER), (b"guess", 1024, GUESS), (b"proven", 512, PROVEN)):
+    for name, saved, chance in (
+        (b"rung", 8192, LADDER),
+        (b"guess", 1024, GUESS),
+        (b"proven", 512, PROVEN),
+    ):
         checkpoints.attach(name, slot=len(checkpoints) + 1, base=None, saved=saved, chance=chance)
     assert checkpoints.evict_for(50.0, keep=()) is None  # it would be the lowest itself
     checkpoints.use(b"rung")

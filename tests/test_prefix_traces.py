@@ -1,7 +1,8 @@
-"""On traces of block ids, as services record them, the prefix cache reuses most of what is possible.
+"""On traces of block ids, as services record them, the prefix cache reuses most of what is
+possible.
 
-Scheduler and cache alone, with the sizes of a large hybrid on one GPU: a state of it takes as much memory as
-3,000 tokens of keys and values.
+Scheduler and cache alone, with the sizes of a large hybrid on one GPU: a state of it takes as much
+memory as 3,000 tokens of keys and values.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def prompt_of(arrival: Arrival) -> tuple[int, ...]:
     return tuple(itertools.islice(blocks, arrival.input_len))
 
 
-def replay(arrivals: list[Arrival], *, num_pages: int, max_checkpoints: int, at_a_time: int) -> Cache:
+def replay(
+    arrivals: list[Arrival], *, num_pages: int, max_checkpoints: int, at_a_time: int
+) -> Cache:
     max_rows = 16
     cache = Cache(
         page_size=PAGE,
@@ -41,14 +44,18 @@ def replay(arrivals: list[Arrival], *, num_pages: int, max_checkpoints: int, at_
         if (number + 1) % at_a_time and number + 1 < len(arrivals):
             continue
         while (plan := scheduler.plan()) is not None:
-            scheduler.commit(StepOutput(plan.step, {row.row: 0 for row in plan.rows if row.samples}))
+            scheduler.commit(
+                StepOutput(plan.step, {row.row: 0 for row in plan.rows if row.samples})
+            )
     cache.check()
     return cache
 
 
 def conversations(num_requests: int, seed: int) -> list[Arrival]:
-    """Turns of conversations that grow by a few blocks, most behind one of few system prompts, some asked
-    again with another last message; beside them documents with questions, and prompts that come once."""
+    """Turns of conversations that grow by a few blocks, most behind one of few system prompts, some
+    asked again with another last message; beside them documents with questions, and prompts that
+    come once.
+    """
     rng = random.Random(seed)
     new = itertools.count(100)
     systems = [[next(new) for _ in range(rng.randrange(1, 6))] for _ in range(4)]
@@ -73,19 +80,29 @@ def conversations(num_requests: int, seed: int) -> list[Arrival]:
     return arrivals
 
 
-def share_reused(arrivals: list[Arrival], num_pages: int, max_checkpoints: int, at_a_time: int) -> float:
+def share_reused(
+    arrivals: list[Arrival], num_pages: int, max_checkpoints: int, at_a_time: int
+) -> float:
     possible = sum(possible_reuse(arrivals, max_tokens=num_pages * PAGE))
-    cache = replay(arrivals, num_pages=num_pages, max_checkpoints=max_checkpoints, at_a_time=at_a_time)
+    cache = replay(
+        arrivals, num_pages=num_pages, max_checkpoints=max_checkpoints, at_a_time=at_a_time
+    )
     total = sum(arrival.input_len for arrival in arrivals)
-    counted = [n for name, n in cache.counters.items() if name.startswith(("missed_tokens", "tokens_"))]
+    counted = [
+        n for name, n in cache.counters.items() if name.startswith(("missed_tokens", "tokens_"))
+    ]
     assert sum(counted) == total
     assert possible > 0.04 * total, "hardly anything is shared: the trace says nothing"
     return cache.counters["tokens_reused"] / possible
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize(("num_pages", "max_checkpoints"), [(7000, 64), (14_000, 128), (28_000, 256)])
-def test_most_of_what_pages_allow_is_reused(seed: int, num_pages: int, max_checkpoints: int) -> None:
+@pytest.mark.parametrize(
+    ("num_pages", "max_checkpoints"), [(7000, 64), (14_000, 128), (28_000, 256)]
+)
+def test_most_of_what_pages_allow_is_reused(
+    seed: int, num_pages: int, max_checkpoints: int
+) -> None:
     share = share_reused(conversations(400, seed), num_pages, max_checkpoints, at_a_time=1)
     assert share >= 0.85
 
@@ -103,7 +120,10 @@ def test_what_is_possible_is_counted_in_whole_pages_that_were_not_forgotten() ->
     first, second = Arrival(0, 1100, 0, (1, 2, 3)), Arrival(1, 1300, 0, (1, 2, 4))
     other = Arrival(2, 1300, 0, (5, 6, 7))
     assert possible_reuse([first, second, first]) == [0, 1024, 1088]
-    assert possible_reuse([Arrival(0, 512, 0, (1,))] * 2) == [0, 448]  # one token at least is computed
+    assert possible_reuse([Arrival(0, 512, 0, (1,))] * 2) == [
+        0,
+        448,
+    ]  # one token at least is computed
     assert possible_reuse([first, other, first], max_tokens=1600) == [0, 0, 256]
     assert possible_reuse([Arrival(0, 100, 0), Arrival(0, 100, 0)]) == [0, 0]
     assert possible_reuse([first, Arrival(1, 1100, 0, (9, 2, 3))]) == [0, 0]

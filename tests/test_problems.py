@@ -1,4 +1,6 @@
-"""The problems are right, training never sees a held-out one, and both sides spell a turn the same way."""
+"""The problems are right, training never sees a held-out one, and both sides spell a turn the same
+way.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,11 @@ def draw(kind: ModuleType, num: int, held_out: bool = False, seed: int = 1) -> l
 
 def work_of(conversation: Conversation) -> str:
     turn = conversation.messages[-1]
-    return turn["reasoning_content"] if conversation.enable_thinking else turn["content"].rpartition("\n")[0]
+    return (
+        turn["reasoning_content"]
+        if conversation.enable_thinking
+        else turn["content"].rpartition("\n")[0]
+    )
 
 
 def question_of(conversation: Conversation) -> str:
@@ -108,14 +114,25 @@ def test_numbers_that_decide_nothing_are_told_too() -> None:
 
 
 def test_spot_checks_have_the_value_of_what_they_ask() -> None:
-    signs = {"plus": "+", "sum": "+", "added": "+", "minus": "-", "difference": "-", "take away": "-"}
+    signs = {
+        "plus": "+",
+        "sum": "+",
+        "added": "+",
+        "minus": "-",
+        "difference": "-",
+        "take away": "-",
+    }
     signs |= {"times": "*", "product": "*", "multiplied": "*", " x ": "*", "×": "*"}
     signs |= {"divided": "/", "over": "/", "÷": "/"}
     for conversation in draw(spot_checks, 3000):
         question = question_of(conversation).lower()
         a, b = map(int, re.findall(r"\d+", question))
         written = re.search(r"\d ?([-+*/]) ?\d", question)
-        sign = written[1] if written else next(sign for word, sign in signs.items() if word in question)
+        sign = (
+            written[1]
+            if written
+            else next(sign for word, sign in signs.items() if word in question)
+        )
         assert eval(f"{a} {sign} {b}") == int(conversation.messages[-1]["content"])
 
 
@@ -126,7 +143,8 @@ def test_calls_have_the_types_of_their_schemas_and_the_values_of_the_request() -
         if not isinstance(conversation.check, ExactCalls):
             continue
         schemas = {
-            tool["function"]["name"]: tool["function"]["parameters"] for tool in conversation.tools or ()
+            tool["function"]["name"]: tool["function"]["parameters"]
+            for tool in conversation.tools or ()
         }
         assert len(schemas) == len(conversation.tools or ()), "two tools with one name"
         for call in conversation.check.calls:
@@ -158,7 +176,9 @@ def test_every_request_of_the_catalog_settles_what_its_tool_requires() -> None:
 def test_articles_of_invented_tools_go_with_their_nouns() -> None:
     tools = [invent_tool(Random(seed)) for seed in range(600)]
     texts = [
-        text for tool in tools for text in (tool.schema["function"]["description"], tool.requests[0].pattern)
+        text
+        for tool in tools
+        for text in (tool.schema["function"]["description"], tool.requests[0].pattern)
     ]
     assert not [text for text in texts if re.search(r"\b(a [aeiou]|an [^aeiou])", text)]
     assert any(re.search(r"\ban [aeiou]", text) for text in texts)
@@ -202,11 +222,15 @@ def test_what_is_refused_is_a_request_for_a_tool_that_is_not_offered(
 
 
 def test_a_question_that_small_talk_answers_is_not_refused() -> None:
-    known = [re.compile(re.sub(r"\\\{\w+\\\}", "[^ ]+", re.escape(question))) for question, _ in UNKNOWN]
+    known = [
+        re.compile(re.sub(r"\\\{\w+\\\}", "[^ ]+", re.escape(question))) for question, _ in UNKNOWN
+    ]
     asked = {draw_errand(Random(seed), False).request.pattern for seed in range(800)}
     assert ANSWERED_BY_TALK & asked
     for conversation in draw(refusals, 2000):
-        assert not any(pattern.fullmatch(question_of(conversation)) for pattern in known), conversation
+        assert not any(pattern.fullmatch(question_of(conversation)) for pattern in known), (
+            conversation
+        )
 
 
 def test_a_call_is_no_refusal_even_when_it_cannot_be_read() -> None:
@@ -256,7 +280,9 @@ def test_sums_of_harnesses_are_right_whatever_their_wording() -> None:
         assert conversation.check.text == conversation.messages[-1]["content"]
         question = question_of(conversation).replace(",", "").replace("−", "-")
         for sign in ("x", "×", "·"):
-            question = question.replace(sign, "*") if re.search(rf"\d {sign} \d", question) else question
+            question = (
+                question.replace(sign, "*") if re.search(rf"\d {sign} \d", question) else question
+            )
         question = question.replace("÷", "/")
         written = re.findall(r"\(?\d+(?: ?[-+*/] ?\(?\d+\)?)+", question)
         if len(written) == 1 and written[0].count("(") == written[0].count(")"):
@@ -290,7 +316,9 @@ def test_the_gate_asks_for_simple_sums_and_training_has_harder_ones_too() -> Non
     assert {drawn.form for drawn in simple} == {"a+b", "a+b+c", "a-b", "a*b", "a/b"}
     harder = [harness_sums.draw_harder(rng) for _ in range(500)]
     assert sum(is_simple(drawn) for drawn in harder) < 0.2 * len(harder)
-    asked, trained = ([question_of(c) for c in draw(harness_sums, 3000, flag)] for flag in (True, False))
+    asked, trained = (
+        [question_of(c) for c in draw(harness_sums, 3000, flag)] for flag in (True, False)
+    )
     assert not any("subtract" in q and "add" in q.lower() for q in asked)
     assert any("subtract" in q and "add" in q.lower() for q in trained)
 
@@ -317,7 +345,11 @@ def test_a_recalled_value_was_told_and_an_unknown_one_was_not() -> None:
         told = "\n".join(message["content"] for message in conversation.messages[:-2])
         assert isinstance(conversation.check, Mentions)
         if conversation.messages[-1]["content"].startswith("You have not told me"):
-            subject = conversation.messages[-1]["content"].removeprefix("You have not told me ").rstrip(".")
+            subject = (
+                conversation.messages[-1]["content"]
+                .removeprefix("You have not told me ")
+                .rstrip(".")
+            )
             num_unknown += 1
             assert f"{subject} is" not in told
             assert f"{subject.replace('your', 'my', 1)} is" not in told
@@ -334,7 +366,9 @@ def test_the_own_completion_is_right_and_another_is_wrong(name: str, held_out: b
         assert conversation.kind == name
         assert conversation.accepts(conversation.completion), conversation
         if conversation.check != other.check and conversation.check != Mentions():
-            assert not conversation.accepts("Something else entirely." + conversation.completion[-10:])
+            assert not conversation.accepts(
+                "Something else entirely." + conversation.completion[-10:]
+            )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -383,7 +417,9 @@ def test_held_out_and_training_draws_never_meet_though_training_draws_do(
 def test_what_is_held_out_of_word_problems_does_not_depend_on_names() -> None:
     drafts = [word_problems.write_problem(Random(seed)) for seed in range(300)]
     names = [str(draft.words["name"]) for draft in drafts]
-    assert not any(name in "".join(draft.key) for draft, name in zip(drafts, names) if len(name) > 4)
+    assert not any(
+        name in "".join(draft.key) for draft, name in zip(drafts, names) if len(name) > 4
+    )
     share = sum(is_held_out("".join(draft.key)) for draft in drafts) / len(drafts)
     assert 0.05 < share < 0.16
 
@@ -391,7 +427,10 @@ def test_what_is_held_out_of_word_problems_does_not_depend_on_names() -> None:
 def test_calls_and_facts_that_are_held_out_are_never_trained_on() -> None:
     for kind in (tool_calls, recall):
         trained, held_out = (
-            {(question_of(c), c.completion.rpartition("</think>")[2]) for c in draw(kind, 900, flag)}
+            {
+                (question_of(c), c.completion.rpartition("</think>")[2])
+                for c in draw(kind, 900, flag)
+            }
             for flag in (False, True)
         )
         distinct = {pair for pair in held_out if any(char.isdigit() for char in pair[1])}
@@ -409,7 +448,9 @@ def test_the_same_seed_gives_the_same_conversations_in_any_process() -> None:
     here = hashlib.sha256(repr([sample_training(rng) for _ in range(300)]).encode()).hexdigest()
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+        result = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+        )
         assert result.stdout.strip() == here, result.stderr
 
 
@@ -441,7 +482,9 @@ def test_calls_survive_being_written_and_read() -> None:
     arguments = {"s": "two\nlines", "i": 7, "n": 2.5, "b": False, "a": ["x", "y"], "o": {"k": 1}}
     kinds = ("string", "integer", "number", "boolean", "array", "object")
     properties = {name: {"type": kind} for name, kind in zip(arguments, kinds)}
-    tools.append({"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}})
+    tools.append(
+        {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    )
     written = write_calls([{"function": {"name": "f", "arguments": arguments}}] * 2)
     text, calls = parse_calls(f"Text.\n\n{written}", tools)
     assert text.strip() == "Text."
@@ -468,7 +511,9 @@ def template(request: pytest.FixtureRequest) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_prompt_and_completion_are_the_templates_own_rendering(name: str, template: ChatTemplate) -> None:
+def test_prompt_and_completion_are_the_templates_own_rendering(
+    name: str, template: ChatTemplate
+) -> None:
     for conversation in draw(KINDS[name], 120):
         whole = template.render(
             conversation.messages,
@@ -482,7 +527,11 @@ def test_prompt_and_completion_are_the_templates_own_rendering(name: str, templa
 @pytest.fixture(scope="module")
 def own_template() -> ChatTemplate:
     file = (
-        Path(__file__).resolve().parents[1] / "penstock" / "assets" / "penstock-tiny" / "chat_template.jinja"
+        Path(__file__).resolve().parents[1]
+        / "penstock"
+        / "assets"
+        / "penstock-tiny"
+        / "chat_template.jinja"
     )
     return ChatTemplate(file.read_text(encoding="utf-8"))
 
@@ -494,15 +543,23 @@ def tokenizer(own_template: ChatTemplate) -> Model:
 
 def test_no_token_joins_a_digit_with_anything(tokenizer: Model) -> None:
     words = [word for word in tokenizer.get_vocab() if word not in CONTROL_TOKENS]
-    with_digits = [word for word in words if any(char.isdigit() for char in word) and word.isascii()]
+    with_digits = [
+        word for word in words if any(char.isdigit() for char in word) and word.isascii()
+    ]
     assert sorted(with_digits) == list("0123456789")
 
 
-def test_control_tokens_follow_the_words_in_the_published_order(tokenizer: Model, shared_data: Path) -> None:
+def test_control_tokens_follow_the_words_in_the_published_order(
+    tokenizer: Model, shared_data: Path
+) -> None:
     lzma = pytest.importorskip("lzma")
-    published = json.loads(lzma.open(shared_data / "qwen3.5" / "tokenizer.json.xz").read())["added_tokens"]
+    published = json.loads(lzma.open(shared_data / "qwen3.5" / "tokenizer.json.xz").read())[
+        "added_tokens"
+    ]
     assert tuple(token["content"] for token in published) == CONTROL_TOKENS
-    assert frozenset(token["content"] for token in published if not token["special"]) == PLAIN_TOKENS
+    assert (
+        frozenset(token["content"] for token in published if not token["special"]) == PLAIN_TOKENS
+    )
     first = tokenizer.token_to_id("<|endoftext|>")
     assert first == 2000
     ids = [tokenizer.token_to_id(text) for text in CONTROL_TOKENS]
@@ -527,7 +584,11 @@ def test_conversations_fit_their_lengths(tokenizer: Model, own_template: ChatTem
     for _ in range(1500):
         conversation = sample_training(rng)
         lengths.append(
-            len(tokenizer.encode(render_prompt(conversation, own_template) + conversation.completion))
+            len(
+                tokenizer.encode(
+                    render_prompt(conversation, own_template) + conversation.completion
+                )
+            )
         )
     lengths.sort()
     assert lengths[-1] <= 2304

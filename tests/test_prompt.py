@@ -20,7 +20,9 @@ def tokenizer() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     library = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
     library.decoder = decoders.ByteLevel()
-    library.add_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
+    library.add_tokens(
+        [AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")]
+    )
     return Tokenizer(library, eos_token_ids=(257,))
 
 
@@ -78,7 +80,8 @@ def test_what_does_not_fit_is_refused_with_numbers(
     assert refusal.value.code == "context_length_exceeded"
 
 
-# What clients look for: litellm, pi and opencode, LangChain for Claude, tools that read the numbers.
+# What clients look for: litellm, pi and opencode, LangChain for Claude, tools that read the
+# numbers.
 OVERFLOW_WORDS = (
     r"This model's maximum context length is 100 tokens\.",
     r"reduce the length of the messages",
@@ -87,7 +90,9 @@ TOO_LONG_WORDS = (
     r"^prompt is too long: 250 tokens > 99 maximum",
     r"However, your messages resulted in 250 tokens",
 )
-TOO_MUCH_WORDS = (r"However, you requested 101 tokens \(40 in the messages, 61 in the completion\)",)
+TOO_MUCH_WORDS = (
+    r"However, you requested 101 tokens \(40 in the messages, 61 in the completion\)",
+)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,9 @@ def test_what_does_not_fit_is_refused_in_the_words_that_clients_look_for(
         ([1] * 97, {"min_tokens": 5}, "min_tokens"),
     ],
 )
-def test_requests_that_can_never_succeed_name_the_field(tokenizer: Tokenizer, ids, sampling, param) -> None:
+def test_requests_that_can_never_succeed_name_the_field(
+    tokenizer: Tokenizer, ids, sampling, param
+) -> None:
     with pytest.raises(RequestError) as refusal:
         build(tokenizer, ids, **sampling)
     assert refusal.value.param == param

@@ -22,7 +22,9 @@ def config(request: pytest.FixtureRequest) -> dict[str, Any]:
     return FAMILIES[request.param]
 
 
-def decoded_logprobs(config: dict[str, Any], tokens: tuple[int, ...]) -> torch.Tensor:  # [T - 1, vocab]
+def decoded_logprobs(
+    config: dict[str, Any], tokens: tuple[int, ...]
+) -> torch.Tensor:  # [T - 1, vocab]
     """Of every token that could follow each but the last."""
     engine = LogitsEngine(make_engine(config))
     logits = [engine.prefill(["a"], [torch.tensor(tokens[:1])])]
@@ -30,7 +32,9 @@ def decoded_logprobs(config: dict[str, Any], tokens: tuple[int, ...]) -> torch.T
     return torch.cat(logits).log_softmax(-1)
 
 
-@pytest.mark.parametrize("settings", [{"max_step_tokens": 64}, {"overlap": True, "deterministic": False}])
+@pytest.mark.parametrize(
+    "settings", [{"max_step_tokens": 64}, {"overlap": True, "deterministic": False}]
+)
 def test_scores_are_those_of_decoding(config: dict[str, Any], settings: dict[str, Any]) -> None:
     """Beside another request, in chunks, and although all of the prompt is cached."""
     tokens = prompt(150, 1)
@@ -45,23 +49,31 @@ def test_scores_are_those_of_decoding(config: dict[str, Any], settings: dict[str
     scores = scores_of(deltas)
     assert [score.token_id for score in scores] == list(tokens[1:])
     own = expected.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor([score.logprob for score in scores]), own, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.tensor([score.logprob for score in scores]), own, atol=1e-4, rtol=1e-4
+    )
     top = expected.topk(NUM_TOP).values
     seen = torch.tensor([[logprob for _, logprob in score.top] for score in scores])
     torch.testing.assert_close(seen, top, atol=1e-4, rtol=1e-4)
 
 
 def scores_of(deltas: list[TokenDelta]) -> list[TokenLogprob]:
-    return [score for delta in deltas if delta.prompt_scores for score in delta.prompt_scores.unpack()]
+    return [
+        score for delta in deltas if delta.prompt_scores for score in delta.prompt_scores.unpack()
+    ]
 
 
 def test_scores_come_with_each_chunk_in_small_parts(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a step has computed leaves the engine with that step: it keeps no scores of long prompts."""
+    """What a step has computed leaves the engine with that step: it keeps no scores of long
+    prompts.
+    """
     monkeypatch.setattr(scheduler, "DELTA_SCORES", 40)
     engine = make_engine(config, max_step_tokens=64)
-    engine.submit(request("scored", prompt(150), max_tokens=1, logprobs=None, prompt_logprobs=NUM_TOP))
+    engine.submit(
+        request("scored", prompt(150), max_tokens=1, logprobs=None, prompt_logprobs=NUM_TOP)
+    )
     steps = [engine.step() for _ in range(3)]
     assert [sum(len(delta.prompt_scores or ()) for delta in step) for step in steps] == [64, 64, 21]
     for step in steps:

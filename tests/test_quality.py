@@ -1,4 +1,6 @@
-"""Quality is asked with the contest's shots, limits and metrics, of a sample: a count or a fraction."""
+"""Quality is asked with the contest's shots, limits and metrics, of a sample: a count or a
+fraction.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from command_line import fails
 from judged_server import judged_server, prompt_of
 from penstock.cli import main
 from penstock.eval import gpqa
-from penstock.eval.harness_tasks import KINDS, SUBJECTS, Mark, mmlu_by_subject, mmlu_without_examples
+from penstock.eval.harness_tasks import (
+    KINDS,
+    SUBJECTS,
+    Mark,
+    mmlu_by_subject,
+    mmlu_without_examples,
+)
 from penstock.eval.stream_client import StreamedReply
 
 TOM = "What does Tom have when Tom has 3 apples and gets 4?"
@@ -70,11 +78,20 @@ def test_gpqa_thinks_streams_and_has_12288_tokens(
         bodies = server.bodies
     assert exit_code == 0, said
     (mark,) = report["tasks"]
-    assert (mark["task"], mark["asked"], mark["share"], mark["gate"]) == ("gpqa_diamond", 10, 1.0, 0.63)
+    assert (mark["task"], mark["asked"], mark["share"], mark["gate"]) == (
+        "gpqa_diamond",
+        10,
+        1.0,
+        0.63,
+    )
     assert (mark["num_fewshot"], mark["max_tokens"], mark["without_reply"]) == (0, 12288, 0)
     assert {body["max_tokens"] for body in bodies} == {12288}
-    assert all(body["stream"] and body["chat_template_kwargs"]["enable_thinking"] for body in bodies)
-    assert all(body["thinking"]["budget_tokens"] == 12288 for body in bodies), "a server may close thoughts"
+    assert all(
+        body["stream"] and body["chat_template_kwargs"]["enable_thinking"] for body in bodies
+    )
+    assert all(body["thinking"]["budget_tokens"] == 12288 for body in bodies), (
+        "a server may close thoughts"
+    )
     assert all(len(body["messages"]) == 1 for body in bodies)
     assert len({right_letter(prompt_of(body)) for body in bodies}) > 1
     assert report["not_asked"].keys() == {"mmlu_pro", "ifeval"}
@@ -134,11 +151,15 @@ def test_gpqa_without_a_file_is_refused_and_says_why(capsys: pytest.CaptureFixtu
     assert said.startswith("error: GPQA-Diamond needs --data")
 
 
-def test_a_line_that_is_no_question_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_that_is_no_question_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = gpqa_folder(tmp_path)
     (folder / "gpqa_diamond" / "test.jsonl").write_text('{"Question": "x"}\n')
     with judged_server() as server:
-        exit_code, said = fails(capsys, "eval", "quality", "--base-url", server.url, "--data", str(folder))
+        exit_code, said = fails(
+            capsys, "eval", "quality", "--base-url", server.url, "--data", str(folder)
+        )
     assert exit_code == 1
     assert "Line 1 of" in said
 
@@ -184,7 +205,9 @@ def mmlu_folder(folder: Path) -> Path:
         }
         for number, category in enumerate(["biology", "computer science"] * 6)
     ]
-    worked = [{**row, "cot_content": "A: Let's think step by step. The answer is (B)."} for row in rows]
+    worked = [
+        {**row, "cot_content": "A: Let's think step by step. The answer is (B)."} for row in rows
+    ]
     (folder / "test.jsonl").write_text("\n".join(map(json.dumps, rows[:4])) + "\n")
     (folder / "validation.jsonl").write_text("\n".join(map(json.dumps, worked)) + "\n")
     return folder
@@ -201,7 +224,11 @@ def test_mmlu_pro_is_asked_by_subject_with_worked_examples(tmp_path: Path) -> No
     tasks[0].write(tmp_path, tmp_path / "tasks")
     written = json.loads((tmp_path / "penstock_mmlu_pro_biology.yaml").read_text())
     files = written["dataset_kwargs"]["data_files"]
-    columns = [{*json.loads(line)} for file in files.values() for line in Path(file).read_text().splitlines()]
+    columns = [
+        {*json.loads(line)}
+        for file in files.values()
+        for line in Path(file).read_text().splitlines()
+    ]
     assert files.keys() == {"test", "validation"}
     assert all(names == columns[0] for names in columns)
     assert "num_fewshot" not in written  # lm-eval's own five stand
@@ -215,7 +242,16 @@ def test_mmlu_pro_through_lm_eval_has_five_examples_and_512_tokens(
     pytest.importorskip("lm_eval")
     mmlu_folder(tmp_path / "mmlu_pro")
     with judged_server() as server:
-        words = ["--base-url", server.url, "--data", str(tmp_path), "--tasks", "mmlu_pro", "--limit", "4"]
+        words = [
+            "--base-url",
+            server.url,
+            "--data",
+            str(tmp_path),
+            "--tasks",
+            "mmlu_pro",
+            "--limit",
+            "4",
+        ]
         exit_code, report, said = measure(capsys, *words)
         bodies = server.bodies
     (mark,) = report["tasks"]

@@ -1,4 +1,6 @@
-"""Quantised safetensors: every format gives its own library's numbers, and models load from files of it."""
+"""Quantised safetensors: every format gives its own library's numbers, and models load from files
+of it.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,14 @@ def read_cases() -> dict[str, tuple[dict[str, Any], dict[str, Tensor], Tensor]]:
 CASES = read_cases()
 
 
-def open_parts(folder: Path, quantization: dict[str, Any], parts: dict[str, Tensor]) -> list[StoredTensor]:
+def open_parts(
+    folder: Path, quantization: dict[str, Any], parts: dict[str, Tensor]
+) -> list[StoredTensor]:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: part.clone().contiguous() for name, part in parts.items()}, folder / "model.safetensors")
+    save_file(
+        {name: part.clone().contiguous() for name, part in parts.items()},
+        folder / "model.safetensors",
+    )
     source = ModelSource("small", folder, {"quantization_config": quantization})
     return open_weights(source, find_format(source))
 
@@ -63,7 +70,9 @@ def test_values_are_those_of_the_formats_own_library(tmp_path: Path, case: str) 
     [weight] = open_parts(tmp_path, config, parts)
     assert weight.name == "x.weight"
     assert weight.shape == tuple(expected.shape)
-    assert torch.equal(weight.load().view(torch.int32), expected.view(torch.int32))  # zeros' signs too
+    assert torch.equal(
+        weight.load().view(torch.int32), expected.view(torch.int32)
+    )  # zeros' signs too
     for rows in (slice(0, 3), slice(3, 8), slice(5, 6), slice(2, 2)):
         assert torch.equal(weight.load(rows), expected[rows])
     if len(expected) > 128:  # within a block of rows, and over its end
@@ -96,8 +105,8 @@ def assert_same(ours: nn.Module, expected: nn.Module) -> None:
             exact = logits_of(expected, length)
             assert exact.isfinite().all()
             assert (logits_of(ours, length) - exact).abs().max() <= 1e-5 * exact.abs().max()
-        # Products with codes round their inputs to 16 bits. These small models amplify that, and a token
-        # may choose another of two equally likely experts.
+        # Products with codes round their inputs to 16 bits. These small models amplify that, and a
+        # token may choose another of two equally likely experts.
         errors = (logits_of(ours, length) - exact).abs().amax(-1)
         assert (errors <= 1e-2 * exact.abs().max()).float().mean() >= 0.9
 
@@ -110,12 +119,18 @@ def logits_of(model: nn.Module, length: int) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_packed_model_is_the_one_of_its_expanded_weights(tmp_path: Path, name: str, family: str) -> None:
-    """Of every format and family, with experts and the drafting head; in MLX's own form for its own."""
+def test_a_packed_model_is_the_one_of_its_expanded_weights(
+    tmp_path: Path, name: str, family: str
+) -> None:
+    """Of every format and family, with experts and the drafting head; in MLX's own form for its
+    own.
+    """
     config, format = FAMILIES[family], FORMATS[name]
     packed, expanded = pack_state(plain_state(config), format)
     if name == "mlx":
-        expanded = {name: values for name, values in expanded.items() if not name.startswith("mtp.")}
+        expanded = {
+            name: values for name, values in expanded.items() if not name.startswith("mtp.")
+        }
         packed = in_mlx_form(packed, "" if family == "llama" else "language_model.")
     assert len(packed) > len(expanded) or name == "mlx"
     quantized = write(tmp_path / "packed", packed, {**config, format.key: format.quantization})
@@ -125,11 +140,16 @@ def test_a_packed_model_is_the_one_of_its_expanded_weights(tmp_path: Path, name:
 @pytest.mark.parametrize("name", ["fp8", "gptq", "mlx"])
 def test_names_are_those_of_the_published_files(tmp_path: Path, name: str) -> None:
     """A text model inside one that sees, whose other tensors are no business of ours."""
-    format, config = FORMATS[name], {"model_type": "qwen3_5_moe", "text_config": FAMILIES["hybrid_moe"]}
+    format, config = (
+        FORMATS[name],
+        {"model_type": "qwen3_5_moe", "text_config": FAMILIES["hybrid_moe"]},
+    )
     packed, expanded = pack_state(plain_state(FAMILIES["hybrid_moe"]), format)
     seeing = {"model.visual.blocks.0.attn.qkv.weight": torch.ones(6, 2)}
     if name == "mlx":
-        expanded = {name: values for name, values in expanded.items() if not name.startswith("mtp.")}
+        expanded = {
+            name: values for name, values in expanded.items() if not name.startswith("mtp.")
+        }
         published = in_mlx_form(packed, "language_model.")
         seeing = {"vision_tower.blocks.0.attn.qkv.weight": torch.ones(6, 2)}
     else:
@@ -145,7 +165,11 @@ def test_names_are_those_of_the_published_files(tmp_path: Path, name: str) -> No
 
 def test_fp8_blocks_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
     codes, scale = torch.randn(256, 384).to(torch.float8_e4m3fn), torch.rand(2, 3).bfloat16()
-    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+    config = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+    }
     [weight] = open_parts(tmp_path, config, {"x.weight": codes, "x.weight_scale_inv": scale})
     assert weight.scheme == "fp8 128x128"
     expected = Fp8Dequantize(None)._dequantize_one(codes, scale, torch.float32)
@@ -153,7 +177,9 @@ def test_fp8_blocks_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [[2**24, 2**24], "128x128", [130, 1], [1, 140], [7, 11]])
-def test_blocks_may_be_larger_than_the_weight_and_need_not_divide_it(tmp_path: Path, block: Any) -> None:
+def test_blocks_may_be_larger_than_the_weight_and_need_not_divide_it(
+    tmp_path: Path, block: Any
+) -> None:
     height, width = map(int, block.split("x")) if isinstance(block, str) else block
     codes = torch.randn(130, 140).to(torch.float8_e4m3fn)
     scale = torch.rand(-(-130 // height), -(-140 // width))
@@ -181,7 +207,9 @@ def test_what_the_expansion_costs_is_told(
     """Where kernels for packed weights are missing, as they are on a GPU."""
     monkeypatch.setattr("penstock.weights.load._weights_that_stay_quantized", lambda *_: {})
     packed, _ = pack_state(plain_state(LLAMA), FORMATS["int8"])
-    load_weights(write(tmp_path, packed, {**LLAMA, "quantization_config": FORMATS["int8"].quantization}))
+    load_weights(
+        write(tmp_path, packed, {**LLAMA, "quantization_config": FORMATS["int8"].quantization})
+    )
     # Of each of two layers: q, k, v and o have 6, 2, 2 and 6 heads of 16, and the MLP is 96 wide.
     weights = 2 * 64 * (16 * 16 + 3 * 96)
     assert weights == 69632
@@ -302,7 +330,9 @@ def test_an_older_release_of_modelopt_has_its_config_in_a_file_of_its_own(tmp_pa
     packed, expanded = pack_state(plain_state(LLAMA), FORMATS["nvfp4"])
     folder = write(tmp_path / "packed", packed, LLAMA)
     quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
-    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": quantization}))
+    (folder / "hf_quant_config.json").write_text(
+        json.dumps({"producer": {}, "quantization": quantization})
+    )
     assert_same(load_weights(folder), load_weights(write(tmp_path / "plain", expanded, LLAMA)))
 
 
@@ -314,7 +344,9 @@ def test_a_bias_that_no_model_has_is_skipped_if_it_is_zero(tmp_path: Path) -> No
     assert_same(load_weights(write(tmp_path / "with", packed, config)), without)
     packed["model.layers.0.mlp.up_proj.bias"][3] = 1.0
     folder = write(tmp_path / "other", packed, config)
-    with pytest.raises(CheckpointError, match=r"1 unexpected: model\.layers\.0\.mlp\.up_proj\.bias"):
+    with pytest.raises(
+        CheckpointError, match=r"1 unexpected: model\.layers\.0\.mlp\.up_proj\.bias"
+    ):
         load_weights(folder)
 
 
@@ -366,7 +398,9 @@ FP8_CASE, BLOCK_CASE, NVFP4_CASE = "float-quantized channel", "float-quantized b
         (NVFP4_CASE, ".weight_global_scale", "x.weight lacks its weight_global_scale"),
     ],
 )
-def test_a_part_that_is_missing_is_named(tmp_path: Path, case: str, lost: str, message: str) -> None:
+def test_a_part_that_is_missing_is_named(
+    tmp_path: Path, case: str, lost: str, message: str
+) -> None:
     config, parts, _ = CASES[case]
     assert message in error_of(tmp_path, config, without(parts, lost))
 
@@ -375,8 +409,18 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path, case: str, lost: str, m
     ("case", "part", "change", "message"),
     [
         (GPTQ_CASE, "scales", lambda t: t[:1], "x.scales is [1, 32], expected [2, 32]"),
-        (GPTQ_CASE, "scales", lambda t: t.int(), "x.scales is int32, expected float32 or bfloat16 or"),
-        (GPTQ_CASE, "qweight", lambda t: t.float(), "x.qweight is float32, expected int32 or uint32"),
+        (
+            GPTQ_CASE,
+            "scales",
+            lambda t: t.int(),
+            "x.scales is int32, expected float32 or bfloat16 or",
+        ),
+        (
+            GPTQ_CASE,
+            "qweight",
+            lambda t: t.float(),
+            "x.qweight is float32, expected int32 or uint32",
+        ),
         (GPTQ_CASE, "qzeros", lambda t: t[:, :1], "x.qzeros is [2, 1], expected [2, 4]"),
         (GPTQ_CASE, "qweight", lambda t: t[:0], "x.qweight is [0, 32], which holds nothing"),
         (GPTQ_CASE, "g_idx", lambda t: t[:5], "x.g_idx is [5], expected [128]"),
@@ -386,7 +430,12 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path, case: str, lost: str, m
         (MLX_CASE, "scales", lambda t: t[:, :1], "x.weight is [16, 16], expected [16, 8]"),
         (MLX_CASE, "biases", lambda t: t[:1], "x.biases is [1, 2], expected [16, 2]"),
         (MLX_CASE, "scales", lambda t: t[0, 0], "expected [16, 0]"),
-        (PACKED_CASE, "weight_scale", lambda t: t[:3], "x.weight_scale is [3, 2], expected [16, 2]"),
+        (
+            PACKED_CASE,
+            "weight_scale",
+            lambda t: t[:3],
+            "x.weight_scale is [3, 2], expected [16, 2]",
+        ),
         (
             PACKED_CASE,
             "weight_shape",
@@ -402,8 +451,18 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path, case: str, lost: str, m
         ),
         (FP8_CASE, "weight", lambda t: t.float(), "x.weight is float32, expected float8_e4m3fn"),
         (BLOCK_CASE, "weight_scale", lambda t: t[:1], "x.weight_scale is [1, 2], expected [2, 2]"),
-        (NVFP4_CASE, "weight_scale", lambda t: t[:, :1], "x.weight_scale is [16, 1], expected [16, 8]"),
-        (NVFP4_CASE, "weight_packed", lambda t: t[0], "x.weight_packed is [64], expected two dimensions or"),
+        (
+            NVFP4_CASE,
+            "weight_scale",
+            lambda t: t[:, :1],
+            "x.weight_scale is [16, 1], expected [16, 8]",
+        ),
+        (
+            NVFP4_CASE,
+            "weight_packed",
+            lambda t: t[0],
+            "x.weight_packed is [64], expected two dimensions or",
+        ),
     ],
 )
 def test_a_part_that_does_not_fit_is_named_with_what_was_expected(
@@ -415,7 +474,9 @@ def test_a_part_that_does_not_fit_is_named_with_what_was_expected(
 
 def test_all_that_is_wrong_with_the_parts_is_one_error(tmp_path: Path) -> None:
     config, parts, _ = CASES[GPTQ_CASE]
-    state = {name.replace("x.", f"layers.{i}."): part for i in range(30) for name, part in parts.items()}
+    state = {
+        name.replace("x.", f"layers.{i}."): part for i in range(30) for name, part in parts.items()
+    }
     text = error_of(tmp_path, config, without(state, ".scales"))
     assert text.startswith(f"The weights at {tmp_path} cannot be read\n")
     assert "  layers.0.weight lacks its scales" in text
@@ -433,24 +494,56 @@ def test_all_that_is_wrong_with_the_parts_is_one_error(tmp_path: Path) -> None:
         (GPTQ_CASE, {"group_size": 32}, "x.scales is [2, 32], expected [4, 32]"),
         (GPTQ_CASE, {"group_size": 0}, "group_size in config.json is 0"),
         (GPTQ_CASE, {"group_size": True}, "group_size in config.json is True"),
-        (GPTQ_CASE, {"checkpoint_format": "marlin"}, "checkpoint_format of gptq in config.json is 'marlin'"),
+        (
+            GPTQ_CASE,
+            {"checkpoint_format": "marlin"},
+            "checkpoint_format of gptq in config.json is 'marlin'",
+        ),
         (GPTQ_CASE, {"is_marlin_format": True}, "quantization_config of gptq has is_marlin_format"),
-        (GPTQ_CASE, {"dynamic": {"+:(": {"bits": 8}}}, "a pattern of modules in config.json is '('"),
+        (
+            GPTQ_CASE,
+            {"dynamic": {"+:(": {"bits": 8}}},
+            "a pattern of modules in config.json is '('",
+        ),
         (GPTQ_CASE, {"dynamic": {"+:x": 8}}, "dynamic of +:x in config.json is 8"),
-        (AWQ_CASE, {"version": "gemv"}, "version of awq in config.json is 'gemv'\nIt must be 'gemm'"),
+        (
+            AWQ_CASE,
+            {"version": "gemv"},
+            "version of awq in config.json is 'gemv'\nIt must be 'gemm'",
+        ),
         (AWQ_CASE, {"backend": "llm-awq"}, "backend of awq in config.json is 'llm-awq'"),
         (AWQ_CASE, {"group_size": 128}, "x.scales is [2, 32], expected [1, 32]"),
         (MLX_CASE, {"bits": 8}, "x.weight is [16, 16], expected [16, 32]"),
         (MLX_CASE, {"group_size": 32}, "x.weight is [16, 16], expected [16, 8]"),
         (MLX_CASE, {"mode": "nf4"}, "mode of quantization in config.json is 'nf4'"),
         (MLX_CASE, {"rotation": 3}, "quantization of rotation in config.json is 3"),
-        (PACKED_CASE, {"format": "marlin-24"}, "format of compressed-tensors in config.json is 'marlin-24'"),
+        (
+            PACKED_CASE,
+            {"format": "marlin-24"},
+            "format of compressed-tensors in config.json is 'marlin-24'",
+        ),
         (PACKED_CASE, {"transform_config": {"R1": {}}}, "compressed-tensors has transform_config"),
-        (PACKED_CASE, {"sparsity_config": {"format": "sparse-24-bitmask"}}, "is 'sparse-24-bitmask'"),
-        (PACKED_CASE, {"config_groups": {"a": ["Linear"]}}, "config_groups.a in config.json is ['Linear']"),
+        (
+            PACKED_CASE,
+            {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "is 'sparse-24-bitmask'",
+        ),
+        (
+            PACKED_CASE,
+            {"config_groups": {"a": ["Linear"]}},
+            "config_groups.a in config.json is ['Linear']",
+        ),
         (PACKED_CASE, {"config_groups": {}}, "no group of config_groups has it as a target"),
-        (BLOCK_CASE, {"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size in config.json"),
-        (BLOCK_CASE, {"quant_method": "fp8", "weight_block_size": [2**40, 1]}, "from 1 to 16,777,216"),
+        (
+            BLOCK_CASE,
+            {"quant_method": "fp8", "weight_block_size": [128]},
+            "weight_block_size in config.json",
+        ),
+        (
+            BLOCK_CASE,
+            {"quant_method": "fp8", "weight_block_size": [2**40, 1]},
+            "from 1 to 16,777,216",
+        ),
         ("mxfp4", {"format": "mxfp6-pack-quantized"}, "'mxfp6-pack-quantized'"),
     ],
 )
@@ -488,5 +581,7 @@ def test_codes_without_their_scales_are_told_from_plain_numbers(tmp_path: Path) 
     lost = "model.layers.0.mlp.up_proj.weight_scale_inv"
     del packed[lost]
     folder = write(tmp_path, packed, {**LLAMA, "quantization_config": FORMATS["fp8"].quantization})
-    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\.weight is float8_e4m3fn"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\.weight is float8_e4m3fn"
+    ):
         load_weights(folder)

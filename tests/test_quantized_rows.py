@@ -1,4 +1,6 @@
-"""Rows that stay quantised in memory: the codes, scales and products of what was stored, in its bytes."""
+"""Rows that stay quantised in memory: the codes, scales and products of what was stored, in its
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -71,11 +73,24 @@ def make_codes(kind: str, N: int, K: int) -> Codes:
     if kind == "int8":
         return Codes(numbers(-128, 128, N, K, dtype=SIGNED), 8, (1, K), Scales(reals(N, 1)))
     assert kind == "fp8"
-    values = (torch.randn(N, K, generator=torch.Generator().manual_seed(0)) * 100).to(torch.float8_e4m3fn)
+    values = (torch.randn(N, K, generator=torch.Generator().manual_seed(0)) * 100).to(
+        torch.float8_e4m3fn
+    )
     return Codes(values, 8, (128, 128), Scales(reals(-(-N // 128), groups)))
 
 
-KINDS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "zeros", "order of activations", "levels", "int8", "fp8"]
+KINDS = [
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "zeros",
+    "order of activations",
+    "levels",
+    "int8",
+    "fp8",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -180,7 +195,12 @@ def test_an_engine_keeps_a_checkpoint_s_codes_and_says_what_its_values_say(
     tmp_path: Path, name: str, config: dict[str, Any]
 ) -> None:
     quantized, plain, num_bytes = write_quantized(tmp_path, config, name)
-    given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 1024, "memory_gb": 0.1}
+    given: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "memory_gb": 0.1,
+    }
 
     def say(folder: Path, **settings: Any) -> tuple[Any, list[float]]:
         engine = Engine.from_config(EngineConfig(model=str(folder), **given, **settings))
@@ -207,7 +227,9 @@ def test_rows_of_a_kind_that_follow_each_other_are_one_part(tmp_path: Path) -> N
     quantized, _, _ = write_quantized(tmp_path, LLAMA, "int4")
     config = EngineConfig(model=str(quantized), device="cpu", max_model_len=1024, memory_gb=0.1)
     weights = [
-        module for module in Engine.from_config(config).runner.model.modules() if isinstance(module, Weight)
+        module
+        for module in Engine.from_config(config).runner.model.modules()
+        if isinstance(module, Weight)
     ]
     fused = [weight for weight in weights if weight.parts]
     assert len(fused) >= 8
@@ -225,8 +247,12 @@ def test_large_weights_lie_on_pages_of_their_own() -> None:
     assert new_tensor((3, 5), torch.bfloat16, "cpu").shape == (3, 5)
 
 
-def test_what_a_model_leaves_out_makes_it_no_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a checkpoint with a quantised drafting head, which is not loaded, the trunk must fit alone."""
+def test_what_a_model_leaves_out_makes_it_no_smaller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a checkpoint with a quantised drafting head, which is not loaded, the trunk must fit
+    alone.
+    """
     config = {**WIDE_MOE, "mtp_num_hidden_layers": 1}
     quantized, _, _ = write_quantized(tmp_path, config, "int4")
     engine_config = EngineConfig(model=str(quantized), device="cpu", dtype="float32", memory_gb=0.1)

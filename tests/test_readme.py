@@ -1,4 +1,6 @@
-"""The README keeps its word: its commands exist, its example runs, and claims no speed without a result."""
+"""The README keeps its word: its commands exist, its example runs, and claims no speed without a
+result.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(language: str, note: str = "") -> list[str]:
-    return [text for kind, said, text in BLOCK.findall(README) if kind == language and said.strip() == note]
+    return [
+        text
+        for kind, said, text in BLOCK.findall(README)
+        if kind == language and said.strip() == note
+    ]
 
 
 def command_lines() -> list[list[str]]:
@@ -43,7 +49,9 @@ def test_the_two_commands_are_make_targets() -> None:
 def test_make_understands_every_target_of_the_readme() -> None:
     for line in command_lines():
         if line[0] == "make":
-            plan = subprocess.run(["make", "-n", *line[1:]], cwd=ROOT, capture_output=True, text=True)
+            plan = subprocess.run(
+                ["make", "-n", *line[1:]], cwd=ROOT, capture_output=True, text=True
+            )
             assert plan.returncode == 0, plan.stderr
 
 
@@ -115,12 +123,17 @@ def test_the_table_of_decode_steps_is_what_was_measured() -> None:
         batches, table_row("ms a step"), table_row("of the memory's floor"), strict=True
     ):
         assert is_rounded(ms, measured[batch]["ms"]), (batch, ms)
-        assert is_rounded(share.removesuffix(" %"), 100 * measured[batch]["of_floor"]), (batch, share)
+        assert is_rounded(share.removesuffix(" %"), 100 * measured[batch]["of_floor"]), (
+            batch,
+            share,
+        )
 
 
 def test_the_sentences_about_prefill_and_serving_are_what_was_measured() -> None:
     prefill = {(row["batch"], row["context"]): row["ms"] for row in rows_of("prefill.json")}
-    alone, crowd = (next(r for r in rows_of("serving.json") if r["concurrency"] == c) for c in (1, 64))
+    alone, crowd = (
+        next(r for r in rows_of("serving.json") if r["concurrency"] == c) for c in (1, 64)
+    )
     text = " ".join(README.split())
     number = r"([\d,.]*\d)"
     for sentence, values in {
@@ -145,7 +158,9 @@ def test_no_speed_is_claimed_without_a_result() -> None:
     claims = re.findall(r"([\d,.]*\d) (?:tok/s|tokens/s|GB/s|ms a token|x faster)", ours)
     assert claims
     rows = [
-        row for name in ("decode", "prefill", "serving", "serving_loads") for row in rows_of(f"{name}.json")
+        row
+        for name in ("decode", "prefill", "serving", "serving_loads")
+        for row in rows_of(f"{name}.json")
     ]
     results = [row[key] for row in rows for key in ("tok_s", "output_tok_s", "gb_s") if key in row]
     for claim in claims:

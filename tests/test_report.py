@@ -20,7 +20,14 @@ import pytest
 from penstock.cli import main
 from penstock.errors import PenstockError
 from penstock.eval.report import run_report
-from penstock.eval.report.charts import AXIS_ROOM, ROLES, THEMES, log_bounds, log_ticks, spread_labels
+from penstock.eval.report.charts import (
+    AXIS_ROOM,
+    ROLES,
+    THEMES,
+    log_bounds,
+    log_ticks,
+    spread_labels,
+)
 from penstock.eval.report.data import read_all
 from penstock.eval.report.findings import find, project
 
@@ -88,7 +95,9 @@ def show(*paths: str, others: str | None = PUBLISHED) -> Page:
 
 @pytest.fixture(autouse=True)
 def without_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page of tables, whatever is installed: quick, and it holds every number that a chart does."""
+    """A page of tables, whatever is installed: quick, and it holds every number that a chart
+    does.
+    """
     monkeypatch.setattr(run_report, "has_matplotlib", lambda: False)
 
 
@@ -106,11 +115,24 @@ def drawn_page() -> Page:
 def serving(levels: dict[int, float], **fields: Any) -> dict[str, Any]:
     spread = {"mean": 3.0, "p50": 2.0, "p90": 4.0, "p95": 5.0, "p99": 6.0, "max": 9.0}
     rows = [
-        {"concurrency": level, "rate": None, "tok_s": tok_s, "ttft_ms": {**spread}, "itl_ms": {**spread}}
+        {
+            "concurrency": level,
+            "rate": None,
+            "tok_s": tok_s,
+            "ttft_ms": {**spread},
+            "itl_ms": {**spread},
+        }
         for level, tok_s in levels.items()
     ]
     origin = {"gpu": "NVIDIA H200", "model": "Qwen3.5-35B-A3B", "time": "2026-11-15T11:20:33+00:00"}
-    return {"bench": "serve", **origin, "input_len": 1024, "output_len": 512, **fields, "rows": rows}
+    return {
+        "bench": "serve",
+        **origin,
+        "input_len": 1024,
+        "output_len": 512,
+        **fields,
+        "rows": rows,
+    }
 
 
 def write(folder: Path, name: str, values: Any) -> str:
@@ -143,9 +165,20 @@ def derived_numbers(files: list[dict[str, Any]]) -> list[float]:
         if values.get("bench") == "serve":
             speeds = {row["concurrency"]: row["tok_s"] for row in reversed(values["rows"])}
             if all(level in speeds for level in (1, 2, 4, 8)):
-                each = {1: (1, 1), 2: (2, 1), 4: (4, 1), 8: (8, 1), 16: (8, 2), 32: (8, 4), 64: (8, 8)}
+                each = {
+                    1: (1, 1),
+                    2: (2, 1),
+                    4: (4, 1),
+                    8: (8, 1),
+                    16: (8, 2),
+                    32: (8, 4),
+                    64: (8, 8),
+                }
                 together = {c: gpus * speeds[level] for c, (gpus, level) in each.items()}
-                weighted = [weight * tok_s for weight, tok_s in zip((1, 1, 2, 2, 4, 4, 8), together.values())]
+                weighted = [
+                    weight * tok_s
+                    for weight, tok_s in zip((1, 1, 2, 2, 4, 4, 8), together.values())
+                ]
                 found += [*together.values(), *weighted, sum(weighted)]
     return [*found, 191151.0]  # vLLM's table, weighted: baseline/README.md says so
 
@@ -209,7 +242,18 @@ def test_a_number_that_changes_in_a_file_changes_on_the_page(tmp_path: Path) -> 
 def test_page_fetches_nothing(charts: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(charts)
     html = drawn_page().html if charts == "with_charts" else show(*MEASURED).html
-    for word in ("http:", "https:", "//", "<script", "<link", "<img", "<iframe", "@import", "url(", "src="):
+    for word in (
+        "http:",
+        "https:",
+        "//",
+        "<script",
+        "<link",
+        "<img",
+        "<iframe",
+        "@import",
+        "url(",
+        "src=",
+    ):
         assert word not in html, word
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert len(ids) == len(set(ids)), "an id that is there twice names nothing"
@@ -228,15 +272,21 @@ def test_drawings_say_what_they_are_and_have_no_colours_of_their_own(with_charts
         assert all(name in ids for name in tree.attrib["aria-labelledby"].split())
         assert all(mark.attrib["href"][1:] in ids for mark in tree.iter("use"))
         styles = [each.attrib.get("style", "") for each in tree.iter()]
-        assert not any("#" in style or "Sans" in style for style in styles), "the page's theme decides"
-        points += [mark.findtext("title") for mark in tree.iter("use") if mark.find("title") is not None]
+        assert not any("#" in style or "Sans" in style for style in styles), (
+            "the page's theme decides"
+        )
+        points += [
+            mark.findtext("title") for mark in tree.iter("use") if mark.find("title") is not None
+        ]
     assert "vLLM 0.19: 12,810 at 64" in points, "a point says its number when it is pointed at"
 
 
 def test_charts_of_two_files_have_names_of_their_own(tmp_path: Path) -> None:
     for name in ("one", "two"):
         shutil.copy(ROOT / "results/h200/decode_engine.json", tmp_path / f"{name}.json")
-    charts = find(read_all([str(tmp_path)], "RESULTS"), read_all([], "--baseline"))["kernels"]["charts"]
+    charts = find(read_all([str(tmp_path)], "RESULTS"), read_all([], "--baseline"))["kernels"][
+        "charts"
+    ]
     assert len({chart.slug for chart in charts}) == len(charts) == 4
 
 
@@ -244,7 +294,15 @@ def test_a_page_without_matplotlib_has_every_number_in_a_table() -> None:
     page = show(*MEASURED)
     assert "<svg" not in page.html
     assert page.text.count("penstock[eval]") == 1
-    assert page.leads.keys() >= {"throughput", "score", "decode", "roofline", "waiting", "prefill", "kernels"}
+    assert page.leads.keys() >= {
+        "throughput",
+        "score",
+        "decode",
+        "roofline",
+        "waiting",
+        "prefill",
+        "kernels",
+    }
     for section in page.leads:
         assert page.cells[section], section
     values = json.loads((ROOT / "results/h200/decode_engine.json").read_text())
@@ -279,7 +337,11 @@ def test_a_missing_file_takes_its_section_along_and_that_is_said(
     for path in MEASURED:
         copy = shutil.copytree if Path(path).is_dir() else shutil.copy
         copy(path, tmp_path / Path(path).name)
-    for name in ("models.json", "deterministic.json", "harness_*.json"):  # which say more of the same
+    for name in (
+        "models.json",
+        "deterministic.json",
+        "harness_*.json",
+    ):  # which say more of the same
         for file in (tmp_path / "h200").glob(name):
             file.unlink()
     assert title in show(str(tmp_path)).titles
@@ -327,7 +389,9 @@ def test_projection_is_the_weighted_arithmetic_of_one_gpu_and_is_called_one(tmp_
         {"gpu": None},
     ],
 )
-def test_nothing_is_projected_from_what_may_be_several_gpus(changed: dict[str, Any], tmp_path: Path) -> None:
+def test_nothing_is_projected_from_what_may_be_several_gpus(
+    changed: dict[str, Any], tmp_path: Path
+) -> None:
     page = show(write(tmp_path, "serving.json", serving(ONE_GPU, **changed)))
     assert "The contest's score" not in page.titles
     assert "projected" not in page.text
@@ -352,8 +416,16 @@ def test_recounted_tokens_are_projected_before_the_servers_own_count(tmp_path: P
 def test_sentences_about_a_server_are_of_one_run_and_name_it(tmp_path: Path) -> None:
     """The one that the score is projected from, whatever another file found."""
     spread = dict.fromkeys(("p50", "p90", "p95", "p99", "max"), 1.25)
-    faster = [{"concurrency": c, "verified_tok_s": 9999.0, "failed": 0, "ttft_ms": spread} for c in (1, 64)]
-    judged = {"benchmark": "throughput", "model": "Qwen3.5-35B-A3B", "input_tokens": 1024, "max_tokens": 512}
+    faster = [
+        {"concurrency": c, "verified_tok_s": 9999.0, "failed": 0, "ttft_ms": spread}
+        for c in (1, 64)
+    ]
+    judged = {
+        "benchmark": "throughput",
+        "model": "Qwen3.5-35B-A3B",
+        "input_tokens": 1024,
+        "max_tokens": 512,
+    }
     write(tmp_path, "harness.json", {**judged, "levels": faster})
     write(tmp_path, "serving.json", serving(ONE_GPU))
     page = show(str(tmp_path))
@@ -368,7 +440,8 @@ def test_sentences_about_a_server_are_of_one_run_and_name_it(tmp_path: Path) -> 
 
 def test_gates_are_counted_by_run(tmp_path: Path) -> None:
     details = {
-        name: {"share": 1.0, "threshold": 0.95, "passed": name != "recall"} for name in ("sums", "recall")
+        name: {"share": 1.0, "threshold": 0.95, "passed": name != "recall"}
+        for name in ("sums", "recall")
     }
     for file in ("first.json", "second.json"):
         write(tmp_path, file, {"benchmark": "gates", "model": "tiny", "details": details})
@@ -389,7 +462,12 @@ def test_what_the_harness_writes_is_on_the_page(tmp_path: Path) -> None:
     size = {"prompt_tokens": 64, "reply_tokens": 128, "median_ms": 401.25, "published_ms": 2582.0}
     write(tmp_path, "latency.json", {"benchmark": "latency", "sizes": [{**size, "speed_up": 6.42}]})
     write(tmp_path, "score.json", {"benchmark": "score", "score": 123456.7, "passed": True})
-    match = {"problems": "gsm8k", "exact_match": {"flexible": 0.9137}, "gate": 0.875, "passed": True}
+    match = {
+        "problems": "gsm8k",
+        "exact_match": {"flexible": 0.9137},
+        "gate": 0.875,
+        "passed": True,
+    }
     write(tmp_path, "correctness.json", {"benchmark": "correctness", **match})
     task = {"task": "ifeval", "share": 0.7, "gate": 0.814, "passed": False, "asked": 100}
     write(tmp_path, "quality.json", {"benchmark": "quality", "tasks": [task]})
@@ -422,7 +500,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
-def test_a_broken_file_is_an_error_that_says_where_and_what_to_do(text: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_an_error_that_says_where_and_what_to_do(
+    text: str, tmp_path: Path
+) -> None:
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(PenstockError) as caught:
         read_all([str(tmp_path)], "RESULTS")
@@ -435,7 +515,9 @@ def test_a_broken_file_is_an_error_that_says_where_and_what_to_do(text: str, tmp
 def test_text_can_be_read_in_both_themes() -> None:
     def luminance(colour: str) -> float:
         parts = [int(colour[index : index + 2], 16) / 255 for index in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        linear = [
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        ]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     for name, theme in THEMES.items():
@@ -505,14 +587,19 @@ def test_pictures_without_matplotlib_are_refused_before_anything_is_read(
     assert "--png needs matplotlib" in capsys.readouterr().err
 
 
-def test_pictures_come_in_both_themes_with_one_for_the_readme(tmp_path: Path, with_charts: None) -> None:
+def test_pictures_come_in_both_themes_with_one_for_the_readme(
+    tmp_path: Path, with_charts: None
+) -> None:
     values = serving({1: 1479.37, 64: 6714.15})
     for row in values["rows"]:
         del row["ttft_ms"], row["itl_ms"]
     write(tmp_path, "serving.json", values)
     shutil.copy(ROOT / "results" / "h200" / "decode.json", tmp_path)
     findings = find(read_all([str(tmp_path)], "RESULTS"), read_all([PUBLISHED], "--baseline"))
-    names = {path.name: path.read_bytes() for path in run_report.save_pictures(findings, tmp_path / "plots")}
+    names = {
+        path.name: path.read_bytes()
+        for path in run_report.save_pictures(findings, tmp_path / "plots")
+    }
     slugs = ("throughput", "decode", "roofline", "hero")
     assert set(names) == {f"{slug}-{theme}.png" for slug in slugs for theme in ("light", "dark")}
     assert all(data.startswith(b"\x89PNG") for data in names.values())

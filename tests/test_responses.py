@@ -10,14 +10,25 @@ import openai
 import pytest
 from openai.lib.streaming.responses._responses import ResponseStreamState
 
-from penstock.errors import ContextLengthError, DeadlineError, OverloadedError, PenstockError, RequestError
+from penstock.errors import (
+    ContextLengthError,
+    DeadlineError,
+    OverloadedError,
+    PenstockError,
+    RequestError,
+)
 from penstock.serve.event_stream import HEARTBEAT_COMMENT
 from penstock.serve.responses import runs as runs_module
 from penstock.serve.responses.custom_tools import InputText
 from penstock.serve.responses.items import COMPACTED, Item, Part, plain_messages, seal
 from penstock.serve.responses.logprobs import ScoreQueue
 from penstock.serve.responses.replies import ResponseChoice, ResponseReplyFormat
-from penstock.serve.responses.requests import PLAIN_FORM, ReplyForm, parse_response, response_request
+from penstock.serve.responses.requests import (
+    PLAIN_FORM,
+    ReplyForm,
+    parse_response,
+    response_request,
+)
 from penstock.serve.responses.runs import Events, Run, Runs
 from penstock.serve.responses.store import (
     ResponseStore,
@@ -50,7 +61,9 @@ from response_events import EVENT, assert_well_formed, parse_events, without_cha
         ("high", True, None),
     ],
 )
-def test_effort_is_a_switch_and_a_budget(effort: str | None, switch: bool | None, budget: int | None) -> None:
+def test_effort_is_a_switch_and_a_budget(
+    effort: str | None, switch: bool | None, budget: int | None
+) -> None:
     body = json.dumps({"input": "x", "reasoning": {"effort": effort}}).encode()
     chat = response_request(parse_response(body), []).chat
     assert chat.template_arguments.get("enable_thinking") == switch
@@ -71,7 +84,9 @@ def test_the_model_is_told_of_the_tools_that_clients_run() -> None:
         {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]},
         {"type": "custom", "name": "apply_patch"},
     ]
-    chat = response_request(parse_response(json.dumps({"input": "x", "tools": tools}).encode()), []).chat
+    chat = response_request(
+        parse_response(json.dumps({"input": "x", "tools": tools}).encode()), []
+    ).chat
     assert chat.tools is not None
     assert [tool["function"]["name"] for tool in chat.tools] == ["read_file", "apply_patch"]
 
@@ -261,19 +276,34 @@ ITEM_CASES: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
             {"type": "message", "role": "system", "content": [text_part("B")]},
             {
                 "role": "user",
-                "content": [{"type": "input_text", "text": "C"}, {"type": "input_text", "text": "D"}],
+                "content": [
+                    {"type": "input_text", "text": "C"},
+                    {"type": "input_text", "text": "D"},
+                ],
             },
         ],
         [{"role": "system", "content": "I\n\nA\n\nB"}, {"role": "user", "content": "CD"}],
     ),
     (
         [
-            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "T"}]},
-            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A"}]},
+            {
+                "type": "reasoning",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "T"}],
+            },
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "A"}],
+            },
             {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"x":1}'},
             {"type": "function_call", "call_id": "2", "name": "g", "arguments": ""},
             {"role": "assistant", "content": "B"},
-            {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "R"}]},
+            {
+                "type": "function_call_output",
+                "call_id": "2",
+                "output": [{"type": "input_text", "text": "R"}],
+            },
             {
                 "type": "reasoning",
                 "summary": [{"type": "summary_text", "text": "S"}],
@@ -291,7 +321,11 @@ ITEM_CASES: list[tuple[list[dict[str, Any]], list[dict[str, Any]]]] = [
                 "content": "A\n\nB",
                 "reasoning_content": "T",
                 "tool_calls": [
-                    {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}},
+                    {
+                        "id": "1",
+                        "type": "function",
+                        "function": {"name": "f", "arguments": {"x": 1}},
+                    },
                     {"id": "2", "type": "function", "function": {"name": "g", "arguments": {}}},
                 ],
             },
@@ -413,21 +447,31 @@ def reply_format(form: ReplyForm = PLAIN_FORM) -> ResponseReplyFormat:
 @pytest.mark.parametrize("num_at_once", [1, 3, 100])
 def test_whatever_comes_is_the_same_whole_and_streamed(name: str, num_at_once: int) -> None:
     deltas = DELTAS[name]
-    pieces = [ReplyDelta(0, deltas[at : at + num_at_once]) for at in range(0, len(deltas), num_at_once)]
+    pieces = [
+        ReplyDelta(0, deltas[at : at + num_at_once]) for at in range(0, len(deltas), num_at_once)
+    ]
     choice, formatter = ResponseChoice(), reply_format()
     for piece in pieces:
         choice.take(piece)
     whole = json.loads(reply_format().encode_body({0: choice}, USAGE))
-    stream = b"".join(formatter.encode_chunk(piece) for piece in pieces) + formatter.encode_end(USAGE)
+    stream = b"".join(formatter.encode_chunk(piece) for piece in pieces) + formatter.encode_end(
+        USAGE
+    )
     events = parse_events(stream)
     assert without_chance(events[-1]["response"]) == without_chance(whole)
     found = [
-        (item["type"], item.get("arguments", item.get("content", [{}])[0].get("text")), item["status"])
+        (
+            item["type"],
+            item.get("arguments", item.get("content", [{}])[0].get("text")),
+            item["status"],
+        )
         for item in ({"content": [{}], **item} for item in whole["output"])
     ]
     assert found == OUTPUTS[name]
     assert_well_formed(events, whole["output"])
-    state: ResponseStreamState[Any] = ResponseStreamState(input_tools=openai.omit, text_format=openai.omit)
+    state: ResponseStreamState[Any] = ResponseStreamState(
+        input_tools=openai.omit, text_format=openai.omit
+    )
     for event in events:
         state.handle_event(EVENT.validate_python(event))
 
@@ -454,7 +498,9 @@ def test_a_stream_that_fails_says_so_and_keeps_what_was_said(
     assert failed["response"]["output"][1]["content"][0]["text"] == "A"
 
 
-def streamed(deltas: list[Delta], form: ReplyForm) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def streamed(
+    deltas: list[Delta], form: ReplyForm
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The events of a reply that comes piece by piece, and the items of its response."""
     formatter = reply_format(form)
     stream = b"".join(
@@ -467,7 +513,12 @@ def streamed(deltas: list[Delta], form: ReplyForm) -> tuple[list[dict[str, Any]]
 
 
 def test_a_summary_that_is_asked_for_is_the_thought_and_can_be_sent_back() -> None:
-    deltas: list[Delta] = [ReasoningDelta("T"), ReasoningDelta("U"), ContentDelta("A"), ReplyEnd("stop")]
+    deltas: list[Delta] = [
+        ReasoningDelta("T"),
+        ReasoningDelta("U"),
+        ContentDelta("A"),
+        ReplyEnd("stop"),
+    ]
     events, (thought, _) = streamed(deltas, ReplyForm(has_summary=True))
     assert thought["summary"] == [{"type": "summary_text", "text": "TU"}]
     assert (thought["content"], thought["encrypted_content"]) == ([], seal("TU"))
@@ -510,7 +561,9 @@ def test_a_custom_tool_is_called_with_text(pieces: list[str], text: str, is_slow
         *(ToolArguments(0, piece) for piece in pieces),
         ToolCallEnd(0),
     ]
-    events, (call,) = streamed([*deltas, ReplyEnd("tool_calls")], ReplyForm(custom_tools=frozenset({"sh"})))
+    events, (call,) = streamed(
+        [*deltas, ReplyEnd("tool_calls")], ReplyForm(custom_tools=frozenset({"sh"}))
+    )
     assert (call["type"], call["input"]) == ("custom_tool_call", text)
     deltas = [event["delta"] for event in events if event["type"].endswith("input.delta")]
     assert "".join(deltas) == text

@@ -12,15 +12,28 @@ from penstock.text.dialects.dialect import Thinking
 from penstock.text.grammar import json_schema_grammar, with_blank_start
 from penstock.types import Request, TokenDelta
 from small_models import HYBRID_MOE, LLAMA, make_engine, prompt, request, run, tokens_of
-from test_grammar_masks import PERSON_GRAMMAR, THINK_END, TOKENIZER, assert_person, constrained, engine_of
+from test_grammar_masks import (
+    PERSON_GRAMMAR,
+    THINK_END,
+    TOKENIZER,
+    assert_person,
+    constrained,
+    engine_of,
+)
 
 ENDS = tuple(range(0, 320, 9))
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}
 KNOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "greedy": (HYBRID_MOE, {"logprobs": 2}),
-    "drawn, with penalties": (HYBRID_MOE, {"temperature": 1.0, "top_p": 0.9, "seed": 3, **PENALTIES}),
+    "drawn, with penalties": (
+        HYBRID_MOE,
+        {"temperature": 1.0, "top_p": 0.9, "seed": 3, **PENALTIES},
+    ),
     "with end tokens": (LLAMA, {"temperature": 1.5, "seed": 5, "end_token_ids": ENDS}),
-    "with a minimum": (LLAMA, {"temperature": 1.5, "seed": 5, "end_token_ids": ENDS, "min_tokens": 15}),
+    "with a minimum": (
+        LLAMA,
+        {"temperature": 1.5, "seed": 5, "end_token_ids": ENDS, "min_tokens": 15},
+    ),
     "biased": (LLAMA, {"logit_bias": {7: 3.0, 9: -100.0}, "frequency_penalty": 2.0}),
 }
 
@@ -47,7 +60,12 @@ def test_any_kind_of_drawing_goes_on_as_if_nothing_had_happened(
 
 @pytest.mark.parametrize("starts_after", [(), (THINK_END,)], ids=["at once", "after a thought"])
 def test_a_grammar_goes_on_where_it_was(starts_after: tuple[int, ...]) -> None:
-    numbers = {"type": "array", "items": {"type": "integer", "minimum": 100}, "minItems": 3, "maxItems": 3}
+    numbers = {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 100},
+        "minItems": 3,
+        "maxItems": 3,
+    }
     one = constrained(
         "r",
         json_schema_grammar(numbers),

@@ -54,7 +54,9 @@ def roofline_of(name: str, state_bytes: int = 4) -> Roofline:
 
 
 def test_decode_floor_is_the_one_computed_by_hand() -> None:
-    """GB a step and distinct experts a layer of 35B-A3B at context 1536, worked out apart from this code."""
+    """GB a step and distinct experts a layer of 35B-A3B at context 1536, worked out apart from this
+    code.
+    """
     expected = {1: 6.05, 2: 8.16, 4: 12.2, 8: 19.6, 16: 32.1, 32: 50.1, 64: 70.1}
     distinct = {1: 8.0, 2: 15.8, 4: 30.5, 8: 57.4, 16: 102, 32: 163, 64: 222}
     roofline = roofline_of("Qwen3.5-35B-A3B")
@@ -74,7 +76,9 @@ def test_half_states_save_half_of_their_traffic() -> None:
 
 
 def test_prefill_floor_turns_from_memory_to_compute() -> None:
-    """At 4.3 TB/s and 800 TFLOP/s one prompt of 35B-A3B is memory-bound up to about 2,450 tokens."""
+    """At 4.3 TB/s and 800 TFLOP/s one prompt of 35B-A3B is memory-bound up to about 2,450
+    tokens.
+    """
     roofline = roofline_of("Qwen3.5-35B-A3B")
     assert roofline.prefill_bytes(1, 1024) / 1e9 == pytest.approx(68.4 - 1.56, rel=1e-3)
 
@@ -86,14 +90,17 @@ def test_prefill_floor_turns_from_memory_to_compute() -> None:
 
 
 def test_of_the_last_layer_a_prompt_needs_keys_and_values_and_one_token() -> None:
-    """35B-A3B, by hand: 2 x 2 x 256 x 2048 of a layer for all tokens; queries, gates, output, router, shared
-    and eight experts for the last one, and one query's attention."""
+    """35B-A3B, by hand: 2 x 2 x 256 x 2048 of a layer for all tokens; queries, gates, output,
+    router, shared and eight experts for the last one, and one query's attention.
+    """
     roofline, length = roofline_of("Qwen3.5-35B-A3B"), 32768
     spared = 2048 * (2 * 4096 + 4096 + 256 + 1 + 3 * 512 + 8 * 3 * 512) + 2 * 2048 + 2 * 256
     assert roofline.parameters.spared == spared
     attention = 10 * length * (length + 1) // 2 - length * (length - 1) // 2
     parameters = roofline.parameters
-    expected = 2 * (length * (parameters.active - spared - parameters.head) + spared + parameters.head)
+    expected = 2 * (
+        length * (parameters.active - spared - parameters.head) + spared + parameters.head
+    )
     delta_rule = roofline.prefill_operations(1, length) - expected - 4 * 4096 * attention
     assert 0 < delta_rule == length * (delta_rule // length)
 

@@ -1,4 +1,6 @@
-"""Laws of drawing a token: repeatable by seed, independent of the batch, and distributed as promised."""
+"""Laws of drawing a token: repeatable by seed, independent of the batch, and distributed as
+promised.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def draw(num: int, logits: torch.Tensor = LOGITS, seed: int = 7, **knobs: float)
 def test_draws_follow_the_softmax(seed: int, temperature: float) -> None:
     expected = (LOGITS / temperature).softmax(-1)
     num = 40_000
-    chi_square = num * ((draw(num, seed=seed, temperature=temperature) - expected) ** 2 / expected).sum()
+    chi_square = (
+        num * ((draw(num, seed=seed, temperature=temperature) - expected) ** 2 / expected).sum()
+    )
     assert chi_square < 25  # 5 degrees of freedom: one honest draw in 7,000 is above
 
 
@@ -64,7 +68,9 @@ def test_a_row_draws_the_same_whatever_its_batch() -> None:
     )
     together = ops.sample(logits, *knobs, filtered=True)
     for row in range(rows):
-        alone = ops.sample(logits[row : row + 1], *(knob[row : row + 1] for knob in knobs), filtered=True)
+        alone = ops.sample(
+            logits[row : row + 1], *(knob[row : row + 1] for knob in knobs), filtered=True
+        )
         assert alone[0] == together[row]
 
 
@@ -107,9 +113,15 @@ def test_penalties_match_their_definitions() -> None:
     generated = torch.tensor([[0, 2, 1, 0]], dtype=torch.int32)
     in_prompt = torch.tensor([[True, False, False, False]])
     out = ops.penalize_repeats(
-        logits.clone(), generated, in_prompt, torch.tensor([2.0]), torch.tensor([0.5]), torch.tensor([0.25])
+        logits.clone(),
+        generated,
+        in_prompt,
+        torch.tensor([2.0]),
+        torch.tensor([0.5]),
+        torch.tensor([0.25]),
     )
-    # prompt only: 2/2; generated twice: -1*2 - 2*0.25 - 0.5; once: 0.5/2 - 0.25 - 0.5; never: unchanged
+    # prompt only: 2/2; generated twice: -1*2 - 2*0.25 - 0.5; once: 0.5/2 - 0.25 - 0.5; never:
+    # unchanged
     assert torch.allclose(out, torch.tensor([[1.0, -3.0, -0.5, 3.0]]))
 
 

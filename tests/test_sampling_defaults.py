@@ -1,4 +1,6 @@
-"""The operator's sampling parameters: a request's own fields win, and wrong ones are refused at start."""
+"""The operator's sampling parameters: a request's own fields win, and wrong ones are refused at
+start.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,16 @@ MESSAGES = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
 Parse = Callable[[bytes, dict[str, Any]], SamplingParams]
 APIS: dict[str, tuple[dict[str, Any], Parse]] = {
     "chat": (MESSAGES, lambda body, defaults: parse_chat(body, defaults).sampling),
-    "completions": ({"prompt": "x"}, lambda body, defaults: parse_completion(body, defaults).sampling),
+    "completions": (
+        {"prompt": "x"},
+        lambda body, defaults: parse_completion(body, defaults).sampling,
+    ),
     "messages": (MESSAGES, lambda body, defaults: parse_messages(body, None, defaults).sampling),
     "responses": (
         {"input": "x"},
-        lambda body, defaults: response_request(parse_response(body), [], defaults=defaults).chat.sampling,
+        lambda body, defaults: (
+            response_request(parse_response(body), [], defaults=defaults).chat.sampling
+        ),
     ),
 }
 
@@ -46,7 +53,10 @@ def test_a_requests_own_fields_win_over_the_operators(api: str) -> None:
 
 
 def test_greedy_is_a_temperature_of_0() -> None:
-    assert ServeConfig(greedy=True, top_p=0.5).sampling_defaults == {"temperature": 0.0, "top_p": 0.5}
+    assert ServeConfig(greedy=True, top_p=0.5).sampling_defaults == {
+        "temperature": 0.0,
+        "top_p": 0.5,
+    }
     assert ServeConfig(greedy=True, temperature=0.0).sampling_defaults == {"temperature": 0.0}
 
 

@@ -1,4 +1,5 @@
-"""Laws of continuous batching, on the host: a fake runner checks every read and write of every step.
+"""Laws of continuous batching, on the host: a fake runner checks every read and write of every
+step.
 
 The random histories mix everything at once; the named laws say what each rule is for.
 """
@@ -34,7 +35,9 @@ def prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(rng.randrange(VOCAB_SIZE) for _ in range(num_tokens))
 
 
-def ask(name: str, token_ids: tuple[int, ...], max_tokens: int | None = 8, **fields: object) -> Request:
+def ask(
+    name: str, token_ids: tuple[int, ...], max_tokens: int | None = 8, **fields: object
+) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens)
     return Request(**{"id": name, "token_ids": token_ids, "sampling": sampling, **fields})  # type: ignore[arg-type]
 
@@ -112,7 +115,9 @@ def test_preempted_equals_undisturbed(setup: Setup, depth: int) -> None:
 def test_preemption_takes_the_latest_of_the_lowest_priority() -> None:
     world = World(Setup(num_pages=11, max_model_len=36))
     late_but_urgent = ask("urgent", prompt(10, seed=9), max_tokens=24, priority=-1)
-    requests = [ask(str(i), prompt(10, seed=i), max_tokens=24) for i in range(2)] + [late_but_urgent]
+    requests = [ask(str(i), prompt(10, seed=i), max_tokens=24) for i in range(2)] + [
+        late_but_urgent
+    ]
     for request in requests:
         world.submit(request)
     while not world.scheduler.num_preemptions:
@@ -127,9 +132,15 @@ def test_prefills_never_hold_all_pages_between_them(depth: int) -> None:
     """Though decodes may take the pages that an admission had counted on."""
     for seed in range(30):
         rng = random.Random(seed)
-        world = World(Setup(num_pages=9, max_rows=3, max_step_tokens=4, max_model_len=32, depth=depth))
+        world = World(
+            Setup(num_pages=9, max_rows=3, max_step_tokens=4, max_model_len=32, depth=depth)
+        )
         requests = [
-            ask(str(i), prompt(rng.randrange(1, 24), seed=100 * seed + i), max_tokens=rng.randrange(1, 8))
+            ask(
+                str(i),
+                prompt(rng.randrange(1, 24), seed=100 * seed + i),
+                max_tokens=rng.randrange(1, 8),
+            )
             for i in range(4)
         ]
         run_all(world, requests)
@@ -165,12 +176,18 @@ def test_divergent_prompt_restores_nearest_checkpoint(num_pages: int) -> None:
     conversation = prompt(33)
     run_all(world, [ask("first", conversation, boundaries=(0, 9, 17, 26))])
     for name, num_shared, num_reused in (("a", 31, 24), ("b", 23, 16), ("c", 15, 8), ("d", 7, 0)):
-        other = (*conversation[:num_shared], (conversation[num_shared] + 1) % VOCAB_SIZE, *prompt(5))
+        other = (
+            *conversation[:num_shared],
+            (conversation[num_shared] + 1) % VOCAB_SIZE,
+            *prompt(5),
+        )
         run_all(world, [ask(name, other)])
         assert world.sequences[name].num_cached_tokens == num_reused, name
 
 
-def test_checkpoints_stand_at_ends_and_starts_of_messages_at_the_last_512_and_sparsely_between() -> None:
+def test_checkpoints_stand_at_ends_and_starts_of_messages_at_the_last_512_and_sparsely_between() -> (
+    None
+):
     def targets(num_tokens: int, *boundaries: int, page_size: int = 4) -> tuple[int, ...]:
         request = ask("a", prompt(num_tokens), boundaries=boundaries)
         return tuple(checkpoint_targets(request, page_size))
@@ -220,7 +237,12 @@ def test_siblings_wait_for_the_leaders_prompt(setup: Setup, num_prompt: int, dep
     run_all(world, requests)
     assert prefill_tokens(world.plans) == num_prompt + 3 * 3
     shared = num_prompt - 3
-    assert [world.sequences[f"r-{i}"].num_cached_tokens for i in range(4)] == [0, shared, shared, shared]
+    assert [world.sequences[f"r-{i}"].num_cached_tokens for i in range(4)] == [
+        0,
+        shared,
+        shared,
+        shared,
+    ]
 
 
 @pytest.mark.parametrize("setup", [PLAIN, HYBRID], ids=str)
@@ -241,7 +263,11 @@ def test_siblings_go_on_when_their_leader_is_aborted(setup: Setup, depth: int) -
 
 def test_who_waits_for_a_leader_does_not_hold_up_others() -> None:
     world = World(PLAIN)
-    for name, tokens in (("leader", prompt(39)), ("sibling", prompt(39)), ("other", prompt(3, seed=5))):
+    for name, tokens in (
+        ("leader", prompt(39)),
+        ("sibling", prompt(39)),
+        ("other", prompt(3, seed=5)),
+    ):
         world.submit(ask(name, tokens))
     world.step()
     world.step()
@@ -304,10 +330,16 @@ def test_waiting_requests_are_admitted_by_priority_then_arrival() -> None:
 
 @OVERLAP
 @pytest.mark.parametrize(
-    ("setup", "max_tokens"), [(Setup(max_rows=2), 19), (Setup(num_pages=9, max_model_len=28), 8)], ids=str
+    ("setup", "max_tokens"),
+    [(Setup(max_rows=2), 19), (Setup(num_pages=9, max_model_len=28), 8)],
+    ids=str,
 )
-def test_background_work_gives_its_place_to_others(setup: Setup, max_tokens: int, depth: int) -> None:
-    """A batch's requests fill what clients leave, and leave when one comes: for want of rows or of pages."""
+def test_background_work_gives_its_place_to_others(
+    setup: Setup, max_tokens: int, depth: int
+) -> None:
+    """A batch's requests fill what clients leave, and leave when one comes: for want of rows or of
+    pages.
+    """
     world = World(replace(setup, depth=depth))
     batch = [ask(f"batch {i}", prompt(8, seed=i), max_tokens, priority=1000) for i in range(2)]
     for request in batch:
@@ -328,7 +360,9 @@ def test_background_work_gives_its_place_to_others(setup: Setup, max_tokens: int
 
 @OVERLAP
 @pytest.mark.parametrize("num_slots", [0, 65])
-def test_background_work_has_few_rows_beside_others_and_all_without_them(num_slots: int, depth: int) -> None:
+def test_background_work_has_few_rows_beside_others_and_all_without_them(
+    num_slots: int, depth: int
+) -> None:
     setup = Setup(num_pages=257, num_slots=num_slots, max_rows=16, max_step_tokens=64, depth=depth)
     world = World(setup)
     batch = [ask(f"batch {i}", prompt(5, seed=i), max_tokens=30, priority=1000) for i in range(20)]
@@ -363,7 +397,9 @@ def test_rows_never_exceed_max_rows_and_all_are_used(depth: int) -> None:
 
 @pytest.mark.parametrize("max_step_tokens", [1, 4, 7, 16, 64])
 def test_budget_is_respected_and_prefill_goes_on(max_step_tokens: int) -> None:
-    """The driver checks every plan: the budget, or one page beside the decode rows where it is smaller."""
+    """The driver checks every plan: the budget, or one page beside the decode rows where it is
+    smaller.
+    """
     world = World(Setup(num_pages=65, max_rows=6, max_step_tokens=max_step_tokens))
     for i in range(5):
         world.submit(ask(f"short{i}", prompt(4, seed=i), max_tokens=50))
@@ -381,7 +417,9 @@ def test_budget_is_respected_and_prefill_goes_on(max_step_tokens: int) -> None:
 
 
 def test_prompts_beside_decodes_are_short_until_many_wait() -> None:
-    sizes = Setup(num_pages=513, max_rows=12, max_step_tokens=64, mixed_step_tokens=8, max_model_len=80)
+    sizes = Setup(
+        num_pages=513, max_rows=12, max_step_tokens=64, mixed_step_tokens=8, max_model_len=80
+    )
     world = World(sizes)
     world.submit(ask("decodes", prompt(4), max_tokens=70))
     world.step()
@@ -403,7 +441,9 @@ def test_prompts_without_decodes_fill_the_whole_budget() -> None:
 
 
 def test_a_lone_prompt_may_take_a_larger_step_than_several_share() -> None:
-    sizes = Setup(num_pages=129, max_rows=4, max_step_tokens=64, shared_step_tokens=16, max_model_len=80)
+    sizes = Setup(
+        num_pages=129, max_rows=4, max_step_tokens=64, shared_step_tokens=16, max_model_len=80
+    )
     world = World(sizes)
     run_all(world, [ask("alone", prompt(60), max_tokens=1)])
     assert [plan.num_tokens for plan in world.plans] == [60]
@@ -431,7 +471,10 @@ def test_an_end_token_is_delivered_and_ends_the_reply() -> None:
 @OVERLAP
 def test_replies_end_at_max_tokens_and_when_the_context_is_full(depth: int) -> None:
     world = World(Setup(max_model_len=20, depth=depth))
-    run_all(world, [ask("short", prompt(5), max_tokens=3), ask("full", prompt(5, seed=1), max_tokens=None)])
+    run_all(
+        world,
+        [ask("short", prompt(5), max_tokens=3), ask("full", prompt(5, seed=1), max_tokens=None)],
+    )
     assert (len(world.replies["short"]), world.finishes["short"]) == (3, "length")
     assert (len(world.replies["full"]), world.finishes["full"]) == (15, "length")
     assert len(world.plans) == 15  # nobody is planned past its last token
@@ -453,7 +496,9 @@ def test_logit_biases_come_with_the_admission() -> None:
     sampling = SamplingParams(max_tokens=4, logit_bias={7: 100.0})
     run_all(world, [ask("a", prompt(6), sampling=sampling)])
     assert world.replies["a"] == [7] * 4
-    assert [admission.sampling.logit_bias for admission in world.plans[0].admissions] == [{7: 100.0}]
+    assert [admission.sampling.logit_bias for admission in world.plans[0].admissions] == [
+        {7: 100.0}
+    ]
 
 
 @KINDS
@@ -475,7 +520,11 @@ def test_a_prompt_that_is_preempted_while_it_is_scored_has_each_score_once(
 def test_logprobs_are_passed_through() -> None:
     world = World(PLAIN)
     run_all(world, [ask("a", prompt(6), sampling=SamplingParams(max_tokens=3, logprobs=0))])
-    assert [logprob.logprob for delta in world.deltas for logprob in delta.logprobs] == [-6.0, -7.0, -8.0]
+    assert [logprob.logprob for delta in world.deltas for logprob in delta.logprobs] == [
+        -6.0,
+        -7.0,
+        -8.0,
+    ]
 
 
 def test_seeds_are_given_or_follow_from_the_arrival() -> None:
@@ -540,7 +589,9 @@ def test_an_idle_scheduler_remembers_nobody() -> None:
     run_all(world, [ask(str(i), prompt(10, seed=i), max_tokens=24) for i in range(4)])
     assert world.scheduler.num_preemptions > 0
     held = {
-        name: value for name, value in vars(world.scheduler).items() if isinstance(value, list | dict | set)
+        name: value
+        for name, value in vars(world.scheduler).items()
+        if isinstance(value, list | dict | set)
     }
     assert sorted(held.pop("_free_rows")) == [0, 1, 2, 3]
     assert not any(held.values()), held
@@ -559,13 +610,17 @@ def test_without_the_prefix_cache_nothing_is_shared() -> None:
 def crowd_behind_a_document(setup: Setup, num_requests: int) -> tuple[Scheduler, list[Request]]:
     """A scheduler that has computed a document of 64k tokens, and requests behind it."""
     cache = Cache(page_size=64, num_pages=setup.num_pages, num_slots=setup.num_slots)
-    scheduler = Scheduler(cache, max_rows=setup.max_rows, max_step_tokens=16384, max_model_len=2**17)
+    scheduler = Scheduler(
+        cache, max_rows=setup.max_rows, max_step_tokens=16384, max_model_len=2**17
+    )
     document = tuple(range(65_536))
     for number in range(2):
         scheduler.submit(ask(f"first{number}", (*document, number, *prompt(100)), max_tokens=1))
         while scheduler.has_work:
             step_blindly(scheduler)
-    crowd = [ask(str(i), (*document, i % 1000 + 2, *prompt(100, seed=i))) for i in range(num_requests)]
+    crowd = [
+        ask(str(i), (*document, i % 1000 + 2, *prompt(100, seed=i))) for i in range(num_requests)
+    ]
     return scheduler, crowd
 
 
@@ -580,8 +635,12 @@ def step_blindly(scheduler: Scheduler) -> StepPlan | None:
 def test_a_plan_hashes_nothing_and_looks_few_long_prompts_up(
     num_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everybody who decodes waits for a plan, so a crowd behind one document is admitted bit by bit."""
-    scheduler, crowd = crowd_behind_a_document(Setup(num_pages=5000, num_slots=num_slots, max_rows=256), 300)
+    """Everybody who decodes waits for a plan, so a crowd behind one document is admitted bit by
+    bit.
+    """
+    scheduler, crowd = crowd_behind_a_document(
+        Setup(num_pages=5000, num_slots=num_slots, max_rows=256), 300
+    )
     for request in crowd:
         scheduler.submit(request)
     num_hashed = num_matches = 0
@@ -623,7 +682,9 @@ def test_who_waits_for_a_leader_is_not_looked_up_again_until_it_has_come() -> No
     num_matches = []
     with pytest.MonkeyPatch.context() as patch:
         match, calls = Cache.match, []
-        patch.setattr(Cache, "match", lambda cache, sequence: calls.append(1) or match(cache, sequence))
+        patch.setattr(
+            Cache, "match", lambda cache, sequence: calls.append(1) or match(cache, sequence)
+        )
         while scheduler.num_waiting:
             calls.clear()
             step_blindly(scheduler)
@@ -663,7 +724,9 @@ def random_setup(rng: random.Random) -> Setup:
     )
 
 
-def random_request(rng: random.Random, name: str, setup: Setup, stems: list[tuple[int, ...]]) -> Request:
+def random_request(
+    rng: random.Random, name: str, setup: Setup, stems: list[tuple[int, ...]]
+) -> Request:
     stem = rng.choice(stems)
     tokens = stem[: rng.randrange(len(stem) + 1)] if rng.random() < 0.5 else stem
     tokens = (*tokens, *(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 6))))
@@ -691,13 +754,15 @@ def random_request(rng: random.Random, name: str, setup: Setup, stems: list[tupl
 
 
 def run_history(seed: int) -> World:
-    """Random arrivals (often of several alike, or of further turns), aborts and sizes, and sessions that end
-    in every way; everything is checked on the way.
+    """Random arrivals (often of several alike, or of further turns), aborts and sizes, and sessions
+    that end in every way; everything is checked on the way.
     """
     rng = random.Random(seed)
     setup = random_setup(rng)
     world = World(setup)
-    stems = [prompt(rng.randrange(1, setup.max_model_len - 6), seed=rng.randrange(99)) for _ in range(2)]
+    stems = [
+        prompt(rng.randrange(1, setup.max_model_len - 6), seed=rng.randrange(99)) for _ in range(2)
+    ]
     requests: list[Request] = []
     for _ in range(rng.randrange(1, 6)):
         request = random_request(rng, str(len(requests)), setup, stems)
@@ -715,12 +780,15 @@ def run_history(seed: int) -> World:
             if rng.random() < 0.05:
                 world.cache.sessions.drop(rng.choice("stu"))
         ended = [
-            name for name in world.finishes if len(world.sequences[name].tokens) < setup.max_model_len - 6
+            name
+            for name in world.finishes
+            if len(world.sequences[name].tokens) < setup.max_model_len - 6
         ]
         if ended:
             stems[rng.randrange(2)] = tuple(world.sequences[rng.choice(ended)].tokens)
     num_steps_alone = sum(len(r.token_ids) + (r.sampling.max_tokens or 0) for r in requests)
-    # Alone, one after the other, they take fewer steps than tokens; preemption repeats work, but not often.
+    # Alone, one after the other, they take fewer steps than tokens; preemption repeats work, but
+    # not often.
     world.run(max_steps=20 + 4 * num_steps_alone)
     for request in requests:
         if world.finishes[request.id] == "abort":
@@ -735,7 +803,9 @@ def run_history(seed: int) -> World:
 
 def has_learned(world: World) -> bool:
     """Whether a hit went on from a place that only another prompt can have taught."""
-    places = {n for s in world.sequences.values() for n, chance in s.targets.items() if chance == PROVEN}
+    places = {
+        n for s in world.sequences.values() for n, chance in s.targets.items() if chance == PROVEN
+    }
     return any(sequence.num_cached_tokens in places for sequence in world.sequences.values())
 
 

@@ -1,4 +1,6 @@
-"""Log-probabilities by the hundred thousand: no frame too long, no encoding that others wait for."""
+"""Log-probabilities by the hundred thousand: no frame too long, no encoding that others wait
+for.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +140,9 @@ class BrokenEngine:
         self.dropped.append(request_id)
 
 
-def test_an_engine_that_cannot_take_a_request_refuses_it_and_lives(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_cannot_take_a_request_refuses_it_and_lives(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = BrokenEngine()
     frames: list[bytes] = []
     with channel_to(frames) as channel, caplog.at_level(logging.CRITICAL):
@@ -152,7 +156,9 @@ def test_an_engine_that_cannot_take_a_request_refuses_it_and_lives(caplog: pytes
 def test_a_request_that_cannot_be_read_is_refused_and_the_next_is_read(
     sampling: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Types refuse values as they are made: no server can send these, but a mistake of ours could."""
+    """Types refuse values as they are made: no server can send these, but a mistake of ours
+    could.
+    """
     ours, theirs = socket.socketpair()
     bad = msgspec.msgpack.encode(
         {"type": "Submit", "request": {"id": "bad", "token_ids": [1], "sampling": sampling}}
@@ -170,9 +176,13 @@ def test_a_request_that_cannot_be_read_is_refused_and_the_next_is_read(
 
 
 class Answering:
-    """The replies to one call, from the engine's frames to the body, and the longest turn of the loop."""
+    """The replies to one call, from the engine's frames to the body, and the longest turn of the
+    loop.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, style: type[OpenAIReplyFormat], num_replies: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, style: type[OpenAIReplyFormat], num_replies: int
+    ) -> None:
         self.format = style("id", "model", has_logprobs=True)
         self.choices = {index: self.format.new_choice() for index in range(num_replies)}
         client: Any = SimpleNamespace(submit=lambda *_: None, abort=lambda _: None)
@@ -237,7 +247,9 @@ class Answering:
 
 @pytest.fixture
 def _frozen() -> Iterator[None]:
-    """As the server does once it has started: collections do not look at all that pytest has loaded."""
+    """As the server does once it has started: collections do not look at all that pytest has
+    loaded.
+    """
     gc.collect()
     gc.freeze()
     yield
@@ -278,11 +290,15 @@ def test_many_scored_replies_that_end_together_hold_up_nobody(tokenizer: Tokeniz
     def step(place: int) -> list[TokenDelta]:
         finish: Any = "length" if place == num_tokens - 1 else None
         scored = (TokenLogprob(place % 1000, -1.5, top),)
-        return [TokenDelta(str(index), (place % 1000,), scored, finish) for index in range(num_replies)]
+        return [
+            TokenDelta(str(index), (place % 1000,), scored, finish) for index in range(num_replies)
+        ]
 
     async def scenario() -> tuple[bytes, float]:
         answering = Answering(tokenizer, ChatReplyFormat, num_replies)
-        return await answering.run([step(place) for place in range(num_tokens)]), answering.longest_s
+        return await answering.run(
+            [step(place) for place in range(num_tokens)]
+        ), answering.longest_s
 
     body, longest_s = asyncio.run(scenario())
     choices = json.loads(body)["choices"]
@@ -342,9 +358,21 @@ def test_what_people_ask_for_is_given(name: str) -> None:
 @pytest.mark.parametrize(
     ("lengths", "fields", "numbers"),
     [
-        ([10], {"n": 64, "max_tokens": 4096, "logprobs": 20}, ["5,505,024", "n is 64", "max_tokens 4096"]),
-        ([198_000], {"max_tokens": 1, "logprobs": 20, "prompt_logprobs": 20}, ["4,158,021", "4,158,000"]),
-        ([60_000] * 20, {"max_tokens": 1, "logprobs": 0, "prompt_logprobs": 0}, ["1,200,020", "are 20"]),
+        (
+            [10],
+            {"n": 64, "max_tokens": 4096, "logprobs": 20},
+            ["5,505,024", "n is 64", "max_tokens 4096"],
+        ),
+        (
+            [198_000],
+            {"max_tokens": 1, "logprobs": 20, "prompt_logprobs": 20},
+            ["4,158,021", "4,158,000"],
+        ),
+        (
+            [60_000] * 20,
+            {"max_tokens": 1, "logprobs": 0, "prompt_logprobs": 0},
+            ["1,200,020", "are 20"],
+        ),
     ],
 )
 def test_more_scores_than_an_answer_may_have_are_refused_with_the_numbers(
@@ -410,7 +438,9 @@ def test_an_echo_too_long_for_all_replies_together_is_refused(tokenizer: Tokeniz
     assert refusal.value.param == "echo"
 
 
-def test_a_completion_of_sentence_piece_begins_with_the_space_that_parts_it_from_its_prompt() -> None:
+def test_a_completion_of_sentence_piece_begins_with_the_space_that_parts_it_from_its_prompt() -> (
+    None
+):
     library = tokenizers.Tokenizer(models.BPE({"▁a": 0, "b": 1, "▁": 2}, []))
     library.pre_tokenizer = pre_tokenizers.Metaspace()
     library.decoder = decoders.Metaspace()

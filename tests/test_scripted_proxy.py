@@ -1,4 +1,6 @@
-"""The proxy of the matrix of clients: one scripted call that the SDKs can read, and then the server."""
+"""The proxy of the matrix of clients: one scripted call that the SDKs can read, and then the
+server.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +71,13 @@ def test_the_first_turn_gets_a_call_that_its_sdk_reads(
 def test_every_other_turn_is_the_servers(behind: ScriptedServer, proxy: ScriptedProxy) -> None:
     api = openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="unused", max_retries=0)
     messages = [{"role": "user", "content": "One two."}]
-    chunks = list(api.chat.completions.create(model="m", messages=messages, max_tokens=3, stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == " 0 1 2"
+    chunks = list(
+        api.chat.completions.create(model="m", messages=messages, max_tokens=3, stream=True)
+    )
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        == " 0 1 2"
+    )
     assert behind.bodies[-1]["messages"] == messages
     (exchange,) = proxy.exchanges
     assert (exchange.path, exchange.status) == ("/v1/chat/completions", 200)

@@ -58,7 +58,8 @@ def test_the_streamed_text_is_the_whole_text(api: openai.OpenAI) -> None:
     chunks = list(ask(api, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert (
-        "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        == whole.choices[0].message.content
     )
     finishes = [chunk.choices[0].finish_reason for chunk in chunks]
     assert finishes == [None] * (len(chunks) - 1) + ["length"]
@@ -140,7 +141,11 @@ def test_the_end_token_is_neither_text_nor_counted(api: openai.OpenAI) -> None:
 
 
 def test_logprobs_spell_the_reply_and_the_greedy_token_leads(api: openai.OpenAI) -> None:
-    plain = {"logprobs": True, "top_logprobs": 3, "extra_body": {}}  # an ignored end has bytes, but no text
+    plain = {
+        "logprobs": True,
+        "top_logprobs": 3,
+        "extra_body": {},
+    }  # an ignored end has bytes, but no text
     (choice,) = ask(api, **plain).choices
     spelled = b"".join(bytes(token.bytes) for token in choice.logprobs.content)
     assert spelled.decode(errors="replace") == choice.message.content
@@ -172,7 +177,10 @@ def test_a_developer_message_is_a_system_message(api: openai.OpenAI) -> None:
 
 
 def test_tools_and_their_history_reach_the_template(api: openai.OpenAI) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+    }
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     history = [
         *MESSAGES,
@@ -206,11 +214,15 @@ def test_an_echo_is_scored_like_the_reply(api: openai.OpenAI) -> None:
     choice, scores = whole.choices[0], whole.choices[0].logprobs
     num_tokens = whole.usage.prompt_tokens + whole.usage.completion_tokens
     assert "".join(scores.tokens) == choice.text
-    assert len(scores.tokens) == len(scores.token_logprobs) == len(scores.top_logprobs) == num_tokens
+    assert (
+        len(scores.tokens) == len(scores.token_logprobs) == len(scores.top_logprobs) == num_tokens
+    )
     assert scores.token_logprobs[0] is None
     assert scores.top_logprobs[0] is None
     assert all(logprob <= 0 for logprob in scores.token_logprobs[1:])
-    assert scores.text_offset == [len("".join(scores.tokens[:place])) for place in range(num_tokens)]
+    assert scores.text_offset == [
+        len("".join(scores.tokens[:place])) for place in range(num_tokens)
+    ]
     streamed = [
         chunk.choices[0]
         for chunk in complete(
@@ -218,13 +230,18 @@ def test_an_echo_is_scored_like_the_reply(api: openai.OpenAI) -> None:
         )
     ]
     assert [token for one in streamed for token in one.logprobs.tokens] == scores.tokens
-    # The reply's tokens, offered as a prompt, have the scores that they had when they were generated.
-    again = complete(api, prompt=choice.text, echo=True, logprobs=2, max_tokens=1).choices[0].logprobs
+    # The reply's tokens, offered as a prompt, have the scores that they had when they were
+    # generated.
+    again = (
+        complete(api, prompt=choice.text, echo=True, logprobs=2, max_tokens=1).choices[0].logprobs
+    )
     assert again.tokens[:num_tokens] == scores.tokens
     assert again.token_logprobs[1:num_tokens] == pytest.approx(scores.token_logprobs[1:], abs=1e-3)
 
 
-def test_scores_of_a_long_prompt_are_streamed_as_its_chunks_are_computed(api: openai.OpenAI) -> None:
+def test_scores_of_a_long_prompt_are_streamed_as_its_chunks_are_computed(
+    api: openai.OpenAI,
+) -> None:
     """The tiny model computes 512 tokens in a step, and a delta has 4,096 scores at most."""
     asked = {"prompt": [70, 71] * 700, "echo": True, "logprobs": 2, "max_tokens": 2}
     (whole,) = complete(api, **asked).choices
@@ -237,7 +254,9 @@ def test_scores_of_a_long_prompt_are_streamed_as_its_chunks_are_computed(api: op
         assert len(streamed) == 1402
 
 
-def test_more_scores_than_an_answer_may_have_are_a_400_that_says_what_to_lower(server: Server) -> None:
+def test_more_scores_than_an_answer_may_have_are_a_400_that_says_what_to_lower(
+    server: Server,
+) -> None:
     scored = {"max_tokens": 3000, "n": 24}
     chat = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20, **scored}
     assert_refused(server.post(chat), 400, "logprobs")
@@ -336,7 +355,16 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"thinking": "on"}, "thinking"),
     ({"ignore_eos": 1}, "ignore_eos"),
 ]
-NUMBERS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "min_tokens", "n", "repetition_penalty")
+NUMBERS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "n",
+    "repetition_penalty",
+)
 NUMBERS += ("presence_penalty", "frequency_penalty", "seed")
 BAD_NUMBERS: list[Any] = [-(2**70), 2**70, "1", [1], {}, True, -1e308]
 COMPLETION_REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -370,7 +398,9 @@ def test_a_wrong_chat_body_is_a_400_that_names_the_field(
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_out_of_range_or_of_another_type_is_a_400_that_names_it(server: Server, name: str) -> None:
+def test_a_number_out_of_range_or_of_another_type_is_a_400_that_names_it(
+    server: Server, name: str
+) -> None:
     for value in BAD_NUMBERS:
         assert_refused(server.post({"messages": MESSAGES, name: value}), 400, name)
 
@@ -385,7 +415,16 @@ def test_a_wrong_completion_body_is_a_400_that_names_the_field(
 
 
 def test_null_and_unknown_fields_are_tolerated(server: Server) -> None:
-    names = ["model", "max_completion_tokens", "stop", "logit_bias", "tools", "stream", "logprobs", *NUMBERS]
+    names = [
+        "model",
+        "max_completion_tokens",
+        "stop",
+        "logit_bias",
+        "tools",
+        "stream",
+        "logprobs",
+        *NUMBERS,
+    ]
     body: dict[str, Any] = dict.fromkeys(names) | {"messages": MESSAGES, "max_tokens": 2}
     body |= {"user": "me", "metadata": {"a": [1]}, "parallel_tool_calls": True, "top_k": -1}
     assert server.post(body).status_code == 200
@@ -457,7 +496,9 @@ def test_more_requests_than_the_queue_holds_are_a_429_with_retry_after(server: S
 
 
 def test_more_replies_than_the_queue_ever_holds_are_a_400_that_says_so(server: Server) -> None:
-    assert_refused(server.post({"messages": MESSAGES, "n": MAX_QUEUE + 1, "max_tokens": 1}), 400, "n")
+    assert_refused(
+        server.post({"messages": MESSAGES, "n": MAX_QUEUE + 1, "max_tokens": 1}), 400, "n"
+    )
 
 
 # Clients that leave
@@ -472,7 +513,10 @@ def test_leaving_a_stream_frees_its_pages(server: Server) -> None:
 
 def send_chat(connection: socket.socket, body: dict[str, Any]) -> None:
     data = json.dumps(body).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
+        f"{len(data)}\r\n\r\n"
+    )
     connection.sendall(head.encode() + data)
 
 

@@ -1,4 +1,6 @@
-"""Bodies that nobody means well with, mutated, confused, deep or huge: a clear 4xx, and nobody disturbed."""
+"""Bodies that nobody means well with, mutated, confused, deep or huge: a clear 4xx, and nobody
+disturbed.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,28 @@ TOOL = {
     "function": {
         "name": "look_up",
         "description": "Looks a word up.",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string"}},
+            "required": ["word"],
+        },
     },
 }
-CALL = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "river"}'}}
+CALL = {
+    "id": "1",
+    "type": "function",
+    "function": {"name": "look_up", "arguments": '{"word": "river"}'},
+}
 HISTORY: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": "What is a river?"}]},
     {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Hm."},
     {"role": "tool", "tool_call_id": "1", "content": "Water."},
 ]
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}, "b": {"enum": ["x", "y"]}}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 9}, "b": {"enum": ["x", "y"]}},
+}
 SAMPLING: dict[str, Any] = {
     "model": "any",
     "max_tokens": 2,
@@ -87,14 +100,23 @@ BODIES: dict[str, dict[str, Any]] = {
         "logprobs": True,
         "top_logprobs": 2,
         "tools": [TOOL],
-        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}},
+        "tool_choice": {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto", "tools": [TOOL]},
+        },
         "parallel_tool_calls": False,
         "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
         "chat_template_kwargs": {"enable_thinking": False},
         "thinking": {"type": "disabled"},
         "reasoning_effort": "low",
     },
-    "/v1/completions": {**SAMPLING, "prompt": ["Once", "upon"], "logprobs": 1, "echo": False, "best_of": 1},
+    "/v1/completions": {
+        **SAMPLING,
+        "prompt": ["Once", "upon"],
+        "logprobs": 1,
+        "echo": False,
+        "best_of": 1,
+    },
     "/v1/embeddings": {
         "input": ["Once", "upon"],
         "encoding_format": "base64",
@@ -123,7 +145,9 @@ BODIES: dict[str, dict[str, Any]] = {
             {"role": "user", "content": "What is a river?"},
             {
                 "role": "assistant",
-                "content": [{"type": "tool_use", "id": "t", "name": "look_up", "input": {"word": "river"}}],
+                "content": [
+                    {"type": "tool_use", "id": "t", "name": "look_up", "input": {"word": "river"}}
+                ],
             },
             {
                 "role": "user",
@@ -143,12 +167,16 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"model": "any", "messages": MESSAGES},
     "/v1/responses": {
         "model": "any",
-        "input": [{"role": "user", "content": [{"type": "input_text", "text": "What is a river?"}]}],
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "What is a river?"}]}
+        ],
         "instructions": "Be brief.",
         "max_output_tokens": 2,
         "temperature": 0.5,
         "top_p": 0.9,
-        "tools": [{"type": "function", "name": "look_up", "parameters": TOOL["function"]["parameters"]}],
+        "tools": [
+            {"type": "function", "name": "look_up", "parameters": TOOL["function"]["parameters"]}
+        ],
         "tool_choice": "auto",
         "parallel_tool_calls": False,
         "reasoning": {"effort": "low"},
@@ -281,10 +309,20 @@ def assert_all_answered(server: Server, requests: list[tuple[str, bytes]]) -> No
         answer = server.http.post(f"{server.url}{path}", content=data)
         seconds = answer.elapsed.total_seconds()
         error = {} if answer.status_code < 400 else answer.json()["error"]
-        is_clear = answer.status_code < 400 or bool(error if isinstance(error, str) else error["message"])
-        if answer.status_code < 500 and is_clear and "Traceback" not in answer.text and seconds < SLOWEST_S:
+        is_clear = answer.status_code < 400 or bool(
+            error if isinstance(error, str) else error["message"]
+        )
+        if (
+            answer.status_code < 500
+            and is_clear
+            and "Traceback" not in answer.text
+            and seconds < SLOWEST_S
+        ):
             return ""
-        return f"{answer.status_code} after {seconds:.1f} s: {answer.text[:200]}\n  {path} {data[:1000]!r}"
+        return (
+            f"{answer.status_code} after {seconds:.1f} s: {answer.text[:200]}\n  {path} "
+            f"{data[:1000]!r}"
+        )
 
     with ThreadPoolExecutor(4) as pool:
         faults = [fault for fault in pool.map(fault_of, requests) if fault]
@@ -300,7 +338,11 @@ def test_the_bodies_are_good_before_they_are_spoilt(server: Server) -> None:
 def type_confusions(share: float) -> list[tuple[str, bytes]]:
     """Of all there are, drawn alike for every route."""
     draw = random.Random(1)
-    every = [(path, json.dumps(changed).encode()) for path in BODIES for changed in confused(BODIES[path])]
+    every = [
+        (path, json.dumps(changed).encode())
+        for path in BODIES
+        for changed in confused(BODIES[path])
+    ]
     return draw.sample(every, int(len(every) * share))
 
 
@@ -333,7 +375,9 @@ def test_no_confusion_and_no_mutation_is_ever_a_5xx(server: Server) -> None:
 
 
 def schema_form(schema: Any) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    }
 
 
 def one_tool(name: str = "f", parameters: Any = None) -> dict[str, Any]:
@@ -369,7 +413,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a long text": {"messages": [{"role": "user", "content": "word " * 10**6}]},
     "a long word": {"messages": [{"role": "user", "content": "a" * 5 * 10**6}]},
     "many messages": {"messages": MESSAGES * 4097},
-    "many parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 10**5}]},
+    "many parts": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 10**5}]
+    },
     "deep arguments": {
         "messages": [
             *MESSAGES,
@@ -392,10 +438,13 @@ def test_what_would_cost_too_much_is_refused_before_it_does(server: Server, name
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
-def test_a_chat_that_is_only_counted_may_be_no_longer_than_a_text(server: Server, path: str) -> None:
+def test_a_chat_that_is_only_counted_may_be_no_longer_than_a_text(
+    server: Server, path: str
+) -> None:
     words = "word " * 10**6
     long, short = (
-        server.post({"messages": [{"role": "user", "content": words[:n]}]}, path) for n in (None, 50)
+        server.post({"messages": [{"role": "user", "content": words[:n]}]}, path)
+        for n in (None, 50)
     )
     assert (long.status_code, short.status_code) == (400, 200), long.text[:500]
     assert "5000" in long.json()["error"]["message"]
@@ -404,14 +453,20 @@ def test_a_chat_that_is_only_counted_may_be_no_longer_than_a_text(server: Server
 @pytest.mark.parametrize("depth", [100, 400, 900, 990, 5000, 100_000])
 def test_depth_is_never_a_5xx(server: Server, depth: int) -> None:
     chat = '{"max_tokens": 1, "messages": [{"role": "user", "content": "x"}'
-    call = ', {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": %s}}}]}]}'
+    call = (
+        ', {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": '
+        "%s}}}]}]}"
+    )
     bodies = [
-        chat + '], "response_format": {"type": "json_schema", "json_schema": {"schema": {"a": %s}}}}',
+        chat
+        + '], "response_format": {"type": "json_schema", "json_schema": {"schema": {"a": %s}}}}',
         chat + '], "tools": [{"function": {"name": "f", "parameters": {"a": %s}}}]}',
         chat + '], "chat_template_kwargs": {"a": %s}}',
         chat + '], "not_a_field": %s}',
         chat + call,
     ]
     deep = ['{"x": ' * depth + "1" + "}" * depth, "[" * depth + "]" * depth]
-    requests = [("/v1/chat/completions", (body % value).encode()) for body in bodies for value in deep]
+    requests = [
+        ("/v1/chat/completions", (body % value).encode()) for body in bodies for value in deep
+    ]
     assert_all_answered(server, requests)

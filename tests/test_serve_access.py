@@ -1,4 +1,6 @@
-"""Who is answered and who is not, and what every answer carries: the app alone, without server or engine."""
+"""Who is answered and who is not, and what every answer carries: the app alone, without server or
+engine.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ from penstock.serve.text_stream import Deliver, TextStream
 
 KEYS = ("sk-first-key", "sk-second")
 GOOD = {"authorization": f"Bearer {KEYS[0]}"}
-BATCH_ROUTES = ("/v1/files", "/v1/batches", "/v1/batches/{id}/cancel")  # these run behind all others
+BATCH_ROUTES = (
+    "/v1/files",
+    "/v1/batches",
+    "/v1/batches/{id}/cancel",
+)  # these run behind all others
 OPEN = ("/", "/health", "/ready", "/ping", "/docs")
 
 
@@ -53,17 +59,27 @@ def app_of(is_ready: bool = True, **settings: Any) -> Any:
 
     config = ServeConfig(**settings)
     client: Any = SimpleNamespace(
-        is_ready=is_ready, failure=None, info=None, phase=Phase("x"), report=report, intake=Intake(config)
+        is_ready=is_ready,
+        failure=None,
+        info=None,
+        phase=Phase("x"),
+        report=report,
+        intake=Intake(config),
     )
     serving = ServerState(client, SimpleNamespace(), Metrics(), "tiny", config, 0)  # type: ignore[arg-type]
     return create_app(serving)
 
 
 def call(
-    app: Any, path: str, headers: dict[str, str] | None = None, method: str = "GET", body: bytes | None = b""
+    app: Any,
+    path: str,
+    headers: dict[str, str] | None = None,
+    method: str = "GET",
+    body: bytes | None = b"",
 ) -> Answered:
-    """One request as a server hands it over, with a path that no client library has tidied up; `body` None:
-    the client leaves before it has sent one."""
+    """One request as a server hands it over, with a path that no client library has tidied up;
+    `body` None: the client leaves before it has sent one.
+    """
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -80,13 +96,17 @@ def call(
         "path": unquote(path),
         "raw_path": path.encode(),
         "query_string": b"",
-        "headers": [(name.encode(), value.encode("latin-1")) for name, value in (headers or {}).items()],
+        "headers": [
+            (name.encode(), value.encode("latin-1")) for name, value in (headers or {}).items()
+        ],
         "scheme": "http",
         "server": ("127.0.0.1", 8000),
     }
     asyncio.run(app(scope, receive, send))
     received = {name.decode(): value.decode("latin-1") for name, value in sent[0]["headers"]}
-    return Answered(sent[0]["status"], received, b"".join(part.get("body", b"") for part in sent[1:]))
+    return Answered(
+        sent[0]["status"], received, b"".join(part.get("body", b"") for part in sent[1:])
+    )
 
 
 def routes_of(app: Any) -> list[tuple[str, str]]:
@@ -146,7 +166,22 @@ def test_no_spelling_of_a_path_goes_round_the_key() -> None:
     draw = random.Random(0)
     pick = draw.choice
     paths = [path for _, path in routes_of(app)]
-    pieces = ["/", "//", "/./", "/../", "%2f", "%2e%2e/", "\\", ";", "?", "#", "%00", " ", "\t", "/health"]
+    pieces = [
+        "/",
+        "//",
+        "/./",
+        "/../",
+        "%2f",
+        "%2e%2e/",
+        "\\",
+        ";",
+        "?",
+        "#",
+        "%00",
+        " ",
+        "\t",
+        "/health",
+    ]
     for _ in range(600):
         path = pick(paths)
         for _ in range(pick((1, 2))):
@@ -155,7 +190,10 @@ def test_no_spelling_of_a_path_goes_round_the_key() -> None:
         path = pick((path, path.upper(), path.title()))
         host, method = pick(["x", "/health", "x/health", ""]), pick(["GET", "POST", "HEAD"])
         answered = call(app, path, {"host": host}, method)
-        assert answered.status == 401 or (unquote(path).rstrip("/") or "/") in OPEN, (path, answered)
+        assert answered.status == 401 or (unquote(path).rstrip("/") or "/") in OPEN, (
+            path,
+            answered,
+        )
 
 
 def test_each_api_spells_a_refusal_its_own_way() -> None:
@@ -189,7 +227,10 @@ def test_keys_come_from_a_file_too_and_are_never_shown(tmp_path: Path) -> None:
 def test_a_page_of_a_listed_origin_may_call_and_reads_refusals_too() -> None:
     app = app_of(api_key=KEYS, cors_origin=("https://good.example",))
     origin = {"origin": "https://good.example"}
-    asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-a"}
+    asking = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,x-a",
+    }
     preflight = call(app, "/v1/chat/completions", origin | asking, "OPTIONS")
     assert preflight.status == 200
     assert preflight.headers["access-control-allow-origin"] == "https://good.example"
@@ -201,13 +242,18 @@ def test_a_page_of_a_listed_origin_may_call_and_reads_refusals_too() -> None:
         assert "x-request-id" in answered.headers["access-control-expose-headers"]
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "https://good.example.evil.example", "null"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "https://good.example.evil.example", "null"]
+)
 def test_a_page_of_another_origin_is_not_invited(origin: str) -> None:
     app = app_of(cors_origin=("https://good.example",))
     asking = {"origin": origin, "access-control-request-method": "POST"}
     assert call(app, "/v1/chat/completions", asking, "OPTIONS").status == 403
     assert "access-control-allow-origin" not in call(app, "/v1/models", {"origin": origin}).headers
-    assert "access-control-allow-origin" not in call(app_of(), "/v1/models", {"origin": origin}).headers
+    assert (
+        "access-control-allow-origin"
+        not in call(app_of(), "/v1/models", {"origin": origin}).headers
+    )
 
 
 # Ids
@@ -215,7 +261,10 @@ def test_a_page_of_another_origin_is_not_invited(origin: str) -> None:
 
 def test_a_clients_own_id_is_repeated_and_an_unusable_one_replaced() -> None:
     app = app_of()
-    assert call(app, "/version", {"x-request-id": "trace-17:b"}).headers["x-request-id"] == "trace-17:b"
+    assert (
+        call(app, "/version", {"x-request-id": "trace-17:b"}).headers["x-request-id"]
+        == "trace-17:b"
+    )
     ours = set()
     for id in ("", "a b", "x" * 129, "caf\xe9", "a\nb"):
         answered = call(app, "/version", {"x-request-id": id})
@@ -283,7 +332,9 @@ def test_a_model_card_is_openais_and_anthropics() -> None:
 # Time
 
 
-@pytest.mark.parametrize(("servers", "requests"), [(0.05, None), (0.05, 9.0), (9.0, 0.05), (None, 0.05)])
+@pytest.mark.parametrize(
+    ("servers", "requests"), [(0.05, None), (0.05, 9.0), (9.0, 0.05), (None, 0.05)]
+)
 def test_the_shorter_of_two_limits_ends_a_reply_that_never_comes(
     servers: float | None, requests: float | None
 ) -> None:
@@ -325,7 +376,9 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_counted_as_gone() -> 
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
-def test_a_defect_of_ours_is_an_answer_as_any_other(path: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_defect_of_ours_is_an_answer_as_any_other(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Here: a server whose engine is nothing that could be asked."""
     app = app_of(cors_origin=("https://good.example",))
     body = json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode()
@@ -429,7 +482,9 @@ def test_a_line_of_the_log_is_one_line_whatever_was_asked(caplog: pytest.LogCapt
 def test_the_openapi_document_describes_the_routes_that_exist_and_no_others() -> None:
     app = app_of()
     document = call(app, "/openapi.json").json
-    described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    described = {
+        (method.upper(), path) for path, methods in document["paths"].items() for method in methods
+    }
     existing = {(method, path.replace(":path}", "}")) for method, path in routes_of(app)}
     assert described == existing
     references = set(re.findall(r"#/components/schemas/([^\"]+)", json.dumps(document)))

@@ -12,7 +12,17 @@ import anthropic
 import httpx
 import pytest
 
-from anthropic_cases import CALL_BLOCK, IDENTITY, NOTE, QUESTION, billed, events_in, in_order, result, text
+from anthropic_cases import (
+    CALL_BLOCK,
+    IDENTITY,
+    NOTE,
+    QUESTION,
+    billed,
+    events_in,
+    in_order,
+    result,
+    text,
+)
 from penstock.errors import RequestError
 from penstock.serve.anthropic.threads import Threads
 from penstock.serve.conversations import Conversations, Thread
@@ -98,12 +108,16 @@ def test_a_message_has_the_shape_the_sdk_knows(api: anthropic.Anthropic) -> None
 
 def test_the_async_client_streams_many_at_once(server: Server) -> None:
     async def ask_all() -> list[Any]:
-        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as api:
+        async with anthropic.AsyncAnthropic(
+            base_url=server.url, api_key="none", max_retries=0
+        ) as api:
 
             async def ask_one(first: int) -> str:
                 question = f"What is {first} + 26? Reply with just the number."
                 messages: Any = [{"role": "user", "content": question}]
-                async with api.messages.stream(model="x", max_tokens=50, messages=messages) as stream:
+                async with api.messages.stream(
+                    model="x", max_tokens=50, messages=messages
+                ) as stream:
                     return "".join([text async for text in stream.text_stream])
 
             return await asyncio.gather(*(ask_one(first) for first in range(11, 19)))
@@ -111,7 +125,9 @@ def test_the_async_client_streams_many_at_once(server: Server) -> None:
     assert asyncio.run(ask_all()) == [str(first + 26) for first in range(11, 19)]
 
 
-def test_input_tokens_add_up_to_the_prompt_and_are_known_at_the_start(api: anthropic.Anthropic) -> None:
+def test_input_tokens_add_up_to_the_prompt_and_are_known_at_the_start(
+    api: anthropic.Anthropic,
+) -> None:
     fields: dict[str, Any] = {"system": f"You are kind. {'Very kind. ' * 20}", "messages": QUESTION}
     counted = api.messages.count_tokens(model=ANY_MODEL, **fields).input_tokens
     cached = []
@@ -152,13 +168,22 @@ def test_replies_are_drawn_as_asked(api: anthropic.Anthropic) -> None:
 
 
 @pytest.mark.parametrize("is_thinking", [False, True])
-def test_tools_are_called_and_their_results_told(api: anthropic.Anthropic, is_thinking: bool) -> None:
-    fields: dict[str, Any] = {"tools": TOOLS, "thinking": {"type": "adaptive" if is_thinking else "disabled"}}
+def test_tools_are_called_and_their_results_told(
+    api: anthropic.Anthropic, is_thinking: bool
+) -> None:
+    fields: dict[str, Any] = {
+        "tools": TOOLS,
+        "thinking": {"type": "adaptive" if is_thinking else "disabled"},
+    }
     called = ask(api, messages=ONE_CALL, **fields)
     assert calls_of(called) == [FEED_LENA]
     assert called.stop_reason == "tool_use"
     assert [block.type for block in called.content] == ["thinking"] * is_thinking + ["tool_use"]
-    result = {"type": "tool_result", "tool_use_id": called.content[-1].id, "content": '{"left": 120}'}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": called.content[-1].id,
+        "content": '{"left": 120}',
+    }
     messages = [
         *ONE_CALL,
         {"role": "assistant", "content": called.content},
@@ -170,7 +195,9 @@ def test_tools_are_called_and_their_results_told(api: anthropic.Anthropic, is_th
     assert told.usage.cache_read_input_tokens > 300  # the calls came back as they were said
 
 
-def test_parallel_calls_are_all_given_or_only_the_first(server: Server, api: anthropic.Anthropic) -> None:
+def test_parallel_calls_are_all_given_or_only_the_first(
+    server: Server, api: anthropic.Anthropic
+) -> None:
     both = ask(api, messages=TWO_CALLS, tools=TOOLS)
     assert calls_of(both) == [CHECK_T6D32, FEED_LENA]
     assert len({block.id for block in both.content}) == 2
@@ -185,14 +212,21 @@ def test_the_choice_of_tools_is_kept(api: anthropic.Anthropic) -> None:
     forced = ask_streamed(api, messages=QUESTION, tools=TOOLS, tool_choice=choice)
     assert (len(calls_of(forced)), forced.stop_reason) == (1, "tool_use")
     named = ask_whole(
-        api, messages=QUESTION, tools=TOOLS, tool_choice={**choice, "type": "tool", "name": "feed_pet"}
+        api,
+        messages=QUESTION,
+        tools=TOOLS,
+        tool_choice={**choice, "type": "tool", "name": "feed_pet"},
     )
     assert [name for name, _ in calls_of(named)] == ["feed_pet"]
-    none = ask_whole(api, messages=ONE_CALL, tools=TOOLS, tool_choice={"type": "none"}, max_tokens=20)
+    none = ask_whole(
+        api, messages=ONE_CALL, tools=TOOLS, tool_choice={"type": "none"}, max_tokens=20
+    )
     assert calls_of(none) == []
 
 
-def test_a_call_cut_off_is_a_tool_use_with_the_input_that_was_whole(api: anthropic.Anthropic) -> None:
+def test_a_call_cut_off_is_a_tool_use_with_the_input_that_was_whole(
+    api: anthropic.Anthropic,
+) -> None:
     fields: dict[str, Any] = {"messages": ONE_CALL, "tools": TOOLS}
     num_tokens = ask_whole(api, **fields).usage.output_tokens
     cut = ask(api, **fields, max_tokens=num_tokens - 8)
@@ -235,7 +269,9 @@ def test_nobody_gets_a_thought_unasked(api: anthropic.Anthropic, asked: Any) -> 
 
 
 def test_a_thought_keeps_to_its_budget(api: anthropic.Anthropic) -> None:
-    thought, answer = ask(api, messages=QUESTION, thinking={"type": "enabled", "budget_tokens": 3}).content
+    thought, answer = ask(
+        api, messages=QUESTION, thinking={"type": "enabled", "budget_tokens": 3}
+    ).content
     assert THOUGHT.startswith(thought.thinking)
     assert len(thought.thinking) < len(THOUGHT)
     assert answer.text
@@ -268,7 +304,11 @@ def claude_code_body(hash: str, turns: list[Any]) -> dict[str, Any]:
         "thinking": {"type": "adaptive"},
         "output_config": {"effort": "medium"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        "system": [{"type": "text", "text": billed(hash)}, text("You are Claude Code."), text(IDENTITY)],
+        "system": [
+            {"type": "text", "text": billed(hash)},
+            text("You are Claude Code."),
+            text(IDENTITY),
+        ],
         "tools": [*TOOLS, {"name": "Agent", "description": "Does much.", "input_schema": big}],
         "messages": [
             {"role": "user", "content": [text(NOTE), text("Hi")]},
@@ -281,7 +321,10 @@ def test_turns_of_claude_code_are_answered_and_found_cached(server: Server) -> N
     turns: list[Any] = []
     cached = []
     url = f"{server.url}/v1/messages?beta=true"
-    headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219,new-2030-01-01"}
+    headers = {
+        "anthropic-version": "2023-06-01",
+        "anthropic-beta": "claude-code-20250219,new-2030-01-01",
+    }
     for hash in ("71fea", "0aaa9"):
         body = claude_code_body(hash, turns)
         with server.http.stream("POST", url, json=body, headers=headers) as answer:
@@ -314,7 +357,10 @@ def user(*blocks: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(blocks)}]}
 
 
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+IMAGE = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="},
+}
 LAST = [*QUESTION, {"role": "assistant", "content": "4"}]
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
@@ -399,7 +445,9 @@ def test_errors_are_what_the_sdk_raises(server: Server, api: anthropic.Anthropic
     assert missing.value.type == "not_found_error"
     assert_error(server.http.get(f"{server.url}/v1/messages"), 405, "invalid_request_error")
     large = b"x" * (32 * 1024**2 + 1)
-    assert_error(server.http.post(f"{server.url}/v1/messages", content=large), 413, "request_too_large")
+    assert_error(
+        server.http.post(f"{server.url}/v1/messages", content=large), 413, "request_too_large"
+    )
 
 
 # Transcripts
@@ -408,9 +456,15 @@ def test_errors_are_what_the_sdk_raises(server: Server, api: anthropic.Anthropic
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("anthropic_calls", {"messages": TWO_CALLS, "tools": TOOLS, "thinking": {"type": "adaptive"}}),
+        (
+            "anthropic_calls",
+            {"messages": TWO_CALLS, "tools": TOOLS, "thinking": {"type": "adaptive"}},
+        ),
         ("anthropic_thought", {"messages": QUESTION, "thinking": THINKING}),
-        ("anthropic_stop", {"messages": QUESTION, "system": "You are kind.", "stop_sequences": ["3"]}),
+        (
+            "anthropic_stop",
+            {"messages": QUESTION, "system": "You are kind.", "stop_sequences": ["3"]},
+        ),
     ],
 )
 def test_a_stream_is_what_it_was(server: Server, name: str, fields: dict[str, Any]) -> None:
@@ -473,7 +527,9 @@ def test_the_sdks_tool_runner_runs_its_tool_in_a_thread_and_without(
         {"role": "user", "content": [{**result("Lena got 225 grams."), "tool_use_id": call.id}]},
     ]
     whole = ask_whole(api, system="You feed pets.", tools=[feed_pet.to_dict()], messages=turns)
-    assert num_prompt_tokens(last) == num_prompt_tokens(whole), "the prompt is that of the whole conversation"
+    assert num_prompt_tokens(last) == num_prompt_tokens(whole), (
+        "the prompt is that of the whole conversation"
+    )
 
 
 def test_a_thread_goes_on_streamed_or_whole(api: anthropic.Anthropic) -> None:
@@ -488,7 +544,9 @@ def test_a_reply_is_continued_once_and_a_thread_that_is_gone_is_said_to_be(
     server: Server, api: anthropic.Anthropic
 ) -> None:
     def send(thread: Any, message: Any = WHOSE_NAME, **fields: Any) -> httpx.Response:
-        return server.post({**THREADED, "messages": [message], "thread": thread, **fields}, "/v1/messages")
+        return server.post(
+            {**THREADED, "messages": [message], "thread": thread, **fields}, "/v1/messages"
+        )
 
     def code(answer: httpx.Response) -> tuple[int, str]:
         return answer.status_code, answer.json()["error"]["details"]["error_code"]
@@ -498,20 +556,31 @@ def test_a_reply_is_continued_once_and_a_thread_that_is_gone_is_said_to_be(
     refused = send(next_turn, system="Be brief.")
     assert (refused.status_code, "system cannot be sent" in refused.text) == (400, True)
     assert send(next_turn, max_tokens=-1).status_code == 400
-    assert "Alice" in send(next_turn).json()["content"][0]["text"], "what failed has continued nothing"
+    assert "Alice" in send(next_turn).json()["content"][0]["text"], (
+        "what failed has continued nothing"
+    )
     assert code(send(next_turn)) == (400, "thread_already_continued")
-    assert code(send({"type": "continue", "previous_message_id": "msg_x"})) == (404, "thread_not_found")
+    assert code(send({"type": "continue", "previous_message_id": "msg_x"})) == (
+        404,
+        "thread_not_found",
+    )
     assert send({"type": "fork"}).status_code == 400
     thread = api.beta.messages.thread(**THREADED)
     reply = thread.send(IS_ALICE)
     assert server.http.delete(f"{server.url}/v1/sessions/{reply.id}").status_code == 200
-    assert "Alice" in thread.send(WHOSE_NAME).content[0].text, "the SDK sends the whole history again"
+    assert "Alice" in thread.send(WHOSE_NAME).content[0].text, (
+        "the SDK sends the whole history again"
+    )
 
 
 def test_of_two_requests_at_once_one_continues_a_reply() -> None:
     threads = Threads(Conversations())
     thread = Thread(("", "msg_1"))
-    with threads.continuing(thread), pytest.raises(RequestError) as refusal, threads.continuing(thread):
+    with (
+        threads.continuing(thread),
+        pytest.raises(RequestError) as refusal,
+        threads.continuing(thread),
+    ):
         pass
     assert refusal.value.details == {"error_code": "thread_continue_in_flight"}
     with threads.continuing(thread):
@@ -521,7 +590,10 @@ def test_of_two_requests_at_once_one_continues_a_reply() -> None:
 def test_where_nothing_is_kept_a_thread_is_refused_so_that_sdks_go_on_without() -> None:
     with pytest.raises(RequestError) as refusal:
         Threads(Conversations(max_bytes=0)).find({"type": "create"}, "")
-    assert refusal.value.details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert refusal.value.details == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
 
 
 def test_an_image_in_a_result_is_left_out_and_the_answer_says_so(server: Server) -> None:

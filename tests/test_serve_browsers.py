@@ -1,4 +1,6 @@
-"""Pages in a browser: what one of another site can make its visitor send is refused, in every API."""
+"""Pages in a browser: what one of another site can make its visitor send is refused, in every
+API.
+"""
 
 from __future__ import annotations
 
@@ -115,13 +117,16 @@ def test_a_body_that_a_page_can_send_unasked_is_a_415(path: str, kind: str) -> N
 
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize(
-    "kind", [None, "application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"]
+    "kind",
+    [None, "application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"],
 )
 def test_json_and_a_body_of_no_declared_type_are_read(path: str, kind: str | None) -> None:
     assert post(path, {} if kind is None else {"content-type": kind}).status == 400
 
 
-@pytest.mark.parametrize("kind", ["application/octet-stream", "text/csv", "application/xml+jsonx", ""])
+@pytest.mark.parametrize(
+    "kind", ["application/octet-stream", "text/csv", "application/xml+jsonx", ""]
+)
 def test_other_types_are_a_415(kind: str) -> None:
     assert post("/v1/chat/completions", {"content-type": kind}).status == 415
 
@@ -135,7 +140,9 @@ def test_an_invocation_may_have_any_type_that_pages_must_ask_for(kind: str) -> N
 
 
 @pytest.mark.parametrize("path", POSTS)
-@pytest.mark.parametrize("origin", [EVIL, "null", "http://127.0.0.1:3000", "http://localhost:8000", "x"])
+@pytest.mark.parametrize(
+    "origin", [EVIL, "null", "http://127.0.0.1:3000", "http://localhost:8000", "x"]
+)
 def test_a_page_of_another_origin_is_refused(path: str, origin: str) -> None:
     for kind in (JSON, {}):  # a page may send bytes of no type
         refused = post(path, {"host": HOME, "origin": origin} | kind)
@@ -220,7 +227,10 @@ def test_a_server_on_loopback_is_not_read_by_another_name(host: str) -> None:
         refused = call(app, path, {"host": host} | JSON, method)
         assert refused.status == 403, path
         assert "--allowed-host" in message_of(refused)
-    same = {"host": host, "origin": f"http://{host}"} | JSON  # as a page sees it whose name points here
+    same = {
+        "host": host,
+        "origin": f"http://{host}",
+    } | JSON  # as a page sees it whose name points here
     assert post("/v1/chat/completions", same).status == 403
 
 
@@ -254,7 +264,14 @@ ODD = [
     ":8000",
     "\xe9vil.example",
 ]
-PRIVATE = ["10.0.0.7:8000", "203.0.113.9", "[2001:db8::1]:80", "llm:8000", "model.aws.local:8080", "gpu1.lan"]
+PRIVATE = [
+    "10.0.0.7:8000",
+    "203.0.113.9",
+    "[2001:db8::1]:80",
+    "llm:8000",
+    "model.aws.local:8080",
+    "gpu1.lan",
+]
 
 
 @pytest.mark.parametrize("bound", ["127.0.0.1", "localhost", "::1", "127.0.0.2"])
@@ -276,7 +293,9 @@ def test_on_a_network_addresses_and_names_that_nobody_can_register_are_known(bou
 def test_the_bound_name_and_those_that_the_operator_lists_are_known() -> None:
     assert HostNames("box.example", ()).include("box.example:8000")
     names = HostNames("127.0.0.1", ("api.example", "Other.Example:443", "2001:db8::1"))
-    assert all(names.include(host) for host in ("API.example:80", "other.example", "[2001:db8::1]:8000"))
+    assert all(
+        names.include(host) for host in ("API.example:80", "other.example", "[2001:db8::1]:8000")
+    )
     assert not names.include("evil.example")
     assert HostNames("127.0.0.1", ("*",)).include("evil.example")
     with pytest.raises(ConfigError):
@@ -294,7 +313,9 @@ def test_probes_by_address_or_without_a_host_are_answered(path: str) -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}])
-def test_without_a_key_health_says_whether_it_serves_and_nothing_else(headers: dict[str, str]) -> None:
+def test_without_a_key_health_says_whether_it_serves_and_nothing_else(
+    headers: dict[str, str],
+) -> None:
     app = app_of(api_key=KEYS)
     assert call(app, "/health", headers).json == {"status": "starting"}
     told = call(app, "/health", GOOD).json

@@ -1,4 +1,6 @@
-"""What the Responses API keeps, runs and lists beside a reply: references, conversations, background runs."""
+"""What the Responses API keeps, runs and lists beside a reply: references, conversations,
+background runs.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_a_reference_is_the_item_it_names(api: openai.OpenAI) -> None:
 
 
 def test_input_items_are_listed_a_page_at_a_time(api: openai.OpenAI) -> None:
-    first = respond(api, [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+    first = respond(
+        api, [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    )
     second = respond(api, QUESTION, previous_response_id=first.id)
     listed = api.responses.input_items.list(second.id, order="asc")
     assert [item.role for item in listed.data] == ["developer", "user", "assistant", "user"]
@@ -94,7 +98,9 @@ def test_a_sealed_thought_is_the_thought_when_it_is_sent_back(api: openai.OpenAI
     with api.responses.stream(
         model="any", input=QUESTION, reasoning={"effort": "high", "summary": "auto"}
     ) as stream:
-        deltas = [event.delta for event in stream if event.type == "response.reasoning_summary_text.delta"]
+        deltas = [
+            event.delta for event in stream if event.type == "response.reasoning_summary_text.delta"
+        ]
         (thought, _) = stream.get_final_response().output
     assert thought.type == "reasoning"
     assert thought.summary[0].text == "".join(deltas) != ""
@@ -122,7 +128,9 @@ def test_log_probabilities_stand_beside_the_text(server: Server, api: openai.Ope
 # Custom tools
 
 
-def test_a_custom_tool_is_called_with_text_of_its_grammar(server: Server, api: openai.OpenAI) -> None:
+def test_a_custom_tool_is_called_with_text_of_its_grammar(
+    server: Server, api: openai.OpenAI
+) -> None:
     code: Any = {
         "type": "custom",
         "name": "enter_code",
@@ -138,7 +146,11 @@ def test_a_custom_tool_is_called_with_text_of_its_grammar(server: Server, api: o
     second = respond(api, [output], previous_response_id=first.id, tools=[code, FEED_PET])
     assert second.usage.input_tokens > first.usage.input_tokens
     lark = 'start: verb " " NUMBER\nverb: "add" | "take"\nNUMBER: /[0-9]{2}/'
-    stock = {**code, "name": "stock", "format": {"type": "grammar", "syntax": "lark", "definition": lark}}
+    stock = {
+        **code,
+        "name": "stock",
+        "format": {"type": "grammar", "syntax": "lark", "definition": lark},
+    }
     body = {"input": "Add 12 pieces.", "tools": [stock], "tool_choice": "required", "stream": True}
     events = parse_events(server.post(body, "/v1/responses").content)
     output_items = events[-1]["response"]["output"]
@@ -162,7 +174,9 @@ def test_input_tokens_are_those_of_the_reply(api: openai.OpenAI) -> None:
     assert counted.input_tokens == respond(api, max_output_tokens=1, **asked).usage.input_tokens
     assert counted.object == "response.input_tokens"
     first = respond(api, QUESTION)
-    after = api.responses.input_tokens.count(model="any", previous_response_id=first.id, input="Why?")
+    after = api.responses.input_tokens.count(
+        model="any", previous_response_id=first.id, input="Why?"
+    )
     assert after.input_tokens > first.usage.total_tokens
 
 
@@ -203,7 +217,8 @@ def test_truncation_drops_the_oldest_turns_and_nothing_else(api: openai.OpenAI) 
 
 def test_responses_go_on_from_a_conversation_and_add_to_it(api: openai.OpenAI) -> None:
     talk = api.conversations.create(
-        items=[{"type": "message", "role": "user", "content": "My name is Alice."}], metadata={"of": "Alice"}
+        items=[{"type": "message", "role": "user", "content": "My name is Alice."}],
+        metadata={"of": "Alice"},
     )
     assert talk.object == "conversation"
     first = respond(api, "What is my name?", conversation=talk.id)
@@ -229,7 +244,11 @@ def test_responses_go_on_from_a_conversation_and_add_to_it(api: openai.OpenAI) -
     third = respond(api, conversation=talk.id, max_output_tokens=4)  # to what was added
     assert third.usage.input_tokens > 20
     assert api.conversations.delete(talk.id).deleted
-    for attempt in (api.conversations.retrieve, api.conversations.delete, api.conversations.items.list):
+    for attempt in (
+        api.conversations.retrieve,
+        api.conversations.delete,
+        api.conversations.items.list,
+    ):
         with pytest.raises(openai.NotFoundError):
             attempt(talk.id)
     assert api.responses.retrieve(first.id).output_text == first.output_text
@@ -239,11 +258,15 @@ def test_what_a_conversation_cannot_hold_is_refused(server: Server) -> None:
     lone = {"items": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}
     assert_refused(server.post(lone, "/v1/conversations"), 400, "items[0].call_id")
     assert_refused(server.post({"items": 5}, "/v1/conversations"), 400, "items")
-    assert_refused(server.post({"metadata": {"a": "x" * 513}}, "/v1/conversations"), 400, "metadata")
+    assert_refused(
+        server.post({"metadata": {"a": "x" * 513}}, "/v1/conversations"), 400, "metadata"
+    )
     id = server.post({}, "/v1/conversations").json()["id"]
     path = f"/v1/conversations/{id}/items"
     assert_refused(server.post({"items": []}, path), 400, "items")
-    assert_refused(server.post({"items": [{"type": "item_reference", "id": "x"}]}, path), 404, "items")
+    assert_refused(
+        server.post({"items": [{"type": "item_reference", "id": "x"}]}, path), 404, "items"
+    )
     assert_refused(server.http.get(f"{server.url}{path}/msg_x"), 404, None)
     assert_refused(server.http.get(f"{server.url}/v1/responses/{id}"), 404, None)
     empty = server.http.get(f"{server.url}{path}").json()
@@ -289,12 +312,16 @@ def test_a_background_response_is_cancelled_or_deleted(server: Server, api: open
     api.responses.delete(deleted.id)
     with pytest.raises(openai.NotFoundError):
         api.responses.retrieve(deleted.id)
-    late = wait_for(api, respond(api, **(endless | {"extra_body": {"ignore_eos": True, "timeout": 0.3}})).id)
+    late = wait_for(
+        api, respond(api, **(endless | {"extra_body": {"ignore_eos": True, "timeout": 0.3}})).id
+    )
     assert (late.status, late.error.code) == ("failed", "server_error")
     assert eventually(lambda: server.stats()["num_running"] == 0)
 
 
-def test_a_stream_that_was_left_goes_on_and_is_read_again(server: Server, api: openai.OpenAI) -> None:
+def test_a_stream_that_was_left_goes_on_and_is_read_again(
+    server: Server, api: openai.OpenAI
+) -> None:
     body = {"input": LONG["input"], "max_output_tokens": 60, "background": True, "stream": True}
     with server.http.stream("POST", f"{server.url}/v1/responses", json=body) as answer:
         lines = answer.iter_lines()

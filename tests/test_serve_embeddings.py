@@ -93,7 +93,9 @@ def test_token_ids_are_taken_as_they_are(server: Server, reference: Any) -> None
         assert vector == close_to(vector_of(reference, token_ids))
 
 
-def test_hundreds_of_inputs_share_a_queue_that_others_still_enter(server: Server, tokenizer: Any) -> None:
+def test_hundreds_of_inputs_share_a_queue_that_others_still_enter(
+    server: Server, tokenizer: Any
+) -> None:
     """More than the queue holds; a small call beside it is answered meanwhile."""
     texts = [f"text number {number}" for number in range(300)]
     alone = embed(server, input=texts[7:9])
@@ -164,7 +166,9 @@ def test_an_input_is_cut_before_the_end_token_and_only_if_asked(
         ({"input": "a", "priority": -1}, "priority"),
     ],
 )
-def test_what_cannot_be_embedded_is_refused_by_name(server: Server, fields: Any, param: str) -> None:
+def test_what_cannot_be_embedded_is_refused_by_name(
+    server: Server, fields: Any, param: str
+) -> None:
     assert_refused(server.post(fields, "/v1/embeddings"), 400, param)
 
 
@@ -174,21 +178,29 @@ def test_documents_come_sorted_by_relevance(
 ) -> None:
     """An embedding model compares embeddings, with its own prompts for queries and documents."""
     query = vector_of(reference, tokenizer("Find: lakes").input_ids)
-    expected = {i: cosine(query, vector_of(reference, tokenizer(t).input_ids)) for i, t in enumerate(TEXTS)}
+    expected = {
+        i: cosine(query, vector_of(reference, tokenizer(t).input_ids)) for i, t in enumerate(TEXTS)
+    }
     documents = [TEXTS[0], {"text": TEXTS[1], "title": "unused"}, *TEXTS[2:]]
     answer = server.post({"query": "lakes", "documents": documents}, path).json()
-    assert [one["index"] for one in answer["results"]] == sorted(expected, key=lambda i: -expected[i])
+    assert [one["index"] for one in answer["results"]] == sorted(
+        expected, key=lambda i: -expected[i]
+    )
     for one in answer["results"]:
         assert one["relevance_score"] == pytest.approx(expected[one["index"]], abs=2e-5)
         assert "document" not in one
-    num_tokens = len(tokenizer("Find: lakes").input_ids) + sum(len(tokenizer(t).input_ids) for t in TEXTS)
+    num_tokens = len(tokenizer("Find: lakes").input_ids) + sum(
+        len(tokenizer(t).input_ids) for t in TEXTS
+    )
     assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
 def test_the_best_documents_are_repeated_if_asked(server: Server) -> None:
     fields = {"query": "lakes", "documents": TEXTS, "top_n": 2, "return_documents": True}
     results = server.post(fields, "/v1/rerank").json()["results"]
-    assert [one["document"] for one in results] == [{"text": TEXTS[one["index"]]} for one in results]
+    assert [one["document"] for one in results] == [
+        {"text": TEXTS[one["index"]]} for one in results
+    ]
     assert len(results) == 2
     assert results[0]["relevance_score"] >= results[1]["relevance_score"]
 
@@ -252,7 +264,11 @@ def test_a_client_that_leaves_takes_its_inputs_along(server: Server) -> None:
 def test_prompts_that_gave_vectors_are_counted(server: Server) -> None:
     def num_counted() -> int:
         lines = server.http.get(f"{server.url}/metrics").text.splitlines()
-        return int(next(line.split()[1] for line in lines if line.startswith("penstock_prompt_tokens_total")))
+        return int(
+            next(
+                line.split()[1] for line in lines if line.startswith("penstock_prompt_tokens_total")
+            )
+        )
 
     before = num_counted()
     embed(server, input=[[1, 2, 3], [4, 5]])
@@ -261,7 +277,9 @@ def test_prompts_that_gave_vectors_are_counted(server: Server) -> None:
 
 @pytest.mark.slow
 def test_a_call_outlives_its_engine(server: Server) -> None:
-    """The inputs that were under way begin again with the next engine; vectors that came are kept."""
+    """The inputs that were under way begin again with the next engine; vectors that came are
+    kept.
+    """
     texts = [f"{number} " + "d" * 300 for number in range(200)]
     found: list[list[float]] = []
     asking = threading.Thread(target=lambda: found.extend(embed(server, input=texts)))
@@ -294,7 +312,9 @@ def test_ollamas_client_gets_the_same_vectors(server: Server) -> None:
     assert client.embed("any", []).embeddings == []
 
 
-def test_a_text_beyond_the_context_is_cut_as_ollama_does_unless_it_shall_not_be(server: Server) -> None:
+def test_a_text_beyond_the_context_is_cut_as_ollama_does_unless_it_shall_not_be(
+    server: Server,
+) -> None:
     body: dict[str, Any] = {"model": "any", "input": "river " * 3000}
     assert server.post(body, "/api/embed").status_code == 200
     refused = server.post({**body, "truncate": False}, "/api/embed")

@@ -26,18 +26,32 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def ask(server: Server, key: str, path: str = "/v1/chat/completions", **fields: Any) -> httpx.Response:
-    body = {"model": "any", **FREE, **({} if "prompt" in fields else {"messages": MESSAGES}), **fields}
+def ask(
+    server: Server, key: str, path: str = "/v1/chat/completions", **fields: Any
+) -> httpx.Response:
+    body = {
+        "model": "any",
+        **FREE,
+        **({} if "prompt" in fields else {"messages": MESSAGES}),
+        **fields,
+    }
     headers = {"authorization": f"Bearer {key}"}
     return server.http.post(server.url + path, json=body, headers=headers)
 
 
-def test_one_keys_crowd_neither_fills_the_queue_nor_keeps_the_rows_from_another(server: Server) -> None:
+def test_one_keys_crowd_neither_fills_the_queue_nor_keeps_the_rows_from_another(
+    server: Server,
+) -> None:
     with ThreadPoolExecutor() as pool:
         stop = threading.Event()
 
         def crowd() -> None:
-            fields: dict[str, Any] = {"n": MAX_QUEUE, "max_tokens": 3000, "stream": True, "temperature": 1.0}
+            fields: dict[str, Any] = {
+                "n": MAX_QUEUE,
+                "max_tokens": 3000,
+                "stream": True,
+                "temperature": 1.0,
+            }
             body = {"model": "any", "messages": MESSAGES, **FREE, **fields}
             headers = {"authorization": f"Bearer {ANN}"}
             url = server.url + "/v1/chat/completions"
@@ -72,7 +86,9 @@ def test_a_short_prompt_is_answered_before_the_long_ones_that_came_first(server:
         for i in range(NUM_LONG):
             pool.submit(complete, "long", [10 + (i + j) % 200 for j in range(LONG_TOKENS)])
         stats = server.stats
-        assert eventually(lambda: (now := stats())["num_running"] + now["num_waiting"] >= NUM_LONG - 2)
+        assert eventually(
+            lambda: (now := stats())["num_running"] + now["num_waiting"] >= NUM_LONG - 2
+        )
         complete("short", [5, 6, 7])
     assert ended.index("short") <= 2, ended
     assert len(ended) == NUM_LONG + 1

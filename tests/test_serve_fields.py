@@ -1,4 +1,6 @@
-"""Fields over HTTP: every name of a form is enforced, salts part caches, a refusal has its API's own form."""
+"""Fields over HTTP: every name of a form is enforced, salts part caches, a refusal has its API's
+own form.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,23 @@ import pytest
 
 from serving import MESSAGES, Server, assert_refused
 
-SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "maximum": 9}},
+    "required": ["n"],
+}
 IS_SCHEMA, IS_DIGITS = r'\{\s*"n"\s*:\s*-?\d+\s*\}', r"\d{3}"
 FORMS: list[tuple[dict[str, Any], str]] = [  # and what the reply matches
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, IS_SCHEMA),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}}, IS_SCHEMA),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "s", "schema": SCHEMA},
+            }
+        },
+        IS_SCHEMA,
+    ),
     ({"guided_json": SCHEMA}, IS_SCHEMA),
     ({"guided_json": json.dumps(SCHEMA)}, IS_SCHEMA),
     ({"json_schema": json.dumps(SCHEMA)}, IS_SCHEMA),
@@ -43,11 +57,16 @@ WRONG_FORMS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}, "guided_json": SCHEMA}, "guided_json"),
     ({"response_format": {"type": "structural_tag"}}, "response_format"),
 ]
-LONG = "Of all rivers I like those best that nobody has counted the bridges of, since they are few. " * 6
+LONG = (
+    "Of all rivers I like those best that nobody has counted the bridges of, since they are few. "
+    * 6
+)
 
 
 @pytest.mark.parametrize(("form", "pattern"), FORMS)
-def test_a_form_is_enforced_by_every_name_it_has(server: Server, form: dict[str, Any], pattern: str) -> None:
+def test_a_form_is_enforced_by_every_name_it_has(
+    server: Server, form: dict[str, Any], pattern: str
+) -> None:
     chat = server.post({"messages": MESSAGES, "max_tokens": 40, **form})
     assert chat.status_code == 200, chat.text
     assert re.fullmatch(pattern, chat.json()["choices"][0]["message"]["content"])
@@ -57,7 +76,12 @@ def test_a_form_is_enforced_by_every_name_it_has(server: Server, form: dict[str,
 
 
 def test_a_form_comes_after_a_thought(server: Server) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 60, "thinking": True, "guided_choice": ["left", "right"]}
+    body = {
+        "messages": MESSAGES,
+        "max_tokens": 60,
+        "thinking": True,
+        "guided_choice": ["left", "right"],
+    }
     message = server.post(body).json()["choices"][0]["message"]
     assert message["content"] in ("left", "right")
     assert message["reasoning_content"]
@@ -79,7 +103,13 @@ def test_a_wrong_form_is_a_400_that_names_it(
 def test_a_thought_that_is_excluded_is_thought_and_not_told(
     server: Server, more: dict[str, Any], is_stream: bool
 ) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 40, "enable_thinking": True, "stream": is_stream, **more}
+    body = {
+        "messages": MESSAGES,
+        "max_tokens": 40,
+        "enable_thinking": True,
+        "stream": is_stream,
+        **more,
+    }
     answer = server.post({**body, "stream_options": {"include_usage": True}})
     assert answer.status_code == 200
     assert "reasoning_content" not in answer.text.replace('"reasoning_content":null', "")
@@ -89,7 +119,11 @@ def test_a_thought_that_is_excluded_is_thought_and_not_told(
 
 def test_a_salt_parts_what_is_cached(server: Server) -> None:
     def num_cached(path: str, **more: Any) -> int:
-        ask = {"prompt": LONG} if path == "completions" else {"messages": [{"role": "user", "content": LONG}]}
+        ask = (
+            {"prompt": LONG}
+            if path == "completions"
+            else {"messages": [{"role": "user", "content": LONG}]}
+        )
         answer = server.post({**ask, "max_tokens": 2, **more}, f"/v1/{path}").json()
         cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         return cached
@@ -139,5 +173,7 @@ def test_what_the_operator_has_named_is_ignored_in_every_api(server: Server) -> 
 @pytest.mark.parametrize("thinking", [False, True, None, {"type": "disabled"}])
 def test_an_invocation_may_say_whether_to_think(server: Server, thinking: Any) -> None:
     for ask in ({"prompt": "Once"}, {"messages": MESSAGES}):
-        answer = server.post({**ask, "max_tokens": 4.0, "thinking": thinking, "user": "u"}, "/invocations")
+        answer = server.post(
+            {**ask, "max_tokens": 4.0, "thinking": thinking, "user": "u"}, "/invocations"
+        )
         assert answer.status_code == 200, answer.text

@@ -59,7 +59,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def stream(server: Server, path: str, body: dict[str, Any]) -> tuple[httpx.Response, float, list[str]]:
+def stream(
+    server: Server, path: str, body: dict[str, Any]
+) -> tuple[httpx.Response, float, list[str]]:
     """The answer, when its headers came, and its lines."""
     began_s = time.monotonic()
     with server.http.stream("POST", server.url + path, json=body) as answer:
@@ -76,18 +78,25 @@ def test_headers_and_heartbeats_do_not_wait_for_the_first_token(server: Server, 
     heartbeat = "event: ping" if path == "/v1/messages" else ": keep-alive"
     first = next(i for i, line in enumerate(lines) if '"delta"' in line or '"text":"' in line)
     assert lines[:first].count(heartbeat) >= 3
-    assert lines[-1] == "data: [DONE]" or lines[-2] in ("event: message_stop", "event: response.completed")
+    assert lines[-1] == "data: [DONE]" or lines[-2] in (
+        "event: message_stop",
+        "event: response.completed",
+    )
     if path in FIRST_EVENTS:
         assert lines[0] == FIRST_EVENTS[path]
 
 
-@pytest.mark.parametrize("path", [path for path in PATHS if path != "/v1/messages"])  # has no time limit
+@pytest.mark.parametrize(
+    "path", [path for path in PATHS if path != "/v1/messages"]
+)  # has no time limit
 def test_an_error_after_the_headers_is_an_event_of_the_api(server: Server, path: str) -> None:
     late = {**PATHS[path], "timeout": 0.4}
     answer, _, lines = stream(server, path, late)
     assert answer.status_code == 200
     if path == "/v1/responses":
-        assert [line for line in lines if line.startswith("event: ")][-1] == "event: response.failed"
+        assert [line for line in lines if line.startswith("event: ")][
+            -1
+        ] == "event: response.failed"
         failed = json.loads(lines[-1].removeprefix("data: "))["response"]
         assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
     else:

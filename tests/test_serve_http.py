@@ -1,4 +1,6 @@
-"""HTTP as clients other than browsers speak it: version 1.0, half-closed connections, more than fit."""
+"""HTTP as clients other than browsers speak it: version 1.0, half-closed connections, more than
+fit.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def server(folder: Path) -> Iterator[Server]:
             yield running
 
 
-def request(body: dict[str, Any], version: str = "1.1", path: str = "/v1/chat/completions") -> bytes:
+def request(
+    body: dict[str, Any], version: str = "1.1", path: str = "/v1/chat/completions"
+) -> bytes:
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data
@@ -74,7 +78,11 @@ def exchange(server: Server, data: bytes, *, half_closes: bool = False) -> tuple
     [
         ("/v1/chat/completions", CHAT, b"data: [DONE]\n\n"),
         ("/v1/completions", {"prompt": "One", "max_tokens": 4, **FREE}, b"data: [DONE]\n\n"),
-        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4}, b'data: {"type":"message_stop"}\n\n'),
+        (
+            "/v1/messages",
+            {"messages": MESSAGES, "max_tokens": 4},
+            b'data: {"type":"message_stop"}\n\n',
+        ),
         ("/v1/responses", {"input": "One", "max_output_tokens": 4, **FREE}, b"\n\n"),
     ],
 )
@@ -82,7 +90,9 @@ def exchange(server: Server, data: bytes, *, half_closes: bool = False) -> tuple
 def test_a_stream_to_a_client_of_http_1_0_has_no_chunks_and_ends_with_the_connection(
     server: Server, path: str, body: dict[str, Any], end: bytes, half_closes: bool
 ) -> None:
-    head, events = exchange(server, request({**body, "stream": True}, "1.0", path), half_closes=half_closes)
+    head, events = exchange(
+        server, request({**body, "stream": True}, "1.0", path), half_closes=half_closes
+    )
     assert head.startswith(b"http/1.1 200")
     assert b"transfer-encoding" not in head
     assert b"connection: close" in head
@@ -159,14 +169,19 @@ def test_more_connections_than_files_allow_are_told_so_and_engines_still_start(
     limit = MAX_FILES - open_files.OWN_FILES - open_files.FILES_PER_ENGINE - open_files.TURNED_AWAY
     server.http.close()
     with contextlib.ExitStack() as opened:
-        idle = [opened.enter_context(socket.create_connection(server.address)) for _ in range(limit - 1)]
+        idle = [
+            opened.enter_context(socket.create_connection(server.address)) for _ in range(limit - 1)
+        ]
         assert len(idle) > 100
         for connection in idle:  # which may stay for a while: a request has come
             connection.sendall(b"GET /ready HTTP/1.1\r\n\r\n")
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         server.http = opened.enter_context(type(server.http)(timeout=60.0))
         assert server.health().status_code == 200
-        late = [opened.enter_context(socket.create_connection(server.address)) for _ in range(2 * MAX_FILES)]
+        late = [
+            opened.enter_context(socket.create_connection(server.address))
+            for _ in range(2 * MAX_FILES)
+        ]
         answers = []
         for connection in late:
             with contextlib.suppress(ConnectionResetError):
@@ -218,7 +233,14 @@ def test_the_operators_limit_counts_and_must_be_possible(monkeypatch: pytest.Mon
 
 
 def test_a_client_that_does_not_read_is_cut_off_and_holds_nobody_up(server: Server) -> None:
-    body = {"messages": MESSAGES, "n": 24, "logprobs": True, "top_logprobs": 20, "stream": True, **FREE}
+    body = {
+        "messages": MESSAGES,
+        "n": 24,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "stream": True,
+        **FREE,
+    }
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(server.address)

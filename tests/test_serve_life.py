@@ -1,4 +1,6 @@
-"""How a server starts, ends and survives: signals, dead processes, busy ports, engines that cannot start."""
+"""How a server starts, ends and survives: signals, dead processes, busy ports, engines that cannot
+start.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from serving import (
 )
 
 
-def test_health_and_requests_are_503_until_the_engine_is_warm_and_sigterm_lets_replies_end() -> None:
+def test_health_and_requests_are_503_until_the_engine_is_warm_and_sigterm_lets_replies_end() -> (
+    None
+):
     with start_server(wait_for="libraries") as server:
         starting = server.health()
         assert starting.status_code == 503
@@ -50,7 +54,9 @@ def test_health_and_requests_are_503_until_the_engine_is_warm_and_sigterm_lets_r
         body = {"messages": MESSAGES, "stream": True, "max_tokens": 150, **FREE}
         with server.stream(body) as lines:
             server.process.send_signal(signal.SIGTERM)
-            assert eventually(lambda: server.http.get(f"{server.url}/ready").status_code == 503, 2.0)
+            assert eventually(
+                lambda: server.http.get(f"{server.url}/ready").status_code == 503, 2.0
+            )
             assert_refused(server.post({"messages": MESSAGES}), 503, None)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.process.wait(timeout=10.0) == 0
@@ -63,13 +69,17 @@ def test_a_second_signal_ends_server_and_engine_at_once() -> None:
         body = {"messages": MESSAGES, "stream": True, **FREE}
         with server.stream(body):
             server.process.send_signal(signal.SIGINT)
-            assert eventually(lambda: server.http.get(f"{server.url}/ready").status_code == 503, 2.0)
+            assert eventually(
+                lambda: server.http.get(f"{server.url}/ready").status_code == 503, 2.0
+            )
             server.process.send_signal(signal.SIGINT)
             server.process.wait(timeout=3.0)
         assert not is_alive(engine_pid)
 
 
-def test_without_an_engine_health_is_503_and_a_stream_that_waits_too_long_ends_with_an_error() -> None:
+def test_without_an_engine_health_is_503_and_a_stream_that_waits_too_long_ends_with_an_error() -> (
+    None
+):
     with start_server(serve={"resume_timeout": 0.3}) as server:
         body = {"messages": MESSAGES, "stream": True, **FREE}
         with server.stream(body) as lines:
@@ -175,7 +185,9 @@ async def assert_a_killed_engine_is_not_heard(client: EngineClient) -> None:
     """Whatever it said before it died and nobody has read yet."""
     client.ping()
     last = Listener()
-    client.submit([(Request(id="last", token_ids=(5,), sampling=SamplingParams(max_tokens=500)), last)])
+    client.submit(
+        [(Request(id="last", token_ids=(5,), sampling=SamplingParams(max_tokens=500)), last)]
+    )
     while not last.deltas:
         await asyncio.sleep(0.01)
     assert client.num_unanswered_pings == 0
@@ -189,7 +201,9 @@ async def assert_a_killed_engine_is_not_heard(client: EngineClient) -> None:
     assert isinstance(last.error, EngineDeadError)
 
 
-def test_a_signal_while_the_server_starts_ends_it_in_good_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_while_the_server_starts_ends_it_in_good_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         with start_server(wait_for="listening") as server:

@@ -57,7 +57,12 @@ def test_a_stream_tells_text_and_tokens_and_then_everything(server: Server) -> N
     whole = complete(server, return_tokens=True)
     assert ids == whole["tokens"], "the end token, too"
     assert ids[:-1] == token_ids(server, "43")
-    assert (end["stop"], end["content"], end["stop_type"], end["tokens_predicted"]) == (True, "", "eos", 2)
+    assert (end["stop"], end["content"], end["stop_type"], end["tokens_predicted"]) == (
+        True,
+        "",
+        "eos",
+        2,
+    )
     assert end.keys() == whole.keys()
 
 
@@ -140,7 +145,9 @@ def test_fields_that_change_no_reply_are_taken_and_fields_can_be_chosen(server: 
         "repeat_penalty": 1.0,
         "samplers": ["dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
     }
-    reply = complete(server, **harmless, response_fields=["content", "timings/predicted_n", "nothing"])
+    reply = complete(
+        server, **harmless, response_fields=["content", "timings/predicted_n", "nothing"]
+    )
     assert reply == {"content": "43", "predicted_n": 2}
 
 

@@ -1,4 +1,6 @@
-"""Many clients at once: nobody's answer depends on the others, and whoever leaves leaves nothing behind."""
+"""Many clients at once: nobody's answer depends on the others, and whoever leaves leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ NUM_CLIENTS = 64
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    # Answers are equal bit for bit only where prefixes end on whole chunks of the delta rule: 64 tokens.
+    # Answers are equal bit for bit only where prefixes end on whole chunks of the delta rule: 64
+    # tokens.
     engine = {"model": two_layers(), "deterministic": True, "page_size": 64, "max_rows": 48}
     with start_server(engine) as running:
         yield running
@@ -26,7 +29,10 @@ def server() -> Iterator[Server]:
 
 def body_of(index: int) -> dict[str, Any]:
     """Greedy and drawn, short and long; some share a system prompt, so that prefixes are found."""
-    system = {"role": "system", "content": "You know all rivers of the world and their names. " * (index % 4)}
+    system = {
+        "role": "system",
+        "content": "You know all rivers of the world and their names. " * (index % 4),
+    }
     question = {"role": "user", "content": f"Question {index}: " + "why? " * (index % 7)}
     return {
         "messages": [system, question],
@@ -80,7 +86,9 @@ def test_half_of_the_clients_leaving_midway_leaves_no_page_in_use_and_no_answer_
     staying = [body_of(index) | {"max_tokens": 16} for index in range(0, NUM_CLIENTS, 2)]
     leaving = [body_of(index) | {"max_tokens": 2000} for index in range(1, NUM_CLIENTS, 2)]
 
-    async def leave_midway(client: httpx.AsyncClient, body: dict[str, Any], num_chunks: int) -> None:
+    async def leave_midway(
+        client: httpx.AsyncClient, body: dict[str, Any], num_chunks: int
+    ) -> None:
         stream = events(client, body)
         for _ in range(num_chunks):
             await anext(stream)
@@ -88,7 +96,9 @@ def test_half_of_the_clients_leaving_midway_leaves_no_page_in_use_and_no_answer_
 
     async def scenario() -> None:
         async with http(server) as client:
-            departures = (leave_midway(client, body, 1 + index % 6) for index, body in enumerate(leaving))
+            departures = (
+                leave_midway(client, body, 1 + index % 6) for index, body in enumerate(leaving)
+            )
             together = await asyncio.gather(*(reply(client, body) for body in staying), *departures)
             for index in range(0, len(staying), 8):
                 assert together[index] == await reply(client, staying[index])

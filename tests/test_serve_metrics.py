@@ -38,7 +38,8 @@ def read(server: Server) -> dict[str, float]:
 def test_totals_grow_by_what_the_replies_report(server: Server) -> None:
     before = read(server)
     usages = [
-        server.post({"messages": MESSAGES, "max_tokens": 7, "n": n, **FREE}).json()["usage"] for n in (1, 3)
+        server.post({"messages": MESSAGES, "max_tokens": 7, "n": n, **FREE}).json()["usage"]
+        for n in (1, 3)
     ]
     grown = {name: number - before.get(name, 0) for name, number in read(server).items()}
     num_generated = sum(usage["completion_tokens"] for usage in usages)
@@ -47,14 +48,21 @@ def test_totals_grow_by_what_the_replies_report(server: Server) -> None:
     assert grown["penstock_prompt_tokens_total"] == num_prompt_tokens
     assert grown["penstock_time_to_first_token_seconds_count"] == 4
     assert grown["penstock_inter_token_seconds_count"] == num_generated - 4
-    assert sum(n for name, n in grown.items() if name.startswith("penstock_prefix_lookups_total")) == 4
-    tokens = ("penstock_prefix_tokens_reused", "penstock_prefix_missed_tokens")  # with why, all of them
+    assert (
+        sum(n for name, n in grown.items() if name.startswith("penstock_prefix_lookups_total")) == 4
+    )
+    tokens = (
+        "penstock_prefix_tokens_reused",
+        "penstock_prefix_missed_tokens",
+    )  # with why, all of them
     assert sum(n for name, n in grown.items() if name.startswith(tokens)) == num_prompt_tokens
     assert grown['penstock_prefix_missed_tokens_total{reason="partial_page"}'] > 0
 
 
 def vllm_samples(text: str) -> dict[str, float]:
-    """By name and labels but for the model's, each of which must be there; read as Prometheus reads it."""
+    """By name and labels but for the model's, each of which must be there; read as Prometheus reads
+    it.
+    """
     parser = pytest.importorskip("prometheus_client.parser")
     found = {}
     for family in parser.text_string_to_metric_families(text):
@@ -81,7 +89,8 @@ def test_the_same_numbers_have_vllms_names(server: Server) -> None:
     assert after["vllm:prompt_tokens_total"] == ours["penstock_prompt_tokens_total"]
     assert after["vllm:generation_tokens_total"] == ours["penstock_generated_tokens_total"]
     assert (
-        after["vllm:time_to_first_token_seconds_count"] == ours["penstock_time_to_first_token_seconds_count"]
+        after["vllm:time_to_first_token_seconds_count"]
+        == ours["penstock_time_to_first_token_seconds_count"]
     )
     assert after["vllm:prefix_cache_hits_total/0"] == ours["penstock_prefix_tokens_reused_total"]
     grown = {name: number - before[name] for name, number in after.items()}
@@ -154,7 +163,10 @@ def test_a_reply_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_family_is_described_once_before_its_samples() -> None:
     stats = EngineStats(1, 2, 3, 4, 5, 6, 7, {"hit": 8, "miss_empty": 1, "tokens_reused": 64})
-    reports = [ReplicaReport(0, "ready", 0, 3, None, stats), ReplicaReport(1, "dead", 2, 0, "why", None)]
+    reports = [
+        ReplicaReport(0, "ready", 0, 3, None, stats),
+        ReplicaReport(1, "dead", 2, 0, "why", None),
+    ]
     lines = render(Metrics(), reports, num_moves=5).splitlines()
     lines += render_vllm_names(Metrics(), reports, "m").splitlines()
     families = [line.split()[2] for line in lines if line.startswith("# TYPE")]

@@ -1,4 +1,6 @@
-"""Ollama's API as its own client sees it, and over plain HTTP: the embedded model on a real server."""
+"""Ollama's API as its own client sees it, and over plain HTTP: the embedded model on a real
+server.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def test_a_format_is_enforced(api: Any) -> None:
         )
         assert reply.message.content.lstrip().startswith("{")
     for raw in (False, True):
-        text = api.generate(MODEL, "What is 17 + 26?", format=SUM, raw=raw, options=options).response
+        text = api.generate(
+            MODEL, "What is 17 + 26?", format=SUM, raw=raw, options=options
+        ).response
         assert set(json.loads(text)) == {"sum"}
 
 
@@ -144,7 +148,11 @@ def test_logprobs_are_those_of_the_tokens(api: Any) -> None:
 def test_a_session_goes_on(server: Server) -> None:
     texts = []
     for text in ("My name is Alice.", "What is my name?"):
-        body = {"messages": [{"role": "user", "content": text}], "session_id": "ollama", "stream": False}
+        body = {
+            "messages": [{"role": "user", "content": text}],
+            "session_id": "ollama",
+            "stream": False,
+        }
         texts.append(server.post(body, "/api/chat").json()["message"]["content"])
     assert texts == ["Nice to meet you, Alice!", "Your name is Alice."]
 
@@ -164,12 +172,16 @@ def test_a_prompt_is_answered_as_a_chat_is(api: Any) -> None:
 def test_a_context_holds_the_conversation(api: Any, streams: bool) -> None:
     first = api.generate(MODEL, "My name is Alice.", stream=streams)
     context = list(first)[-1].context if streams else first.context
-    assert api.generate(MODEL, "What is my name?", context=context).response == "Your name is Alice."
+    assert (
+        api.generate(MODEL, "What is my name?", context=context).response == "Your name is Alice."
+    )
     assert api.generate(MODEL, "Once upon", raw=True, options={"num_predict": 1}).context is None
 
 
 def test_a_raw_prompt_is_continued_as_it_is(api: Any, server: Server) -> None:
-    prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    prompt = (
+        f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
     assert api.generate(MODEL, prompt, raw=True).response == "43"
     counted = server.post({"prompt": prompt}, "/tokenize").json()["count"]
     assert api.generate(MODEL, prompt, raw=True).prompt_eval_count == counted
@@ -266,7 +278,11 @@ def test_a_window_of_penalties_is_refused_where_there_are_any(server: Server) ->
         ("/api/generate", {"prompt": "x", "context": [1, 2, 3]}, "context"),
         ("/api/generate", {"prompt": "x", "context": [2**40]}, "context"),
         ("/api/generate", {"prompt": "x", "raw": True, "system": "y"}, "system"),
-        ("/api/generate", {"prompt": "x", "raw": True, "logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+        (
+            "/api/generate",
+            {"prompt": "x", "raw": True, "logprobs": True, "top_logprobs": 99},
+            "top_logprobs",
+        ),
         ("/api/generate", {"prompt": "x " * 9000}, "context"),
         ("/api/show", {"model": ""}, "model"),
     ],

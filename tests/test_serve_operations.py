@@ -1,4 +1,6 @@
-"""A server as its operator knows it: time limits, priorities, its log, SageMaker's routes, rude clients."""
+"""A server as its operator knows it: time limits, priorities, its log, SageMaker's routes, rude
+clients.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,17 @@ def log_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(log_file: Path) -> Iterator[Server]:
     """One row: what waits can be seen to wait."""
-    settings: dict[str, Any] = {"read_timeout": READ_TIMEOUT_S, "log_format": "json", "max_body_mb": 1.0}
+    settings: dict[str, Any] = {
+        "read_timeout": READ_TIMEOUT_S,
+        "log_format": "json",
+        "max_body_mb": 1.0,
+    }
     settings["min_priority"] = -10
     with (
         log_file.open("w") as log,
-        start_server(engine={"model": two_layers(), "max_rows": 1}, serve=settings, log=log) as running,
+        start_server(
+            engine={"model": two_layers(), "max_rows": 1}, serve=settings, log=log
+        ) as running,
     ):
         yield running
 
@@ -68,14 +76,17 @@ def test_a_stream_out_of_time_ends_with_an_error_and_without_done(server: Server
 def test_time_spent_waiting_counts(server: Server) -> None:
     with server.stream({"messages": MESSAGES, "stream": True, **FREE}):
         started = time.monotonic()
-        assert_refused(server.post({"messages": MESSAGES, "max_tokens": 1, "timeout": 0.3}), 408, None)
+        assert_refused(
+            server.post({"messages": MESSAGES, "max_tokens": 1, "timeout": 0.3}), 408, None
+        )
         assert 0.3 <= time.monotonic() - started < 2.0
     assert eventually(server.is_idle)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize(
-    "change", [{"timeout": 0}, {"timeout": -1}, {"timeout": "1"}, {"priority": 10**6}, {"priority": -11}]
+    "change",
+    [{"timeout": 0}, {"timeout": -1}, {"timeout": "1"}, {"priority": 10**6}, {"priority": -11}],
 )
 def test_a_time_or_a_priority_that_cannot_be_is_a_400(
     server: Server, path: str, change: dict[str, Any]
@@ -90,7 +101,9 @@ def test_a_time_or_a_priority_that_cannot_be_is_a_400(
 def test_nobody_is_more_urgent_than_the_operator_allows(server: Server) -> None:
     answer = server.post({"messages": MESSAGES, "max_tokens": 1, "priority": -11})
     assert "server accepts is -10" in answer.json()["error"]["message"]
-    responses = server.post({"input": "x", "max_output_tokens": 1, "priority": -11}, "/v1/responses")
+    responses = server.post(
+        {"input": "x", "max_output_tokens": 1, "priority": -11}, "/v1/responses"
+    )
     assert_refused(responses, 400, "priority")
     assert server.post({"messages": MESSAGES, "max_tokens": 1, "priority": -10}).status_code == 200
 
@@ -120,7 +133,9 @@ def test_every_request_is_one_line_of_the_log_with_its_id_and_without_its_words(
     ids = {"x-request-id": "trace-me"}
     body = {"prompt": f"{SECRET} is what I say", "max_tokens": 3, "stream": True, **FREE}
     server.http.post(f"{server.url}/v1/completions", headers=ids, json=body)
-    server.http.post(f"{server.url}/v1/completions", headers=ids, json={"prompt": [SECRET], "n": "x"})
+    server.http.post(
+        f"{server.url}/v1/completions", headers=ids, json={"prompt": [SECRET], "n": "x"}
+    )
     server.http.get(f"{server.url}/no/such%0apath?{SECRET}", headers=ids)
     server.http.get(f"{server.url}/health", headers=ids)
 
@@ -149,7 +164,9 @@ def test_an_invocation_is_what_its_shape_says(server: Server) -> None:
         same = "/v1/completions" if "prompt" in change else "/v1/chat/completions"
         invoked, direct = server.post(body, "/invocations").json(), server.post(body, same).json()
         assert (invoked["object"], invoked["choices"]) == (direct["object"], direct["choices"])
-        assert server.post({**body, "stream": True}, "/invocations").text.endswith("data: [DONE]\n\n")
+        assert server.post({**body, "stream": True}, "/invocations").text.endswith(
+            "data: [DONE]\n\n"
+        )
 
 
 def test_an_invocation_thinks_only_when_it_is_told_to(server: Server) -> None:
@@ -160,7 +177,9 @@ def test_an_invocation_thinks_only_when_it_is_told_to(server: Server) -> None:
         return count
 
     chat = {"messages": MESSAGES}
-    on, off = (num_prompt_tokens("/v1/chat/completions", **chat, thinking=flag) for flag in (True, False))
+    on, off = (
+        num_prompt_tokens("/v1/chat/completions", **chat, thinking=flag) for flag in (True, False)
+    )
     assert on != off
     assert num_prompt_tokens("/invocations", **chat) == off
     assert num_prompt_tokens("/invocations", **chat, thinking=False) == off
@@ -199,7 +218,9 @@ HALF_SENT = {  # and what such a client is told
 def test_half_sent_requests_are_cut_off_and_hold_nobody_up(server: Server) -> None:
     started = time.monotonic()
     with contextlib.ExitStack() as opened:
-        connections = [opened.enter_context(socket.create_connection(server.address)) for _ in HALF_SENT]
+        connections = [
+            opened.enter_context(socket.create_connection(server.address)) for _ in HALF_SENT
+        ]
         for connection, data in zip(connections, HALF_SENT):
             connection.sendall(data)
         assert server.post({"messages": MESSAGES, "max_tokens": 2}).status_code == 200
@@ -223,12 +244,18 @@ OVERSIZED = {
     "a long header": [HEAD % b"/v1/completions" + b"X: ", b"x" * 5 * 2**20],
     "many headers": [HEAD % b"/v1/completions", b"X: y\r\n" * 100_000],
     "a long path": [b"GET /", b"x" * 2**20],
-    "a long trailer": [HEAD % b"/health" + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: ", b"x" * 5 * 2**20],
+    "a long trailer": [
+        HEAD % b"/health" + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: ",
+        b"x" * 5 * 2**20,
+    ],
     "chunks of frames": [
         HEAD % b"/v1/completions" + b"Transfer-Encoding: chunked\r\n\r\n",
         (b"1;" + b"x" * 1000 + b"\r\n \r\n") * 5000,
     ],
-    "a large body": [HEAD % b"/v1/completions" + b"Content-Length: 104857600\r\n\r\n", b" " * 2**20],
+    "a large body": [
+        HEAD % b"/v1/completions" + b"Content-Length: 104857600\r\n\r\n",
+        b" " * 2**20,
+    ],
     "a large body in chunks": [
         HEAD % b"/v1/completions" + b"Transfer-Encoding: chunked\r\n\r\n",
         (b"10000\r\n" + b" " * 0x10000 + b"\r\n") * 40,
@@ -237,7 +264,10 @@ OVERSIZED = {
         HEAD % b"/v1/completions" + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
         b"0\r\n\r\n",
     ],
-    "two lengths": [HEAD % b"/v1/completions" + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n", b"{}"],
+    "two lengths": [
+        HEAD % b"/v1/completions" + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n",
+        b"{}",
+    ],
     "no HTTP": [b"\x16\x03\x01" * 100, b"\0" * 1000],
 }
 

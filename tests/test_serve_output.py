@@ -29,7 +29,9 @@ def ask(server: Server, body: dict[str, Any], path: str = CHAT, **fields: Any) -
     return reply
 
 
-def chunks_of(server: Server, body: dict[str, Any], path: str = CHAT, **fields: Any) -> list[dict[str, Any]]:
+def chunks_of(
+    server: Server, body: dict[str, Any], path: str = CHAT, **fields: Any
+) -> list[dict[str, Any]]:
     lines = server.post({**body, "stream": True, **fields}, path).text.split("\n\n")
     events = [line.removeprefix("data: ") for line in lines if line]
     assert events[-1] == "[DONE]"
@@ -38,13 +40,17 @@ def chunks_of(server: Server, body: dict[str, Any], path: str = CHAT, **fields: 
 
 def prompt_of(server: Server, tokenizer: Tokenizer, messages: list[Any], **fields: Any) -> str:
     body = {"messages": messages, "max_tokens": 8, "return_token_ids": True}
-    return tokenizer.decode(ask(server, body, **fields)["prompt_token_ids"], skip_special_tokens=False)
+    return tokenizer.decode(
+        ask(server, body, **fields)["prompt_token_ids"], skip_special_tokens=False
+    )
 
 
 START = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-def test_a_reply_continues_the_assistants_last_message(server: Server, tokenizer: Tokenizer) -> None:
+def test_a_reply_continues_the_assistants_last_message(
+    server: Server, tokenizer: Tokenizer
+) -> None:
     def prompt(*messages: Any, **fields: Any) -> str:
         return prompt_of(server, tokenizer, list(messages), **fields)
 
@@ -59,20 +65,28 @@ def test_a_reply_continues_the_assistants_last_message(server: Server, tokenizer
         assert prompt(QUESTION, PREFILL, **own_turn).endswith(closed + START)
     bare = {"continue_final_message": False, "add_generation_prompt": False}
     assert prompt(QUESTION, PREFILL, **bare).endswith(closed)
-    assert prompt(QUESTION, add_generation_prompt=False).endswith(f"{QUESTION['content']}<|im_end|>\n")
+    assert prompt(QUESTION, add_generation_prompt=False).endswith(
+        f"{QUESTION['content']}<|im_end|>\n"
+    )
     alone = parse_chat(json.dumps({"messages": [PREFILL]}).encode())
     assert (alone.messages, alone.reply_start) == ([PREFILL], ""), "it answers nothing"
     form = {"response_format": {"type": "json_object"}}
-    assert prompt(QUESTION, PREFILL, **form).endswith(closed + START), "only a whole reply has a form"
+    assert prompt(QUESTION, PREFILL, **form).endswith(closed + START), (
+        "only a whole reply has a form"
+    )
 
 
 def test_a_continued_reply_has_only_its_own_words_with_their_space(server: Server) -> None:
-    whole = ask(server, {"messages": [QUESTION], "max_tokens": 40})["choices"][0]["message"]["content"]
+    whole = ask(server, {"messages": [QUESTION], "max_tokens": 40})["choices"][0]["message"][
+        "content"
+    ]
     first, _, rest = whole.partition(" ")
     if not rest:
         first, rest = whole[:1], whole[1:]
     messages = [QUESTION, {"role": "assistant", "content": first}]
-    content = ask(server, {"messages": messages, "max_tokens": 40})["choices"][0]["message"]["content"]
+    content = ask(server, {"messages": messages, "max_tokens": 40})["choices"][0]["message"][
+        "content"
+    ]
     assert first + content == whole
 
 
@@ -83,11 +97,16 @@ def test_a_thought_is_closed_before_a_continued_answer_and_goes_on_without_one(
     said = {**PREFILL, "reasoning_content": "17 + 26 = 43."}
     prompt = prompt_of(server, tokenizer, [QUESTION, said], **thinks)
     assert prompt.endswith(f"<think>\n17 + 26 = 43.\n</think>\n\n{PREFILL['content']}")
-    tagged = {"role": "assistant", "content": f"<think>\n17 + 26 = 43.\n</think>\n\n{PREFILL['content']}"}
+    tagged = {
+        "role": "assistant",
+        "content": f"<think>\n17 + 26 = 43.\n</think>\n\n{PREFILL['content']}",
+    }
     assert prompt_of(server, tokenizer, [QUESTION, tagged], **thinks) == prompt
     thought = {"role": "assistant", "content": "", "reasoning_content": "17 + 26 is"}
     reply = ask(
-        server, {"messages": [QUESTION, thought], "max_tokens": 60, "return_token_ids": True}, **thinks
+        server,
+        {"messages": [QUESTION, thought], "max_tokens": 60, "return_token_ids": True},
+        **thinks,
     )
     prompt = tokenizer.decode(reply["prompt_token_ids"], skip_special_tokens=False)
     assert prompt.endswith("<think>\n17 + 26 is")
@@ -109,7 +128,10 @@ def test_a_session_holds_a_continued_reply_as_one(server: Server, tokenizer: Tok
     [
         ([QUESTION], {"continue_final_message": True}),
         ([QUESTION, PREFILL], {"continue_final_message": True, "add_generation_prompt": True}),
-        ([QUESTION, PREFILL], {"continue_final_message": True, "response_format": {"type": "json_object"}}),
+        (
+            [QUESTION, PREFILL],
+            {"continue_final_message": True, "response_format": {"type": "json_object"}},
+        ),
     ],
 )
 def test_what_cannot_be_continued_is_refused(
@@ -124,7 +146,9 @@ def test_tokenize_counts_what_a_chat_would_have(server: Server) -> None:
         found: list[int] = server.post(body, "/tokenize").json()["tokens"]
         return found
 
-    reply = ask(server, {"messages": [QUESTION, PREFILL], "max_tokens": 1, "return_token_ids": True})
+    reply = ask(
+        server, {"messages": [QUESTION, PREFILL], "max_tokens": 1, "return_token_ids": True}
+    )
     assert tokens() == reply["prompt_token_ids"]
     assert tokens(add_generation_prompt=False, continue_final_message=True) == tokens()
     closed = tokens(add_generation_prompt=False)
@@ -132,8 +156,13 @@ def test_tokenize_counts_what_a_chat_would_have(server: Server) -> None:
     assert tokens(continue_final_message=False)[: len(closed)] == closed
 
 
-def test_token_ids_are_those_of_the_text_streamed_or_whole(server: Server, tokenizer: Tokenizer) -> None:
-    for path, body in ((CHAT, {**STORY, "max_tokens": 200}), (COMPLETE, {"prompt": "Once upon a time"})):
+def test_token_ids_are_those_of_the_text_streamed_or_whole(
+    server: Server, tokenizer: Tokenizer
+) -> None:
+    for path, body in (
+        (CHAT, {**STORY, "max_tokens": 200}),
+        (COMPLETE, {"prompt": "Once upon a time"}),
+    ):
         reply = ask(server, body, path, return_token_ids=True)
         (choice,) = reply["choices"]
         text = choice["text"] if path == COMPLETE else choice["message"]["content"]
@@ -153,7 +182,9 @@ def test_token_ids_are_those_of_the_text_streamed_or_whole(server: Server, token
         assert "token_ids" not in json.dumps(plain)
 
 
-def test_token_ids_of_calls_and_of_closed_thoughts_are_all_told(server: Server, tokenizer: Tokenizer) -> None:
+def test_token_ids_of_calls_and_of_closed_thoughts_are_all_told(
+    server: Server, tokenizer: Tokenizer
+) -> None:
     """Chunks that have no text must not lose their ids."""
     thinks = {"chat_template_kwargs": {"enable_thinking": True}, "thinking": {"budget_tokens": 6}}
     tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
@@ -163,7 +194,9 @@ def test_token_ids_of_calls_and_of_closed_thoughts_are_all_told(server: Server, 
         whole = ask(server, body)
         ids = whole["choices"][0]["token_ids"]
         chunks = chunks_of(server, body)
-        assert [id for chunk in chunks for one in chunk["choices"] for id in one["token_ids"]] == ids
+        assert [
+            id for chunk in chunks for one in chunk["choices"] for id in one["token_ids"]
+        ] == ids
         marker = "</think>" if fields is thinks else "</tool_call>"
         assert marker in tokenizer.decode(ids)
 
@@ -188,7 +221,13 @@ def test_scores_of_a_prompt_are_those_of_its_echo(server: Server, tokenizer: Tok
 
 
 def test_an_echo_and_scores_of_a_prompt_have_their_own_alternatives(server: Server) -> None:
-    body = {"prompt": "Once upon a time", "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+    body = {
+        "prompt": "Once upon a time",
+        "max_tokens": 1,
+        "echo": True,
+        "logprobs": 1,
+        "temperature": 0,
+    }
     (plain,) = ask(server, body, COMPLETE)["choices"]
     (both,) = ask(server, body, COMPLETE, prompt_logprobs=4)["choices"]
     assert both["logprobs"] == plain["logprobs"]
@@ -208,7 +247,10 @@ def test_a_chat_has_the_scores_of_its_prompt_once(server: Server) -> None:
 
 
 def test_a_stop_is_told_and_shown_where_that_is_asked(server: Server, tokenizer: Tokenizer) -> None:
-    for path, body in ((CHAT, STORY), (COMPLETE, {"prompt": "Once upon a time there was", "max_tokens": 24})):
+    for path, body in (
+        (CHAT, STORY),
+        (COMPLETE, {"prompt": "Once upon a time there was", "max_tokens": 24}),
+    ):
         plain = ask(server, body, path, return_token_ids=True)["choices"][0]
         text = plain["text"] if path == COMPLETE else plain["message"]["content"]
         assert plain["stop_reason"] is None
@@ -228,13 +270,19 @@ def test_a_stop_is_told_and_shown_where_that_is_asked(server: Server, tokenizer:
         assert by_id["token_ids"] == plain["token_ids"][: place + 1]
         until = by_id["text"] if path == COMPLETE else by_id["message"]["content"]
         assert until.rstrip() == tokenizer.decode(plain["token_ids"][:place]).rstrip()
-        (with_id,) = ask(server, body, path, stop_token_ids=[id], include_stop_str_in_output=True)["choices"]
+        (with_id,) = ask(server, body, path, stop_token_ids=[id], include_stop_str_in_output=True)[
+            "choices"
+        ]
         until = with_id["text"] if path == COMPLETE else with_id["message"]["content"]
         assert until.rstrip() == tokenizer.decode(plain["token_ids"][: place + 1]).rstrip()
 
 
 def test_an_end_of_the_models_own_is_no_stop_reason(server: Server, tokenizer: Tokenizer) -> None:
-    body = {"messages": [QUESTION], "max_tokens": 100, "stop_token_ids": list(tokenizer.eos_token_ids)}
+    body = {
+        "messages": [QUESTION],
+        "max_tokens": 100,
+        "stop_token_ids": list(tokenizer.eos_token_ids),
+    }
     (choice,) = ask(server, body)["choices"]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
     (forced,) = ask(server, body, ignore_eos=True)["choices"]
@@ -251,7 +299,9 @@ def test_special_tokens_are_shown_where_that_is_asked(server: Server, tokenizer:
     kept = ask(server, body, skip_special_tokens=False)["choices"][0]["message"]["content"]
     assert kept == hidden, "what ended a reply is no part of it"
     on = {"ignore_eos": True, "max_tokens": 60}
-    going_on = ask(server, {**body, **on}, skip_special_tokens=False)["choices"][0]["message"]["content"]
+    going_on = ask(server, {**body, **on}, skip_special_tokens=False)["choices"][0]["message"][
+        "content"
+    ]
     assert "<|im_end|>" in going_on
     assert "<|im_end|>" not in ask(server, {**body, **on})["choices"][0]["message"]["content"]
 
@@ -291,7 +341,8 @@ def test_every_chunk_counts_where_that_is_asked(server: Server) -> None:
         assert counts == sorted(counts)
         assert counts[-1] == counts[-2] > 2
         assert all(
-            chunk["usage"]["prompt_tokens"] == chunks[-1]["usage"]["prompt_tokens"] for chunk in chunks
+            chunk["usage"]["prompt_tokens"] == chunks[-1]["usage"]["prompt_tokens"]
+            for chunk in chunks
         )
         plain = chunks_of(server, body, path, stream_options={"continuous_usage_stats": True})
         assert not any("usage" in chunk for chunk in plain)

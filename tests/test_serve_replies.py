@@ -1,4 +1,6 @@
-"""A reply that grows: however its tokens arrive, it says and counts the same. No engine, no HTTP."""
+"""A reply that grows: however its tokens arrive, it says and counts the same. No engine, no
+HTTP.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def in_loop(test: Any) -> Any:
     return asyncio.run(run())
 
 
-def test_a_budget_cuts_a_thought_at_its_token_however_many_come_at_once(tokenizer: Tokenizer) -> None:
+def test_a_budget_cuts_a_thought_at_its_token_however_many_come_at_once(
+    tokenizer: Tokenizer,
+) -> None:
     ids = tokenizer.encode("one two three four five six seven eight nine ten")
     closing_ids = tuple(tokenizer.encode("\n</think>\n\n"))
     thought = Thought(tokenizer.id_of("</think>"), 4, closing_ids)
@@ -109,7 +113,9 @@ def test_a_budget_cuts_a_thought_at_its_token_however_many_come_at_once(tokenize
         first, second = growing.client.submitted
         assert growing.client.aborted == [first.id]
         assert second.token_ids == (*PROMPT, *ids[:4], *closing_ids)
-        assert second.num_prompt_tokens == len(PROMPT), "the thought counts as said, also for penalties"
+        assert second.num_prompt_tokens == len(PROMPT), (
+            "the thought counts as said, also for penalties"
+        )
         assert second.sampling == first.sampling
         growing.client.aborted.clear()
         growing.grow("42", size, "stop")
@@ -123,7 +129,9 @@ def test_a_budget_cuts_a_thought_at_its_token_however_many_come_at_once(tokenize
     assert all(each == grown[0] for each in grown)
 
 
-def test_a_loop_in_a_thought_closes_it_and_only_a_loop_behind_it_ends_the_reply(tokenizer: Tokenizer) -> None:
+def test_a_loop_in_a_thought_closes_it_and_only_a_loop_behind_it_ends_the_reply(
+    tokenizer: Tokenizer,
+) -> None:
     closing_ids = tuple(tokenizer.encode("\n</think>\n\n"))
     sampling = SamplingParams(max_tokens=2000)
     loop = "la " * 400
@@ -137,12 +145,19 @@ def test_a_loop_in_a_thought_closes_it_and_only_a_loop_behind_it_ends_the_reply(
         num_thought = len(second.token_ids) - len(PROMPT) - len(closing_ids)
         assert MIN_TOKENS <= num_thought <= MIN_TOKENS + CHECK_EVERY + size
         assert second.token_ids[-len(closing_ids) :] == closing_ids
-        assert not any(isinstance(piece, ReplyEnd) for delta in growing.deltas for piece in delta.deltas)
+        assert not any(
+            isinstance(piece, ReplyEnd) for delta in growing.deltas for piece in delta.deltas
+        )
         growing.client.aborted.clear()
         growing.grow("It is 42. ", size)
         growing.grow(loop, size)
         assert len(growing.client.submitted) == 2, "an answer has no thought to close"
-        (end,) = [piece for delta in growing.deltas for piece in delta.deltas if isinstance(piece, ReplyEnd)]
+        (end,) = [
+            piece
+            for delta in growing.deltas
+            for piece in delta.deltas
+            if isinstance(piece, ReplyEnd)
+        ]
         assert (end.reason, end.is_loop) == ("length", True)
         assert growing.parsed.content.startswith("It is 42. la la")
         usage = growing.stream.usage
@@ -196,9 +211,9 @@ def test_a_reopened_thought_is_closed_again_and_nothing_said_is_lost(tokenizer: 
         growing.grow("second", 1, "stop")
         _, _, third = growing.client.submitted
         said = tokenizer.decode(third.token_ids[len(PROMPT) :])
-        assert said == tokenizer.decode(tokenizer.encode("a b c d")[:2]) + "\n</think>\n\nfirst <think>" + (
-            "\n</think>\n\n"
-        )
+        assert said == tokenizer.decode(
+            tokenizer.encode("a b c d")[:2]
+        ) + "\n</think>\n\nfirst <think>" + ("\n</think>\n\n")
         assert growing.parsed.content.split() == ["first", "second"]
         assert third.num_prompt_tokens == len(PROMPT)
 
@@ -218,7 +233,9 @@ def test_after_the_first_of_sequential_calls_nothing_is_said(tokenizer: Tokenize
         in_loop(lambda size=size: grow(size))
 
 
-def test_every_log_probability_is_streamed_once_whatever_its_token_became(tokenizer: Tokenizer) -> None:
+def test_every_log_probability_is_streamed_once_whatever_its_token_became(
+    tokenizer: Tokenizer,
+) -> None:
     text = f"Well. {CALL}\n{CALL}"
     num_tokens = len(tokenizer.encode(text))
 

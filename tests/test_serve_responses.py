@@ -1,4 +1,6 @@
-"""The Responses API as its clients meet it: the embedded model on a real server, asked by openai."""
+"""The Responses API as its clients meet it: the embedded model on a real server, asked by
+openai.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ TOOLS = [
     tool("feed_pet", "Release food for a pet.", pet="string", grams="integer"),
 ]
 CHAT_TOOLS: list[Any] = [
-    {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+    {
+        "type": "function",
+        "function": {name: value for name, value in tool.items() if name != "type"},
+    }
     for tool in TOOLS
 ]
 
@@ -89,7 +94,9 @@ ITEMS = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_a_stream_goes_as_recorded_and_ends_with_the_whole_response(server: Server, name: str) -> None:
+def test_a_stream_goes_as_recorded_and_ends_with_the_whole_response(
+    server: Server, name: str
+) -> None:
     """Delete a recording to have it made anew, and look at what changed."""
     whole = server.post(ASKED[name], "/v1/responses").json()
     Response.model_validate(whole, strict=True)
@@ -110,7 +117,9 @@ def test_a_stream_goes_as_recorded_and_ends_with_the_whole_response(server: Serv
 def test_the_openai_clients_stream_accumulates_the_whole_response(api: openai.OpenAI) -> None:
     with api.responses.stream(model="any", input=TWO_CALLS, tools=TOOLS, reasoning=THINK) as stream:
         snapshots = [
-            event.snapshot for event in stream if event.type == "response.function_call_arguments.delta"
+            event.snapshot
+            for event in stream
+            if event.type == "response.function_call_arguments.delta"
         ]
         streamed = stream.get_final_response()
     assert calls_of(streamed) == [CHECK_T6D32, FEED_LENA]
@@ -158,9 +167,15 @@ def test_the_response_repeats_what_was_asked(api: openai.OpenAI) -> None:
 def test_usage_counts_what_the_chat_api_counts(api: openai.OpenAI) -> None:
     usage = respond(api, QUESTION, reasoning=THINK).usage
     messages: Any = [{"role": "user", "content": QUESTION}]
-    chat = api.chat.completions.create(model="any", messages=messages, extra_body={"thinking": True}).usage
+    chat = api.chat.completions.create(
+        model="any", messages=messages, extra_body={"thinking": True}
+    ).usage
     assert (usage.input_tokens, usage.output_tokens) == (chat.prompt_tokens, chat.completion_tokens)
-    assert usage.output_tokens_details.reasoning_tokens == chat.completion_tokens_details.reasoning_tokens > 0
+    assert (
+        usage.output_tokens_details.reasoning_tokens
+        == chat.completion_tokens_details.reasoning_tokens
+        > 0
+    )
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     again = [respond(api, "word " * 200, max_output_tokens=1) for _ in range(2)]
     assert again[1].usage.input_tokens_details.cached_tokens > 100
@@ -208,7 +223,11 @@ def test_a_conversation_that_was_kept_is_the_one_that_is_sent(api: openai.OpenAI
     sent = respond(api, items, tools=TOOLS, store=False)
     (thought,) = [item for item in first.output if item.type == "reasoning"]
     calls = [
-        {"id": id, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        {
+            "id": id,
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments)},
+        }
         for id, (name, arguments) in zip("ab", calls_of(first))
     ]
     messages: list[Any] = [
@@ -226,7 +245,10 @@ def test_a_conversation_that_was_kept_is_the_one_that_is_sent(api: openai.OpenAI
 
 
 def test_instructions_hold_for_one_response_only(api: openai.OpenAI) -> None:
-    plain, told = respond(api, QUESTION), respond(api, QUESTION, instructions="Answer in French. " * 9)
+    plain, told = (
+        respond(api, QUESTION),
+        respond(api, QUESTION, instructions="Answer in French. " * 9),
+    )
     assert plain.output_text == told.output_text == "43"
     after = [
         respond(api, "Why?", previous_response_id=response.id, max_output_tokens=1)
@@ -277,9 +299,15 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         "input[0].content",
     ),
     ({"input": [{"type": "wizardry"}]}, "input[0].type"),
-    ({"input": [{"type": "compaction", "encrypted_content": "gAAA"}]}, "input[0].encrypted_content"),
+    (
+        {"input": [{"type": "compaction", "encrypted_content": "gAAA"}]},
+        "input[0].encrypted_content",
+    ),
     ({"input": [{"type": "custom_tool_call", "call_id": "1", "name": "f"}]}, "input[0]"),
-    ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input[0].call_id"),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]},
+        "input[0].call_id",
+    ),
     ({"input": [CALL, {"type": "function_call_output", "call_id": "1"}]}, "input[1].output"),
     ({"input": [{**CALL, "name": None}]}, "input[0]"),
     ({"input": "word " * 5000}, "input"),
@@ -291,7 +319,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": allowed("all")}, "tool_choice.mode"),
     ({"tools": TOOLS, "tool_choice": allowed("required")}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": allowed("auto", {"type": "function", "name": "x"})}, "tool_choice"),
+    (
+        {"tools": TOOLS, "tool_choice": allowed("auto", {"type": "function", "name": "x"})},
+        "tool_choice",
+    ),
     ({"tools": TOOLS, "tool_choice": allowed("auto", {"type": "mcp"})}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"text": {"format": {"type": "poem"}}}, "text.format"),
@@ -343,7 +374,9 @@ def test_a_response_nobody_knows_is_a_404_in_openais_shape(server: Server) -> No
     asked = {"input": "x", "previous_response_id": "resp_x"}
     assert_refused(server.post(asked, "/v1/responses"), 404, "previous_response_id")
     for reference in ({"type": "item_reference", "id": "msg_x"}, {"id": "msg_x"}):
-        answer = server.post({"input": [reference, {"role": "user", "content": "x"}]}, "/v1/responses")
+        answer = server.post(
+            {"input": [reference, {"role": "user", "content": "x"}]}, "/v1/responses"
+        )
         assert_refused(answer, 404, "input")
         assert answer.json()["error"]["message"].startswith("Item with id 'msg_x' not found.")
     assert_refused(http.get(f"{server.url}/v1/responses/resp_x?stream=true"), 404, None)
@@ -378,8 +411,13 @@ def test_the_clients_chat_stream_accumulates_the_whole_completion(api: openai.Op
         streamed = stream.get_final_completion().choices[0]
     assert [(event.name, json.loads(event.arguments)) for event in done] == [CHECK_T6D32, FEED_LENA]
     assert streamed.finish_reason == "tool_calls"
-    assert [call.function.name for call in streamed.message.tool_calls] == ["check_stock", "feed_pet"]
+    assert [call.function.name for call in streamed.message.tool_calls] == [
+        "check_stock",
+        "feed_pet",
+    ]
     messages = [{"role": "user", "content": QUESTION}]
-    with api.chat.completions.stream(model="any", messages=messages, response_format=Distance) as parsing:
+    with api.chat.completions.stream(
+        model="any", messages=messages, response_format=Distance
+    ) as parsing:
         final = parsing.get_final_completion().choices[0]
     assert isinstance(final.message.parsed, Distance)

@@ -1,4 +1,6 @@
-"""A model whose template thinks by default, as Qwen's does: what clients see, and what operators decide."""
+"""A model whose template thinks by default, as Qwen's does: what clients see, and what operators
+decide.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ TOM = (
 )
 SUM = "What is 17 + 26? Reply with just the number."
 CLOSING = "\n</think>\n\n"
-SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer", "maximum": 99}}, "required": ["sum"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "maximum": 99}},
+    "required": ["sum"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +36,15 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(template: Path) -> Iterator[Server]:
-    """As clients meet it that know nothing of thoughts, with an operator who wants varied replies."""
-    serve = {"chat_template": str(template), "reasoning": "content", "temperature": 1.5, "top_p": 0.9}
+    """As clients meet it that know nothing of thoughts, with an operator who wants varied
+    replies.
+    """
+    serve = {
+        "chat_template": str(template),
+        "reasoning": "content",
+        "temperature": 1.5,
+        "top_p": 0.9,
+    }
     with start_server(serve=serve) as server:
         yield server
 
@@ -45,7 +58,9 @@ def body(content: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "temperature": 0, **fields}
 
 
-def ask(server: Server, content: str, path: str = "/v1/chat/completions", **fields: Any) -> dict[str, Any]:
+def ask(
+    server: Server, content: str, path: str = "/v1/chat/completions", **fields: Any
+) -> dict[str, Any]:
     answer = server.post(body(content, **fields), path)
     assert answer.status_code == 200, answer.text
     reply: dict[str, Any] = answer.json()
@@ -93,7 +108,9 @@ def test_content_that_must_be_json_and_apis_with_blocks_keep_thoughts_apart(serv
     message = ask(server, SUM, max_tokens=100, response_format=form)["choices"][0]["message"]
     assert set(json.loads(message["content"])) == {"sum"}
     assert message["reasoning_content"] == "17 + 26 = 43."
-    blocks = ask(server, SUM, "/v1/messages", max_tokens=100, thinking={"type": "adaptive"})["content"]
+    blocks = ask(server, SUM, "/v1/messages", max_tokens=100, thinking={"type": "adaptive"})[
+        "content"
+    ]
     assert [block["type"] for block in blocks] == ["thinking", "text"]
     items = server.post({"input": SUM, "temperature": 0}, "/v1/responses").json()["output"]
     assert [item["type"] for item in items] == ["reasoning", "message"]
@@ -110,18 +127,27 @@ def test_a_thought_without_a_budget_has_half_of_the_tokens_and_at_least_16(
     assert len(tokenizer.encode(thought.removeprefix("<think>\n"))) == num_thought
     assert reply["usage"]["completion_tokens"] == max_tokens
     num_closing = len(tokenizer.encode(CLOSING))
-    assert reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == num_thought + num_closing
+    assert (
+        reply["usage"]["completion_tokens_details"]["reasoning_tokens"] == num_thought + num_closing
+    )
 
 
-def test_a_requests_own_budget_wins_and_a_limit_without_room_for_an_answer_is_kept(server: Server) -> None:
+def test_a_requests_own_budget_wins_and_a_limit_without_room_for_an_answer_is_kept(
+    server: Server,
+) -> None:
     own = ask(server, TOM, max_tokens=60, thinking={"type": "enabled", "budget_tokens": 50})
     free = ask(server, TOM, max_tokens=200)
     assert content_of(own).partition(CLOSING)[0] == content_of(free).partition(CLOSING)[0]
     for budget in (None, 4):
-        thinking = {"type": "enabled"} if budget is None else {"type": "enabled", "budget_tokens": budget}
+        thinking = (
+            {"type": "enabled"} if budget is None else {"type": "enabled", "budget_tokens": budget}
+        )
         cut = ask(server, TOM, max_tokens=6, thinking=thinking)
         assert CLOSING not in content_of(cut)
-        assert (cut["usage"]["completion_tokens"], cut["choices"][0]["finish_reason"]) == (6, "length")
+        assert (cut["usage"]["completion_tokens"], cut["choices"][0]["finish_reason"]) == (
+            6,
+            "length",
+        )
 
 
 def test_an_effort_leaves_room_for_the_answer_too(server: Server) -> None:
@@ -131,10 +157,14 @@ def test_an_effort_leaves_room_for_the_answer_too(server: Server) -> None:
     assert message["content"][0]["text"]
 
 
-def test_the_operators_sampling_is_for_requests_that_do_not_say_in_every_api(server: Server) -> None:
+def test_the_operators_sampling_is_for_requests_that_do_not_say_in_every_api(
+    server: Server,
+) -> None:
     def drawn(**fields: Any) -> str:
         given = {**body(TOM, max_tokens=60, seed=3), **fields}
-        return content_of(server.post({name: v for name, v in given.items() if v is not None}).json())
+        return content_of(
+            server.post({name: v for name, v in given.items() if v is not None}).json()
+        )
 
     said = drawn(temperature=1.5, top_p=0.9)
     assert drawn(temperature=None) == said
@@ -174,9 +204,14 @@ def test_a_prompt_that_is_thought_about_is_answered_with_text(template: Path) ->
 
         streamed = {"prompt": SUM, "thinking": True, "max_tokens": 100, "stream": True}
         lines = server.post(streamed, "/invocations").text.split("\n\n")
-        choices = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+        choices = [
+            json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")
+        ]
         assert "".join(piece["text"] for piece in choices) == choice["text"]
-        assert "".join(piece.get("reasoning_content", "") for piece in choices) == choice["reasoning_content"]
+        assert (
+            "".join(piece.get("reasoning_content", "") for piece in choices)
+            == choice["reasoning_content"]
+        )
 
         scored = invoke(logprobs=2)["choices"][0]["logprobs"]
         assert scored["tokens"][0] == "17"[: len(scored["tokens"][0])]

@@ -1,4 +1,6 @@
-"""What a chat reply may be: calls, JSON, thoughts. The embedded model on a real server, asked by openai."""
+"""What a chat reply may be: calls, JSON, thoughts. The embedded model on a real server, asked by
+openai.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ def ask_whole(api: openai.OpenAI, **fields: Any) -> Answer:
     reply = api.chat.completions.create(model="any", **{"max_tokens": 300, **fields})
     (choice,) = reply.choices
     message = choice.message
-    calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+    calls = [
+        (call.function.name, json.loads(call.function.arguments))
+        for call in message.tool_calls or ()
+    ]
     reasoning = getattr(message, "reasoning_content", None) or ""
     return Answer(message.content or "", reasoning, calls, choice.finish_reason, reply.usage)
 
@@ -97,7 +102,9 @@ def ask_streamed(api: openai.OpenAI, **fields: Any) -> Answer:
 def ask(api: openai.OpenAI, **fields: Any) -> Answer:
     """Whole and streamed, which must be the same; no marker of the model's is in either."""
     whole, streamed = ask_whole(api, **fields), ask_streamed(api, **fields)
-    streamed.usage.prompt_tokens_details = whole.usage.prompt_tokens_details  # the second finds more cached
+    streamed.usage.prompt_tokens_details = (
+        whole.usage.prompt_tokens_details
+    )  # the second finds more cached
     assert streamed == whole
     assert not any(tag in whole.content + whole.reasoning for tag in TAGS)
     return whole
@@ -125,7 +132,9 @@ def test_a_call_is_a_call_and_no_text(api: openai.OpenAI, is_thinking: bool) -> 
 
 
 def test_arguments_are_streamed_in_pieces(api: openai.OpenAI) -> None:
-    chunks = list(api.chat.completions.create(model="any", messages=TWO_CALLS, tools=TOOLS, stream=True))
+    chunks = list(
+        api.chat.completions.create(model="any", messages=TWO_CALLS, tools=TOOLS, stream=True)
+    )
     calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
     assert [call.index for call in calls] == sorted(call.index for call in calls)
     for index in (0, 1):
@@ -143,7 +152,9 @@ def test_parallel_calls_are_all_given_or_only_the_first(server: Server, api: ope
     first = ask(api, messages=TWO_CALLS, tools=TOOLS, parallel_tool_calls=False)
     assert (first.calls, first.finish) == ([CHECK_T6D32], "tool_calls")
     assert first.usage.completion_tokens < both.usage.completion_tokens
-    forced = ask(api, messages=TWO_CALLS, tools=TOOLS, parallel_tool_calls=False, tool_choice="required")
+    forced = ask(
+        api, messages=TWO_CALLS, tools=TOOLS, parallel_tool_calls=False, tool_choice="required"
+    )
     assert (forced.calls, forced.finish) == ([CHECK_T6D32], "tool_calls")
     assert eventually(server.is_idle)
 
@@ -158,7 +169,9 @@ def test_no_choice_of_tools_means_no_call(api: openai.OpenAI) -> None:
 def test_a_required_call_is_made_whatever_was_asked(api: openai.OpenAI, is_thinking: bool) -> None:
     free = ask(api, messages=QUESTION, tools=TOOLS, **thinking(is_thinking))
     assert free.calls == []
-    forced = ask(api, messages=QUESTION, tools=TOOLS, tool_choice="required", **thinking(is_thinking))
+    forced = ask(
+        api, messages=QUESTION, tools=TOOLS, tool_choice="required", **thinking(is_thinking)
+    )
     assert forced.calls
     assert (forced.content, forced.finish) == ("", "tool_calls")
     assert bool(forced.reasoning) == is_thinking
@@ -182,7 +195,9 @@ def test_a_named_tool_is_the_one_called_with_arguments_of_its_types(
 def test_of_all_tools_only_the_allowed_are_called(api: openai.OpenAI) -> None:
     free = ask_whole(api, messages=ONE_CALL, tools=TOOLS, tool_choice=allowed("auto", "feed_pet"))
     assert free.calls == [FEED_LENA]
-    forced = ask_whole(api, messages=ONE_CALL, tools=TOOLS, tool_choice=allowed("required", "check_stock"))
+    forced = ask_whole(
+        api, messages=ONE_CALL, tools=TOOLS, tool_choice=allowed("required", "check_stock")
+    )
     assert {name for name, _ in forced.calls} == {"check_stock"}
 
 
@@ -198,7 +213,9 @@ def test_a_call_cut_off_is_told_once_and_can_be_sent_back(api: openai.OpenAI) ->
     (call,) = message.tool_calls
     assert call.function.name == "feed_pet"
     assert json.dumps(FEED_LENA[1]).startswith(call.function.arguments)
-    deltas = [chunk.choices[0].delta for chunk in api.chat.completions.create(**fields, stream=True)]
+    deltas = [
+        chunk.choices[0].delta for chunk in api.chat.completions.create(**fields, stream=True)
+    ]
     assert "".join(delta.content or "" for delta in deltas) == ""
     pieces = [piece.function.arguments for delta in deltas for piece in delta.tool_calls or ()]
     assert "".join(pieces) == call.function.arguments
@@ -229,7 +246,11 @@ class Distance(pydantic.BaseModel):
 @pytest.mark.parametrize("thought", [False, True, {"type": "enabled", "budget_tokens": 4}])
 def test_a_schema_is_fulfilled_thinking_or_not(api: openai.OpenAI, thought: Any) -> None:
     reply = api.chat.completions.parse(
-        model="any", messages=QUESTION, response_format=Distance, max_tokens=300, **thinking(thought)
+        model="any",
+        messages=QUESTION,
+        response_format=Distance,
+        max_tokens=300,
+        **thinking(thought),
     )
     (choice,) = reply.choices
     assert isinstance(choice.message.parsed, Distance)
@@ -241,7 +262,13 @@ def test_every_reply_of_many_fulfils_the_schema(api: openai.OpenAI) -> None:
     schema = {"name": "d", "strict": True, "schema": Distance.model_json_schema()}
     form = {"type": "json_schema", "json_schema": schema}
     reply = api.chat.completions.create(
-        model="any", messages=QUESTION, response_format=form, n=4, temperature=1.5, seed=1, max_tokens=300
+        model="any",
+        messages=QUESTION,
+        response_format=form,
+        n=4,
+        temperature=1.5,
+        seed=1,
+        max_tokens=300,
     )
     for choice in reply.choices:
         Distance.model_validate_json(choice.message.content)
@@ -280,7 +307,9 @@ def test_with_tools_a_reply_is_json_or_a_call(api: openai.OpenAI) -> None:
         {"thinking": {"type": "enabled", "budget_tokens": 1000}},
     ],
 )
-def test_a_thought_is_apart_from_the_answer_and_counted(api: openai.OpenAI, body: dict[str, Any]) -> None:
+def test_a_thought_is_apart_from_the_answer_and_counted(
+    api: openai.OpenAI, body: dict[str, Any]
+) -> None:
     answer = ask(api, messages=QUESTION, extra_body=body)
     assert (answer.reasoning, answer.content, answer.finish) == (THOUGHT, "43", "stop")
     num_tokens = len(Tokenizer.load(None).encode(f"{THOUGHT}\n</think>"))
@@ -295,7 +324,9 @@ def test_without_thinking_there_is_no_thought(api: openai.OpenAI, body: dict[str
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0
 
 
-@pytest.mark.parametrize(("effort", "is_thinking"), [("none", False), ("minimal", False), ("high", True)])
+@pytest.mark.parametrize(
+    ("effort", "is_thinking"), [("none", False), ("minimal", False), ("high", True)]
+)
 def test_an_effort_is_whether_to_think(api: openai.OpenAI, effort: str, is_thinking: bool) -> None:
     answer = ask_whole(api, messages=QUESTION, extra_body={"reasoning_effort": effort})
     assert bool(answer.reasoning) == is_thinking
@@ -338,17 +369,25 @@ for _ in range(60):
 
 
 def schema_form(schema: Any) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    }
 
 
 JSON_FORM = {"response_format": {"type": "json_object"}}
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "tool_choice",
+    ),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function"),
     ({"tools": TOOLS, "tool_choice": 5}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
-    ({"tools": TOOLS, "tool_choice": allowed("sometimes", "feed_pet")}, "tool_choice.allowed_tools.mode"),
+    (
+        {"tools": TOOLS, "tool_choice": allowed("sometimes", "feed_pet")},
+        "tool_choice.allowed_tools.mode",
+    ),
     ({"tools": TOOLS, "tool_choice": allowed("auto", "unknown")}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "<tool_call>"}}]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "x" * 129}}]}, "tools"),
@@ -357,7 +396,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"reasoning_effort": "heroic"}, "reasoning_effort"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
-    ({"tools": [{"type": "function", "function": {"name": "a\nb"}}], "tool_choice": "required"}, "tools"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a\nb"}}], "tool_choice": "required"},
+        "tools",
+    ),
     (
         {"tools": [{"function": {"name": "f", "parameters": DEEP}}], "tool_choice": "required"},
         "tools",
@@ -395,7 +437,10 @@ def test_tokens_come_and_go(server: Server, api: openai.OpenAI) -> None:
     assert found["tokens"] == Tokenizer.load(None).encode(text, True)
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
     assert found["max_model_len"] == api.models.list().data[0].max_model_len
-    assert server.post({"tokens": found["tokens"]}, "/detokenize").json() == {"prompt": text, "content": text}
+    assert server.post({"tokens": found["tokens"]}, "/detokenize").json() == {
+        "prompt": text,
+        "content": text,
+    }
     chat = server.post({"messages": ONE_CALL, "tools": TOOLS}, "/tokenize").json()
     assert chat["count"] == ask_whole(api, messages=ONE_CALL, tools=TOOLS).usage.prompt_tokens
 

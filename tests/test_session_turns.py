@@ -1,4 +1,6 @@
-"""A session goes on when only the new message is sent, in every API. The embedded model on a real server."""
+"""A session goes on when only the new message is sent, in every API. The embedded model on a real
+server.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ CHAT = Api("/v1/chat/completions", "messages", "max_tokens")
 MESSAGES = Api("/v1/messages", "messages", "max_tokens")
 RESPONSES = Api("/v1/responses", "input", "max_output_tokens")
 INVOCATIONS = Api("/invocations", "messages", "max_tokens")
-APIS = pytest.mark.parametrize("api", [CHAT, MESSAGES, RESPONSES, INVOCATIONS], ids=lambda api: api.path)
+APIS = pytest.mark.parametrize(
+    "api", [CHAT, MESSAGES, RESPONSES, INVOCATIONS], ids=lambda api: api.path
+)
 
 
 def user(text: str) -> dict[str, str]:
@@ -89,7 +93,9 @@ def text_of(answer: httpx.Response) -> str:
     body = answer.json()
     if "choices" in body:
         return str(body["choices"][0]["message"]["content"])
-    return str((body["content"][-1] if "content" in body else body["output"][-1]["content"][0])["text"])
+    return str(
+        (body["content"][-1] if "content" in body else body["output"][-1]["content"][0])["text"]
+    )
 
 
 @APIS
@@ -116,7 +122,9 @@ def test_only_the_new_message_is_sent_and_the_name_is_known(
 
 
 @APIS
-def test_a_whole_history_is_the_same_prompt_in_a_session_and_without(server: Server, api: Api) -> None:
+def test_a_whole_history_is_the_same_prompt_in_a_session_and_without(
+    server: Server, api: Api
+) -> None:
     name = f"history {api.path}"
     reply = text_of(post(server, api, api.body([user(NAME)], session_id=name)))
     history = [user(NAME), {"role": "assistant", "content": reply}, user(QUESTION)]
@@ -136,7 +144,9 @@ def test_a_whole_history_is_the_same_prompt_in_a_session_and_without(server: Ser
     ]
     assert "Omar" in text_of(post(server, api, api.body(edited, session_id=name)))
     assert session(server, name).json()["messages"] == 4
-    again = post(server, api, api.body([edited[0]], session_id=name))  # as clients ask for another reply
+    again = post(
+        server, api, api.body([edited[0]], session_id=name)
+    )  # as clients ask for another reply
     assert again.headers["x-session-status"] == "history"
     assert session(server, name).json()["messages"] == 2
 
@@ -182,13 +192,19 @@ def test_a_system_prompt_is_held_too(server: Server) -> None:
     system = {"role": "system", "content": "You know rivers and lakes."}
     post(server, CHAT, CHAT.body([system, user(NAME)], session_id="system"))
     going_on = post(server, CHAT, CHAT.body([user(QUESTION)], session_id="system"))
-    replaced = post(server, MESSAGES, MESSAGES.body([user("And?")], session_id="system", system="Be terse."))
+    replaced = post(
+        server, MESSAGES, MESSAGES.body([user("And?")], session_id="system", system="Be terse.")
+    )
     assert session(server, "system").json()["messages"] == 7
-    assert going_on.headers["x-session-status"] == replaced.headers["x-session-status"] == "continued"
+    assert (
+        going_on.headers["x-session-status"] == replaced.headers["x-session-status"] == "continued"
+    )
     assert "Alice" in text_of(going_on)
 
 
-def test_calls_and_results_are_held_and_a_result_alone_goes_on_from_its_call(server: Server) -> None:
+def test_calls_and_results_are_held_and_a_result_alone_goes_on_from_its_call(
+    server: Server,
+) -> None:
     function = {"name": "feed_pet", "description": "Release food for a pet.", "parameters": FEED}
     chat_tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
     message = post(server, CHAT, CHAT.body([user(ORDER)], session_id="c", **chat_tools)).json()
@@ -211,7 +227,9 @@ def test_calls_and_results_are_held_and_a_result_alone_goes_on_from_its_call(ser
 
     tool = {"name": "feed_pet", "description": function["description"], "input_schema": FEED}
     fields: dict[str, Any] = {"tools": [tool], "tool_choice": {"type": "any"}}
-    blocks = post(server, MESSAGES, MESSAGES.body([user(ORDER)], session_id="a", **fields)).json()["content"]
+    blocks = post(server, MESSAGES, MESSAGES.body([user(ORDER)], session_id="a", **fields)).json()[
+        "content"
+    ]
     block = {"type": "tool_result", "tool_use_id": blocks[-1]["id"], "content": "done"}
     fields["tool_choice"] = {"type": "auto"}
     turn = {"role": "user", "content": [block]}
@@ -222,7 +240,9 @@ def test_calls_and_results_are_held_and_a_result_alone_goes_on_from_its_call(ser
 
     flat = {"tools": [{"type": "function", **function}]}
     first = post(
-        server, RESPONSES, RESPONSES.body([user(ORDER)], session_id="r", tool_choice="required", **flat)
+        server,
+        RESPONSES,
+        RESPONSES.body([user(ORDER)], session_id="r", tool_choice="required", **flat),
     )
     (call,) = [item for item in first.json()["output"] if item["type"] == "function_call"]
     output = {"type": "function_call_output", "call_id": call["call_id"], "output": "done"}
@@ -246,10 +266,14 @@ def test_a_kept_response_has_the_conversation_that_its_session_held(server: Serv
 def test_a_thought_is_held_as_the_template_wants_it(server: Server) -> None:
     sums = "What is 17 + 26? Reply with just the number."
     thinks = {"enable_thinking": True}
-    said = post(server, CHAT, CHAT.body([user(sums)], session_id="thinks", **thinks)).json()["choices"][0]
+    said = post(server, CHAT, CHAT.body([user(sums)], session_id="thinks", **thinks)).json()[
+        "choices"
+    ][0]
     assert said["message"]["reasoning_content"]
     continued = post(server, CHAT, CHAT.body([user("And 17 + 27?")], session_id="thinks", **thinks))
-    whole = post(server, CHAT, CHAT.body([user(sums), said["message"], user("And 17 + 27?")], **thinks))
+    whole = post(
+        server, CHAT, CHAT.body([user(sums), said["message"], user("And 17 + 27?")], **thinks)
+    )
     assert num_prompt_tokens(continued) == num_prompt_tokens(whole)
 
 
@@ -261,13 +285,19 @@ def test_the_beginning_of_a_reply_is_held_with_the_reply(server: Server) -> None
     continued = post(server, MESSAGES, MESSAGES.body([user("Why?")], session_id="start"))
     reply = text_of(post(server, MESSAGES, MESSAGES.body([user(NAME)])))
     history = [user(NAME), reply, user(QUESTION), "Your name" + text_of(begun), user("Why?")]
-    whole = [{"role": "assistant", "content": one} if isinstance(one, str) else one for one in history]
-    assert num_prompt_tokens(continued) == num_prompt_tokens(post(server, MESSAGES, MESSAGES.body(whole)))
+    whole = [
+        {"role": "assistant", "content": one} if isinstance(one, str) else one for one in history
+    ]
+    assert num_prompt_tokens(continued) == num_prompt_tokens(
+        post(server, MESSAGES, MESSAGES.body(whole))
+    )
 
 
 def test_an_aborted_reply_leaves_the_session_as_it_was(server: Server) -> None:
     say(server, NAME, "aborted")
-    endless = CHAT.body([user("Hello!")], session_id="aborted", stream=True, ignore_eos=True, max_tokens=3000)
+    endless = CHAT.body(
+        [user("Hello!")], session_id="aborted", stream=True, ignore_eos=True, max_tokens=3000
+    )
     with server.stream(endless):
         pass  # a client that leaves
     assert eventually(lambda: server.stats()["num_running"] == 0)
@@ -279,7 +309,9 @@ def test_two_requests_at_once_go_on_from_the_same_and_are_both_held(server: Serv
     say(server, NAME, "at once")
     long = {"ignore_eos": True, "max_tokens": 60}
     with ThreadPoolExecutor(2) as pool:
-        bodies = [CHAT.body([user(f"{QUESTION} {n}")], session_id="at once", **long) for n in range(2)]
+        bodies = [
+            CHAT.body([user(f"{QUESTION} {n}")], session_id="at once", **long) for n in range(2)
+        ]
         answers = list(pool.map(lambda body: post(server, CHAT, body), bodies))
     assert [answer.headers["x-session-status"] for answer in answers] == ["continued"] * 2
     assert len({num_prompt_tokens(answer) for answer in answers}) == 1
@@ -293,7 +325,10 @@ def test_of_several_replies_the_first_is_held(server: Server) -> None:
     assert said[0] != said[1]
     continued = post(server, CHAT, CHAT.body([user(QUESTION)], session_id="several"))
     whole = post(server, CHAT, CHAT.body([user(NAME), said[0], user(QUESTION)]))
-    assert (text_of(continued), num_prompt_tokens(continued)) == (text_of(whole), num_prompt_tokens(whole))
+    assert (text_of(continued), num_prompt_tokens(continued)) == (
+        text_of(whole),
+        num_prompt_tokens(whole),
+    )
 
 
 def test_a_deleted_session_is_gone_and_begins_anew(server: Server) -> None:
@@ -344,13 +379,20 @@ def test_a_session_goes_on_in_another_engine(server: Server) -> None:
     assert eventually(lambda: lost not in server.engine_pids)
     assert eventually(lambda: server.http.get(f"{server.url}/ready").status_code == 200, 60.0)
     held = session(server, "failover").json()
-    assert (held["messages"], held["continues"], held["cached"], held["bytes"]) == (2, True, False, 0)
+    assert (held["messages"], held["continues"], held["cached"], held["bytes"]) == (
+        2,
+        True,
+        False,
+        0,
+    )
     status, said = say(server, QUESTION, "failover")
     assert (status, "Alice" in said) == ("continued", True)
 
 
 def test_an_expired_session_is_gone_and_begins_anew_even_where_the_cache_keeps_none() -> None:
-    with start_server({"session_minutes": 0.02, "session_gb": 0}, {"enable_thinking": False}) as server:
+    with start_server(
+        {"session_minutes": 0.02, "session_gb": 0}, {"enable_thinking": False}
+    ) as server:
         say(server, NAME, "brief")
         time.sleep(1.3)
         gone = session(server, "brief")

@@ -1,4 +1,6 @@
-"""Laws of sessions: what a conversation has computed stays for its next turn, and never in anybody's way."""
+"""Laws of sessions: what a conversation has computed stays for its next turn, and never in
+anybody's way.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from penstock.types import Request, SamplingParams, Sequence
 PLAIN = Setup(session_bytes=100)
 HYBRID = Setup(num_slots=13, session_bytes=100)
 RECURRENT = Setup(num_pages=0, num_slots=13, session_bytes=100)
-KINDS = pytest.mark.parametrize("setup", [PLAIN, HYBRID, RECURRENT], ids=["plain", "hybrid", "recurrent"])
+KINDS = pytest.mark.parametrize(
+    "setup", [PLAIN, HYBRID, RECURRENT], ids=["plain", "hybrid", "recurrent"]
+)
 OVERLAP = pytest.mark.parametrize("depth", [0, 1, 2])
 
 
@@ -33,7 +37,13 @@ def say(
 ) -> Sequence:
     sampling = SamplingParams(max_tokens=max_tokens)
     return world.submit(
-        Request(id=name, token_ids=token_ids, sampling=sampling, session_id=session_id, priority=priority)
+        Request(
+            id=name,
+            token_ids=token_ids,
+            sampling=sampling,
+            session_id=session_id,
+            priority=priority,
+        )
     )
 
 
@@ -91,7 +101,9 @@ def test_a_session_ends_when_it_is_deleted_or_was_not_used_for_too_long(setup: S
     assert world.cache.sessions.drop("new") is None
     assert world.cache.sessions.num_bytes == 0
     world.cache.check()
-    assert run(world, "third", next_turn(first)).num_cached_tokens == 20  # still there, but as any prefix is
+    assert (
+        run(world, "third", next_turn(first)).num_cached_tokens == 20
+    )  # still there, but as any prefix is
 
 
 @KINDS
@@ -130,12 +142,18 @@ def test_a_session_that_is_larger_than_all_may_be_is_not_kept() -> None:
     assert [info.id for info in world.cache.sessions.describe()] == ["fits"]
 
 
-def test_sessions_too_short_to_hold_anything_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_too_short_to_hold_anything_are_bounded_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(session_table, "MAX_SESSIONS", 3)
     world = World(PLAIN)
     for number in range(5):
         run(world, str(number), (number,), f"session {number}", max_tokens=1)
-    assert [info.id for info in world.cache.sessions.describe()] == ["session 4", "session 3", "session 2"]
+    assert [info.id for info in world.cache.sessions.describe()] == [
+        "session 4",
+        "session 3",
+        "session 2",
+    ]
 
 
 def test_sessions_share_a_prefix_and_its_bytes() -> None:
@@ -211,7 +229,11 @@ def test_a_turn_asked_again_or_shown_without_its_thoughts_goes_on_from_its_promp
         world = World(replace(setup, depth=depth))
         sampling = SamplingParams(max_tokens=14)
         first = Request(
-            id="first", token_ids=prompt(18), sampling=sampling, boundaries=(4, 16), session_id="chat"
+            id="first",
+            token_ids=prompt(18),
+            sampling=sampling,
+            boundaries=(4, 16),
+            session_id="chat",
         )
         world.submit(first)
         world.run()

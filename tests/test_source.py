@@ -1,4 +1,6 @@
-"""What a user types after --model, what the answer is when it is wrong, and what the presets are."""
+"""What a user types after --model, what the answer is when it is wrong, and what the presets
+are.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_a_folder_is_found_with_its_config_and_its_name(tmp_path: Path) -> None:
     assert (source.name, source.path, source.config) == ("my-model", tmp_path / "my-model", CONFIG)
 
 
-def test_a_folder_given_as_a_dot_still_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_given_as_a_dot_still_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(write_config(tmp_path / "here"))
     assert find_model(".").name == "here"
 
@@ -125,7 +129,9 @@ def test_a_file_that_holds_no_weights_is_not_a_model(tmp_path: Path) -> None:
         ("null", r"does not hold a JSON object\nIt holds a NoneType"),
     ],
 )
-def test_a_config_that_is_no_json_object_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
+def test_a_config_that_is_no_json_object_is_refused_by_name(
+    tmp_path: Path, text: str, message: str
+) -> None:
     with pytest.raises(CheckpointError, match=message):
         find_model(str(write_config(tmp_path, text)))
 
@@ -144,11 +150,21 @@ def test_the_architecture_is_known_by_its_type_or_by_its_class() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("qwen4_exp", "gemma3_text", "qwen2_moe", "qwen3_vl", "qwen3_vl_moe", "llama4", "llama4_text"),
+        *(
+            "qwen4_exp",
+            "gemma3_text",
+            "qwen2_moe",
+            "qwen3_vl",
+            "qwen3_vl_moe",
+            "llama4",
+            "llama4_text",
+        ),
         *("mixtral", "ministral", "mistral3", "qwen3_omni_moe", "qwen3_6", "Qwen4ForCausalLM"),
     ],
 )
-def test_another_architecture_is_answered_with_what_is_supported_and_no_name_to_try(name: str) -> None:
+def test_another_architecture_is_answered_with_what_is_supported_and_no_name_to_try(
+    name: str,
+) -> None:
     with pytest.raises(CheckpointError) as caught:
         model_type_of({"model_type": name})
     text = str(caught.value)
@@ -159,9 +175,16 @@ def test_another_architecture_is_answered_with_what_is_supported_and_no_name_to_
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("Qwen3.5", "qwen3_5"), ("qwen3-moe", "qwen3_moe"), ("qwen3_5_txt", "qwen3_5_text"), ("LLAMA", "llama")],
+    [
+        ("Qwen3.5", "qwen3_5"),
+        ("qwen3-moe", "qwen3_moe"),
+        ("qwen3_5_txt", "qwen3_5_text"),
+        ("LLAMA", "llama"),
+    ],
 )
-def test_a_misspelt_architecture_is_answered_with_the_one_that_is_meant(name: str, meant: str) -> None:
+def test_a_misspelt_architecture_is_answered_with_the_one_that_is_meant(
+    name: str, meant: str
+) -> None:
     with pytest.raises(CheckpointError) as caught:
         model_type_of({"model_type": name})
     assert caught.value.todo == f"Did you mean {meant!r}?"

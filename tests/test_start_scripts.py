@@ -1,4 +1,6 @@
-"""start_server.sh and stop_server.sh: what they say and leave behind, also when something is wrong."""
+"""start_server.sh and stop_server.sh: what they say and leave behind, also when something is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -116,10 +118,14 @@ def test_replies_are_greedy_and_without_thinking_unless_the_script_is_told_other
     message, usage = reply["choices"][0]["message"], reply["usage"]
     assert bool(message.get("reasoning_content")) == bool(flags)
     if not flags:
-        assert usage["completion_tokens"] == len(Tokenizer.load(None).encode(message["content"])) > 0
+        assert (
+            usage["completion_tokens"] == len(Tokenizer.load(None).encode(message["content"])) > 0
+        )
 
 
-def test_a_server_is_started_once_comes_back_when_killed_and_is_stopped_once(scripts: Scripts) -> None:
+def test_a_server_is_started_once_comes_back_when_killed_and_is_stopped_once(
+    scripts: Scripts,
+) -> None:
     started = scripts.start()
     assert started.returncode == 0, started.stderr
     assert f"Ready at {scripts.url}" in started.stdout
@@ -149,7 +155,9 @@ def test_a_server_is_started_once_comes_back_when_killed_and_is_stopped_once(scr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_whoever_gives_up_waiting_leaves_no_server_behind(scripts: Scripts, number: signal.Signals) -> None:
+def test_whoever_gives_up_waiting_leaves_no_server_behind(
+    scripts: Scripts, number: signal.Signals
+) -> None:
     starting = scripts.begin()
     assert eventually(lambda: scripts.has_supervisor, 30.0)
     supervisor = scripts.supervisor_pid
@@ -174,7 +182,9 @@ def test_what_keeps_a_server_from_starting_is_said_in_its_own_words(scripts: Scr
     assert "--no-such-flag" in wrong.stderr
 
 
-@pytest.mark.parametrize(("script", "exit_code"), [("./start_server.sh", 1), ("./stop_server.sh", 0)])
+@pytest.mark.parametrize(
+    ("script", "exit_code"), [("./start_server.sh", 1), ("./stop_server.sh", 0)]
+)
 def test_the_port_may_be_a_variable_and_a_flag_beats_it(
     scripts: Scripts, script: str, exit_code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,11 +24,15 @@ from small_models import HYBRID_MOE, LLAMA
 def test_every_weight_is_counted_once_by_part_and_scheme(tmp_path: Path) -> None:
     config = CONFIGS["qwen35moe"]
     state = random_state(config)
-    stored = open_gguf(write_gguf(tmp_path / "model.gguf", "qwen35moe", config, state, matrices="Q8_0"))
+    stored = open_gguf(
+        write_gguf(tmp_path / "model.gguf", "qwen35moe", config, state, matrices="Q8_0")
+    )
     storage = describe_storage(stored)
     numbers = {(group.part, group.scheme): group.num_weights for group in storage.groups}
     assert sum(numbers.values()) == sum(tensor.numel() for tensor in state.values())
-    experts = 4 * config["num_experts"] * 3 * config["hidden_size"] * config["moe_intermediate_size"]
+    experts = (
+        4 * config["num_experts"] * 3 * config["hidden_size"] * config["moe_intermediate_size"]
+    )
     assert numbers["experts", "Q8_0"] == experts
     assert numbers["embedding", "Q8_0"] == config["vocab_size"] * config["hidden_size"]
     assert {part for part, _ in numbers} == {
@@ -46,14 +50,21 @@ def test_plain_numbers_are_called_by_their_dtype() -> None:
 
     storage = describe_storage([StoredTensor("lm_head.weight", (4, 8), torch.bfloat16, nothing)])
     (group,) = storage.groups
-    assert (group.part, group.scheme, group.num_bytes, group.bits_per_weight) == ("head", "bfloat16", 64, 16)
+    assert (group.part, group.scheme, group.num_bytes, group.bits_per_weight) == (
+        "head",
+        "bfloat16",
+        64,
+        16,
+    )
 
 
 def test_inspect_says_how_a_gguf_file_stores_its_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = CONFIGS["llama"]
-    file = write_gguf(tmp_path / "small.gguf", "llama", config, random_state(config), matrices="Q4_0")
+    file = write_gguf(
+        tmp_path / "small.gguf", "llama", config, random_state(config), matrices="Q4_0"
+    )
     assert main(["inspect", str(file), "--json"]) == 0
     stored = json.loads(capsys.readouterr().out)["stored"]
     attention = [group for group in stored["groups"] if group["part"] == "attention"]
@@ -76,7 +87,9 @@ def test_inspect_of_a_folder_without_weights_says_what_its_model_needs(
     assert json.loads(capsys.readouterr().out)["stored"] is None
 
 
-def test_a_server_of_a_gguf_file_answers_and_says_how_its_weights_are_stored(tmp_path: Path) -> None:
+def test_a_server_of_a_gguf_file_answers_and_says_how_its_weights_are_stored(
+    tmp_path: Path,
+) -> None:
     file = write_embedded(tmp_path / "tiny-Q8_0.gguf", "Q8_0")
     with start_server(engine={"model": str(file)}) as server:
         (card,) = server.http.get(f"{server.url}/v1/models").json()["data"]
@@ -98,7 +111,11 @@ def test_a_server_of_a_gguf_file_answers_and_says_how_its_weights_are_stored(tmp
                 "type": "json_schema",
                 "json_schema": {
                     "name": "sum",
-                    "schema": {"type": "object", "properties": {"sum": {"enum": [5]}}, "required": ["sum"]},
+                    "schema": {
+                        "type": "object",
+                        "properties": {"sum": {"enum": [5]}},
+                        "required": ["sum"],
+                    },
                 },
             },
         }
@@ -131,7 +148,9 @@ def test_experts_that_were_stacked_are_counted_once(tmp_path: Path) -> None:
     source = find_model(str(folder))
     storage = describe_storage(open_weights(source, find_format(source)))
     assert storage.num_bytes == sum(part.nbytes for part in state.values())
-    experts = {group.scheme: group.bits_per_weight for group in storage.groups if group.part == "experts"}
+    experts = {
+        group.scheme: group.bits_per_weight for group in storage.groups if group.part == "experts"
+    }
     # 4, and a scale and a bias of 16 bits for each 32; a row of down_proj is as long as a group.
     assert experts == {"int4 g32": 5.0, "int4 per channel": 5.0}
 

@@ -1,4 +1,6 @@
-"""A stream never shows half a character nor any part of a stop string, and adds up to the whole text."""
+"""A stream never shows half a character nor any part of a stop string, and adds up to the whole
+text.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def cut_at_stop(
     tokenizer: Tokenizer, ids: list[int], stop: list[str], min_tokens: int = 0
 ) -> tuple[str, int | None]:
-    """The law by brute force: the reply up to the stop that is complete first, and after how many tokens.
+    """The law by brute force: the reply up to the stop that is complete first, and after how many
+    tokens.
 
-    A stop is complete with the token after which it cannot be taken back: broken UTF-8 at the end of what
-    has come so far does not count until it is known that nothing can mend it.
+    A stop is complete with the token after which it cannot be taken back: broken UTF-8 at the end
+    of what has come so far does not count until it is known that nothing can mend it.
     """
     text = tokenizer.decode(ids)
     for end in range(1, len(text) + 1):
@@ -48,7 +51,9 @@ def cut_at_stop(
 
 def num_tokens_behind(tokenizer: Tokenizer, ids: list[int], num_characters: int) -> int:
     for count in range(len(ids) + 1):
-        data = b"".join(tokenizer.token_bytes(id) for id in ids[:count] if id not in tokenizer.special_ids)
+        data = b"".join(
+            tokenizer.token_bytes(id) for id in ids[:count] if id not in tokenizer.special_ids
+        )
         if len(certain_text(data)) >= num_characters:
             return count
     return len(ids)
@@ -57,10 +62,17 @@ def num_tokens_behind(tokenizer: Tokenizer, ids: list[int], num_characters: int)
 def certain_text(data: bytes) -> str:
     """The characters that stay the same whatever bytes follow."""
     seconds = (0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF)  # the edges of what may follow any first byte
-    tails = [b"", b"a", *(bytes([second]) + b"\x80" * more for second in seconds for more in range(3))]
+    tails = [
+        b"",
+        b"a",
+        *(bytes([second]) + b"\x80" * more for second in seconds for more in range(3)),
+    ]
     texts = [(data + tail).decode(errors="replace") for tail in tails]
     length = 0
-    while all(len(text) > length for text in texts) and len({text[: length + 1] for text in texts}) == 1:
+    while (
+        all(len(text) > length for text in texts)
+        and len({text[: length + 1] for text in texts}) == 1
+    ):
         length += 1
     return texts[0][:length]
 
@@ -87,10 +99,16 @@ def test_any_split_adds_up_to_the_whole_text(tokenizer: Tokenizer, ids, cuts, sk
 
 @LAWS
 @given(st.data(), st.one_of(TEXT_IDS, BYTE_IDS), CUTS)
-def test_text_ends_before_the_stop_that_is_complete_first(tokenizer: Tokenizer, data, ids, cuts) -> None:
+def test_text_ends_before_the_stop_that_is_complete_first(
+    tokenizer: Tokenizer, data, ids, cuts
+) -> None:
     text = tokenizer.decode(ids)
-    piece = st.tuples(st.integers(0, 40), st.integers(1, 6)).map(lambda at: text[at[0] : at[0] + at[1]])
-    stop = data.draw(st.lists(st.one_of(piece, st.text("ab\ufffdé ", max_size=3)).filter(len), max_size=4))
+    piece = st.tuples(st.integers(0, 40), st.integers(1, 6)).map(
+        lambda at: text[at[0] : at[0] + at[1]]
+    )
+    stop = data.draw(
+        st.lists(st.one_of(piece, st.text("ab\ufffdé ", max_size=3)).filter(len), max_size=4)
+    )
     min_tokens = data.draw(st.sampled_from([0, 0, 3, 10]))
     decoder = StreamDecoder(tokenizer, stop, min_tokens)
     pieces = stream(decoder, ids, cuts)
@@ -103,17 +121,25 @@ def test_text_ends_before_the_stop_that_is_complete_first(tokenizer: Tokenizer, 
 @LAWS
 @given(st.data(), st.lists(st.text("ab", min_size=1, max_size=8), min_size=1, max_size=4), CUTS)
 def test_overlapping_stops_are_all_seen(tokenizer: Tokenizer, data, stop, cuts) -> None:
-    beginnings = st.sampled_from(stop).flatmap(lambda string: st.integers(0, 7).map(lambda n: string[:n]))
+    beginnings = st.sampled_from(stop).flatmap(
+        lambda string: st.integers(0, 7).map(lambda n: string[:n])
+    )
     text = "".join(data.draw(st.lists(beginnings | st.sampled_from(stop), max_size=8)))
     ids = [tokenizer.id_of(character) for character in text]
     decoder = StreamDecoder(tokenizer, stop)
     assert "".join(stream(decoder, ids, cuts)) == cut_at_stop(tokenizer, ids, stop)[0]
 
 
-@pytest.mark.parametrize(("text", "stop"), [("aabaaabaaac", "aabaaac"), ("aaaab", "aab"), ("ababac", "abac")])
-def test_a_stop_that_starts_inside_a_failed_one_is_found(tokenizer: Tokenizer, text: str, stop: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "stop"), [("aabaaabaaac", "aabaaac"), ("aaaab", "aab"), ("ababac", "abac")]
+)
+def test_a_stop_that_starts_inside_a_failed_one_is_found(
+    tokenizer: Tokenizer, text: str, stop: str
+) -> None:
     decoder = StreamDecoder(tokenizer, [stop])
-    assert decoder.push([tokenizer.id_of(character) for character in text]) == text.removesuffix(stop)
+    assert decoder.push([tokenizer.id_of(character) for character in text]) == text.removesuffix(
+        stop
+    )
     assert decoder.stopped
 
 

@@ -31,7 +31,9 @@ def published(shared_data: Path) -> str:
 
 @pytest.fixture(scope="module")
 def golden(shared_data: Path) -> list[dict]:
-    lines = (shared_data / "qwen3.5" / "golden_renders.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (shared_data / "qwen3.5" / "golden_renders.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     assert len(lines) == 15
     return [json.loads(line) for line in lines]
 
@@ -67,7 +69,9 @@ class Oracle:
     def render(self, messages: list[dict], **variables: Any) -> str | None:
         """None for a refusal."""
         try:
-            return self._template.render(messages=messages, **{"add_generation_prompt": True, **variables})
+            return self._template.render(
+                messages=messages, **{"add_generation_prompt": True, **variables}
+            )
         except jinja2.TemplateError:
             return None
 
@@ -79,7 +83,9 @@ def render_or_none(template: ChatTemplate, messages: list[dict], **variables: An
         return None
 
 
-def test_the_published_template_gives_the_golden_renders(published: str, golden: list[dict]) -> None:
+def test_the_published_template_gives_the_golden_renders(
+    published: str, golden: list[dict]
+) -> None:
     template = ChatTemplate(published)
     for case in golden:
         if "rendered" in case:
@@ -94,26 +100,39 @@ def test_the_published_template_gives_the_golden_renders(published: str, golden:
 def test_our_own_template_gives_the_golden_renders(golden: list[dict]) -> None:
     template = ChatTemplate(OWN_TEMPLATE.read_text(encoding="utf-8"))
     for case in golden:
-        expected = None if case["name"] == "image_part" else case.get("rendered")  # ours reads text only
-        inputs = {"enable_thinking": True, **case["inputs"]}  # the small sizes think only when asked
+        expected = (
+            None if case["name"] == "image_part" else case.get("rendered")
+        )  # ours reads text only
+        inputs = {
+            "enable_thinking": True,
+            **case["inputs"],
+        }  # the small sizes think only when asked
         assert render_or_none(template, **inputs) == expected, case["name"]
 
 
 TEXT = st.text(st.sampled_from("ab<>&'\"é漢🚀{}% \t\n\x1c\u00a0\u2028"), max_size=8)
-PIECES = st.sampled_from(["<think>", "</think>", "<tool_response>", "</tool_response>", "\n\n", "x", " "])
+PIECES = st.sampled_from(
+    ["<think>", "</think>", "<tool_response>", "</tool_response>", "\n\n", "x", " "]
+)
 CONTENT_TEXT = st.one_of(TEXT, st.lists(st.one_of(PIECES, TEXT), max_size=6).map("".join))
 CONTENT = st.one_of(
-    CONTENT_TEXT, st.lists(st.builds(lambda text: {"type": "text", "text": text}, CONTENT_TEXT), max_size=3)
+    CONTENT_TEXT,
+    st.lists(st.builds(lambda text: {"type": "text", "text": text}, CONTENT_TEXT), max_size=3),
 )
 # Numbers that Python writes with an exponent are written out in full by minijinja; these are not.
-NUMBERS = st.integers(-(2**40), 2**40) | st.integers(-(2**20), 2**20).map(lambda eighths: eighths / 8)
+NUMBERS = st.integers(-(2**40), 2**40) | st.integers(-(2**20), 2**20).map(
+    lambda eighths: eighths / 8
+)
 SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, TEXT)
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3)
 )
 CALLS = st.lists(
     st.builds(
-        lambda name, arguments: {"type": "function", "function": {"name": name, "arguments": arguments}},
+        lambda name, arguments: {
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        },
         st.sampled_from(["f", "get_weather"]),
         st.dictionaries(st.sampled_from(["a", "city", "é"]), VALUES, max_size=3),
     ),
@@ -150,11 +169,15 @@ def test_any_conversation_renders_as_the_reference_renders_it(
 
 
 @settings(max_examples=100, deadline=None)
-@given(CONVERSATIONS.filter(lambda m: not m or m[0]["role"] != "tool"), TOOLS, THINKING, st.booleans())
+@given(
+    CONVERSATIONS.filter(lambda m: not m or m[0]["role"] != "tool"), TOOLS, THINKING, st.booleans()
+)
 def test_our_own_template_renders_what_the_published_one_does(
     templates, messages, tools, thinking, prompt
 ) -> None:
-    """A conversation that starts with a tool's result is left out: the published one forgets its header."""
+    """A conversation that starts with a tool's result is left out: the published one forgets its
+    header.
+    """
     variables = {"tools": tools, "add_generation_prompt": prompt, **thinking}
     expected = render_or_none(templates["published"], messages, **variables)
     assert render_or_none(templates["own"], messages, **variables) == expected
@@ -174,7 +197,9 @@ def test_arguments_may_be_the_json_string_of_the_api(published: str) -> None:
         return [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
 
     template = ChatTemplate(published)
-    assert template.render(conversation('{"a": [1, "é"]}')) == template.render(conversation({"a": [1, "é"]}))
+    assert template.render(conversation('{"a": [1, "é"]}')) == template.render(
+        conversation({"a": [1, "é"]})
+    )
     assert template.render(conversation("")) == template.render(conversation({}))
     for broken, read in (('{"a": 1, "b', {"a": 1}), ("[1]", {"arguments": "[1]"})):
         assert template.render(conversation(broken)) == template.render(conversation(read))
@@ -184,7 +209,9 @@ def test_json_keeps_order_and_characters() -> None:
     template = ChatTemplate("{{ messages[0] | tojson }}|{{ messages[0].b | tojson(indent=2) }}")
     message = {"b": {"z": "<é'&>"}, "a": [1.0, True, None]}
     expected = (
-        json.dumps(message, ensure_ascii=False) + "|" + json.dumps(message["b"], ensure_ascii=False, indent=2)
+        json.dumps(message, ensure_ascii=False)
+        + "|"
+        + json.dumps(message["b"], ensure_ascii=False, indent=2)
     )
     assert template.render([message]) == expected
 
@@ -198,7 +225,10 @@ def test_json_keeps_order_and_characters() -> None:
         ("{{ tools is defined }} {{ tools }}", "False "),
         ("{{ 'a\nb\n\nc' | indent(2) }}", "a\n  b\n\n  c"),
         ("{{ 'a\nb' | indent(1, first=true) }}", " a\n b"),
-        ("{{ messages[0].x | string }} {{ 0.1 | string }} {{ true }} {{ none }}", "2.0 0.1 True None"),
+        (
+            "{{ messages[0].x | string }} {{ 0.1 | string }} {{ true }} {{ none }}",
+            "2.0 0.1 True None",
+        ),
         ("{%- if true %}\n  x\n  {% endif %}y", "  x\ny"),
     ],
 )
@@ -216,7 +246,8 @@ def test_variables_of_a_request_reach_the_template_but_not_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "messages", [[{"role": "user", "content": {1, 2, object()}}], [{"role": object()}], ["text"], [None]]
+    "messages",
+    [[{"role": "user", "content": {1, 2, object()}}], [{"role": object()}], ["text"], [None]],
 )
 def test_messages_that_are_no_data_are_refused(published: str, messages: list) -> None:
     with pytest.raises(RequestError):
@@ -228,7 +259,9 @@ def test_deep_nesting_is_rendered_or_refused(depth: int) -> None:
     value: list = []
     for _ in range(depth):
         value = [value]
-    rendered = render_or_none(ChatTemplate("{{ messages[0].content | tojson }}"), [{"content": value}])
+    rendered = render_or_none(
+        ChatTemplate("{{ messages[0].content | tojson }}"), [{"content": value}]
+    )
     assert rendered in (None, "[" * (depth + 1) + "]" * (depth + 1))
 
 
@@ -241,7 +274,10 @@ def folder_with(tmp_path: Path, name: str, content: object) -> Path:
 
 @pytest.mark.parametrize(
     "found",
-    ["found {{ bos }}", [{"name": "rag", "template": "no"}, {"name": "default", "template": "found"}]],
+    [
+        "found {{ bos }}",
+        [{"name": "rag", "template": "no"}, {"name": "default", "template": "found"}],
+    ],
 )
 def test_templates_are_found_in_the_tokenizer_config(tmp_path: Path, found: object) -> None:
     folder = folder_with(tmp_path, "tokenizer_config.json", {"chat_template": found})
@@ -261,7 +297,9 @@ def test_templates_can_name_the_special_tokens(tmp_path: Path) -> None:
     assert template.variables == set()
 
 
-def test_no_path_is_the_embedded_models_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_path_is_the_embedded_models_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
     assert ChatTemplate.load(None).source == OWN_TEMPLATE.read_text(encoding="utf-8")
     assert ChatTemplate.load(default_model()).variables == {"enable_thinking"}
@@ -276,8 +314,12 @@ def test_a_model_without_template_says_what_to_do(tmp_path: Path) -> None:
     assert str(tmp_path) not in str(refusal.value)
 
 
-def test_who_sends_messages_learns_which_line_failed_and_not_where_the_model_lies(tmp_path: Path) -> None:
-    template = ChatTemplate.load(folder_with(tmp_path, "chat_template.jinja", "\n{{ messages[0].a.b.c }}"))
+def test_who_sends_messages_learns_which_line_failed_and_not_where_the_model_lies(
+    tmp_path: Path,
+) -> None:
+    template = ChatTemplate.load(
+        folder_with(tmp_path, "chat_template.jinja", "\n{{ messages[0].a.b.c }}")
+    )
     with pytest.raises(RequestError, match=r"Line 2 of chat_template\.jinja: ") as refusal:
         template.render(HELLO)
     assert str(tmp_path) not in str(refusal.value)
@@ -315,7 +357,10 @@ def test_a_template_that_does_not_parse_is_a_checkpoint_error(
 
 
 def test_long_conversations_have_fuel_enough(published: str) -> None:
-    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": []}]
+    turn = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": []},
+    ]
     for source in (published, OWN_TEMPLATE.read_text(encoding="utf-8")):
         assert ChatTemplate(source).render(turn * 5_000).count("<|im_start|>") == 10_001
 
@@ -348,13 +393,18 @@ TARGETS = [
 @pytest.mark.parametrize("attribute", ATTRIBUTES)
 def test_python_cannot_be_reached(target: str, attribute: str) -> None:
     """Each is refused or undefined; nothing inside is ever found, called or not, dotted or not."""
-    for access in (f"{target}.{attribute}", f"{target}['{attribute}']", f"({target} | attr('{attribute}'))"):
+    for access in (
+        f"{target}.{attribute}",
+        f"{target}['{attribute}']",
+        f"({target} | attr('{attribute}'))",
+    ):
         for claim in (f"{access} is defined and {access} is not none", f"{access}()"):
             assert not render_or_none(ChatTemplate("{{ 'FOUND' if " + claim + " }}"), HELLO)
 
 
 @pytest.mark.parametrize(
-    "source", ["{% include '/etc/passwd' %}", "{% import 'os' as os %}", "{{ open('/etc/passwd') }}"]
+    "source",
+    ["{% include '/etc/passwd' %}", "{% import 'os' as os %}", "{{ open('/etc/passwd') }}"],
 )
 def test_files_cannot_be_read(source: str) -> None:
     assert render_or_none(ChatTemplate(source), HELLO) is None
@@ -366,7 +416,11 @@ def test_files_cannot_be_read(source: str) -> None:
 def test_a_chosen_file_is_used_instead_of_the_models_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{{ messages[0].content }}!{{ eos_token }}")
-    assert ChatTemplate.load(None, str(file)).render(HELLO).startswith(f"{HELLO[0]['content']}!<|im_end|>")
+    assert (
+        ChatTemplate.load(None, str(file))
+        .render(HELLO)
+        .startswith(f"{HELLO[0]['content']}!<|im_end|>")
+    )
 
 
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": True}, {"enable_thinking": False}])

@@ -1,4 +1,6 @@
-"""Templates cannot run away: memory and time are limited, and what stops one costs only its own request."""
+"""Templates cannot run away: memory and time are limited, and what stops one costs only its own
+request.
+"""
 
 from __future__ import annotations
 
@@ -81,12 +83,12 @@ DOUBLINGS = {
 }
 AMPLIFIERS = {
     **{
-        name: "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set x = ns.x %}{% set ns.x = "
-        + form
-        + " %}{% endfor %}{{ ns.x | string | length }}"
+        name: "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set x = ns.x %}{% set "
+        "ns.x = " + form + " %}{% endfor %}{{ ns.x | string | length }}"
         for name, form in DOUBLINGS.items()
     },
-    "macro": "{% macro m(x, n) %}{{ m(x ~ x, n - 1) if n else x | length }}{% endmacro %}{{ m('ab', 60) }}",
+    "macro": "{% macro m(x, n) %}{{ m(x ~ x, n - 1) if n else x | length }}{% endmacro %}{{ "
+    "m('ab', 60) }}",
     "block": "{% set ns = namespace(x='ab') %}{% for i in range(60) %}"
     "{% set x %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = x %}{% endfor %}{{ ns.x | length }}",
     "width": "{{ '%1000000000d' | format(1) }}",
@@ -114,10 +116,15 @@ SAME_END = {"~", "*", "format", "str.format", "str.replace", "join", "slice", "c
     ],
 )
 def test_runaway_templates_are_stopped_soon_and_stay_small(source: str) -> None:
-    """Soon is a second of CPU, start of a process included; small is the parent, as the child is limited."""
+    """Soon is a second of CPU, start of a process included; small is the parent, as the child is
+    limited.
+    """
     template = ChatTemplate(source)
     shared_processes.close()
-    peak_kib, seconds = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, cpu_seconds_of_children()
+    peak_kib, seconds = (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        cpu_seconds_of_children(),
+    )
     with pytest.raises(RequestError) as refusal:
         template.render(HELLO)
     assert all((refusal.value.what, refusal.value.why, refusal.value.todo))
@@ -141,7 +148,10 @@ def child_pid() -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
 def test_the_kernel_limits_the_memory_of_templates() -> None:
     template = ChatTemplate("{{ '%1000000000d' | format(1) }}")
-    assert resource.prlimit(child_pid(), resource.RLIMIT_AS) == (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES)
+    assert resource.prlimit(child_pid(), resource.RLIMIT_AS) == (
+        MEMORY_LIMIT_BYTES,
+        MEMORY_LIMIT_BYTES,
+    )
     with pytest.raises(RequestError, match="out of memory") as refusal:
         template.render(HELLO)
     assert f"{MEMORY_LIMIT_BYTES // 2**20} MiB" in refusal.value.why
@@ -176,12 +186,16 @@ def signal_all_children(number: signal.Signals) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
-def test_a_process_that_was_killed_or_stopped_is_replaced_without_a_word(number: signal.Signals) -> None:
+def test_a_process_that_was_killed_or_stopped_is_replaced_without_a_word(
+    number: signal.Signals,
+) -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     pids = signal_all_children(number)
     started = time.monotonic()
     assert template.render(HELLO) == "Hi"
-    assert time.monotonic() - started < PATIENCE_S / 2, "a stopped process is noticed before patience ends"
+    assert time.monotonic() - started < PATIENCE_S / 2, (
+        "a stopped process is noticed before patience ends"
+    )
     assert child_pid() not in pids
 
 
@@ -224,14 +238,18 @@ def test_when_the_next_process_fails_as_well_it_is_no_fault_of_the_request(
     assert template.render(HELLO) == "Hi"
 
 
-def test_a_process_that_does_not_answer_is_given_up_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_answer_is_given_up_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where nobody can see that it was stopped."""
     template = ChatTemplate("{{ messages[0].content }}")
     monkeypatch.setattr(template_process, "PATIENCE_S", 0.2)
     monkeypatch.setattr(template_process._Child, "_is_stopped", lambda self: False)
     pids = signal_all_children(signal.SIGSTOP)
     monkeypatch.setattr(template_process, "LOOK_S", 0.05)
-    with contextlib.suppress(TemplateProcessError):  # a machine under load may be as slow as that itself
+    with contextlib.suppress(
+        TemplateProcessError
+    ):  # a machine under load may be as slow as that itself
         assert template.render(HELLO) == "Hi"
     assert not set(pids) & set(shared_processes.pids)
 
@@ -364,7 +382,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_fork_renders_on_its_own_and_no_process_outlives_its_parent() -> None:
-    family = subprocess.run([sys.executable, "-c", FAMILY], capture_output=True, text=True, timeout=60)
+    family = subprocess.run(
+        [sys.executable, "-c", FAMILY], capture_output=True, text=True, timeout=60
+    )
     assert family.returncode == -signal.SIGKILL, family.stderr
     deadline = time.monotonic() + 10
     while Path(f"/proc/{int(family.stdout)}/cmdline").exists():

@@ -15,7 +15,10 @@ from serving import Server, start_server
 
 KEYS = ("sk-of-ann", "sk-of-ben")
 SYSTEM = "You know rivers, their banks, their deltas and the weirs that people build in them. " * 3
-LONG = "Of all rivers I like those best that nobody has counted the bridges of, since they are few. " * 6
+LONG = (
+    "Of all rivers I like those best that nobody has counted the bridges of, since they are few. "
+    * 6
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,9 @@ def test_sessions_are_their_tenants(server: Server) -> None:
     num_cached(server, ann, "one", session_id="talk")
     num_cached(server, ben, "two", session_id="talk")
     num_cached(server, ben, "three", session_id="other")
-    names = {key: {one["id"] for one in ask(server, key, "/v1/sessions").json()["data"]} for key in KEYS}
+    names = {
+        key: {one["id"] for one in ask(server, key, "/v1/sessions").json()["data"]} for key in KEYS
+    }
     assert names == {ann: {"talk"}, ben: {"talk", "other"}}
     assert ask(server, ann, "/v1/sessions/other").status_code == 404
     delete = server.http.delete(server.url + "/v1/sessions/talk", headers={"x-api-key": ann})
@@ -95,7 +100,9 @@ def test_kept_responses_are_their_tenants(server: Server) -> None:
 
 def test_items_conversations_and_runs_are_their_tenants(server: Server) -> None:
     ann, ben = KEYS
-    talk = ask(server, ann, "/v1/conversations", {"items": [{"role": "user", "content": "I am Ann."}]}).json()
+    talk = ask(
+        server, ann, "/v1/conversations", {"items": [{"role": "user", "content": "I am Ann."}]}
+    ).json()
     hello: dict[str, Any] = {"input": "Hello", "max_output_tokens": 4}
     reply = ask(server, ann, "/v1/responses", {**hello, "conversation": talk["id"]}).json()
     endless = {"input": "Hello", "ignore_eos": True, "background": True, "stream": False}
@@ -112,7 +119,9 @@ def test_items_conversations_and_runs_are_their_tenants(server: Server) -> None:
         ("/v1/responses", {**hello, "conversation": talk["id"]}),
         ("/v1/responses", reference),
     ]
-    assert [ask(server, ben, path, body).status_code for path, body in attempts] == [404] * len(attempts)
+    assert [ask(server, ben, path, body).status_code for path, body in attempts] == [404] * len(
+        attempts
+    )
     found = [200] * len(attempts)
     found[4] = 400  # it was not asked for as a stream
     assert [ask(server, ann, path, body).status_code for path, body in attempts] == found

@@ -1,4 +1,6 @@
-"""Thoughts in content: the text of a reply with its tags, however it is cut, and calls that stay calls."""
+"""Thoughts in content: the text of a reply with its tags, however it is cut, and calls that stay
+calls.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ CALL = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {}}}}}]
 
 
-def parse(text: str, size: int, finish: FinishReason = "stop", in_thinking: bool = True) -> ParsedReply:
+def parse(
+    text: str, size: int, finish: FinishReason = "stop", in_thinking: bool = True
+) -> ParsedReply:
     split = StreamParser(DIALECTS["qwen_xml"], TOOLS, in_thinking=in_thinking)
     parser = ThoughtsInContent(split, Thinking())
     deltas = [delta for i in range(0, len(text), size) for delta in parser.feed(text[i : i + size])]
@@ -30,7 +34,9 @@ def parse(text: str, size: int, finish: FinishReason = "stop", in_thinking: bool
         ("a</think>\n\nb<think>c</think>d", "<think>\na\n</think>\n\nb<think>\nc\n</think>\n\nd"),
     ],
 )
-def test_content_has_the_thought_between_tags_however_the_reply_is_cut(text: str, content: str) -> None:
+def test_content_has_the_thought_between_tags_however_the_reply_is_cut(
+    text: str, content: str
+) -> None:
     for size in (1, 2, 3, 5, 8, len(text)):
         reply = parse(text, size)
         assert (reply.content, reply.reasoning) == (content, "")

@@ -1,4 +1,6 @@
-"""Ids and text agree with the `tokenizers` library and with golden cases; ends of turns are found."""
+"""Ids and text agree with the `tokenizers` library and with golden cases; ends of turns are
+found.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +77,12 @@ def test_rendered_conversations_give_golden_ids(qwen: Tokenizer, shared_data: Pa
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 248076), max_size=12), st.booleans())
-def test_any_ids_decode_as_the_library_decodes(qwen: Tokenizer, library, ids: list[int], skip: bool) -> None:
-    assert qwen.decode(ids, skip_special_tokens=skip) == library.decode(ids, skip_special_tokens=skip)
+def test_any_ids_decode_as_the_library_decodes(
+    qwen: Tokenizer, library, ids: list[int], skip: bool
+) -> None:
+    assert qwen.decode(ids, skip_special_tokens=skip) == library.decode(
+        ids, skip_special_tokens=skip
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -126,17 +132,28 @@ def write_folder(tiny_folder: Path, folder: Path, **files: object) -> Path:
     [
         ({}, ()),
         ({"generation_config__json": {"eos_token_id": 7}}, (7,)),
-        ({"generation_config__json": {"eos_token_id": [7, 8]}, "config__json": {"eos_token_id": 8}}, (7, 8)),
+        (
+            {
+                "generation_config__json": {"eos_token_id": [7, 8]},
+                "config__json": {"eos_token_id": 8},
+            },
+            (7, 8),
+        ),
         ({"config__json": {"eos_token_id": None, "text_config": {"eos_token_id": [9]}}}, (9,)),
         ({"tokenizer_config__json": {"eos_token": "<|endoftext|>"}}, (2527,)),
         ({"tokenizer_config__json": {"eos_token": {"content": "<|im_end|>"}}}, (2529,)),
         ({"tokenizer_config__json": {"eos_token": "unknown"}}, ()),
-        ({"generation_config__json": {"eos_token_id": [7, -1, True, 10**6, 2**64, "7"]}}, (7,)),  # no tokens
+        (
+            {"generation_config__json": {"eos_token_id": [7, -1, True, 10**6, 2**64, "7"]}},
+            (7,),
+        ),  # no tokens
         ({"tokenizer_config__json": {"chat_template": "x<|im_end|>"}}, (2529,)),
         ({"chat_template__jinja": "x<|im_end|><|eot_id|>"}, (2529,)),
     ],
 )
-def test_every_place_that_names_an_end_counts(tiny_folder: Path, tmp_path: Path, files, expected) -> None:
+def test_every_place_that_names_an_end_counts(
+    tiny_folder: Path, tmp_path: Path, files, expected
+) -> None:
     assert Tokenizer.load(write_folder(tiny_folder, tmp_path, **files)).eos_token_ids == expected
 
 
@@ -173,7 +190,9 @@ def test_a_missing_tokenizer_is_told_by_the_name_that_was_given(
     assert caught.value.why == f"{tmp_path / missing} does not exist."
 
 
-def test_a_file_that_cuts_and_pads_texts_does_neither_to_prompts(tiny_folder: Path, tmp_path: Path) -> None:
+def test_a_file_that_cuts_and_pads_texts_does_neither_to_prompts(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
     library = tokenizers.Tokenizer.from_file(str(tiny_folder / "tokenizer.json"))
     library.enable_truncation(8)
     library.enable_padding(length=16)
@@ -209,7 +228,9 @@ def test_a_pattern_that_gives_up_is_a_request_error_and_spoils_nothing_else(
     }[part]
     (tmp_path / "tokenizer.json").write_text(json.dumps(written))
     tokenizer = Tokenizer.load(tmp_path, is_quick=is_quick)
-    with pytest.raises(RequestError, match=r"The tokenizer failed on this text\nIts error is: .*retry-limit"):
+    with pytest.raises(
+        RequestError, match=r"The tokenizer failed on this text\nIts error is: .*retry-limit"
+    ):
         tokenizer.encode("a" * 5000)
     assert tokenizer.encode("Hello")
 
@@ -220,7 +241,12 @@ def test_a_fast_encoder_that_panics_is_not_used(
     pytest.importorskip("fastokens")
     written = json.loads((tiny_folder / "tokenizer.json").read_text())
     pattern = SLOW_PATTERN.replace("y", "$q")
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     written["pre_tokenizer"] = split
     (tmp_path / "tokenizer.json").write_text(json.dumps(written))
     tokenizer = Tokenizer.load(tmp_path)  # tries both on plain text, among it many an a
@@ -235,13 +261,29 @@ def test_a_lone_surrogate_is_refused(tiny_folder: Path) -> None:
 @pytest.fixture
 def sentence_piece(tmp_path: Path) -> tuple[Tokenizer, tokenizers.Tokenizer]:
     """Llama's way: a mark for spaces, bytes as <0xXX>, one leading space dropped."""
-    words = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b", "é", "▁<0x4>"]
+    words = [
+        "<unk>",
+        "<s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁a",
+        "b",
+        "é",
+        "▁<0x4>",
+    ]
     library = tokenizers.Tokenizer(
-        models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>")
+        models.BPE(
+            {word: i for i, word in enumerate(words)}, [], byte_fallback=True, unk_token="<unk>"
+        )
     )
     library.add_special_tokens([AddedToken("<s>", special=True)])
     library.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     library.save(str(tmp_path / "tokenizer.json"))
     return Tokenizer.load(tmp_path), library
@@ -262,7 +304,9 @@ class _Encoding:
 
 
 def install_fastokens(monkeypatch: pytest.MonkeyPatch, change) -> None:
-    """A stand-in encoder under fastokens' name, whose ids are the library's passed through `change`."""
+    """A stand-in encoder under fastokens' name, whose ids are the library's passed through
+    `change`.
+    """
 
     class Fast:
         def __init__(self, text: str) -> None:
@@ -271,19 +315,25 @@ def install_fastokens(monkeypatch: pytest.MonkeyPatch, change) -> None:
         from_json_str = classmethod(lambda cls, text: cls(text))
 
         def encode(self, text: str, add_special_tokens: bool = False) -> _Encoding:
-            return _Encoding(change(self._library.encode(text, add_special_tokens=add_special_tokens).ids))
+            return _Encoding(
+                change(self._library.encode(text, add_special_tokens=add_special_tokens).ids)
+            )
 
     module = types.ModuleType("fastokens")
     module.Tokenizer = Fast  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fastokens", module)
 
 
-def test_a_fast_encoder_that_agrees_is_used(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fast_encoder_that_agrees_is_used(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install_fastokens(monkeypatch, lambda ids: ids)
     assert Tokenizer.load(tiny_folder).encoder_name == "fastokens"
 
 
-def test_a_tokenizer_can_be_quickened_later(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_can_be_quickened_later(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install_fastokens(monkeypatch, lambda ids: ids)
     tokenizer = Tokenizer.load(tiny_folder, is_quick=False)
     assert tokenizer.encoder_name == "tokenizers"
@@ -319,10 +369,17 @@ def test_the_real_fast_encoder_gives_golden_ids(qwen: Tokenizer, shared_data: Pa
         assert qwen.encode(case["text"]) == case["ids"], case["name"]
 
 
-# Control tokens, whole and in parts, whose matches could overlap; white space and marks that bind to what
-# stands before them; and words long enough, repeated, to be remembered.
+# Control tokens, whole and in parts, whose matches could overlap; white space and marks that bind
+# to what stands before them; and words long enough, repeated, to be remembered.
 PIECES = (
-    *("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tts_text_bos>", "<tts_text_bos_single>"),
+    *(
+        "<|im_start|>",
+        "<|im_end|>",
+        "<think>",
+        "</think>",
+        "<tts_text_bos>",
+        "<tts_text_bos_single>",
+    ),
     *(
         "<|im_",
         "end|>",
@@ -341,7 +398,9 @@ PIECES = (
     *("system", "a", "A", "'s", "123", "\u4f60\u597d", "\U0001f680", "\x00", "\u00a0"),
 )
 TEXTS = st.lists(
-    st.tuples(st.sampled_from(PIECES) | st.text(max_size=6), st.sampled_from([1, 1, 1, 2, 130, 300])),
+    st.tuples(
+        st.sampled_from(PIECES) | st.text(max_size=6), st.sampled_from([1, 1, 1, 2, 130, 300])
+    ),
     max_size=12,
 ).map(lambda parts: "".join(piece * times for piece, times in parts))
 
@@ -384,7 +443,10 @@ def test_a_conversation_that_grows_is_encoded_only_where_it_is_new(library) -> N
     encoder, asked = counting_encoder(library)
     text = "<|im_start|>system\n" + "You are terse. " * 400
     for turn in range(8):
-        text += f"<|im_end|>\n<|im_start|>user\nQuestion {turn}: why?<|im_end|>\n<|im_start|>assistant\n"
+        text += (
+            f"<|im_end|>\n<|im_start|>user\nQuestion {turn}: "
+            "why?<|im_end|>\n<|im_start|>assistant\n"
+        )
         assert encoder.encode(text) == library.encode(text, add_special_tokens=False).ids
         assert turn == 0 or sum(map(len, asked)) < 2 * MIN_SEGMENT_CHARS
         asked.clear()

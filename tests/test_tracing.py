@@ -1,4 +1,6 @@
-"""Traces: a span for each request that says what was generated, and none where nobody asked for them."""
+"""Traces: a span for each request that says what was generated, and none where nobody asked for
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
         {ENDPOINT: "x", "OTEL_TRACES_EXPORTER": "none"},
     ],
 )
-def test_nothing_stands_in_front_of_routes_where_no_traces_are_wanted(environ: dict[str, str]) -> None:
+def test_nothing_stands_in_front_of_routes_where_no_traces_are_wanted(
+    environ: dict[str, str],
+) -> None:
     assert tracing_middleware("m", environ) == []
 
 
@@ -89,7 +93,9 @@ def server(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> Iterator[Se
 
 
 @pytest.mark.slow
-def test_a_span_says_what_was_generated_and_whose_child_it_is(server: Server, collector: Collector) -> None:
+def test_a_span_says_what_was_generated_and_whose_child_it_is(
+    server: Server, collector: Collector
+) -> None:
     trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     headers = {"traceparent": f"00-{trace_id}-{parent_id}-01"}
     body = {"messages": MESSAGES, "max_tokens": 5, **FREE}

@@ -1,4 +1,6 @@
-"""Laws of the training code: the model is Qwen3.5-MoE, and a run learns, resumes and exports exactly."""
+"""Laws of the training code: the model is Qwen3.5-MoE, and a run learns, resumes and exports
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
-from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer, Qwen3_5MoeRMSNorm
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
+    Qwen3_5MoeDecoderLayer,
+    Qwen3_5MoeRMSNorm,
+)
 
 from penstock.errors import CheckpointError
 from penstock.eval.gates import GATES
@@ -64,7 +69,10 @@ class CopyCorpus:
     text_files: tuple[Path, ...] = ()
 
     def draw(self, rng: Random) -> Example:
-        letters = [rng.randrange(FIRST_LETTER, FIRST_LETTER + NUM_LETTERS) for _ in range(rng.randint(2, 9))]
+        letters = [
+            rng.randrange(FIRST_LETTER, FIRST_LETTER + NUM_LETTERS)
+            for _ in range(rng.randint(2, 9))
+        ]
         return Example(
             [*letters, ASK, *letters, SPECIAL.end_of_turn], len(letters) + 1, int(len(letters) > 5)
         )
@@ -76,7 +84,9 @@ class CopyCorpus:
     def _problem(self, example: Example) -> Problem:
         wanted = list(example.token_ids[example.first_target :])
         return Problem(
-            self.kinds[example.kind], example.token_ids[: example.first_target], partial(equals, wanted)
+            self.kinds[example.kind],
+            example.token_ids[: example.first_target],
+            partial(equals, wanted),
         )
 
 
@@ -126,7 +136,9 @@ def make_model(
 
 
 def make_oracle(model: Qwen35Moe) -> Qwen3_5MoeForCausalLM:
-    fields = {name: value for name, value in model.config.text_config().items() if name != "model_type"}
+    fields = {
+        name: value for name, value in model.config.text_config().items() if name != "model_type"
+    }
     oracle = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**fields)).eval().float()
     state = {
         name.replace("model.language_model.", "model."): tensor
@@ -171,7 +183,9 @@ def recur(
     state, outs = initial, []
     for t in range(value.shape[1]):
         state = state * log_decay[:, t, :, None, None].exp()
-        error = beta[:, t, :, None] * (value[:, t] - torch.einsum("bhkv,bhk->bhv", state, key[:, t]))
+        error = beta[:, t, :, None] * (
+            value[:, t] - torch.einsum("bhkv,bhk->bhv", state, key[:, t])
+        )
         state = state + torch.einsum("bhk,bhv->bhkv", key[:, t], error)
         outs.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]))
     return torch.stack(outs, 1), state
@@ -187,9 +201,13 @@ def test_what_is_trained_by_default_is_the_embedded_model() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 7, 32, 64])
 def test_block_doubling_inverse_equals_triangular_solve(size: int) -> None:
-    strict = torch.randn(3, size, size, generator=torch.Generator().manual_seed(size)).tril(-1) * 0.3
+    strict = (
+        torch.randn(3, size, size, generator=torch.Generator().manual_seed(size)).tril(-1) * 0.3
+    )
     identity = torch.eye(size).expand_as(strict)
-    wanted = torch.linalg.solve_triangular(identity + strict, identity, upper=False, unitriangular=True)
+    wanted = torch.linalg.solve_triangular(
+        identity + strict, identity, upper=False, unitriangular=True
+    )
     torch.testing.assert_close(invert_unit_lower(strict), wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -205,7 +223,9 @@ def test_inverse_has_the_right_gradient() -> None:
         torch.randn(2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 0.5
     ).tril(-1)
     # The inverse only promises a gradient for what lies below the diagonal.
-    assert torch.autograd.gradcheck(lambda x: invert_unit_lower(x.tril(-1)), strict.requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda x: invert_unit_lower(x.tril(-1)), strict.requires_grad_()
+    )
 
 
 @pytest.mark.parametrize(("length", "chunk"), [(1, 64), (5, 8), (64, 64), (37, 8), (50, 16)])
@@ -219,7 +239,9 @@ def test_chunked_rule_equals_the_recurrence(length: int, chunk: int) -> None:
 
 def test_chunked_rule_has_the_gradients_of_the_recurrence() -> None:
     inputs = {name: tensor.requires_grad_() for name, tensor in delta_inputs(21).items()}
-    weights = torch.randn(2, 21, 6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    weights = torch.randn(
+        2, 21, 6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
+    )
     gradients = []
     for rule in (lambda: recur(**inputs), lambda: gated_delta_rule(**inputs, chunk=8)):
         out, state = rule()
@@ -261,10 +283,15 @@ def test_mtp_head_equals_a_transformers_layer() -> None:
     token_ids = draw_tokens(2, 40, 96)
     oracle = make_oracle(model)
     layer = Qwen3_5MoeDecoderLayer(replace_layer_types(oracle.config), 0).eval()
-    norms = {name: Qwen3_5MoeRMSNorm(48) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    norms = {
+        name: Qwen3_5MoeRMSNorm(48)
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    }
     fc = nn.Linear(96, 48, bias=False)
     state = {
-        name.removeprefix("mtp."): t for name, t in model.state_dict().items() if name.startswith("mtp.")
+        name.removeprefix("mtp."): t
+        for name, t in model.state_dict().items()
+        if name.startswith("mtp.")
     }
     layer.load_state_dict(
         {n.removeprefix("layers.0."): t for n, t in state.items() if n.startswith("layers.")}
@@ -276,7 +303,10 @@ def test_mtp_head_equals_a_transformers_layer() -> None:
         hidden, _ = model(token_ids, torch.ones(token_ids.shape))
         drafted, _ = model.draft(hidden, token_ids, torch.ones(token_ids.shape))
         embedded = oracle.model.embed_tokens(token_ids[:, 1:])
-        joined = [norms["pre_fc_norm_embedding"](embedded), norms["pre_fc_norm_hidden"](hidden[:, :-1])]
+        joined = [
+            norms["pre_fc_norm_embedding"](embedded),
+            norms["pre_fc_norm_hidden"](hidden[:, :-1]),
+        ]
         x = fc(torch.cat(joined, -1))
         positions = torch.arange(39)[None]
         mask = torch.full((39, 39), -torch.inf).triu(1)[None, None]
@@ -306,7 +336,9 @@ def test_dense_experts_equal_a_loop_over_the_routed_ones() -> None:
                 wanted += weight * (mlp.experts.down_proj[expert] @ (F.silu(gate) * up))
             shared = mlp.shared_expert
             inner = F.silu(shared.gate_proj.weight @ x[0, t]) * (shared.up_proj.weight @ x[0, t])
-            wanted += (mlp.shared_expert_gate.weight @ x[0, t]).sigmoid() * (shared.down_proj.weight @ inner)
+            wanted += (mlp.shared_expert_gate.weight @ x[0, t]).sigmoid() * (
+                shared.down_proj.weight @ inner
+            )
             torch.testing.assert_close(found[0, t], wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -362,7 +394,9 @@ def test_padding_and_prompt_give_no_gradient() -> None:
 
 def test_loss_is_the_mean_over_completion_tokens() -> None:
     model = make_model(tiny())
-    config = TrainConfig(row_lens=(16,), balance_weight=0.0, mtp_weight=0.0, targets_per_full_step=8)
+    config = TrainConfig(
+        row_lens=(16,), balance_weight=0.0, mtp_weight=0.0, targets_per_full_step=8
+    )
     token_ids = draw_tokens(1, 16, 96).int()
     inputs = BatchInputs(token_ids, torch.tensor([6]), torch.tensor([14]), torch.tensor([0]))
     loss, _ = compute_loss(model, inputs, config, 1)
@@ -440,7 +474,9 @@ def test_every_example_gets_the_shortest_row_it_fits() -> None:
         assert batch.token_ids.shape == (480 // batch.row_len, batch.row_len)
         assert batch.token_ids.dtype == np.int16
         shortest = {12: 0, 20: 12}[batch.row_len]
-        for row, length, first in zip(batch.token_ids, batch.lengths, batch.first_targets, strict=True):
+        for row, length, first in zip(
+            batch.token_ids, batch.lengths, batch.first_targets, strict=True
+        ):
             assert shortest < length <= batch.row_len
             assert row[first - 1] == ASK
             assert row[length - 1] == SPECIAL.end_of_turn
@@ -459,7 +495,11 @@ def test_workers_draw_different_data_and_reuse_it_no_more_than_allowed() -> None
 
 
 def run_copy(
-    out: Path, steps: int, pause_after: int | None = None, resume: bool = False, init: Path | None = None
+    out: Path,
+    steps: int,
+    pause_after: int | None = None,
+    resume: bool = False,
+    init: Path | None = None,
 ) -> Run:
     settings = RunSettings(
         out=out,
@@ -497,7 +537,9 @@ def test_a_run_can_start_from_an_exported_model(tmp_path: Path) -> None:
     )
     started = Run(CopyCorpus(), COPY_MODEL, COPY_TRAINING, settings)
     for name, tensor in taught.model.state_dict().items():
-        torch.testing.assert_close(started.model.state_dict()[name], tensor, rtol=1e-2, atol=1e-3)  # bf16
+        torch.testing.assert_close(
+            started.model.state_dict()[name], tensor, rtol=1e-2, atol=1e-3
+        )  # bf16
 
 
 def test_layers_added_on_top_change_nothing_until_they_are_trained(tmp_path: Path) -> None:
@@ -509,7 +551,9 @@ def test_layers_added_on_top_change_nothing_until_they_are_trained(tmp_path: Pat
     start_weights(deep, 0, tmp_path)
     token_ids = draw_tokens(2, 30, COPY_MODEL.vocab_size)
     counted = torch.ones_like(token_ids, dtype=torch.float32)
-    torch.testing.assert_close(deep(token_ids, counted)[0], stored(token_ids, counted)[0], rtol=0, atol=0)
+    torch.testing.assert_close(
+        deep(token_ids, counted)[0], stored(token_ids, counted)[0], rtol=0, atol=0
+    )
     deep.logits(deep(token_ids, counted)[0]).square().sum().backward()
     for layer in deep.decoder_layers[2:4]:
         written = [p for name, p in layer.named_parameters() if name.endswith(WRITING)]
@@ -524,7 +568,9 @@ def test_layers_are_added_in_whole_groups_and_never_taken_away(tmp_path: Path) -
             start_weights(Qwen35Moe(replace(COPY_MODEL, num_layers=num_layers)), 0, tmp_path)
 
 
-def test_a_resumed_run_goes_on_from_its_own_weights_and_not_from_where_it_was_started(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_from_its_own_weights_and_not_from_where_it_was_started(
+    tmp_path: Path,
+) -> None:
     run_copy(tmp_path / "first", steps=4)
     init = tmp_path / "first" / "model"
     whole = run_copy(tmp_path / "whole", steps=4, init=init)
@@ -555,7 +601,12 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
 
 def test_a_stop_signal_saves_the_run(tmp_path: Path) -> None:
     settings = RunSettings(
-        out=tmp_path, budget_steps=10**6, device="cpu", num_workers=0, num_problems=1, max_reply_tokens=4
+        out=tmp_path,
+        budget_steps=10**6,
+        device="cpu",
+        num_workers=0,
+        num_problems=1,
+        max_reply_tokens=4,
     )
     run = Run(StoppingCorpus(), COPY_MODEL, COPY_TRAINING, settings)
     assert run.train() is None
@@ -624,15 +675,20 @@ def embedded() -> tuple[Qwen35Moe, ConversationCorpus]:
     return load_model(ASSETS, CPU), ConversationCorpus.open(ASSETS)
 
 
-def test_replies_come_in_the_order_of_the_questions(embedded: tuple[Qwen35Moe, ConversationCorpus]) -> None:
+def test_replies_come_in_the_order_of_the_questions(
+    embedded: tuple[Qwen35Moe, ConversationCorpus],
+) -> None:
     """Long and short prompts are asked together by length, and each alone answers the same."""
     rng = Random("order")
     asked = [
-        sample(rng, True, False) for sample in (tool_calls.sample, spot_checks.sample, word_problems.sample)
+        sample(rng, True, False)
+        for sample in (tool_calls.sample, spot_checks.sample, word_problems.sample)
     ]
     together = ask(*embedded, asked, max_new=12, rows=2)
     assert together == [ask(*embedded, [conversation], max_new=12)[0] for conversation in asked]
-    assert len({reply.content for reply in together} | {str(reply.calls) for reply in together}) >= 3
+    assert (
+        len({reply.content for reply in together} | {str(reply.calls) for reply in together}) >= 3
+    )
 
 
 def test_a_reply_that_was_cut_off_says_so(embedded: tuple[Qwen35Moe, ConversationCorpus]) -> None:
@@ -640,7 +696,9 @@ def test_a_reply_that_was_cut_off_says_so(embedded: tuple[Qwen35Moe, Conversatio
     assert reply.finish_reason == "length"
 
 
-def test_an_examination_judges_as_the_gates_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_examination_judges_as_the_gates_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "found.json"
     asked = ["--limit", "3", "--gates", "spot_checks", "refusals"]
     assert examine([str(ASSETS), "--device", "cpu", *asked, "--json", str(file)]) == 0
@@ -660,7 +718,9 @@ def test_a_stage_names_kinds_that_exist_and_rehearses_what_the_gates_ask(stage: 
     assert refuses == (stage.name != "sums"), "what a stage has taught, the next one rehearses"
 
 
-def test_one_stage_runs_alone_from_a_model_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_stage_runs_alone_from_a_model_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran = []
 
     def train(self: Improvement, stage: Stage, init: Path, minutes: float) -> Path:
@@ -707,9 +767,12 @@ def test_export_is_the_published_layout_and_loads(tmp_path: Path) -> None:
     facts = export(model, folder, SPECIAL, [text_file])
     tensors = load_file(folder / "model.safetensors")
     assert facts["num_parameters"] == count_parameters(tiny())
-    # 18 tensors a DeltaNet layer, 15 an attention layer, embedding and norm; 17 + 3 E for the MTP layer.
+    # 18 tensors a DeltaNet layer, 15 an attention layer, embedding and norm; 17 + 3 E for the MTP
+    # layer.
     assert len(tensors) == 18 * 3 + 15 + 2 + 17 + 3 * 8
-    fp32 = {name.rsplit("layers.", 1)[1][2:] for name, t in tensors.items() if t.dtype == torch.float32}
+    fp32 = {
+        name.rsplit("layers.", 1)[1][2:] for name, t in tensors.items() if t.dtype == torch.float32
+    }
     assert fp32 == {"linear_attn.A_log", "linear_attn.norm.weight"}
     assert tensors["mtp.layers.0.mlp.experts.7.up_proj.weight"].shape == (20, 48)
     config = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,6 @@
-"""docs/troubleshooting.md quotes messages that this code gives, word for word, and names real flags."""
+"""docs/troubleshooting.md quotes messages that this code gives, word for word, and names real
+flags.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def messages() -> list[re.Pattern[str]]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 parts = [node.value]
             elif isinstance(node, ast.JoinedStr):
-                parts = [part.value if isinstance(part, ast.Constant) else "" for part in node.values]
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else "" for part in node.values
+                ]
             else:
                 continue
             if len("".join(map(str, parts))) >= FEWEST_WORDS:
@@ -34,7 +38,9 @@ def messages() -> list[re.Pattern[str]]:
 
 def quoted_lines() -> list[str]:
     blocks = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
-    lines = [line.strip().removeprefix("error: ") for block in blocks for line in block.splitlines()]
+    lines = [
+        line.strip().removeprefix("error: ") for block in blocks for line in block.splitlines()
+    ]
     return [line for line in lines if line != "…"]
 
 

@@ -1,4 +1,6 @@
-"""`penstock tune`: it asks every kernel of a step, tries what their files offer, and says no on a CPU."""
+"""`penstock tune`: it asks every kernel of a step, tries what their files offer, and says no on a
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ QUESTIONS = [
 
 @pytest.mark.parametrize(("kernel", "shape"), QUESTIONS)
 @pytest.mark.parametrize("num_tokens", [1, 8, 64])
-def test_every_kernel_has_tiles_to_try(kernel: str, shape: tuple[int, ...], num_tokens: int) -> None:
+def test_every_kernel_has_tiles_to_try(
+    kernel: str, shape: tuple[int, ...], num_tokens: int
+) -> None:
     tiles = _candidates(tuning.Question(kernel, shape, num_tokens, default={}))
     assert tiles
     assert all(isinstance(value, int) for tile in tiles for value in tile.values())
@@ -94,7 +98,9 @@ def tile_of(key: str) -> tuning.Tile | None:
     return table.get((kernel, tuple(map(int, shape.split("x"))), int(num_tokens)))
 
 
-def test_measured_tiles_lie_in_the_user_s_folder_and_beat_those_of_the_package(own_tables: Path) -> None:
+def test_measured_tiles_lie_in_the_user_s_folder_and_beat_those_of_the_package(
+    own_tables: Path,
+) -> None:
     path = tuning.own_table_path(torch.device("cuda"))
     assert path.parent == own_tables
     shipped = tuning.read_tiles(tuning.TABLES / "nvidia-h200.json")

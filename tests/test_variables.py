@@ -1,4 +1,6 @@
-"""Every flag of every command is an environment variable; a typed flag beats it, a misspelt one is said."""
+"""Every flag of every command is an environment variable; a typed flag beats it, a misspelt one is
+said.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from penstock.commands.variables import read_variables, variable_of, variables_o
 def test_every_flag_has_a_variable_of_its_own(command: str) -> None:
     parser = Parser(prog=command)
     importlib.import_module(f"penstock.commands.{command}").add_arguments(parser)
-    flags = [action for action in parser._actions if action.option_strings and action.dest != "help"]
+    flags = [
+        action for action in parser._actions if action.option_strings and action.dest != "help"
+    ]
     names = [variable_of(command, action) for action in flags]
     assert None not in names
     assert len(set(names)) == len(names) == len(variables_of(command, parser)) > 0
@@ -30,7 +34,12 @@ def test_every_flag_has_a_variable_of_its_own(command: str) -> None:
         (["eval", "quality"], {"PENSTOCK_EVAL_LIMIT": "0.1"}, "limit", 0.1),
         (["eval", "quality", "--limit", "5"], {"PENSTOCK_EVAL_LIMIT": "0.1"}, "limit", 5),
         (["eval", "quality", "--limit=5"], {"PENSTOCK_EVAL_LIMIT": "0.1"}, "limit", 5),
-        (["eval", "throughput"], {"PENSTOCK_EVAL_BASE_URL": "http://h:1"}, "base_url", "http://h:1"),
+        (
+            ["eval", "throughput"],
+            {"PENSTOCK_EVAL_BASE_URL": "http://h:1"},
+            "base_url",
+            "http://h:1",
+        ),
         (["eval", "throughput"], {"PENSTOCK_EVAL_CONCURRENCY": "1,2"}, "concurrency", [(1, 2)]),
         (["eval", "throughput"], {"PENSTOCK_EVAL_STREAM": "off"}, "stream", False),
         (["eval", "throughput", "--stream"], {"PENSTOCK_EVAL_STREAM": "off"}, "stream", True),

@@ -1,4 +1,6 @@
-"""What a checkpoint's files say of its vectors and scores, and scores as transformers would give them."""
+"""What a checkpoint's files say of its vectors and scores, and scores as transformers would give
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import transformers
 
 from penstock.errors import CheckpointError, ContextLengthError, RequestError
 from penstock.llm import LLM
-from penstock.text.pooling import RERANK_END, RERANK_INSTRUCTION, RERANK_START, PairScores, VectorRules
+from penstock.text.pooling import (
+    RERANK_END,
+    RERANK_INSTRUCTION,
+    RERANK_START,
+    PairScores,
+    VectorRules,
+)
 from penstock.types import Pooling, SamplingParams
 from pooled_models import (
     MODULES,
@@ -72,7 +80,9 @@ def test_a_checkpoint_that_says_nothing_gives_its_last_token_with_length_1(tmp_p
         {},
     ],
 )
-def test_another_pooling_is_refused_unless_the_operator_chooses(tmp_path: Path, settings: Any) -> None:
+def test_another_pooling_is_refused_unless_the_operator_chooses(
+    tmp_path: Path, settings: Any
+) -> None:
     write_modules(tmp_path, settings or {"pooling_mode_cls_token": False})
     with pytest.raises(CheckpointError, match="1_Pooling") as refused:
         VectorRules.load(tmp_path)
@@ -122,7 +132,9 @@ def test_embedding_offline_is_what_the_files_say(tmp_path: Path) -> None:
 def official_prompt(tokenizer: Any, query: str, document: str, instruction: str) -> list[int]:
     """As Qwen3-Reranker's own example has it; what a client wrote has no control tokens here."""
     body = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-    start, end = (tokenizer.encode(text, add_special_tokens=False) for text in (RERANK_START, RERANK_END))
+    start, end = (
+        tokenizer.encode(text, add_special_tokens=False) for text in (RERANK_START, RERANK_END)
+    )
     encoded = tokenizer.encode(body, add_special_tokens=False, split_special_tokens=True)
     return [*start, *encoded, *end]
 
@@ -152,11 +164,17 @@ def test_answers_and_a_template_for_pairs_are_read_from_the_checkpoint(tmp_path:
     """As sentence-transformers saves rerankers: LogitScore, and roles query and document."""
     model = save_model(tmp_path, transformers.Qwen3ForCausalLM)
     write_tokenizer(tmp_path, appends_end=False)
-    write_json(tmp_path / "1_LogitScore" / "config.json", {"true_token_id": 5, "false_token_id": None})
-    write_modules(tmp_path, None, [("base.models.Transformer", ""), ("modules.LogitScore", "1_LogitScore")])
+    write_json(
+        tmp_path / "1_LogitScore" / "config.json", {"true_token_id": 5, "false_token_id": None}
+    )
+    write_modules(
+        tmp_path, None, [("base.models.Transformer", ""), ("modules.LogitScore", "1_LogitScore")]
+    )
     (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{% if m.role == 'query' %}Q: {{ m.content }}{% elif m.role == 'document' %}"
-        "<|im_start|>D: {{ m.content }}<|im_end|>{% else %}I: {{ m.content }}{% endif %}\n{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'query' %}Q: {{ m.content }}{% elif m.role == "
+        "'document' %}"
+        "<|im_start|>D: {{ m.content }}<|im_end|>{% else %}I: {{ m.content }}{% endif %}\n{% "
+        "endfor %}"
     )
     llm = LLM(str(tmp_path), device="cpu", memory_gb=0.05)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -165,12 +183,16 @@ def test_answers_and_a_template_for_pairs_are_read_from_the_checkpoint(tmp_path:
     messages = [{"role": role, "content": content} for role, content in roles.items()]
     ids = tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False))
     assert len(ids) > 20
-    assert score == pytest.approx(torch.sigmoid(model(torch.tensor([ids])).logits[0, -1, 5]).item(), abs=1e-5)
+    assert score == pytest.approx(
+        torch.sigmoid(model(torch.tensor([ids])).logits[0, -1, 5]).item(), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("pad_id", [0, END_ID])
 @torch.inference_mode()
-def test_a_classifier_scores_pairs_as_the_tokenizer_writes_them(tmp_path: Path, pad_id: int) -> None:
+def test_a_classifier_scores_pairs_as_the_tokenizer_writes_them(
+    tmp_path: Path, pad_id: int
+) -> None:
     kind = transformers.Qwen3ForSequenceClassification
     model = save_model(tmp_path, kind, num_labels=1, pad_token_id=pad_id)
     write_tokenizer(tmp_path)
@@ -210,7 +232,9 @@ def test_vectors_and_scores_are_those_of_sentence_transformers(tmp_path: Path) -
         assert llm.score("lakes", texts) == pytest.approx(similar.tolist(), abs=5e-5)
     folder = tmp_path / "classifier"
     folder.mkdir()
-    save_model(folder, transformers.Qwen3ForSequenceClassification, num_labels=1, pad_token_id=END_ID)
+    save_model(
+        folder, transformers.Qwen3ForSequenceClassification, num_labels=1, pad_token_id=END_ID
+    )
     write_tokenizer(folder)
     ranker = theirs.CrossEncoder(str(folder), device="cpu")
     expected = ranker.predict([("lakes", document) for document in texts])

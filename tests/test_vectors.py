@@ -1,4 +1,6 @@
-"""Calls for many vectors on engines without processes: what they hold, what they outlive, what they leave."""
+"""Calls for many vectors on engines without processes: what they hold, what they outlive, what they
+leave.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,10 @@ def test_a_call_holds_a_quarter_of_the_queue_and_every_vector_hands_its_place_on
                 await stream.wait_ended()
             assert taken == dict(enumerate(INPUTS))
             assert stream.usage.num_prompt_tokens == sum(map(len, INPUTS))
-            assert (stream.usage.num_cached_tokens, stream.usage.num_completion_tokens) == (NUM_INPUTS, 0)
+            assert (stream.usage.num_cached_tokens, stream.usage.num_completion_tokens) == (
+                NUM_INPUTS,
+                0,
+            )
             world.assert_nothing_left()
             assert not world.fleet.intake.replies.taken
 
@@ -92,7 +97,9 @@ def test_every_vector_comes_once_whichever_engines_die(tokenizer: Tokenizer, see
     asyncio.run(scenario())
 
 
-def test_a_client_that_leaves_frees_what_its_call_holds_and_nothing_more_begins(tokenizer: Tokenizer) -> None:
+def test_a_client_that_leaves_frees_what_its_call_holds_and_nothing_more_begins(
+    tokenizer: Tokenizer,
+) -> None:
     async def scenario() -> None:
         async with world_of(1, max_queue=MAX_QUEUE) as world:
             with await start(engine_over(world, tokenizer), {}):

@@ -20,7 +20,10 @@ PAGE = (ROOT / "docs" / "vllm.md").read_text()
 
 def settings_of(line: str) -> dict[str, object]:
     arguments = parse(["serve", *shlex.split(line)])[1]
-    return {**read_settings(EngineConfig, arguments, {}), **read_settings(ServeConfig, arguments, {})}
+    return {
+        **read_settings(EngineConfig, arguments, {}),
+        **read_settings(ServeConfig, arguments, {}),
+    }
 
 
 SWITCHES = ("--prefix-cache", "--no-graphs", "--overlap")
@@ -40,8 +43,13 @@ def test_switches_are_turned_off_by_either_name() -> None:
 
 def test_the_page_lists_every_flag_and_no_other() -> None:
     rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
-    assert [row for row in rows if len(row) == 2] == [[f"`{vllm}`", f"`{ours}`"] for vllm, ours in aliases()]
-    known = [[", ".join(f"`{name}`" for name in flag.names), flag.verdict, flag.why] for flag in VLLM_FLAGS]
+    assert [row for row in rows if len(row) == 2] == [
+        [f"`{vllm}`", f"`{ours}`"] for vllm, ours in aliases()
+    ]
+    known = [
+        [", ".join(f"`{name}`" for name in flag.names), flag.verdict, flag.why]
+        for flag in VLLM_FLAGS
+    ]
     assert [row for row in rows if len(row) == 3] == known
 
 
@@ -71,7 +79,9 @@ def test_one_gpu_a_model_is_accepted_and_more_are_refused_with_what_to_do(
     ]
 
 
-def test_what_would_change_the_answers_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_would_change_the_answers_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     refused = [(name, flag) for flag in VLLM_FLAGS if flag.accepted == () for name in flag.names]
     for name, flag in refused:
         words = [name] if flag.is_switch else [name, "x"]
@@ -83,7 +93,10 @@ def test_what_would_change_the_answers_is_refused_by_name(capsys: pytest.Capture
 def test_a_misspelt_flag_is_never_answered_with_one_that_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert "--trust-remote-code" not in fails(capsys, "serve", "--trust-remote-cod")[1].partition("\n")[2]
+    assert (
+        "--trust-remote-code"
+        not in fails(capsys, "serve", "--trust-remote-cod")[1].partition("\n")[2]
+    )
 
 
 def test_the_start_script_knows_every_name_that_says_how_many_engines_there_are() -> None:

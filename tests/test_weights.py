@@ -1,4 +1,6 @@
-"""Checkpoints, whole and broken: what is loaded is what was stored, and what cannot be is said at once."""
+"""Checkpoints, whole and broken: what is loaded is what was stored, and what cannot be is said at
+once.
+"""
 
 from __future__ import annotations
 
@@ -48,16 +50,21 @@ CONFIG: dict[str, Any] = {
 META = torch.device("meta")
 
 
-def make_state(config: dict[str, Any] = CONFIG, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def make_state(
+    config: dict[str, Any] = CONFIG, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """Random tensors under the names and shapes a checkpoint of this config has."""
     generator = torch.Generator().manual_seed(5)
     placements = build_model(config, torch.float32, META).placements()  # type: ignore[operator]
     return {
-        name: torch.randn(place.shape, generator=generator).to(dtype) for name, place in placements.items()
+        name: torch.randn(place.shape, generator=generator).to(dtype)
+        for name, place in placements.items()
     }
 
 
-def write_checkpoint(folder: Path, state: dict[str, Tensor], config: dict[str, Any] = CONFIG) -> Path:
+def write_checkpoint(
+    folder: Path, state: dict[str, Tensor], config: dict[str, Any] = CONFIG
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(state, folder / "model.safetensors")
@@ -132,7 +139,9 @@ def test_fused_experts_and_experts_one_by_one_give_the_same_model(tmp_path: Path
 def test_weights_take_the_model_dtype_and_norms_stay_float32(tmp_path: Path) -> None:
     state = make_state()
     model = load(write_checkpoint(tmp_path, state), dtype="bfloat16")
-    assert torch.equal(model.get_parameter("embedding.values"), state["model.embed_tokens.weight"].bfloat16())
+    assert torch.equal(
+        model.get_parameter("embedding.values"), state["model.embed_tokens.weight"].bfloat16()
+    )
     assert model.get_parameter("head.norm").dtype == torch.float32
     assert torch.equal(model.get_parameter("head.norm"), state["model.norm.weight"])
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -156,16 +165,22 @@ def test_auto_is_the_dtype_of_the_config_and_float32_on_a_cpu() -> None:
     assert text.startswith("config.json asks for dtype 'int8'")
 
 
-def test_large_tensors_are_read_in_pieces_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_read_in_pieces_and_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("penstock.weights.safetensors_reader.PIECE_BYTES", 1000)
     state = make_state()
     model = load(write_checkpoint(tmp_path, state))
     assert torch.equal(model.get_parameter("head.weight.values"), state["lm_head.weight"])
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see the peak memory")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="needs /proc to see the peak memory"
+)
 def test_loading_never_holds_much_more_than_one_tensor(tmp_path: Path) -> None:
-    """On the meta device a model takes no memory, so the growth of the process is the loader's own."""
+    """On the meta device a model takes no memory, so the growth of the process is the loader's
+    own.
+    """
     config = {**CONFIG, "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096}
     config |= {"num_hidden_layers": 5, "num_key_value_heads": 4, "head_dim": 64}
     large = write_checkpoint(tmp_path / "large", make_state(config), config)
@@ -194,7 +209,10 @@ print(peak_bytes() - before)
         text=True,
         check=True,
         cwd=Path(__file__).parents[1],
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},  # or malloc keeps, by chance, what was freed
+        env={
+            **os.environ,
+            "MALLOC_MMAP_THRESHOLD_": "1000000",
+        },  # or malloc keeps, by chance, what was freed
     )
     largest = 1024 * 4096 * 4
     file_bytes = (large / "model.safetensors").stat().st_size
@@ -241,7 +259,10 @@ def test_all_that_does_not_fit_is_one_error_that_names_it(tmp_path: Path) -> Non
     assert text.startswith(f"The weights at {tmp_path} are not those of its config.json\n")
     assert "  2 missing: lm_head.weight, model.norm.weight.\n" in text
     assert "  1 unexpected: model.layers.0.self_attn.o_proj.bias.\n" in text
-    assert "  1 of another shape: model.layers.1.mlp.gate.weight is [5, 24], expected [3, 24].\n" in text
+    assert (
+        "  1 of another shape: model.layers.1.mlp.gate.weight is [5, 24], expected [3, 24].\n"
+        in text
+    )
     assert "1 not of a float dtype (float64, float32, bfloat16, float16): " in text
     assert "model.layers.1.self_attn.q_norm.weight is int8." in text
     assert text.splitlines()[-1].startswith("Check that the download is complete")
@@ -360,9 +381,18 @@ def entry(**changes: Any) -> dict[str, Any]:
     ("damage", "message"),
     [
         (lambda content: content[:-100], "model.safetensors is truncated: "),
-        (lambda content: content[:200], "model.safetensors is truncated or not safetensors: its header"),
-        (lambda content: content[:5], "model.safetensors is truncated or not safetensors: its header"),
-        (lambda content: b"\xb1" * 5000, "model.safetensors is truncated or not safetensors: its header"),
+        (
+            lambda content: content[:200],
+            "model.safetensors is truncated or not safetensors: its header",
+        ),
+        (
+            lambda content: content[:5],
+            "model.safetensors is truncated or not safetensors: its header",
+        ),
+        (
+            lambda content: b"\xb1" * 5000,
+            "model.safetensors is truncated or not safetensors: its header",
+        ),
         (lambda content: content[:8] + b"\xb1" * (len(content) - 8), "its header is not JSON"),
         (lambda content: damage_header(content, [1]), "its header is not a JSON object"),
         (lambda content: damage_header(content, {"a": 3}), "its entry for a is 3"),
@@ -392,20 +422,29 @@ def test_everything_wrong_with_the_shards_is_one_error(tmp_path: Path) -> None:
     shards[2].write_bytes(b"\x00" * 3)
     index_path = tmp_path / "model.safetensors.index.json"
     index = json.loads(index_path.read_text())
-    index["weight_map"] |= {"model.absent.weight": shards[3].name, "model.outside": "../other.safetensors"}
+    index["weight_map"] |= {
+        "model.absent.weight": shards[3].name,
+        "model.outside": "../other.safetensors",
+    }
     index_path.write_text(json.dumps(index))
     text = error_of(lambda: load(tmp_path))
     assert f"  {shards[0].name} is missing.\n" in text
     assert f"  {shards[1].name} is truncated: " in text
     assert f"  {shards[2].name} is truncated or not safetensors" in text
-    assert f"  {shards[3].name} lacks model.absent.weight, which model.safetensors.index.json" in text
+    assert (
+        f"  {shards[3].name} lacks model.absent.weight, which model.safetensors.index.json" in text
+    )
     assert "puts model.outside in '../other.safetensors', which is not a file name" in text
     assert shards[4].name not in text
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "is not JSON"), ("{}", "has no weight_map"), ('{"weight_map": []}', "has no weight_map")],
+    [
+        ("{", "is not JSON"),
+        ("{}", "has no weight_map"),
+        ('{"weight_map": []}', "has no weight_map"),
+    ],
 )
 def test_a_damaged_index_is_named(tmp_path: Path, content: str, message: str) -> None:
     write_shards(tmp_path, make_state())
@@ -507,7 +546,13 @@ def test_random_weights_follow_from_the_seed_and_the_name_alone() -> None:
 
 
 def test_random_weights_have_the_statistics_of_a_fresh_model() -> None:
-    shapes = {"matrix": (200, 100), "a_log": (5000,), "dt_bias": (5000,), "q_norm": (5000,), "bias": (5000,)}
+    shapes = {
+        "matrix": (200, 100),
+        "a_log": (5000,),
+        "dt_bias": (5000,),
+        "q_norm": (5000,),
+        "bias": (5000,),
+    }
     values = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
     for name, parameter in values.items():
         fill_parameter(f"layers.0.{name}", parameter, seed=1)

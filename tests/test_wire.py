@@ -1,4 +1,6 @@
-"""The road between server and engine: every message arrives as it was, and nothing else gets through."""
+"""The road between server and engine: every message arrives as it was, and nothing else gets
+through.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from hypothesis import strategies as st
 from penstock import errors
 from penstock.errors import ContextLengthError, EngineDeadError, PenstockError, RequestError
 from penstock.progress import Phase
-from penstock.types import EngineInfo, EngineStats, Request, SamplingParams, TokenDelta, TokenLogprob
+from penstock.types import (
+    EngineInfo,
+    EngineStats,
+    Request,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+)
 from penstock.wire import (
     MAX_FRAME_BYTES,
     Abort,
@@ -53,7 +62,13 @@ INFO = EngineInfo("m", "cpu", "float32", 512, 1024, 64, 16, 33, 9, 10**11, 10**1
 STATS = EngineStats(1, 2, 3, 4, 5, 6, 7, {"hit": 8})
 TO_ENGINE = [
     Submit(
-        Request(id="r", token_ids=tuple(range(300)), sampling=SAMPLING, end_token_ids=(2,), boundaries=(4,))
+        Request(
+            id="r",
+            token_ids=tuple(range(300)),
+            sampling=SAMPLING,
+            end_token_ids=(2,),
+            boundaries=(4,),
+        )
     ),
     Abort("r"),
     StatsQuery(2**40),
@@ -105,7 +120,9 @@ def test_every_message_to_the_engine_arrives_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 5, 4096])
-def test_every_message_from_the_engine_arrives_as_it_was_however_it_is_cut(piece_bytes: int) -> None:
+def test_every_message_from_the_engine_arrives_as_it_was_however_it_is_cut(
+    piece_bytes: int,
+) -> None:
     data = b"".join(map(encode_frame, FROM_ENGINE))
     assert asyncio.run(receive_all(data, piece_bytes=piece_bytes)) == FROM_ENGINE
 
@@ -129,7 +146,9 @@ def test_what_the_engine_says_before_anybody_listens_is_not_lost() -> None:
 @given(
     token_ids=st.lists(st.integers(0, 2**31), max_size=40).map(tuple),
     bias=st.dictionaries(st.integers(0, 2**31), st.floats(-100, 100), max_size=4),
-    stop=st.lists(st.text(st.characters(exclude_categories=("Cs",)), min_size=1), max_size=3).map(tuple),
+    stop=st.lists(st.text(st.characters(exclude_categories=("Cs",)), min_size=1), max_size=3).map(
+        tuple
+    ),
     temperature=st.floats(0, 100),
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
 )
@@ -245,7 +264,9 @@ def test_an_error_keeps_its_class_and_its_words_across_the_wire(error: PenstockE
     assert getattr(again, "param", None) == getattr(error, "param", None)
 
 
-@pytest.mark.parametrize("kind", ["nearest", "Iterable", "difflib", "__builtins__", "NoSuchError", ""])
+@pytest.mark.parametrize(
+    "kind", ["nearest", "Iterable", "difflib", "__builtins__", "NoSuchError", ""]
+)
 def test_an_unknown_error_kind_is_never_called(kind: str) -> None:
     assert kind == "" or kind == "NoSuchError" or hasattr(errors, kind)
     assert type(ErrorFields(kind, "what").to_error()) is PenstockError

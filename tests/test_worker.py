@@ -15,7 +15,9 @@ SLOW_S = 0.002
 
 
 class SlowIntake:
-    """An engine that takes a while for each request, as for one of 64k tokens, and ends after 40 steps."""
+    """An engine that takes a while for each request, as for one of 64k tokens, and ends after 40
+    steps.
+    """
 
     def __init__(self, inbox: queue.SimpleQueue[ToEngine], num_running: int) -> None:
         self._inbox = inbox

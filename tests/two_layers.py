@@ -1,6 +1,8 @@
-"""The embedded model with two of its twelve layers, one of each kind: a step takes a quarter of the time.
+"""The embedded model with two of its twelve layers, one of each kind: a step takes a quarter of the
+time.
 
-Its words mean nothing: it is for tests that ask who waits for whom and what is kept, not what is said.
+Its words mean nothing: it is for tests that ask who waits for whom and what is kept, not what is
+said.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def two_layers() -> str:
     parent = tempfile.mkdtemp(prefix="penstock-two-layers-")
     atexit.register(shutil.rmtree, parent, ignore_errors=True)
     whole, folder = default_model(), Path(parent) / default_model().name
-    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("model.safetensors", "config.json"))
+    shutil.copytree(
+        whole, folder, ignore=shutil.ignore_patterns("model.safetensors", "config.json")
+    )
     config = json.loads((whole / "config.json").read_text())
     text = config["text_config"]
     text["layer_types"] = [text["layer_types"][layer] for layer in LAYERS]
@@ -44,7 +48,9 @@ def new_name(name: str) -> str | None:
 
 
 def write_layers(source: Path, target: Path) -> None:
-    """A safetensors file: the length of its header, the header in JSON, then all tensors without a gap."""
+    """A safetensors file: the length of its header, the header in JSON, then all tensors without a
+    gap.
+    """
     data = source.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     header: dict[str, Any] = {}

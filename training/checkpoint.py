@@ -1,6 +1,8 @@
-"""Saves a run so that it can go on: optimizer state, where it is in its budget, and what its data feed needs.
+"""Saves a run so that it can go on: optimizer state, where it is in its budget, and what its data
+feed needs.
 
-A checkpoint appears whole or not at all. It belongs to one model and one way of training; another is refused.
+A checkpoint appears whole or not at all. It belongs to one model and one way of training; another
+is refused.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The Qwen3.5-MoE text model with one MTP layer and a tied head; defaults are the embedded model."""
+    """The Qwen3.5-MoE text model with one MTP layer and a tied head; defaults are the embedded
+    model.
+    """
 
     vocab_size: int = 2560
     hidden_size: int = 256
@@ -61,7 +63,9 @@ class ModelConfig:
 
     @property
     def num_conv_channels(self) -> int:
-        return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+        return (
+            2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+        )
 
     def text_config(self) -> dict[str, Any]:
         """The `text_config` of the published layout."""
@@ -105,7 +109,9 @@ class ModelConfig:
 
     @property
     def mrope_section(self) -> list[int]:
-        """Frequencies by time, height and width; text, whose three positions are equal, cannot tell."""
+        """Frequencies by time, height and width; text, whose three positions are equal, cannot
+        tell.
+        """
         num_frequencies = self.rotary_dim // 2
         third = num_frequencies // 3
         return [num_frequencies - 2 * third, third, third]
@@ -113,7 +119,9 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How a run goes. Time is the budget: the learning rate follows the part of it that has passed."""
+    """How a run goes. Time is the budget: the learning rate follows the part of it that has
+    passed.
+    """
 
     seed: int = 0
     row_lens: tuple[int, ...] = (

@@ -1,8 +1,8 @@
-"""Where training text and held-out problems come from: the problem generators, the tokenizer and the
-template.
+"""Where training text and held-out problems come from: the problem generators, the tokenizer and
+the template.
 
-The bridge between `training.problems`, which knows no tokens, and the training loop, which knows nothing
-else. No torch: the processes that make batches use this.
+The bridge between `training.problems`, which knows no tokens, and the training loop, which knows
+nothing else. No torch: the processes that make batches use this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from training.encode import encode, render_prompt
 from training.problems.mixture import DEFAULT_SHARES, SHARES, Mixture
 from training.tokenizer import ASSETS, PADDING, save_tokenizer, train_tokenizer
 
-NUM_WORDS, NUM_CONVERSATIONS, TOKENIZER_SEED = 2527, 30_000, 1  # what `python -m training.tokenizer` takes
+NUM_WORDS, NUM_CONVERSATIONS, TOKENIZER_SEED = (
+    2527,
+    30_000,
+    1,
+)  # what `python -m training.tokenizer` takes
 HELD_OUT_SEED = "training evaluation"
 
 
@@ -48,7 +52,9 @@ class ConversationCorpus:
         template = ChatTemplate(template_file.read_text(encoding="utf-8"))
         if not (folder / "tokenizer.json").is_file():
             print(f"training the tokenizer in {folder}", flush=True)
-            save_tokenizer(train_tokenizer(template, NUM_WORDS, NUM_CONVERSATIONS, TOKENIZER_SEED), folder)
+            save_tokenizer(
+                train_tokenizer(template, NUM_WORDS, NUM_CONVERSATIONS, TOKENIZER_SEED), folder
+            )
         files = (folder / "tokenizer.json", folder / "tokenizer_config.json", template_file)
         return cls(Tokenizer.load(folder), template, files, shares)
 
@@ -61,7 +67,9 @@ class ConversationCorpus:
         """Problems no training draw can give, as many of each kind; the same ones every time."""
         rng = Random(HELD_OUT_SEED)
         samples = (sample for sample, _ in SHARES.values())
-        return [self.problem_of(sample(rng, True)) for sample in islice(cycle(samples), num_problems)]
+        return [
+            self.problem_of(sample(rng, True)) for sample in islice(cycle(samples), num_problems)
+        ]
 
     def problem_of(self, conversation: Conversation) -> Problem:
         """The conversation's prompt; its own check judges a reply that ended its turn."""

@@ -1,8 +1,9 @@
-"""Turns drawn conversations into batches of fixed shape, in as many processes as there are cores to spare.
+"""Turns drawn conversations into batches of fixed shape, in as many processes as there are cores to
+spare.
 
-Every conversation gets a row of its own, padded on the right to the nearest row length; what is learned of it
-starts at `first_target`. Each process draws from its own seed. No torch here: the processes must start before
-CUDA does and stay small.
+Every conversation gets a row of its own, padded on the right to the nearest row length; what is
+learned of it starts at `first_target`. Each process draws from its own seed. No torch here: the
+processes must start before CUDA does and stay small.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Problem:
 
     kind: str
     prompt: Sequence[int]
-    accepts: Callable[[Sequence[int]], bool]  # the generated tokens, with the end of the turn where it came
+    accepts: Callable[
+        [Sequence[int]], bool
+    ]  # the generated tokens, with the end of the turn where it came
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +95,17 @@ class Batch:
 
 
 class BatchMaker:
-    """Draws until one row length has enough rows for a batch; each length comes as often as its rows do."""
+    """Draws until one row length has enough rows for a batch; each length comes as often as its
+    rows do.
+    """
 
     def __init__(self, corpus: Corpus, config: TrainConfig, seed: str) -> None:
         self._corpus = corpus
         self._config = config
         self._rng = Random(seed)
-        self._pending: dict[int, list[Example]] = {row_len: [] for row_len in sorted(config.row_lens)}
+        self._pending: dict[int, list[Example]] = {
+            row_len: [] for row_len in sorted(config.row_lens)
+        }
         self._num_drawn = self._num_too_long = 0
 
     def next_batch(self) -> Batch:
@@ -120,17 +127,22 @@ class BatchMaker:
         if self._num_too_long > max(20, MAX_DROPPED_PART * self._num_drawn):
             raise PenstockError(
                 f"{self._num_too_long} of {self._num_drawn} conversations fit no row",
-                f"The longest rows have {max(self._pending)} tokens; {MAX_DROPPED_PART:.0%} may be longer.",
+                f"The longest rows have {max(self._pending)} tokens; {MAX_DROPPED_PART:.0%} may be "
+                "longer.",
                 "Add a longer row length with --row-lens.",
             )
 
     def state(self) -> dict[str, Any]:
-        pending = {row_len: [tuple(e) for e in examples] for row_len, examples in self._pending.items()}
+        pending = {
+            row_len: [tuple(e) for e in examples] for row_len, examples in self._pending.items()
+        }
         return {"rng": self._rng.getstate(), "pending": pending}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._rng.setstate(state["rng"])
-        self._pending = {n: [Example(*e) for e in examples] for n, examples in state["pending"].items()}
+        self._pending = {
+            n: [Example(*e) for e in examples] for n, examples in state["pending"].items()
+        }
 
 
 class Feed(Protocol):
@@ -146,7 +158,9 @@ class Feed(Protocol):
 
 
 class LocalFeed:
-    """Batches made in this process, one after the other: a resumed run sees what it would have seen."""
+    """Batches made in this process, one after the other: a resumed run sees what it would have
+    seen.
+    """
 
     def __init__(self, maker: BatchMaker, state: dict[str, Any] | None = None) -> None:
         self._maker = maker
@@ -167,10 +181,12 @@ class LocalFeed:
 
 
 class WorkerFeed:
-    """Batches made by processes. While they are behind, recent ones are used again, up to `max_reuse` times.
+    """Batches made by processes. While they are behind, recent ones are used again, up to
+    `max_reuse` times.
 
-    The processes are forked, so start them before anything touches CUDA. They are endless and ordered by the
-    clock, not by a number: a resumed run gives them new seeds (`run`) and sees new data.
+    The processes are forked, so start them before anything touches CUDA. They are endless and
+    ordered by the clock, not by a number: a resumed run gives them new seeds (`run`) and sees new
+    data.
     """
 
     def __init__(self, corpus: Corpus, num_workers: int, config: TrainConfig, run: int) -> None:
@@ -179,7 +195,10 @@ class WorkerFeed:
         self._workers: list[BaseProcess] = [
             context.Process(
                 target=_fill,
-                args=(BatchMaker(corpus, config, f"train-{config.seed}-{run}-{number}"), self._queue),
+                args=(
+                    BatchMaker(corpus, config, f"train-{config.seed}-{run}-{number}"),
+                    self._queue,
+                ),
                 daemon=True,
             )
             for number in range(num_workers)

@@ -1,9 +1,9 @@
 """The gated delta rule, differentiable, in batched matrix products of fixed shape.
 
-A row is cut into chunks of C tokens. Inside a chunk everything is a product of small matrices, the same for
-all chunks at once; between chunks only the state S <- M S + B travels, one product per chunk. All of it is
-fp32, has static shapes and never waits for the device, so a CUDA graph can hold it. Knows nothing of
-projections or gates.
+A row is cut into chunks of C tokens. Inside a chunk everything is a product of small matrices, the
+same for all chunks at once; between chunks only the state S <- M S + B travels, one product per
+chunk. All of it is fp32, has static shapes and never waits for the device, so a CUDA graph can hold
+it. Knows nothing of projections or gates.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ def unit_norm(x: Tensor, scale: float, eps: float = 1e-6) -> Tensor:
 
 
 def invert_unit_lower(strict: Tensor) -> Tensor:
-    """(I + strict)^-1 for strictly lower triangular [..., C, C], by doubling blocks on the diagonal.
+    """(I + strict)^-1 for strictly lower triangular [..., C, C], by doubling blocks on the
+    diagonal.
 
-    With X the inverse of the b x b diagonal blocks and L what of `strict` joins two neighbours of them,
-    X - X L X is the inverse of the 2b x 2b blocks: forward substitution, block by block. The shorter product
-    (I - A)(I + A^2)(I + A^4)... costs the same but loses every digit when keys repeat: its powers of A then
-    hold binomials up to 10^17 that must cancel.
+    With X the inverse of the b x b diagonal blocks and L what of `strict` joins two neighbours of
+    them, X - X L X is the inverse of the 2b x 2b blocks: forward substitution, block by block. The
+    shorter product (I - A)(I + A^2)(I + A^4)... costs the same but loses every digit when keys
+    repeat: its powers of A then hold binomials up to 10^17 that must cancel.
     """
     return _UnitLowerInverse.apply(strict)
 
@@ -38,7 +39,9 @@ class _UnitLowerInverse(torch.autograd.Function):
     def forward(ctx: Any, strict: Tensor) -> Tensor:
         size = strict.shape[-1]
         place = torch.arange(size, device=strict.device)
-        inverse = torch.eye(size, device=strict.device, dtype=strict.dtype) - strict * _joins(place, 1)
+        inverse = torch.eye(size, device=strict.device, dtype=strict.dtype) - strict * _joins(
+            place, 1
+        )
         block = 2
         while block < size:
             inverse = inverse - inverse @ (strict * _joins(place, block)) @ inverse
@@ -54,18 +57,24 @@ class _UnitLowerInverse(torch.autograd.Function):
 
 
 def _joins(place: Tensor, block: int) -> Tensor:  # [C] -> [C, C]
-    """True where row and column lie in neighbouring blocks of one pair, the row in the later one."""
+    """True where row and column lie in neighbouring blocks of one pair, the row in the later
+    one.
+    """
     number = place // block
     return (number[:, None] == number[None, :] + 1) & (number[None, :] % 2 == 0)
 
 
 class _ChunkStates(torch.autograd.Function):
-    """S[n + 1] = M[n] S[n] + B[n] for every chunk n; one product per chunk, forward and backward."""
+    """S[n + 1] = M[n] S[n] + B[n] for every chunk n; one product per chunk, forward and
+    backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, transitions: Tensor, increments: Tensor, initial: Tensor) -> Tensor:
         num_chunks = transitions.shape[0]
-        states = torch.empty(num_chunks + 1, *initial.shape, device=initial.device, dtype=initial.dtype)
+        states = torch.empty(
+            num_chunks + 1, *initial.shape, device=initial.device, dtype=initial.dtype
+        )
         states[0] = initial
         for n in range(num_chunks):
             torch.baddbmm(increments[n], transitions[n], states[n], out=states[n + 1])
@@ -83,7 +92,9 @@ class _ChunkStates(torch.autograd.Function):
 
 @torch.compiler.disable  # a loop of library calls: unrolling it takes minutes and fuses nothing
 def _chain_states(transitions: Tensor, increments: Tensor, initial: Tensor) -> Tensor:
-    """[N, B Hv, K, K], [N, B Hv, K, V], [B Hv, K, V] -> the state before each chunk and after the last."""
+    """[N, B Hv, K, K], [N, B Hv, K, V], [B Hv, K, V] -> the state before each chunk and after the
+    last.
+    """
     return _ChunkStates.apply(transitions, increments, initial)
 
 
@@ -98,7 +109,8 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """The outputs [B, T, Hv, V] and the state after the last token [B, Hv, K, V].
 
-    Value head j reads key head j // (Hv / Hk). A token with log_decay 0 and beta 0 leaves the state alone.
+    Value head j reads key head j // (Hv / Hk). A token with log_decay 0 and beta 0 leaves the state
+    alone.
     """
     rows, length, num_heads, value_dim = value.shape
     key_dim = key.shape[-1]
@@ -109,7 +121,9 @@ def gated_delta_rule(
     k = _split_chunks(key, chunk, padding, repeat)
     v = _split_chunks(value, chunk, padding, 1)
     b = _split_chunks(beta[..., None], chunk, padding, 1)
-    total = _split_chunks(log_decay[..., None], chunk, padding, 1).cumsum(2)  # [N, B Hv, C, 1] inclusive
+    total = _split_chunks(log_decay[..., None], chunk, padding, 1).cumsum(
+        2
+    )  # [N, B Hv, C, 1] inclusive
 
     ordered = torch.ones(chunk, chunk, dtype=torch.bool, device=value.device).tril()
     # Masked before exp: above the diagonal the difference is positive and would overflow.
@@ -127,12 +141,18 @@ def gated_delta_rule(
     states = _chain_states(transitions, kept @ u, initial.flatten(0, 1))
     before = states[:-1]
     out = (q * grown) @ before + (q @ k.mT * decay) @ (u - w @ before)
-    out = out.unflatten(1, (rows, num_heads)).permute(1, 0, 3, 2, 4).reshape(rows, -1, num_heads, value_dim)
+    out = (
+        out.unflatten(1, (rows, num_heads))
+        .permute(1, 0, 3, 2, 4)
+        .reshape(rows, -1, num_heads, value_dim)
+    )
     return out[:, :length], states[-1].unflatten(0, (rows, num_heads))
 
 
 def _split_chunks(x: Tensor, chunk: int, padding: int, repeat: int) -> Tensor:
-    """[B, T, H, D] -> [N, B * H * repeat, C, D]; the repeat of the heads is part of the one copy."""
+    """[B, T, H, D] -> [N, B * H * repeat, C, D]; the repeat of the heads is part of the one
+    copy.
+    """
     rows, _, num_heads, width = x.shape
     if padding:
         x = F.pad(x, (0, 0, 0, 0, 0, padding))

@@ -1,7 +1,8 @@
-"""From a conversation to the tokens a model is trained on, exactly as it will meet them when it is served.
+"""From a conversation to the tokens a model is trained on, exactly as it will meet them when it is
+served.
 
-The prompt is what the chat template renders before the model's turn; the completion is what the model must
-write after it, turn end included. Both are tokenised apart, as at inference.
+The prompt is what the chat template renders before the model's turn; the completion is what the
+model must write after it, turn end included. Both are tokenised apart, as at inference.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ class Encoder(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
 
-def encode(conversation: Conversation, tokenizer: Encoder, template: ChatTemplate) -> tuple[list[int], int]:
+def encode(
+    conversation: Conversation, tokenizer: Encoder, template: ChatTemplate
+) -> tuple[list[int], int]:
     """The tokens, and the place of the first one that is the model's own."""
     prompt = tokenizer.encode(render_prompt(conversation, template))
     return prompt + tokenizer.encode(conversation.completion), len(prompt)

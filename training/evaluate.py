@@ -1,7 +1,9 @@
-"""What the model can do now: greedy replies to held-out problems, judged by each problem's own check.
+"""What the model can do now: greedy replies to held-out problems, judged by each problem's own
+check.
 
-Decoding keeps keys, values and recurrent states, so a reply costs one token per step. Also measures how often
-the MTP head's draft is the token greedy decoding takes next. Where problems come from is corpus.py's matter.
+Decoding keeps keys, values and recurrent states, so a reply costs one token per step. Also measures
+how often the MTP head's draft is the token greedy decoding takes next. Where problems come from is
+corpus.py's matter.
 """
 
 from __future__ import annotations
@@ -63,7 +65,11 @@ def _describe(score: Score) -> str:
 )  # lengths change all the time: compiling for each would take minutes
 @torch.inference_mode()
 def evaluate(
-    model: Qwen35Moe, problems: Sequence[Problem], end_ids: Sequence[int], max_new: int, rows: int = 128
+    model: Qwen35Moe,
+    problems: Sequence[Problem],
+    end_ids: Sequence[int],
+    max_new: int,
+    rows: int = 128,
 ) -> Report:
     """Asks all problems, `rows` of similar length at a time."""
     report = Report()
@@ -113,7 +119,9 @@ def generate(
 def count_accepted_drafts(
     model: Qwen35Moe, prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]]
 ) -> list[tuple[int, int]]:
-    """Of each greedy reply: how many tokens could be drafted (all but the first), how many were right."""
+    """Of each greedy reply: how many tokens could be drafted (all but the first), how many were
+    right.
+    """
     device = model.rope_table.device
     token_ids, _ = _pad_right([[*p, *r] for p, r in zip(prompts, replies, strict=True)], device)
     counted = torch.ones_like(token_ids, dtype=torch.float32)

@@ -1,9 +1,10 @@
-"""The gates, asked of an exported model in this process: on a GPU, thousands of problems in a minute.
+"""The gates, asked of an exported model in this process: on a GPU, thousands of problems in a
+minute.
 
     python -m training.examine MODEL [--limit 200] [--seed 0] [--gates tool_calls recall] [--json F]
 
-Problems, checks and thresholds are those of `penstock eval gates`, which asks a server and has the last word;
-this one computes with the training code. Exits with 1 when a gate is missed.
+Problems, checks and thresholds are those of `penstock eval gates`, which asks a server and has the
+last word; this one computes with the training code. Exits with 1 when a gate is missed.
 """
 
 from __future__ import annotations
@@ -69,15 +70,25 @@ def ask(
 
 
 def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="training.examine", description="Ask an exported model the gates.")
+    parser = argparse.ArgumentParser(
+        prog="training.examine", description="Ask an exported model the gates."
+    )
     parser.add_argument("model", type=Path, help="folder with model.safetensors and the tokenizer")
-    parser.add_argument("--limit", type=int, default=200, metavar="N", help="problems per gate (200)")
+    parser.add_argument(
+        "--limit", type=int, default=200, metavar="N", help="problems per gate (200)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the problems (0)")
     parser.add_argument("--gates", nargs="+", choices=NAMES, help="default: all")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu with patience")
-    parser.add_argument("--rows", type=int, default=128, metavar="N", help="problems at a time (128)")
-    parser.add_argument("--show", type=int, default=5, metavar="N", help="print N wrong replies per gate (5)")
-    parser.add_argument("--json", type=Path, metavar="F", help="also write the results to this file")
+    parser.add_argument(
+        "--rows", type=int, default=128, metavar="N", help="problems at a time (128)"
+    )
+    parser.add_argument(
+        "--show", type=int, default=5, metavar="N", help="print N wrong replies per gate (5)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="F", help="also write the results to this file"
+    )
     return parser.parse_args(argv)
 
 
@@ -102,7 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(format_table(results))
     print(f"{time.monotonic() - start:.1f} s")
     if flags.json:
-        gates = {result.name: result.as_json() for result in results if result.threshold is not None}
+        gates = {
+            result.name: result.as_json() for result in results if result.threshold is not None
+        }
         reported = {result.name: result.as_json() for result in results if result.threshold is None}
         asked = {"limit": flags.limit, "seed": flags.seed}
         flags.json.write_text(json.dumps({"gates": gates, "reported": reported, **asked}) + "\n")

@@ -1,7 +1,9 @@
-"""Writes a trained model as a folder in the published Hugging Face layout, and proves that it loads.
+"""Writes a trained model as a folder in the published Hugging Face layout, and proves that it
+loads.
 
-Tensors are bf16 except `A_log` and the gated norm, which Qwen3.5 publishes in fp32; the trunk's experts stay
-fused, those of the MTP layer are stored one by one. transformers is the judge here, and only here.
+Tensors are bf16 except `A_log` and the gated norm, which Qwen3.5 publishes in fp32; the trunk's
+experts stay fused, those of the MTP layer are stored one by one. transformers is the judge here,
+and only here.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from training.data import SpecialTokens
 from training.model import Qwen35Moe
 
 MTP_EXPERTS = "mtp.layers.0.mlp.experts."
-TOLERANCE = 1e-3  # relative; rounding alone is at 1e-6, one token routed otherwise by a tie below this
+TOLERANCE = (
+    1e-3  # relative; rounding alone is at 1e-6, one token routed otherwise by a tie below this
+)
 
 
 def export(
@@ -55,12 +59,15 @@ def published_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             tensors[name] = tensor
     return {
-        name: tensor.detach().to("cpu", _stored_dtype(name)).contiguous() for name, tensor in tensors.items()
+        name: tensor.detach().to("cpu", _stored_dtype(name)).contiguous()
+        for name, tensor in tensors.items()
     }
 
 
 def load_published(tensors: Mapping[str, Tensor], num_experts: int) -> dict[str, Tensor]:
-    """The inverse of `published_tensors`, up to rounding: a state for `Qwen35Moe.load_state_dict`."""
+    """The inverse of `published_tensors`, up to rounding: a state for
+    `Qwen35Moe.load_state_dict`.
+    """
     state = {name: t.float() for name, t in tensors.items() if not name.startswith(MTP_EXPERTS)}
     experts = [f"{MTP_EXPERTS}{number}." for number in range(num_experts)]
 
@@ -88,7 +95,8 @@ def model_config(config: ModelConfig, special: SpecialTokens) -> dict[str, Any]:
     text = {
         **config.text_config(),
         "dtype": "bfloat16",
-        "eos_token_id": special.end_of_text,  # as published: the end of a turn is in generation_config.json
+        # as published: the end of a turn is in generation_config.json
+        "eos_token_id": special.end_of_text,
         "pad_token_id": special.end_of_text,
     }
     return {
@@ -101,7 +109,9 @@ def model_config(config: ModelConfig, special: SpecialTokens) -> dict[str, Any]:
 
 
 def check_with_transformers(folder: Path, model: Qwen35Moe, num_tokens: int = 150) -> float:
-    """Loads the folder with transformers in fp32; returns how far its logits are from our own, relative."""
+    """Loads the folder with transformers in fp32; returns how far its logits are from our own,
+    relative.
+    """
     from safetensors.torch import load_file
     from transformers import Qwen3_5MoeForCausalLM
 
@@ -118,7 +128,8 @@ def check_with_transformers(folder: Path, model: Qwen35Moe, num_tokens: int = 15
     if not difference < TOLERANCE:
         raise CheckpointError(
             f"{folder} does not compute what was trained",
-            f"transformers' logits differ by {difference:.2e} relative; at most {TOLERANCE:g} is rounding.",
+            f"transformers' logits differ by {difference:.2e} relative; at most {TOLERANCE:g} is "
+            "rounding.",
             "Compare the names and types in model.safetensors with training/export.py.",
         )
     return difference

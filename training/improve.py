@@ -2,10 +2,10 @@
 
     python -m training.improve --out OUT --work DIR [--stages polish --init MODEL] [--minutes 1.83]
 
-`sums` trains the model as it is, mostly on sums as harnesses word them. `refusals` goes on from there with
-four more layers, mostly on requests whose tool is offered under another name or not at all. `polish` brings
-both together: many short rows of sums, all the rest rehearsed. When a stage misses a gate, the model before
-it is still there. OUT gets files small enough to be carried about:
+`sums` trains the model as it is, mostly on sums as harnesses word them. `refusals` goes on from
+there with four more layers, mostly on requests whose tool is offered under another name or not at
+all. `polish` brings both together: many short rows of sums, all the rest rehearsed. When a stage
+misses a gate, the model before it is still there. OUT gets files small enough to be carried about:
 
     STAGE.tar.00, STAGE.tar.01    the model folder: cat OUT/STAGE.tar.* | tar -x -C MODELS
     improve.json                  the gates of each, seconds, what failed
@@ -111,7 +111,10 @@ class Improvement:
         for stage, minutes in zip(stages, minutes_of, strict=False):
             left_s = self.flags.deadline - self.elapsed_s - SECONDS_TO_START - SECONDS_TO_END
             if left_s < SHORTEST_STAGE_S:
-                self.note(stage.name, left_out=f"only {self.flags.deadline - self.elapsed_s:.0f} s were left")
+                self.note(
+                    stage.name,
+                    left_out=f"only {self.flags.deadline - self.elapsed_s:.0f} s were left",
+                )
                 break
             folder = self.train(stage, start, min(minutes, left_s / 60))
             if folder is None:
@@ -130,7 +133,16 @@ class Improvement:
         out, start_s = self.flags.work / stage.name, self.elapsed_s
         process = self.start(
             "training.train",
-            *("--out", out, "--init", init, "--minutes", f"{minutes:.3f}", "--no-check", *stage.flags),
+            *(
+                "--out",
+                out,
+                "--init",
+                init,
+                "--minutes",
+                f"{minutes:.3f}",
+                "--no-check",
+                *stage.flags,
+            ),
             *(("--layers", stage.layers) if stage.layers else ()),
             *("--shares", *(f"{kind}={share}" for kind, share in stage.shares.items())),
             *("--row-lens", *(self.flags.row_lens or stage.row_lens)),
@@ -138,7 +150,9 @@ class Improvement:
             *("--workers", self.flags.workers, "--problems", self.flags.problems),
         )
         code = self.wait(process, until_s=self.flags.deadline)
-        folder = next((out / name for name in ("model", "unfinished") if (out / name).is_dir()), None)
+        folder = next(
+            (out / name for name in ("model", "unfinished") if (out / name).is_dir()), None
+        )
         seconds = round(self.elapsed_s - start_s, 1)
         self.note(stage.name, minutes=minutes, exit_code=code, seconds=seconds, folder=str(folder))
         return folder
@@ -149,14 +163,23 @@ class Improvement:
             archive.add(folder, arcname=name)
         content = whole.read_bytes()
         for number, start in enumerate(range(0, len(content), PART_BYTES)):
-            (self.flags.out / f"{name}.tar.{number:02d}").write_bytes(content[start : start + PART_BYTES])
+            (self.flags.out / f"{name}.tar.{number:02d}").write_bytes(
+                content[start : start + PART_BYTES]
+            )
 
     def examine(self, folders: Mapping[str, Path]) -> None:
         """Asks all models the gates, at the same time."""
         files = {name: self.flags.work / f"{name}.json" for name in folders}
         asked = {
             name: self.start(
-                "training.examine", folder, "--limit", self.flags.limit, "--show", 8, "--json", files[name]
+                "training.examine",
+                folder,
+                "--limit",
+                self.flags.limit,
+                "--show",
+                8,
+                "--json",
+                files[name],
             )
             for name, folder in folders.items()
         }
@@ -166,11 +189,20 @@ class Improvement:
             self.note(name, examined=found, all_gates_passed=code == 0)
 
     def start(self, module: str, *arguments: object) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", module, *map(str, arguments), "--device", self.flags.device]
+        command = [
+            sys.executable,
+            "-m",
+            module,
+            *map(str, arguments),
+            "--device",
+            self.flags.device,
+        ]
         return subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
 
     def wait(self, process: subprocess.Popen[bytes], until_s: float) -> int:
-        """The exit status. At the deadline it is told to stop, and a training run then writes what it has."""
+        """The exit status. At the deadline it is told to stop, and a training run then writes what
+        it has.
+        """
         try:
             return process.wait(max(1.0, until_s - self.elapsed_s))
         except subprocess.TimeoutExpired:
@@ -189,16 +221,28 @@ class Improvement:
 
 
 def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="training.improve", description="Train the embedded model on.")
+    parser = argparse.ArgumentParser(
+        prog="training.improve", description="Train the embedded model on."
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for what is to be kept")
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
-    parser.add_argument("--init", type=Path, default=ASSETS, metavar="MODEL", help="the embedded model")
+    parser.add_argument(
+        "--init", type=Path, default=ASSETS, metavar="MODEL", help="the embedded model"
+    )
     names = [stage.name for stage in STAGES]
-    parser.add_argument("--stages", nargs="+", choices=names, default=names, help="default: all, in order")
-    parser.add_argument("--minutes", type=float, nargs="+", help="of training, by stage; default: its own")
+    parser.add_argument(
+        "--stages", nargs="+", choices=names, default=names, help="default: all, in order"
+    )
+    parser.add_argument(
+        "--minutes", type=float, nargs="+", help="of training, by stage; default: its own"
+    )
     parser.add_argument("--deadline", type=float, default=720.0, metavar="SECONDS", help="for all")
-    parser.add_argument("--limit", type=int, default=200, metavar="N", help="problems per gate (200)")
-    parser.add_argument("--problems", type=int, default=24, help="asked at the end of a stage, times four")
+    parser.add_argument(
+        "--limit", type=int, default=200, metavar="N", help="problems per gate (200)"
+    )
+    parser.add_argument(
+        "--problems", type=int, default=24, help="asked at the end of a stage, times four"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=12, help="processes that make data")
     parser.add_argument("--row-lens", type=int, nargs="+", help="default: the stage's own")

@@ -1,8 +1,9 @@
-"""The layers of Qwen3.5-MoE as differentiable modules whose parameters carry the names of the checkpoint.
+"""The layers of Qwen3.5-MoE as differentiable modules whose parameters carry the names of the
+checkpoint.
 
-Parameters are fp32 masters; matrix products run in `dtype` (bf16 in training, fp32 in tests), norms, gates,
-router softmax and the delta rule in fp32, and the residual stream stays fp32. Called with a window and a
-state, the mixers continue rows token by token instead of starting them.
+Parameters are fp32 masters; matrix products run in `dtype` (bf16 in training, fp32 in tests),
+norms, gates, router softmax and the delta rule in fp32, and the residual stream stays fp32. Called
+with a window and a state, the mixers continue rows token by token instead of starting them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The tokens of one incremental call: each row brings `lengths` real ones, the rest of [B, T] is void."""
+    """The tokens of one incremental call: each row brings `lengths` real ones, the rest of [B, T]
+    is void.
+    """
 
     positions: Tensor  # [B, T]
     lengths: Tensor  # [B]
@@ -78,7 +81,9 @@ class GatedRmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps) * F.silu(gate.float())
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps) * F.silu(
+            gate.float()
+        )
 
 
 class CausalConv(nn.Module):
@@ -87,7 +92,8 @@ class CausalConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_channels, 1, kernel))
 
     def forward(self, padded: Tensor) -> Tensor:  # [B, kernel - 1 + T, C] -> [B, T, C]
-        # A sum of shifted products: cuDNN's depthwise convolution wants another layout and is no faster.
+        # A sum of shifted products: cuDNN's depthwise convolution wants another layout and is no
+        # faster.
         weight = self.weight.to(padded.dtype)
         kernel = weight.shape[-1]
         length = padded.shape[1] - kernel + 1
@@ -124,7 +130,9 @@ class GatedDeltaNet(nn.Module):
         else:
             padded = torch.cat([state.conv, mixed], 1)
         key_width = config.num_key_heads * config.key_head_dim
-        q, k, v = self.conv1d(padded).split([key_width, key_width, mixed.shape[-1] - 2 * key_width], -1)
+        q, k, v = self.conv1d(padded).split(
+            [key_width, key_width, mixed.shape[-1] - 2 * key_width], -1
+        )
         q = unit_norm(q.unflatten(-1, (config.num_key_heads, -1)), config.key_head_dim**-0.5)
         k = unit_norm(k.unflatten(-1, (config.num_key_heads, -1)), 1.0)
         v = v.unflatten(-1, (config.num_value_heads, -1)).float()
@@ -135,7 +143,9 @@ class GatedDeltaNet(nn.Module):
         else:
             real = torch.arange(x.shape[1], device=x.device) < window.lengths[:, None]
             log_decay, beta = log_decay * real[..., None], beta * real[..., None]
-            out, state.recurrent = gated_delta_rule(q, k, v, log_decay, beta, state.recurrent, self.chunk)
+            out, state.recurrent = gated_delta_rule(
+                q, k, v, log_decay, beta, state.recurrent, self.chunk
+            )
             kept = window.lengths[:, None] + torch.arange(config.conv_kernel - 1, device=x.device)
             state.conv = padded[torch.arange(len(x), device=x.device)[:, None], kept]
         gate = self.in_proj_z(x).unflatten(-1, (config.num_value_heads, -1))
@@ -147,7 +157,9 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         hidden, width = config.hidden_size, config.head_dim
-        self.q_proj = Linear(hidden, config.num_query_heads * 2 * width)  # per head: query rows, gate rows
+        self.q_proj = Linear(
+            hidden, config.num_query_heads * 2 * width
+        )  # per head: query rows, gate rows
         self.k_proj = Linear(hidden, config.num_kv_heads * width)
         self.v_proj = Linear(hidden, config.num_kv_heads * width)
         self.o_proj = Linear(config.num_query_heads * width, hidden)
@@ -155,10 +167,16 @@ class Attention(nn.Module):
         self.k_norm = RmsNorm(width, config.norm_eps)
 
     def forward(
-        self, x: Tensor, rope: Rope, window: Window | None = None, state: AttentionState | None = None
+        self,
+        x: Tensor,
+        rope: Rope,
+        window: Window | None = None,
+        state: AttentionState | None = None,
     ) -> Tensor:
         config = self.config
-        q, gate = self.q_proj(x).unflatten(-1, (config.num_query_heads, 2, config.head_dim)).unbind(-2)
+        q, gate = (
+            self.q_proj(x).unflatten(-1, (config.num_query_heads, 2, config.head_dim)).unbind(-2)
+        )
         k = self.k_proj(x).unflatten(-1, (config.num_kv_heads, -1))
         v = self.v_proj(x).unflatten(-1, (config.num_kv_heads, -1))
         q = _rotate(self.q_norm(q), rope).to(x.dtype)
@@ -177,16 +195,22 @@ class Attention(nn.Module):
 def _rotate(x: Tensor, rope: Rope) -> Tensor:  # [B, T, H, D]
     half = rope.cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
-    return torch.cat([first * rope.cos - second * rope.sin, second * rope.cos + first * rope.sin, rest], -1)
+    return torch.cat(
+        [first * rope.cos - second * rope.sin, second * rope.cos + first * rope.sin, rest], -1
+    )
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
-    """[B, T, Hq, D] over [B, S, Hkv, D]; `visible` [B, T, S], or None for causal rows that start at zero."""
+    """[B, T, Hq, D] over [B, S, Hkv, D]; `visible` [B, T, S], or None for causal rows that start at
+    zero.
+    """
     # Heads are repeated by hand: not every SDPA kernel takes grouped ones.
     repeat = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(repeat, 2).transpose(1, 2) for x in (k, v))
     mask = None if visible is None else visible[:, None]
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None
+    )
     return out.transpose(1, 2)
 
 
@@ -197,14 +221,19 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(num, 2 * width, hidden))
         self.down_proj = nn.Parameter(torch.empty(num, hidden, width))
 
-    def forward(self, x: Tensor, weights: Tensor) -> Tensor:  # [.., H], [.., E] zero where not routed
+    def forward(
+        self, x: Tensor, weights: Tensor
+    ) -> Tensor:  # [.., H], [.., E] zero where not routed
         """All experts as one wide SwiGLU: a routing weight of zero is an expert that was not asked.
 
-        Four times the arithmetic of the sparse form, but two large products of static shape; at this size
-        that is faster than any gather, and the sum over experts is the inner dimension of the second product.
+        Four times the arithmetic of the sparse form, but two large products of static shape; at
+        this size that is faster than any gather, and the sum over experts is the inner dimension of
+        the second product.
         """
         num, hidden, width = self.down_proj.shape
-        gate_up = F.linear(x, self.gate_up_proj.to(x.dtype).flatten(0, 1)).unflatten(-1, (num, 2, width))
+        gate_up = F.linear(x, self.gate_up_proj.to(x.dtype).flatten(0, 1)).unflatten(
+            -1, (num, 2, width)
+        )
         active = F.silu(gate_up[..., 0, :]) * gate_up[..., 1, :] * weights[..., None].to(x.dtype)
         down = self.down_proj.to(x.dtype).permute(1, 0, 2).reshape(hidden, num * width)
         return F.linear(active.flatten(-2), down)
@@ -244,7 +273,8 @@ class SparseMlp(nn.Module):
 def is_among_largest(x: Tensor, k: int) -> Tensor:
     """True for exactly k entries of the last dimension, [.., E]; of equal ones the first.
 
-    Counts who beats whom: for a few experts that is one small table, where topk starts a block per row.
+    Counts who beats whom: for a few experts that is one small table, where topk starts a block per
+    row.
     """
     place = torch.arange(x.shape[-1], device=x.device)
     mine, other = x[..., :, None], x[..., None, :]
@@ -253,7 +283,9 @@ def is_among_largest(x: Tensor, k: int) -> Tensor:
 
 
 def load_imbalance(probabilities: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:
-    """E * sum over experts of (part of tokens sent there) * (mean probability): k when perfectly even."""
+    """E * sum over experts of (part of tokens sent there) * (mean probability): k when perfectly
+    even.
+    """
     share = counted[..., None] / counted.sum().clamp(min=1.0)
     tokens = (chosen * share).flatten(0, -2).sum(0)
     mean = (probabilities * share).flatten(0, -2).sum(0)
@@ -261,7 +293,9 @@ def load_imbalance(probabilities: Tensor, chosen: Tensor, counted: Tensor) -> Te
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer_type: str, chunk: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, layer_type: str, chunk: int, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.is_linear = layer_type == LINEAR
         self.dtype = dtype

@@ -1,8 +1,8 @@
-"""The whole model: trunk, tied head and MTP head, in training (whole rows) and in decoding (row by row
-state).
+"""The whole model: trunk, tied head and MTP head, in training (whole rows) and in decoding (row by
+row state).
 
-`state_dict` has exactly the published names, with the MTP experts fused like the trunk's. Losses and batches
-are step.py's; files are export.py's.
+`state_dict` has exactly the published names, with the MTP experts fused like the trunk's. Losses
+and batches are step.py's; files are export.py's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Trunk(nn.Module):
     def __init__(self, config: ModelConfig, chunk: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, kind, chunk, dtype) for kind in config.layer_types)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, kind, chunk, dtype) for kind in config.layer_types
+        )
         self.norm = RmsNorm(config.hidden_size, config.norm_eps)
 
 
@@ -58,20 +60,26 @@ class MtpHead(nn.Module):
     def forward(
         self, hidden: Tensor, next_embedding: Tensor, rope: Rope, counted: Tensor
     ) -> tuple[Tensor, Tensor]:
-        joined = torch.cat([self.pre_fc_norm_embedding(next_embedding), self.pre_fc_norm_hidden(hidden)], -1)
+        joined = torch.cat(
+            [self.pre_fc_norm_embedding(next_embedding), self.pre_fc_norm_hidden(hidden)], -1
+        )
         x = self.fc(joined.to(hidden.dtype)).float()
         x, imbalance = self.layers[0](x, rope, counted)
         return self.norm(x).to(hidden.dtype), imbalance
 
 
 class Qwen35Moe(nn.Module):
-    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, chunk: int = 64) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype = torch.float32, chunk: int = 64
+    ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
         self.model = nn.ModuleDict({"language_model": Trunk(config, chunk, dtype)})
         self.mtp = MtpHead(config, chunk, dtype)
-        self.register_buffer("rope_table", _rope_table(config), persistent=False)  # [positions, 2, rot / 2]
+        self.register_buffer(
+            "rope_table", _rope_table(config), persistent=False
+        )  # [positions, 2, rot / 2]
         self.rope_table: Tensor
 
     @property
@@ -82,10 +90,16 @@ class Qwen35Moe(nn.Module):
 
     @property
     def decoder_layers(self) -> list[DecoderLayer]:
-        return [layer for layer in (*self.trunk.layers, *self.mtp.layers) if isinstance(layer, DecoderLayer)]
+        return [
+            layer
+            for layer in (*self.trunk.layers, *self.mtp.layers)
+            if isinstance(layer, DecoderLayer)
+        ]
 
     def forward(self, token_ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Final-normed hidden states [B, T, H] of rows that start at zero, and the summed imbalance."""
+        """Final-normed hidden states [B, T, H] of rows that start at zero, and the summed
+        imbalance.
+        """
         rope = self._rope(torch.arange(token_ids.shape[1], device=token_ids.device))
         x = self.trunk.embed_tokens(token_ids).float()
         imbalance = x.new_zeros(())
@@ -95,7 +109,9 @@ class Qwen35Moe(nn.Module):
         return self.trunk.norm(x).to(self.dtype), imbalance
 
     def draft(self, hidden: Tensor, token_ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """The MTP head over whole rows; `hidden` was computed from `token_ids`. The last place is void."""
+        """The MTP head over whole rows; `hidden` was computed from `token_ids`. The last place is
+        void.
+        """
         rope = self._rope(torch.arange(token_ids.shape[1], device=token_ids.device))
         return self.mtp(hidden, self.trunk.embed_tokens(token_ids.roll(-1, 1)), rope, counted)
 
@@ -109,7 +125,12 @@ class Qwen35Moe(nn.Module):
         for kind in config.layer_types:
             if kind == LINEAR:
                 conv = (num_rows, config.conv_kernel - 1, config.num_conv_channels)
-                recurrent = (num_rows, config.num_value_heads, config.key_head_dim, config.value_head_dim)
+                recurrent = (
+                    num_rows,
+                    config.num_value_heads,
+                    config.key_head_dim,
+                    config.value_head_dim,
+                )
                 states.append(
                     DeltaState(
                         torch.zeros(conv, dtype=self.dtype, device=device),
@@ -123,7 +144,9 @@ class Qwen35Moe(nn.Module):
         return states
 
     def advance(self, token_ids: Tensor, window: Window, states: list[LayerState]) -> Tensor:
-        """Final-normed hidden states [B, T, H] of the window's tokens; `states` move on behind them."""
+        """Final-normed hidden states [B, T, H] of the window's tokens; `states` move on behind
+        them.
+        """
         rope = self._rope(window.positions)
         counted = torch.ones_like(token_ids, dtype=torch.float32)
         x = self.trunk.embed_tokens(token_ids).float()
@@ -138,7 +161,9 @@ class Qwen35Moe(nn.Module):
 
 def _rope_table(config: ModelConfig) -> Tensor:
     exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
-    angles = torch.arange(config.max_position).float()[:, None] * (1.0 / config.rope_theta**exponents)
+    angles = torch.arange(config.max_position).float()[:, None] * (
+        1.0 / config.rope_theta**exponents
+    )
     return torch.stack([angles.cos(), angles.sin()], 1)
 
 
@@ -155,7 +180,8 @@ def _initial_value(name: str, shape: torch.Size, generator: torch.Generator) -> 
     if leaf == "A_log":
         return torch.empty(shape).uniform_(1.0, 16.0, generator=generator).log()
     if leaf == "dt_bias":
-        # softplus(dt_bias) log-uniform in 0.001 .. 0.1: memories of a token to a thousand, one head each.
+        # softplus(dt_bias) log-uniform in 0.001 .. 0.1: memories of a token to a thousand, one head
+        # each.
         low, high = math.log(0.001), math.log(0.1)
         step = torch.empty(shape).uniform_(low, high, generator=generator).exp()
         return step + (-torch.expm1(-step)).log()

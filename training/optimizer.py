@@ -1,8 +1,8 @@
 """AdamW, gradient clipping and the moving average of the weights over one flat fp32 buffer each.
 
-All parameters of a model become views of one tensor, so a whole update is a dozen launches, has no host
-values in it (learning rate and step count are device scalars) and can be captured in a CUDA graph. A gradient
-that is not finite changes nothing at all.
+All parameters of a model become views of one tensor, so a whole update is a dozen launches, has no
+host values in it (learning rate and step count are device scalars) and can be captured in a CUDA
+graph. A gradient that is not finite changes nothing at all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class FlatAdamW:
         device = parameters[0].device
         matrices = [p for p in parameters if is_matrix(p)]
         others = [p for p in parameters if not is_matrix(p)]
-        self.num_decayed = sum(map(_padded_size, matrices))  # matrices come first, so decay is one slice
+        self.num_decayed = sum(
+            map(_padded_size, matrices)
+        )  # matrices come first, so decay is one slice
         size = self.num_decayed + sum(map(_padded_size, others))
         self.weights = torch.zeros(size, device=device)
         self.gradients = torch.zeros(size, device=device)
@@ -61,7 +63,9 @@ class FlatAdamW:
 
     @contextmanager
     def published_weights(self, use_average: bool) -> Iterator[None]:
-        """While this is open the model computes with weights rounded as a checkpoint stores them."""
+        """While this is open the model computes with weights rounded as a checkpoint stores
+        them.
+        """
         trained = self.weights.clone()
         self.weights.copy_((self.average if use_average else self.weights).bfloat16())
         try:
@@ -71,7 +75,9 @@ class FlatAdamW:
 
     @torch.no_grad()
     def update(self) -> Tensor:
-        """One step from the gradients in place; returns 1 when it was taken, 0 when they were not finite."""
+        """One step from the gradients in place; returns 1 when it was taken, 0 when they were not
+        finite.
+        """
         config = self.config
         norm = torch.linalg.vector_norm(self.gradients)
         is_finite = norm.isfinite()
@@ -87,7 +93,9 @@ class FlatAdamW:
         second_bias = -torch.expm1(count * math.log(second))
         rate = self.lr * taken
         self.weights[: self.num_decayed].mul_(1 - rate * config.weight_decay)
-        self.weights.sub_(self.mean / (self.square / second_bias).sqrt_().add_(EPSILON) * (rate / first_bias))
+        self.weights.sub_(
+            self.mean / (self.square / second_bias).sqrt_().add_(EPSILON) * (rate / first_bias)
+        )
         # Young averages follow quickly, or they would remember the random start.
         follow = (9.0 / (10.0 + self.num_updates)).clamp(min=1 - config.ema_decay)
         self.average.lerp_(self.weights, follow * taken)
@@ -95,7 +103,9 @@ class FlatAdamW:
 
 
 def is_matrix(parameter: Tensor) -> bool:
-    """Whether weight decay applies: not to norms, gates of one row, or the taps of a convolution."""
+    """Whether weight decay applies: not to norms, gates of one row, or the taps of a
+    convolution.
+    """
     return parameter.dim() > 1 and min(parameter.shape[-2:]) > 1
 
 

@@ -1,8 +1,9 @@
-"""A training run from its first batch to the model folder: the loop, its clock, its log and its stops.
+"""A training run from its first batch to the model folder: the loop, its clock, its log and its
+stops.
 
-The clock rules: the learning rate follows the part of the budget that has passed, so a run always ends
-decayed. The parts are elsewhere: step.py runs on the device, data.py makes batches, evaluate.py asks,
-export.py writes.
+The clock rules: the learning rate follows the part of the budget that has passed, so a run always
+ends decayed. The parts are elsewhere: step.py runs on the device, data.py makes batches,
+evaluate.py asks, export.py writes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ class RunSettings:
 
 class Run:
     def __init__(
-        self, corpus: Corpus, model_config: ModelConfig, train_config: TrainConfig, settings: RunSettings
+        self,
+        corpus: Corpus,
+        model_config: ModelConfig,
+        train_config: TrainConfig,
+        settings: RunSettings,
     ) -> None:
         self.corpus = corpus
         self.config = train_config
@@ -60,7 +65,9 @@ class Run:
         settings.out.mkdir(parents=True, exist_ok=True)
         self._log = (settings.out / "train.log").open("a", buffering=1)
         self.progress = (
-            load_progress(settings.out, model_config, train_config) if settings.resume else Progress()
+            load_progress(settings.out, model_config, train_config)
+            if settings.resume
+            else Progress()
         )
         self.progress.run += 1
         self.feed = self._start_feed()  # forks: before the first touch of CUDA
@@ -72,7 +79,9 @@ class Run:
         self.optimizer = FlatAdamW(self.model, train_config)
         if self.progress.optimizer is not None:
             self.optimizer.restore(self.progress.optimizer)
-        self.trainer = Trainer(self.model, self.optimizer, train_config, len(corpus.kinds), self.device)
+        self.trainer = Trainer(
+            self.model, self.optimizer, train_config, len(corpus.kinds), self.device
+        )
         self.problems = corpus.held_out(settings.num_problems * 4)
         self.history: list[tuple[int, float]] = []  # step, mean loss since the entry before
         self._stop_asked = False
@@ -80,14 +89,17 @@ class Run:
     def train(self) -> Path | None:
         """Trains to the end of the budget and exports; None when stopped before the end."""
         self.report(
-            f"{sum(p.numel() for p in self.model.parameters()):,} parameters, {self.config}, {self.settings}"
+            f"{sum(p.numel() for p in self.model.parameters()):,} parameters, {self.config}, "
+            f"{self.settings}"
         )
         previous = {
-            number: signal.signal(number, self._ask_to_stop) for number in (signal.SIGTERM, signal.SIGINT)
+            number: signal.signal(number, self._ask_to_stop)
+            for number in (signal.SIGTERM, signal.SIGINT)
         }
         try:
             self.trainer.prepare(self.report, self.settings.use_graphs, self.settings.use_compile)
-            # A check that cannot judge, or a reply that cannot be generated, shows now and not after minutes.
+            # A check that cannot judge, or a reply that cannot be generated, shows now and not
+            # after minutes.
             self._evaluate("before training", self.problems[: self.settings.num_problems // 8])
             self._loop()
             return self._finish()
@@ -109,7 +121,10 @@ class Run:
         while True:
             progress.elapsed_s = time.monotonic() - start
             now = _Mark(progress.elapsed_s, progress.num_tokens)
-            if now.elapsed_s - logged.elapsed_s >= self.settings.log_every_s and progress.step > first_step:
+            if (
+                now.elapsed_s - logged.elapsed_s >= self.settings.log_every_s
+                and progress.step > first_step
+            ):
                 self._log_totals(logged)
                 logged = now
             if self._is_over() or self._must_pause(started_at, first_step):
@@ -137,7 +152,8 @@ class Run:
     def _must_pause(self, started_at: float, first_step: int) -> bool:
         settings, progress = self.settings, self.progress
         is_late = (
-            settings.pause_after_s is not None and progress.elapsed_s - started_at >= settings.pause_after_s
+            settings.pause_after_s is not None
+            and progress.elapsed_s - started_at >= settings.pause_after_s
         )
         is_far = (
             settings.pause_after_steps is not None
@@ -148,7 +164,8 @@ class Run:
     def _finish(self) -> Path | None:
         self._save()
         if not self._is_over():
-            # What there is may still be wanted: the average is the better half of a run that has not decayed.
+            # What there is may still be wanted: the average is the better half of a run that has
+            # not decayed.
             with self.optimizer.published_weights(use_average=True):
                 self._export(self.settings.out / "unfinished")
             self.report(f"stopped before the end at step {self.progress.step}; --resume goes on")
@@ -169,17 +186,23 @@ class Run:
 
     def _export(self, folder: Path) -> None:
         facts = export(self.model, folder, self.corpus.special, self.corpus.text_files)
-        self.report(f"wrote {folder}: {facts['num_parameters']:,} parameters, {facts['num_bytes']:,} bytes")
+        self.report(
+            f"wrote {folder}: {facts['num_parameters']:,} parameters, {facts['num_bytes']:,} bytes"
+        )
 
     def _evaluate(self, label: str, problems: Sequence[Problem]) -> Report:
         start = time.monotonic()
-        found = evaluate(self.model, problems, self.corpus.special.ends, self.settings.max_reply_tokens)
+        found = evaluate(
+            self.model, problems, self.corpus.special.ends, self.settings.max_reply_tokens
+        )
         self.report(f"{label}: {found} ({time.monotonic() - start:.1f}s)")
         return found
 
     def _save(self) -> None:
         self.progress.feed = self.feed.state()
-        self.progress.optimizer = {name: tensor.cpu() for name, tensor in self.optimizer.state().items()}
+        self.progress.optimizer = {
+            name: tensor.cpu() for name, tensor in self.optimizer.state().items()
+        }
         save_progress(self.settings.out, self.progress, self.model.config, self.config)
 
     def _log_totals(self, since: _Mark) -> None:
@@ -187,12 +210,20 @@ class Run:
         progress = self.progress
         sums = [sum(column) for column in zip(*totals, strict=True)]
         self.history.append((progress.step, sums[0] / max(1.0, sums[1])))
-        rate = (progress.num_tokens - since.num_tokens) / max(1e-9, progress.elapsed_s - since.elapsed_s)
+        rate = (progress.num_tokens - since.num_tokens) / max(
+            1e-9, progress.elapsed_s - since.elapsed_s
+        )
         kinds = " ".join(
-            f"{kind}={_describe(row)}" for kind, row in zip(self.corpus.kinds, totals, strict=True) if row[1]
+            f"{kind}={_describe(row)}"
+            for kind, row in zip(self.corpus.kinds, totals, strict=True)
+            if row[1]
         )
         fraction = self._fraction()
-        skipped = f" SKIPPED {num_skipped} steps with gradients that are not finite" if num_skipped else ""
+        skipped = (
+            f" SKIPPED {num_skipped} steps with gradients that are not finite"
+            if num_skipped
+            else ""
+        )
         self.report(
             f"step {progress.step} {fraction:.1%} lr {self.config.learning_rate(fraction):.2e} "
             f"{rate:,.0f} tok/s all={_describe(sums)} | {kinds} | {self.feed.report()}{skipped}"
@@ -201,7 +232,8 @@ class Run:
     def _start_feed(self) -> Feed:
         if self.settings.num_workers == 0:
             return LocalFeed(
-                BatchMaker(self.corpus, self.config, f"train-{self.config.seed}"), self.progress.feed
+                BatchMaker(self.corpus, self.config, f"train-{self.config.seed}"),
+                self.progress.feed,
             )
         return WorkerFeed(self.corpus, self.settings.num_workers, self.config, self.progress.run)
 

@@ -1,7 +1,8 @@
-"""The weights a run starts from: random ones, a model folder's, or a folder's with more layers on top.
+"""The weights a run starts from: random ones, a model folder's, or a folder's with more layers on
+top.
 
-Layers that the folder does not have are added behind its last and write nothing into the residual stream
-yet: the deeper model computes what the folder's did, and learns from there.
+Layers that the folder does not have are added behind its last and write nothing into the residual
+stream yet: the deeper model computes what the folder's did, and learns from there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from training.export import load_published
 from training.model import Qwen35Moe, init_weights
 
 LAYERS = "model.language_model.layers."
-WRITING = ("out_proj.weight", "o_proj.weight", "down_proj", "down_proj.weight")  # into the residual stream
+WRITING = (
+    "out_proj.weight",
+    "o_proj.weight",
+    "down_proj",
+    "down_proj.weight",
+)  # into the residual stream
 
 
 def start_weights(model: Qwen35Moe, seed: int, folder: Path | None = None) -> None:
@@ -28,7 +34,8 @@ def start_weights(model: Qwen35Moe, seed: int, folder: Path | None = None) -> No
     if found.num_layers > config.num_layers or config.num_layers % config.full_attention_interval:
         raise CheckpointError(
             f"a model of {config.num_layers} layers cannot start from {folder}",
-            f"That has {found.num_layers}; layers are added in groups of {config.full_attention_interval}.",
+            f"That has {found.num_layers}; layers are added in groups of "
+            f"{config.full_attention_interval}.",
             "Give --layers a larger number, or leave it out.",
         )
     state = model.state_dict()

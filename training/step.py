@@ -1,7 +1,8 @@
 """One training step on the device: loss, backward, update, all without waiting for it.
 
-Each row length has static input buffers and, on CUDA, its own captured graph of the whole step. Whether
-graphs are used is decided once, in `prepare`, and reported. Results are summed on the device and read rarely.
+Each row length has static input buffers and, on CUDA, its own captured graph of the whole step.
+Whether graphs are used is decided once, in `prepare`, and reported. Results are summed on the
+device and read rarely.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from training.data import Batch
 from training.model import Qwen35Moe
 from training.optimizer import FlatAdamW
 
-MAX_STEPS_AHEAD = 4  # the host may queue this many: more, and the clock of the schedule would run early
+MAX_STEPS_AHEAD = (
+    4  # the host may queue this many: more, and the clock of the schedule would run early
+)
 COLUMNS = ("loss", "tokens", "draft_loss", "draft_hits", "draft_tokens", "exact_rows", "rows")
 
 
@@ -66,7 +69,9 @@ def compute_loss(
     drafted, draft_imbalance = model.draft(hidden, token_ids, counted)
 
     def score(states: Tensor, distance: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses [R, T], wrong answers and number of targets of each row, predicting `distance` ahead."""
+        """Losses [R, T], wrong answers and number of targets of each row, predicting `distance`
+        ahead.
+        """
         reached = place + distance
         wanted = (reached >= inputs.first_targets[:, None]) & (reached < inputs.lengths[:, None])
         logits = model.logits(states)
@@ -84,8 +89,8 @@ def compute_loss(
     total_stress = num_targets.sum() + (config.first_token_weight - 1.0) * len(token_ids)
     mean = (losses * stress).sum() / total_stress.clamp(min=1)
     draft_mean = draft_losses.sum() / num_drafts.sum().clamp(min=1)
-    # A batch of long rows has few targets. By the root of their number it brings as much noise as the others;
-    # by the number itself, long rows would hardly be learned.
+    # A batch of long rows has few targets. By the root of their number it brings as much noise as
+    # the others; by the number itself, long rows would hardly be learned.
     weight = (num_targets.sum() / config.targets_per_full_step).clamp(max=1.0).sqrt()
     loss = weight * (mean + config.mtp_weight * draft_mean) + config.balance_weight * balance
     # A row whose every token is the most likely one is a row greedy decoding would have written.
@@ -104,7 +109,9 @@ def compute_loss(
 
 
 class Trainer:
-    """Owns what a step touches on the device: the model, its optimizer, input buffers, graphs and totals."""
+    """Owns what a step touches on the device: the model, its optimizer, input buffers, graphs and
+    totals.
+    """
 
     def __init__(
         self,
@@ -121,14 +128,18 @@ class Trainer:
         self.totals = torch.zeros(num_kinds, len(COLUMNS), device=device)
         self.num_skipped = torch.zeros((), device=device)
         self.inputs = {
-            row_len: BatchInputs.random(config.rows_of(row_len), row_len, model.config.vocab_size, device)
+            row_len: BatchInputs.random(
+                config.rows_of(row_len), row_len, model.config.vocab_size, device
+            )
             for row_len in config.row_lens
         }
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._queued: deque[torch.cuda.Event] = deque()
 
     def prepare(self, report: Callable[[str], None], use_graphs: bool, use_compile: bool) -> None:
-        """Warms every shape up in the fastest way that works; weights and totals stay what they were."""
+        """Warms every shape up in the fastest way that works; weights and totals stay what they
+        were.
+        """
         if self.device.type != "cuda":
             report("steps run eagerly: no CUDA device")
             return
@@ -148,26 +159,38 @@ class Trainer:
                 if number == len(ways) - 1:
                     raise
                 self._graphs.clear()
-                torch.compiler.set_stance("force_eager")  # whatever was compiled is not used any more
-                report(f"!!! FALLING BACK: graphs={with_graphs} compile={with_compile} failed with: {error}")
+                torch.compiler.set_stance(
+                    "force_eager"
+                )  # whatever was compiled is not used any more
+                report(
+                    f"!!! FALLING BACK: graphs={with_graphs} compile={with_compile} failed with: "
+                    f"{error}"
+                )
             finally:
                 self.optimizer.restore(before)
                 self._clear_totals()
         report(f"steps run with graphs={with_graphs} compile={with_compile}")
 
-    def _prepare_one_way(self, report: Callable[[str], None], with_graphs: bool, with_compile: bool) -> None:
+    def _prepare_one_way(
+        self, report: Callable[[str], None], with_graphs: bool, with_compile: bool
+    ) -> None:
         if with_compile:
-            # Layer by layer: layers of one kind share their code, the whole model would take minutes.
+            # Layer by layer: layers of one kind share their code, the whole model would take
+            # minutes.
             torch._dynamo.config.recompile_limit = 8 * len(self.inputs)
             for layer in self.model.decoder_layers:
                 layer.compile(dynamic=False)
         self.optimizer.lr.zero_()
-        # The longest rows take the most memory: a failure shows at once, and the pool fits the rest.
+        # The longest rows take the most memory: a failure shows at once, and the pool fits the
+        # rest.
         for row_len in sorted(self.inputs, reverse=True):
             eager = self._warm_up(row_len)
             if with_graphs:
                 self._capture(row_len, eager)
-            report(f"row length {row_len} ready, {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB reserved")
+            report(
+                f"row length {row_len} ready, {torch.cuda.max_memory_reserved() / 2**30:.1f} GiB "
+                "reserved"
+            )
 
     def step(self, batch: Batch, lr: float) -> None:
         inputs = self.inputs[batch.row_len]
@@ -181,7 +204,9 @@ class Trainer:
             self._wait_for_earlier_steps()
 
     def read_totals(self) -> tuple[list[list[float]], int]:
-        """The sums since the last call, by kind in COLUMNS, and the steps skipped. Waits for the device."""
+        """The sums since the last call, by kind in COLUMNS, and the steps skipped. Waits for the
+        device.
+        """
         totals, num_skipped = self.totals.tolist(), int(self.num_skipped.item())
         self._clear_totals()
         return totals, num_skipped
@@ -222,7 +247,8 @@ class Trainer:
         # The learning rate is zero here, so the same weights were asked twice.
         if not torch.allclose(eager[:, :3], self.totals[:, :3], rtol=1e-2):
             raise RuntimeError(
-                f"row length {row_len}: a replay counts {self.totals.tolist()}, eager {eager.tolist()}"
+                f"row length {row_len}: a replay counts {self.totals.tolist()}, eager "
+                f"{eager.tolist()}"
             )
         self._graphs[row_len] = graph
 

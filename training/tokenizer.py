@@ -1,9 +1,11 @@
-"""Trains the tiny model's tokenizer: byte-level BPE over the conversations it will see, nothing else.
+"""Trains the tiny model's tokenizer: byte-level BPE over the conversations it will see, nothing
+else.
 
     python -m training.tokenizer OUT [--words 2527] [--conversations 30000] [--seed 1]
 
-Follows Qwen3.5: NFC, the same splitting into words, every digit alone, the same special tokens in the same
-order after the vocabulary. The same seed gives the same files. Prints how long conversations become.
+Follows Qwen3.5: NFC, the same splitting into words, every digit alone, the same special tokens in
+the same order after the vocabulary. The same seed gives the same files. Prints how long
+conversations become.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from training.problems.mixture import sample_training
 
 ASSETS = Path(__file__).resolve().parents[1] / "penstock" / "assets" / "penstock-tiny"
 
-# Words with the sign before them, single digits, runs of other signs with the line's end, line ends, spaces.
+# Words with the sign before them, single digits, runs of other signs with the line's end, line
+# ends, spaces.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
     r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -45,7 +48,9 @@ PLAIN_TOKENS = frozenset(
 END_OF_TURN, PADDING = "<|im_end|>", "<|endoftext|>"
 
 
-def train_tokenizer(template: ChatTemplate, num_words: int, num_conversations: int, seed: int) -> Model:
+def train_tokenizer(
+    template: ChatTemplate, num_words: int, num_conversations: int, seed: int
+) -> Model:
     """`num_words` entries, the 256 bytes among them, and the control tokens after them."""
     tokenizer = Model(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -64,7 +69,10 @@ def train_tokenizer(template: ChatTemplate, num_words: int, num_conversations: i
     )
     tokenizer.train_from_iterator(_texts(template, num_conversations, seed), trainer)
     tokenizer.add_tokens(
-        [AddedToken(text, special=text not in PLAIN_TOKENS, normalized=False) for text in CONTROL_TOKENS]
+        [
+            AddedToken(text, special=text not in PLAIN_TOKENS, normalized=False)
+            for text in CONTROL_TOKENS
+        ]
     )
     return tokenizer
 
@@ -94,18 +102,27 @@ def save_tokenizer(tokenizer: Model, folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": 8192,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
 
 
-def report_lengths(tokenizer: Model, template: ChatTemplate, num_conversations: int, seed: int) -> str:
+def report_lengths(
+    tokenizer: Model, template: ChatTemplate, num_conversations: int, seed: int
+) -> str:
     """A table of tokens by kind: the whole conversation, and the part the model writes."""
     rng = Random(seed)
     lengths: dict[str, list[tuple[int, int]]] = {}
     for _ in range(num_conversations):
         conversation = sample_training(rng)
         token_ids, first_target = encode(conversation, _Encoder(tokenizer), template)
-        lengths.setdefault(conversation.kind, []).append((len(token_ids), len(token_ids) - first_target))
-    lines = [f"{'kind':<14} {'share':>6} {'mean':>6} {'median':>6} {'95 %':>6} {'most':>6} {'written':>8}"]
+        lengths.setdefault(conversation.kind, []).append(
+            (len(token_ids), len(token_ids) - first_target)
+        )
+    lines = [
+        f"{'kind':<14} {'share':>6} {'mean':>6} {'median':>6} {'95 %':>6} {'most':>6} "
+        f"{'written':>8}"
+    ]
     for kind, pairs in sorted(lengths.items()):
         totals = sorted(total for total, _ in pairs)
         lines.append(
@@ -128,8 +145,12 @@ class _Encoder:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the tiny model's tokenizer.")
-    parser.add_argument("out", type=Path, help="folder for tokenizer.json and tokenizer_config.json")
-    parser.add_argument("--words", type=int, default=2527, help="vocabulary without the 33 control tokens")
+    parser.add_argument(
+        "out", type=Path, help="folder for tokenizer.json and tokenizer_config.json"
+    )
+    parser.add_argument(
+        "--words", type=int, default=2527, help="vocabulary without the 33 control tokens"
+    )
     parser.add_argument("--conversations", type=int, default=30_000)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
@@ -138,7 +159,8 @@ def main() -> None:
     save_tokenizer(tokenizer, arguments.out)
     print(report_lengths(tokenizer, template, 3_000, arguments.seed + 1))
     print(
-        f"{tokenizer.get_vocab_size()} tokens in {arguments.out}, {len(CONTROL_TOKENS)} of them for control"
+        f"{tokenizer.get_vocab_size()} tokens in {arguments.out}, {len(CONTROL_TOKENS)} of them "
+        "for control"
     )
 
 

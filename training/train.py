@@ -26,8 +26,12 @@ VOCAB_MULTIPLE = 64  # rows of the embedding: matrix products like it
 def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     train, run = TrainConfig(), RunSettings(out=Path())
     parser = argparse.ArgumentParser(prog="training.train", description="Train the embedded model.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint, log and model")
-    parser.add_argument("--minutes", type=float, default=12.0, help="the whole budget, over all resumptions")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for checkpoint, log and model"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=12.0, help="the whole budget, over all resumptions"
+    )
     parser.add_argument(
         "--pause-after", type=float, metavar="MINUTES", help="save and stop this process then"
     )
@@ -45,7 +49,10 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--row-lens", type=int, nargs="+", default=train.row_lens)
     parser.add_argument("--tokens-per-batch", type=int, default=train.tokens_per_batch)
     parser.add_argument(
-        "--layers", type=int, metavar="N", help="default: those of --init, or 12; more are added on top"
+        "--layers",
+        type=int,
+        metavar="N",
+        help="default: those of --init, or 12; more are added on top",
     )
     parser.add_argument(
         "--shares",
@@ -70,12 +77,18 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=train.seed)
     parser.add_argument("--no-graphs", action="store_true", help="launch every kernel by itself")
     parser.add_argument("--compile", action="store_true", help="torch.compile every layer first")
-    parser.add_argument("--tf32", action="store_true", help="fp32 products on tensor cores, at 10 bits")
-    parser.add_argument("--evaluate-every", type=float, default=run.evaluate_every_s, metavar="SECONDS")
+    parser.add_argument(
+        "--tf32", action="store_true", help="fp32 products on tensor cores, at 10 bits"
+    )
+    parser.add_argument(
+        "--evaluate-every", type=float, default=run.evaluate_every_s, metavar="SECONDS"
+    )
     parser.add_argument(
         "--problems", type=int, default=run.num_problems, help="asked on the way; 4x at the end"
     )
-    parser.add_argument("--no-check", action="store_true", help="do not load the export with transformers")
+    parser.add_argument(
+        "--no-check", action="store_true", help="do not load the export with transformers"
+    )
     return parser.parse_args(argv)
 
 
@@ -91,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.tf32:
         torch.set_float32_matmul_precision("high")
     shares = dict(flags.shares) if flags.shares else DEFAULT_SHARES
-    corpus = ConversationCorpus.open(flags.tokenizer or flags.init or flags.out / "tokenizer", shares)
+    corpus = ConversationCorpus.open(
+        flags.tokenizer or flags.init or flags.out / "tokenizer", shares
+    )
     start = ModelConfig() if flags.init is None else ModelConfig.of_folder(flags.init)
     model_config = ModelConfig(
         vocab_size=-(-corpus.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,

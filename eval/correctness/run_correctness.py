@@ -1,4 +1,6 @@
-"""`python -m eval.correctness.run_correctness`: what `penstock eval correctness` does, flags included."""
+"""`python -m eval.correctness.run_correctness`: what `penstock eval correctness` does, flags
+included.
+"""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""`python -m eval.throughput.run_throughput`: what `penstock eval throughput` does, flags included."""
+"""`python -m eval.throughput.run_throughput`: what `penstock eval throughput` does, flags
+included.
+"""
 
 import sys
 

@@ -1,14 +1,14 @@
 """State checkpoints: their places, what each one is worth, and which one is evicted for another.
 
-A checkpoint is worth the tokens it saves, those beyond the checkpoint below it, times the chance that
-a prompt continues from there. The checkpoint with the lowest rank is evicted first:
+A checkpoint is worth the tokens it saves, those beyond the checkpoint below it, times the chance
+that a prompt continues from there. The checkpoint with the lowest rank is evicted first:
 
     rank = floor + chance * saved tokens        floor: the rank of the last evicted one
 
 A use renews the rank and raises the chance. The floor rises with every eviction, so an unused
 checkpoint sinks without being touched: guesses first, small ones before large ones, much used ones
-last. A new one that ranks below all others is refused, which raises the floor too: nothing stays for
-ever.
+last. A new one that ranks below all others is refused, which raises the floor too: nothing stays
+for ever.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """All checkpoints that prompts can continue from, by the digest of the last page before them."""
+    """All checkpoints that prompts can continue from, by the digest of the last page before
+    them.
+    """
 
     def __init__(self) -> None:
         self._all: dict[bytes, Checkpoint] = {}
@@ -71,7 +73,9 @@ class Checkpoints:
             num_pages -= 1
         return num_pages
 
-    def attach(self, digest: bytes, slot: int, *, base: bytes | None, saved: int, chance: float) -> None:
+    def attach(
+        self, digest: bytes, slot: int, *, base: bytes | None, saved: int, chance: float
+    ) -> None:
         assert digest not in self._all
         self._all[digest] = Checkpoint(slot, base, saved, chance, self._floor + chance * saved)
 
@@ -96,7 +100,9 @@ class Checkpoints:
         return self.forget(digest)
 
     def forget(self, digest: bytes) -> int | None:
-        """Forgets this one, if it exists. Returns its slot; the checkpoints above it now save more."""
+        """Forgets this one, if it exists. Returns its slot; the checkpoints above it now save
+        more.
+        """
         gone = self._all.pop(digest, None)
         if gone is None:
             return None

@@ -69,7 +69,9 @@ class Cache:
         self.has_pages = num_pages > 0
         self.has_slots = num_slots > 0
         self.is_enabled = prefix_cache
-        self.max_checkpoints = max(num_slots - 1, 0) // 2 if max_checkpoints is None else max_checkpoints
+        self.max_checkpoints = (
+            max(num_slots - 1, 0) // 2 if max_checkpoints is None else max_checkpoints
+        )
         self._reply_states = reply_states
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self._pages = PagePool(num_pages)
@@ -100,7 +102,9 @@ class Cache:
 
     @property
     def max_sequence_tokens(self) -> int | None:
-        """The longest sequence that fits alone; its last token is never computed. None: any fits."""
+        """The longest sequence that fits alone; its last token is never computed. None: any
+        fits.
+        """
         return (self.num_pages - 1) * self.page_size + 1 if self.has_pages else None
 
     @property
@@ -149,7 +153,9 @@ class Cache:
         return PrefixHit(
             num_tokens=num_pages * self.page_size,
             pages=tuple(node.page for node in nodes if node is not None),
-            checkpoint_slot=self._checkpoints.slot_at(digests[num_pages - 1]) if num_pages else None,
+            checkpoint_slot=self._checkpoints.slot_at(digests[num_pages - 1])
+            if num_pages
+            else None,
             num_known_tokens=max(num_known, num_pages) * self.page_size,
         )
 
@@ -205,7 +211,9 @@ class Cache:
     def _has_room(self, sequence: Sequence, hit: PrefixHit, spare_pages: int) -> bool:
         num_idle_hits = sum(self._index.is_idle(page) for page in hit.pages)
         num_new_pages = self.pages_for(len(sequence.tokens)) - len(hit.pages)
-        return not self.has_pages or num_new_pages + spare_pages <= self.num_free_pages - num_idle_hits
+        return (
+            not self.has_pages or num_new_pages + spare_pages <= self.num_free_pages - num_idle_hits
+        )
 
     def _count(self, sequence: Sequence, hit: PrefixHit, outcome: str) -> None:
         sequence.num_cached_tokens = hit.num_tokens
@@ -268,7 +276,9 @@ class Cache:
         sequence.initial_slot, sequence.slot = sequence.slot, slot
 
     def end_plan(self) -> None:
-        """The plan is complete. Later plans run after it, so they may overwrite what its rows read."""
+        """The plan is complete. Later plans run after it, so they may overwrite what its rows
+        read.
+        """
         self._pinned.clear()
 
     def commit(self, sequence: Sequence) -> list[tuple[int, int]]:
@@ -283,7 +293,9 @@ class Cache:
             return []
         self._extend_digests(sequence)
         num_known = min(len(sequence.tokens), sequence.num_computed)
-        replaced = self._register_pages(sequence, num_known // self.page_size) if self.has_pages else []
+        replaced = (
+            self._register_pages(sequence, num_known // self.page_size) if self.has_pages else []
+        )
         for num_tokens in [n for n in sequence.checkpoints if n <= num_known]:
             self._attach_checkpoint(sequence, num_tokens)
         return replaced
@@ -316,10 +328,14 @@ class Cache:
         """
         prompt_end = max(sequence.request.boundaries, default=sequence.num_prompt_tokens - 1)
         limits = {min(num_pages, prompt_end // self.page_size), num_pages}
-        return sorted({self._checkpoints.nearest(sequence.digests, limit) for limit in limits} - {0})
+        return sorted(
+            {self._checkpoints.nearest(sequence.digests, limit) for limit in limits} - {0}
+        )
 
     def release(self, sequence: Sequence) -> None:
-        """Takes everything from the sequence. Registered pages stay, idle, until memory is short."""
+        """Takes everything from the sequence. Registered pages stay, idle, until memory is
+        short.
+        """
         for page in reversed(sequence.pages):  # the index needs the last page to become idle first
             self._drop_page(page)
         if self.is_enabled and not self.has_pages:
@@ -342,9 +358,13 @@ class Cache:
         used = Counter(page for sequence in self._owners for page in sequence.pages)
         free, idle = self._pages.free_pages(), self._index.idle_pages() | self._index.kept_pages()
         for page in range(1, self.num_pages):
-            assert self._pages.num_users(page) == used[page], f"page {page} has a wrong number of users"
+            assert self._pages.num_users(page) == used[page], (
+                f"page {page} has a wrong number of users"
+            )
             assert (page in free) + (page in idle) + (used[page] > 0) == 1, f"page {page} leaked"
-            assert used[page] < 2 or self._index.holds(page), f"page {page} is shared, but not registered"
+            assert used[page] < 2 or self._index.holds(page), (
+                f"page {page} is shared, but not registered"
+            )
         assert 0 not in used, "a sequence owns the reserved page"
         assert all(self._index.holds(page) for page in idle)
         for sequence in self._owners:
@@ -370,7 +390,9 @@ class Cache:
             return "miss_empty"
         if hit.num_known_tokens:
             return "miss_no_checkpoint"
-        return "miss_evicted" if self._index.num_past_pages(sequence.digests, 1) else "miss_no_prefix"
+        return (
+            "miss_evicted" if self._index.num_past_pages(sequence.digests, 1) else "miss_no_prefix"
+        )
 
     def _missed_tokens(self, sequence: Sequence, hit: PrefixHit) -> dict[str, int]:
         """Why tokens of a prompt must be computed; with the reused ones, these are all of its
@@ -378,7 +400,9 @@ class Cache:
         if not self.is_enabled or sequence.needs_every_token:
             return {"disabled": len(sequence.tokens)}
         limit = self.max_hit(sequence)
-        num_past = self._index.num_past_pages(sequence.digests, limit // self.page_size) * self.page_size
+        num_past = (
+            self._index.num_past_pages(sequence.digests, limit // self.page_size) * self.page_size
+        )
         num_past = max(num_past, hit.num_known_tokens)
         return {
             "no_checkpoint": hit.num_known_tokens - hit.num_tokens,
@@ -388,7 +412,9 @@ class Cache:
         }
 
     def _extend_digests(self, sequence: Sequence) -> None:
-        extend_digests(sequence.digests, sequence.tokens, self.page_size, sequence.request.cache_scope)
+        extend_digests(
+            sequence.digests, sequence.tokens, self.page_size, sequence.request.cache_scope
+        )
 
     def _take_slot(self, hit: PrefixHit) -> int | None:
         """A free slot, or else a checkpoint's: running sequences come before cached ones."""
@@ -414,7 +440,10 @@ class Cache:
         return self._slots.take()
 
     def _nearest_below(self, sequence: Sequence, num_tokens: int) -> int:
-        return self._checkpoints.nearest(sequence.digests, num_tokens // self.page_size - 1) * self.page_size
+        return (
+            self._checkpoints.nearest(sequence.digests, num_tokens // self.page_size - 1)
+            * self.page_size
+        )
 
     def _next_reply_slot(self, sequence: Sequence) -> int | None:
         """The slot of the reply's previous checkpoint, or else another, but at most half of the
@@ -426,7 +455,11 @@ class Cache:
         if previous is not None:
             digest = sequence.digests[previous // self.page_size - 1]
             slot = self._checkpoints.slot_at(digest)
-            if slot is not None and slot not in self._pinned and not self._checkpoints.is_pinned(digest):
+            if (
+                slot is not None
+                and slot not in self._pinned
+                and not self._checkpoints.is_pinned(digest)
+            ):
                 return self._checkpoints.forget(digest)
         elif sequence.request.session_id is None:
             num_replies = sum(owner.reply_checkpoint is not None for owner in self._owners)

@@ -6,7 +6,8 @@ again. Two rules of the owner keep it simple. A sequence that uses a page uses a
 and pages become idle from the last to the first. Hence a page is never idle before the pages after
 it, and the order of becoming idle is both least recently used first and leaves first:
 
-    idle:  [oldest leaf, its parent, ..., | next leaf, ...]  evicted from the left, no search, no tree
+    idle:  [oldest leaf, its parent, ..., | next leaf, ...]  evicted from the left, no search, no
+    tree
 
 A page may be pinned, together with all pages before it; then it is kept apart from the idle ones
 while it has no users, and is never evicted. Checkpoints have an order and pins of their own
@@ -70,7 +71,9 @@ class PrefixIndex:
 
     def num_past_pages(self, digests: Sequence[bytes], limit: int) -> int:
         """How many of them are or were registered, as far as the index remembers."""
-        return longest_prefix(digests, limit, lambda digest: digest in self._nodes or digest in self._past)
+        return longest_prefix(
+            digests, limit, lambda digest: digest in self._nodes or digest in self._past
+        )
 
     def remember(self, digest: bytes) -> None:
         """Remembers a page that is evicted, or was never kept."""
@@ -150,7 +153,9 @@ class PrefixIndex:
             assert node.parent in self._nodes, f"the page before page {node.page} was evicted first"
             parent_page = self._nodes[node.parent].page
             if self._digests[node.page] in self._page_pins:
-                assert node.parent in self._page_pins, f"page {node.page} is pinned, the one before it is not"
+                assert node.parent in self._page_pins, (
+                    f"page {node.page} is pinned, the one before it is not"
+                )
             if parent_page in self._kept:
                 assert node.page in idle_order or node.page in self._kept, (
                     f"page {node.page} has lost its user"
@@ -161,7 +166,9 @@ class PrefixIndex:
                 )
                 assert idle_order[node.page] < idle_order[parent_page]
         if has_pages:
-            assert self.checkpoints.digests() <= self._nodes.keys(), "a checkpoint outlived its page"
+            assert self.checkpoints.digests() <= self._nodes.keys(), (
+                "a checkpoint outlived its page"
+            )
 
     def check_pins(self, pages: list[bytes], checkpoints: list[bytes]) -> None:
         """Asserts that these are all pins, and that every pinned page exists and is not idle."""

@@ -49,9 +49,13 @@ class _Session:
 
 
 class Sessions:
-    """All sessions of one cache. Every change of pins goes through the index, which moves the pages."""
+    """All sessions of one cache. Every change of pins goes through the index, which moves the
+    pages.
+    """
 
-    def __init__(self, index: PrefixIndex, limits: SessionLimits, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, index: PrefixIndex, limits: SessionLimits, clock: Clock = time.monotonic
+    ) -> None:
         self.limits = limits
         self._index = index
         self._clock = clock

@@ -41,7 +41,9 @@ from penstock.http_client import HttpClient
 from penstock.progress import OnPhase, Phase, PhaseList, timed
 
 USAGE = "penstock batch FILE [-o OUT] [-m MODEL | --base-url URL] [flags]"
-DESCRIPTION = "Answer a file of requests, JSONL in and out. Run it again to continue where it stopped."
+DESCRIPTION = (
+    "Answer a file of requests, JSONL in and out. Run it again to continue where it stopped."
+)
 EXAMPLES = [
     "penstock batch requests.jsonl -m ~/models/Qwen3.5-4B       into requests.results.jsonl",
     "penstock batch requests.jsonl -o out.jsonl --base-url http://127.0.0.1:8000",
@@ -57,10 +59,16 @@ LOST_S = 30.0  # with a server that does not answer: it may be restarting
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="requests, one JSON object per line")
-    parser.add_argument("-o", "--output", metavar="OUT", help="results (default: FILE's name .results.jsonl)")
+    parser.add_argument(
+        "-o", "--output", metavar="OUT", help="results (default: FILE's name .results.jsonl)"
+    )
     parser.add_argument("--base-url", metavar="URL", help="a running server (default: starts one)")
     parser.add_argument(
-        "--concurrency", type=read_count, default=128, metavar="N", help="requests at a time (default: 128)"
+        "--concurrency",
+        type=read_count,
+        default=128,
+        metavar="N",
+        help="requests at a time (default: 128)",
     )
     parser.add_argument(
         "--timeout",
@@ -78,9 +86,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{source} does not exist", "The file must have one request per line.")
     if arguments.concurrency < 1:
         raise ConfigError(f"--concurrency is {arguments.concurrency}", "It must be 1 or more.")
-    output = Path(arguments.output).expanduser() if arguments.output else source.with_suffix(".results.jsonl")
+    output = (
+        Path(arguments.output).expanduser()
+        if arguments.output
+        else source.with_suffix(".results.jsonl")
+    )
     if output.exists() and output.samefile(source):
-        raise ConfigError("The output file is the file of requests", todo="Choose another file with -o.")
+        raise ConfigError(
+            "The output file is the file of requests", todo="Choose another file with -o."
+        )
     with source.open("rb") as lines, _opened(output) as results:
         batch = _Batch(lines, results, _Progress.of(source, output))
         if batch.progress.is_complete(source):
@@ -88,7 +102,9 @@ def run(arguments: argparse.Namespace) -> int:
             return batch.progress.exit_code
         with (
             PhaseList() as phases,
-            running_or_started_server(arguments.base_url, arguments, phases, SERVERS_WORDS) as server,
+            running_or_started_server(
+                arguments.base_url, arguments, phases, SERVERS_WORDS
+            ) as server,
             timed("batch", phases) as report,
         ):
             batch.answer(HttpClient(server.url, timeout_s=arguments.timeout), arguments, report)
@@ -139,11 +155,15 @@ class _Progress:
             self.num_bad += 1
 
     def has(self, number: int, custom_id: str | None) -> bool:
-        return number in self.done_lines or (custom_id is not None and hash(custom_id) in self.done_ids)
+        return number in self.done_lines or (
+            custom_id is not None and hash(custom_id) in self.done_ids
+        )
 
     def is_complete(self, source: Path) -> bool:
         with source.open("rb") as file:
-            return all(self.has(n, custom_id_of(line)) for n, line in numbered_lines(file, MAX_LINE_BYTES))
+            return all(
+                self.has(n, custom_id_of(line)) for n, line in numbered_lines(file, MAX_LINE_BYTES)
+            )
 
     @property
     def exit_code(self) -> int:
@@ -160,7 +180,9 @@ class _Batch:
     results: BinaryIO
     progress: _Progress
     _asked: queue.SimpleQueue[tuple[int, bytes]] = field(default_factory=queue.SimpleQueue)
-    _answers: queue.SimpleQueue[tuple[bytes, bool] | BaseException] = field(default_factory=queue.SimpleQueue)
+    _answers: queue.SimpleQueue[tuple[bytes, bool] | BaseException] = field(
+        default_factory=queue.SimpleQueue
+    )
     _reported_s: float = 0.0
 
     def answer(self, client: HttpClient, arguments: argparse.Namespace, report: OnPhase) -> None:
@@ -188,7 +210,9 @@ class _Batch:
                 continue
             if custom_id is not None and hash(custom_id) in seen:
                 what = f"Line {number} has the custom_id of another: {custom_id[:128]!r}"
-                self._write(error_line(_id(number), None, "duplicate_custom_id", what), is_good=False)
+                self._write(
+                    error_line(_id(number), None, "duplicate_custom_id", what), is_good=False
+                )
                 continue
             if custom_id is not None:
                 seen.add(hash(custom_id))
@@ -215,7 +239,13 @@ class _Batch:
         if time.monotonic() - self._reported_s > NEWS_S:
             self._reported_s = time.monotonic()
             num_done = self.progress.num_good + self.progress.num_bad
-            report(Phase("batch", str(self.progress), min(1.0, num_done / max(1, self.progress.num_total))))
+            report(
+                Phase(
+                    "batch",
+                    str(self.progress),
+                    min(1.0, num_done / max(1, self.progress.num_total)),
+                )
+            )
 
     def _write(self, line: bytes, is_good: bool) -> None:
         while line:

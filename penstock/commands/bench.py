@@ -41,15 +41,25 @@ if TYPE_CHECKING:
     from penstock.engine.logits_engine import LogitsEngine
 
 USAGE = "penstock bench {step,prefill,engine,serve} [-m MODEL] [flags]"
-DESCRIPTION = "Time decode steps or prefills through the engine's own runner, or a server under load."
+DESCRIPTION = (
+    "Time decode steps or prefills through the engine's own runner, or a server under load."
+)
 EXAMPLES = [
     "penstock bench step -m Qwen3.5-35B-A3B --random-weights --batch 1,2,4,8 --context 1536",
-    "penstock bench prefill -m Qwen3.5-4B --random-weights --batch 1,8 --context 1k --json prefill.json",
+    "penstock bench prefill -m Qwen3.5-4B --random-weights --batch 1,8 --context 1k --json "
+    "prefill.json",
     "penstock bench serve -m Qwen3.5-35B-A3B --random-weights --concurrency 1,8,64 --input-len 1k",
-    "penstock bench serve --base-url http://host:9000 --trace conversations.csv --limit 500 --speedup 2",
+    "penstock bench serve --base-url http://host:9000 --trace conversations.csv --limit 500 "
+    "--speedup 2",
 ]
 
-OWN_DEFAULTS = {"batch": (1,), "context": (1024,), "repeats": 20, "sampled": False, "breakdown": False}
+OWN_DEFAULTS = {
+    "batch": (1,),
+    "context": (1024,),
+    "repeats": 20,
+    "sampled": False,
+    "breakdown": False,
+}
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.8, top_k=20)  # uses every filter, as chats do
 
 
@@ -57,15 +67,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         choices=("step", "prefill", "engine", "serve"),
-        help="decode steps, prefills of prompts, decode steps through the scheduler, or a server under load",
+        help="decode steps, prefills of prompts, decode steps through the scheduler, or a server "
+        "under load",
     )
     parser.add_argument("--batch", type=read_counts, metavar="N,N", help="requests in a step")
     parser.add_argument(
         "--context", type=read_counts, metavar="N,N", help="tokens in the cache, or in a prompt"
     )
     parser.add_argument("--repeats", type=read_count, metavar="N", help="timed runs of a shape")
-    parser.add_argument("--warmup", type=read_count, default=3, metavar="N", help="untimed runs before these")
-    parser.add_argument("--sampled", action="store_true", help="sample with temperature, top_k and top_p")
+    parser.add_argument(
+        "--warmup", type=read_count, default=3, metavar="N", help="untimed runs before these"
+    )
+    parser.add_argument(
+        "--sampled", action="store_true", help="sample with temperature, top_k and top_p"
+    )
     parser.add_argument("--breakdown", action="store_true", help="time a step's kernels too (GPU)")
     parser.add_argument("--json", metavar="FILE", help="write the JSON object to this file too")
     add_flags(parser, EngineConfig, title="the engine", skip=bench_serve.SERVER_FLAGS)
@@ -109,7 +124,9 @@ def run(arguments: argparse.Namespace) -> int:
         checks.append(check)
         measurements.append(measurement)
         if found is not None:
-            name = f"batch {batch}, context {context:,}: {found.step_us:.0f} us, busy {found.busy:.1%}"
+            name = (
+                f"batch {batch}, context {context:,}: {found.step_us:.0f} us, busy {found.busy:.1%}"
+            )
             print_table(breakdown.COLUMNS, found.as_rows(), name)
             breakdowns.append({"batch": batch, "context": context, **found.as_dict()})
     title = f"{arguments.what}: {source.name}, {info.dtype}, {_gpu_name(engine) or cpu_name()}"
@@ -130,7 +147,9 @@ def _measure(
     found, name = None, f"{batch} x {context:,}"
     with PhaseList() as phases, timed(name, phases) as report:
         report(Phase(name, "compared with the references"))
-        check = (bench.check_prefills if arguments.what == "prefill" else bench.check_decodes)(batch, context)
+        check = (bench.check_prefills if arguments.what == "prefill" else bench.check_decodes)(
+            batch, context
+        )
         if arguments.what == "prefill":
             measurement = bench.prefills(batch, context)
         elif arguments.what == "engine":
@@ -162,7 +181,9 @@ def _engine_config(arguments: argparse.Namespace) -> EngineConfig:
     return config
 
 
-def _require_positions(arguments: argparse.Namespace, config: EngineConfig, source: ModelSource) -> None:
+def _require_positions(
+    arguments: argparse.Namespace, config: EngineConfig, source: ModelSource
+) -> None:
     """Refuses a context that the model does not have, before the weights are loaded."""
     known, longest = text_config(source.config).get("max_position_embeddings"), config.max_model_len
     if not isinstance(known, int) or longest is None or longest <= known:

@@ -83,7 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
         levels, num_clamped = plan_levels(settings, recorded, prompts, api.max_model_len())
         maker = RequestMaker(prompts, num_shared=settings.shared_prefix)
         with LoadClients(settings.clients) as clients:
-            results = [(level, *_measure(level, api, clients, maker, arguments.warmup)) for level in levels]
+            results = [
+                (level, *_measure(level, api, clients, maker, arguments.warmup)) for level in levels
+            ]
     title = f"serve: {api.model}, {load_in_words(settings, num_clamped)}"
     print(f"\n{title}")
     print_table(COLUMNS, [_row(level, summary) for level, summary, _ in results])
@@ -153,7 +155,9 @@ def _measure(
 
 
 def _possible_reuse(arrivals: Sequence[Arrival], api: ChatRequests) -> PossibleReuse | None:
-    """For a trace that says what its prompts share; other prompts share nothing that is known here."""
+    """For a trace that says what its prompts share; other prompts share nothing that is known
+    here.
+    """
     if not any(arrival.block_ids for arrival in arrivals):
         return None
     kv_tokens = api.kv_tokens()
@@ -185,7 +189,8 @@ def remarks(summary: LoadSummary, possible: PossibleReuse | None = None) -> list
         )
     elif num_tokens > 1.05 * num_events:
         found.append(
-            f"An event carries {num_tokens / num_events:.2f} tokens on average: the gaps are between events."
+            f"An event carries {num_tokens / num_events:.2f} tokens on average: the gaps are "
+            "between events."
         )
     if summary.client_cpu > BUSY_CLIENT:
         found.append(f"The client used {summary.client_cpu:.0%} of a core: try more --clients.")
@@ -216,7 +221,9 @@ def _latency_rows(summary: LoadSummary) -> list[list[str]]:
         "TPOT": summary.tpot,
         "whole": summary.e2e,
     }
-    return [[what, *(_ms(spread, name) for name in PERCENTILES)] for what, spread in spreads.items()]
+    return [
+        [what, *(_ms(spread, name) for name in PERCENTILES)] for what, spread in spreads.items()
+    ]
 
 
 def _ms(spread: Spread | None, name: str) -> str:
@@ -231,7 +238,9 @@ def _short(number: float) -> str:
 def _describe(prompts: PromptMaker) -> str:
     about = ", lengths are approximate: no word is one token for this server"
     exact = "" if prompts.is_exact else about
-    return f"{prompts.num_probes} probes, {prompts.num_template_tokens} tokens of chat template{exact}"
+    return (
+        f"{prompts.num_probes} probes, {prompts.num_template_tokens} tokens of chat template{exact}"
+    )
 
 
 def require_matplotlib() -> None:

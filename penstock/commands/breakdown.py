@@ -1,4 +1,6 @@
-"""Where the time of a decode step goes: kernel by kernel, and the share in which the GPU was busy."""
+"""Where the time of a decode step goes: kernel by kernel, and the share in which the GPU was
+busy.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ COLUMNS = ["kernel", "launches a step", "us a step", "share"]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """All launches of one kernel in a step. Kernels that overlap count twice in the sum of their times."""
+    """All launches of one kernel in a step. Kernels that overlap count twice in the sum of their
+    times.
+    """
 
     name: str
     launches: float
@@ -44,7 +48,9 @@ class Breakdown:
 
 
 def break_down(step: Callable[[], object], num_steps: int) -> Breakdown:
-    """Runs the steps under the profiler of the GPU. It slows the host, so `busy` is a lower bound."""
+    """Runs the steps under the profiler of the GPU. It slows the host, so `busy` is a lower
+    bound.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -53,7 +59,9 @@ def break_down(step: Callable[[], object], num_steps: int) -> Breakdown:
         for _ in range(num_steps):
             step()
         torch.cuda.synchronize()
-    events = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = [
+        event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     spans = sorted((event.time_range.start, event.time_range.end) for event in events)
     if not spans:
         return Breakdown((), 0.0, 0.0)

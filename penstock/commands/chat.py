@@ -69,7 +69,9 @@ class AnswerStats:
     num_tokens: int | None
 
     def __str__(self) -> str:
-        count, unit = (self.num_tokens, "tokens") if self.num_tokens else (self.num_pieces, "pieces")
+        count, unit = (
+            (self.num_tokens, "tokens") if self.num_tokens else (self.num_pieces, "pieces")
+        )
         after_first_s = self.total_s - self.first_piece_s
         speed = (count - 1) / after_first_s if count > 1 and after_first_s > 0 else 0.0
         return (
@@ -133,12 +135,16 @@ class Conversation:
                 if was_reasoning and not is_reasoning:
                     print("\n")
                 was_reasoning = is_reasoning
-                print(paint(piece, "dim", sys.stdout) if is_reasoning else piece, end="", flush=True)
+                print(
+                    paint(piece, "dim", sys.stdout) if is_reasoning else piece, end="", flush=True
+                )
                 if stop.is_set:
                     break
         print(paint(" [stopped]", "dim", sys.stdout) if stop.is_set else "", flush=True)
         ended = time.perf_counter()
-        self.stats = AnswerStats(first - started, ended - started, num_pieces, self.model.num_tokens)
+        self.stats = AnswerStats(
+            first - started, ended - started, num_pieces, self.model.num_tokens
+        )
         return answer
 
     def command(self, line: str) -> None:
@@ -155,7 +161,9 @@ class Conversation:
             "exit": _leave,
         }
         if name not in commands:
-            raise PenstockError(f"/{name} is not a command", nearest(name, commands), "/help lists them.")
+            raise PenstockError(
+                f"/{name} is not a command", nearest(name, commands), "/help lists them."
+            )
         commands[name](rest.strip())
 
     def _system(self, text: str) -> None:
@@ -176,7 +184,9 @@ class Conversation:
         _require_path("save", path)
         saved = {"system": self.system, "messages": self.messages}
         with _file_errors(path, "written", "Choose a writable file: /save talk.json"):
-            Path(path).expanduser().write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n")
+            Path(path).expanduser().write_text(
+                json.dumps(saved, indent=2, ensure_ascii=False) + "\n"
+            )
         print(f"Saved {len(self.messages)} messages to {path}.")
 
     def _load(self, path: str) -> None:
@@ -195,7 +205,9 @@ def _leave(_: str) -> None:
 def _require_path(command: str, path: str) -> None:
     if not path:
         raise PenstockError(
-            f"/{command} needs a file", "The command has no file name.", f"Add one: /{command} talk.json"
+            f"/{command} needs a file",
+            "The command has no file name.",
+            f"Add one: /{command} talk.json",
         )
 
 
@@ -204,16 +216,21 @@ def _file_errors(path: str, done: str, todo: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise PenstockError(f"{path} cannot be {done}", f"{error.strerror or error}.", todo) from None
+        raise PenstockError(
+            f"{path} cannot be {done}", f"{error.strerror or error}.", todo
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise PenstockError(f"{path} is not a saved conversation", "It was not written by /save.") from None
+        raise PenstockError(
+            f"{path} is not a saved conversation", "It was not written by /save."
+        ) from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base-url",
         metavar="URL",
-        help="talk to this server instead of loading a model; its key is read from PENSTOCK_API_KEY",
+        help="talk to this server instead of loading a model; its key is read from "
+        "PENSTOCK_API_KEY",
     )
     parser.add_argument(
         "--web", action="store_true", help="talk in a browser: serve the model and open its page"
@@ -241,9 +258,15 @@ def _talk_in_browser(arguments: argparse.Namespace) -> int:
     sampling = given_sampling(arguments)
     unknown = [name for name in sampling if name not in SAMPLING_NAMES]
     if arguments.system or unknown or (arguments.base_url and sampling):
-        given = "--system" if arguments.system else f"--{next(iter(unknown or sampling)).replace('_', '-')}"
+        given = (
+            "--system"
+            if arguments.system
+            else f"--{next(iter(unknown or sampling)).replace('_', '-')}"
+        )
         raise UsageError(
-            f"{given} and --web are both given", "The page keeps such settings itself.", "Set it there."
+            f"{given} and --web are both given",
+            "The page keeps such settings itself.",
+            "Set it there.",
         )
     if arguments.base_url:
         open_page(arguments.base_url).join()
@@ -256,7 +279,9 @@ def _talk_in_browser(arguments: argparse.Namespace) -> int:
 
 def _open_model(arguments: argparse.Namespace) -> ChatModel:
     if arguments.base_url:
-        return RemoteModel(arguments.base_url, getattr(arguments, "model", ""), given_sampling(arguments))
+        return RemoteModel(
+            arguments.base_url, getattr(arguments, "model", ""), given_sampling(arguments)
+        )
     read_sampling(arguments)  # check these before the weights are loaded
     llm = load_llm(arguments)
     return LocalModel(llm, read_sampling(arguments, llm.sampling_defaults))

@@ -38,17 +38,21 @@ DESCRIPTION = """Evaluate any server of the OpenAI API over HTTP.
   latency       the time of a whole reply at three lengths
   quality       MMLU-Pro and IFEval through lm-evaluation-harness, GPQA-Diamond streamed; a sample
   gates         problems no model was trained on: the share it gets right, and the share it must
-  report        a page, --output report.html, of what was measured before, beside others; asks no server
+  report        a page (--output report.html) of earlier results beside others; asks no server
 
 A flag that several of them have is listed with the first."""
-USAGE = "penstock eval {check-server,correctness,throughput,score,latency,quality,gates,report} [flags]"
+USAGE = (
+    "penstock eval {check-server,correctness,throughput,score,latency,quality,gates,report} [flags]"
+)
 EXAMPLES = [
     "penstock eval check-server --base-url http://host:9000 --tokenizer ~/models/Qwen3.5-4B",
     "penstock eval correctness --data gsm8k/test.jsonl --output correctness.json",
     "penstock eval correctness --problems embedded         for the tiny model, without lm-eval",
-    "penstock eval throughput --concurrency 1,8,64 --tokenizer ~/models/Qwen3.5-4B --output speed.json",
+    "penstock eval throughput --concurrency 1,8,64 --tokenizer ~/models/Qwen3.5-4B --output "
+    "speed.json",
     "penstock eval score --correctness correctness.json --throughput speed.json",
-    "penstock eval gates --limit 20 --show 3               a quick look, with three wrong answers a gate",
+    "penstock eval gates --limit 20 --show 3               a quick look, with three wrong answers "
+    "a gate",
     "penstock eval report results/h200 --output report.html --png docs/plots",
 ]
 
@@ -67,12 +71,16 @@ MEASUREMENTS = {
     "latency": Measurement(latency.LatencySettings, latency.run),
     "quality": Measurement(quality.QualitySettings, quality.run),
     "gates": Measurement(gates.GateSettings, gates.run),
-    "report": Measurement(run_report.ReportSettings, lambda settings, reporter: run_report.run(settings)),
+    "report": Measurement(
+        run_report.ReportSettings, lambda settings, reporter: run_report.run(settings)
+    ),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A flag of several measurements is listed with the first of them, and means the same in all."""
+    """A flag of several measurements is listed with the first of them, and means the same in
+    all.
+    """
     parser.add_argument("what", choices=MEASUREMENTS, metavar="WHAT", help="which measurement")
     parser.add_argument(
         "--concurrency",
@@ -80,7 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=read_counts,
         metavar="N",
         default=argparse.SUPPRESS,
-        help="requests at a time; for throughput several, one level each (default: 1 to 64; gates: 8)",
+        help="requests at a time; for throughput several, one level each (default: 1 to 64; gates: "
+        "8)",
     )
     parser.add_argument(
         "--limit",

@@ -21,9 +21,17 @@ from penstock.config import EngineConfig, ServeConfig
 from penstock.errors import ConfigError, PenstockError, nearest
 
 ENV_PREFIX = "PENSTOCK_"
-FORGE_VARIABLES = ("PENSTOCK_LLM_BASE_URL", "PENSTOCK_LLM_MODEL")  # of `penstock forge`, for bash run.sh
+FORGE_VARIABLES = (
+    "PENSTOCK_LLM_BASE_URL",
+    "PENSTOCK_LLM_MODEL",
+)  # of `penstock forge`, for bash run.sh
 # Settings of a server that also concern a model in the command's own process.
-TEXT_SETTINGS = ("tokenizer", "chat_template", "allow_special_tokens_in_content", "generation_config")
+TEXT_SETTINGS = (
+    "tokenizer",
+    "chat_template",
+    "allow_special_tokens_in_content",
+    "generation_config",
+)
 SHORT_FLAGS = {"model": "-m"}
 _COUNT = re.compile(r"(-?\d+(?:\.\d+)?)([kmg]?)", re.IGNORECASE)
 _SCALES = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
@@ -43,7 +51,9 @@ def foreign_flag(command: str, flag: str, owners: str) -> UsageError:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises `UsageError` and answers an unknown flag with the nearest one."""
+    """An ArgumentParser that raises `UsageError` and answers an unknown flag with the nearest
+    one.
+    """
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (\S+): ", r"\1: ", message)
@@ -268,7 +278,9 @@ def unknown_variables(
 
     `own`: the variables of the running command; `others`: prefixes of other commands' variables.
     """
-    known = [flag.variable for settings in (EngineConfig, ServeConfig) for flag in flags_of(settings)]
+    known = [
+        flag.variable for settings in (EngineConfig, ServeConfig) for flag in flags_of(settings)
+    ]
     known += [*own, *FORGE_VARIABLES]
     unknown = sorted(
         name
@@ -276,5 +288,6 @@ def unknown_variables(
         if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(others)
     )
     return [
-        f"{name} is set, but no setting has that name. {nearest(name, known)}".strip() for name in unknown
+        f"{name} is set, but no setting has that name. {nearest(name, known)}".strip()
+        for name in unknown
     ]

@@ -13,10 +13,13 @@ from penstock.eval.results import prepare_output
 from penstock.forge.fork_server import ForkServer
 from penstock.forge.run_log import RunLog
 
-DESCRIPTION = "Writes an engine for one model on this machine: plan, write, check, measure, keep the best."
+DESCRIPTION = (
+    "Writes an engine for one model on this machine: plan, write, check, measure, keep the best."
+)
 USAGE = "penstock forge [flags]"
 EXAMPLES = [
-    "penstock forge                                            /target or target → workspace/engine.py",
+    "penstock forge                                            /target or target → "
+    "workspace/engine.py",
     "penstock forge --config c.json --weights w --budget 10m   another model, ten minutes",
     "penstock forge --llm-base-url http://127.0.0.1:8000       a model plans and edits too",
 ]
@@ -35,7 +38,10 @@ def read_duration(text: str) -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="model_config.json (default: of /target or target)"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="model_config.json (default: of /target or target)",
     )
     parser.add_argument(
         "--weights",
@@ -48,14 +54,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         default=Path("workspace/engine.py"),
-        help="where the engine goes; ledger, log and report beside it (default: workspace/engine.py)",
+        help="where the engine goes; ledger, log and report beside it (default: "
+        "workspace/engine.py)",
     )
     parser.add_argument(
-        "--budget", type=read_duration, metavar="TIME", default=600.0, help="90s, 10m (default: 10m)"
+        "--budget",
+        type=read_duration,
+        metavar="TIME",
+        default=600.0,
+        help="90s, 10m (default: 10m)",
     )
-    parser.add_argument("--device", metavar="NAME", default="auto", help="auto, cuda or cpu (default: auto)")
-    parser.add_argument("--seed", type=int, metavar="N", default=0, help="of the traces (default: 0)")
-    parser.add_argument("--max-trials", type=int, metavar="N", default=1000, help="stop after that many")
+    parser.add_argument(
+        "--device", metavar="NAME", default="auto", help="auto, cuda or cpu (default: auto)"
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="N", default=0, help="of the traces (default: 0)"
+    )
+    parser.add_argument(
+        "--max-trials", type=int, metavar="N", default=1000, help="stop after that many"
+    )
     parser.add_argument(
         "--llm-base-url",
         metavar="URL",
@@ -72,7 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_out(arguments.out)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C: with a report
+    before = signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # ends like Ctrl-C: with a report
     log = RunLog(arguments.out.parent)
     try:
         # The server before torch: it imports the same at the same time.
@@ -115,6 +134,10 @@ def _run(arguments: argparse.Namespace, server: ForkServer, log: RunLog) -> int:
         say=lambda line: print(line, flush=True),
     )
     gained = ", ".join(f"{family} {gain:.2f}x" for family, gain in best.total.items())
-    said = f"{gained} as fast as the first version" if best.timings else "right; there was no time to time it"
+    said = (
+        f"{gained} as fast as the first version"
+        if best.timings
+        else "right; there was no time to time it"
+    )
     print(f"{arguments.out}: {said}; see {arguments.out.parent / 'report.md'}")
     return 0

@@ -56,7 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
     completions = llm.generate(prompt, sampling)
     if arguments.json:
         answers = [dataclasses.asdict(completion) for completion in completions]
-        print(json.dumps({"model": llm.engine.info.model_name, "prompt": text, "completions": answers}))
+        print(
+            json.dumps(
+                {"model": llm.engine.info.model_name, "prompt": text, "completions": answers}
+            )
+        )
     else:
         for number, completion in enumerate(completions, 1):
             print(f"[{number}] {completion.text}")

@@ -127,8 +127,12 @@ def find_machine() -> Machine:
         free, total = torch.cuda.mem_get_info()
         return Machine(torch.cuda.get_device_name(), total, free)
     lines = Path("/proc/meminfo").read_text().splitlines()
-    kilobytes = {key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines)}
-    return Machine("this machine's RAM", kilobytes["MemTotal"] * 1024, kilobytes["MemAvailable"] * 1024)
+    kilobytes = {
+        key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines)
+    }
+    return Machine(
+        "this machine's RAM", kilobytes["MemTotal"] * 1024, kilobytes["MemAvailable"] * 1024
+    )
 
 
 def _print_report(report: dict[str, Any]) -> None:
@@ -160,7 +164,10 @@ def _print_report(report: dict[str, Any]) -> None:
 
 
 def _print_storage(stored: dict[str, Any]) -> None:
-    print(f"In its files: {human_bytes(stored['num_bytes'])}, {stored['bits_per_weight']:.2f} bits a weight.")
+    print(
+        f"In its files: {human_bytes(stored['num_bytes'])}, {stored['bits_per_weight']:.2f} bits a "
+        "weight."
+    )
     print_table(
         ["part", "stored as", "weights", "bits", "bytes"],
         [

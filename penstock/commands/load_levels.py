@@ -21,7 +21,9 @@ from penstock.eval.traces import Arrival, Clamp, poisson_arrivals, read_trace
 class LoadSettings:
     """What is sent, and when."""
 
-    base_url: str | None = setting(None, "a running server (default: one is started with the engine's flags)")
+    base_url: str | None = setting(
+        None, "a running server (default: one is started with the engine's flags)"
+    )
     concurrency: tuple[int, ...] = setting(
         (1, 2, 4, 8), "requests at a time, one level each; 0 is all at once (default: 1,2,4,8)"
     )
@@ -29,26 +31,38 @@ class LoadSettings:
     input_len: int = setting(1024, "tokens of a prompt, chat template included")
     output_len: int = setting(1024, "tokens of a reply")
     shared_prefix: int = setting(0, "tokens of text that all prompts begin with")
-    rate: float | None = setting(None, "requests per second at random times instead; inf: all at once")
-    trace: str | None = setting(None, "replay a trace instead: Azure's CSV or Mooncake's JSON lines")
+    rate: float | None = setting(
+        None, "requests per second at random times instead; inf: all at once"
+    )
+    trace: str | None = setting(
+        None, "replay a trace instead: Azure's CSV or Mooncake's JSON lines"
+    )
     speedup: float = setting(1.0, "factor by which the trace's clock runs faster")
     limit: int | None = setting(None, "requests of the trace to send (default: all)")
-    scale: float = setting(1.0, "factor of the trace's lengths, shared blocks included: 0.25 is a quarter")
+    scale: float = setting(
+        1.0, "factor of the trace's lengths, shared blocks included: 0.25 is a quarter"
+    )
     max_input_len: int | None = setting(
         None, "truncate the trace's prompts to this (default: the server's limit)"
     )
-    max_output_len: int | None = setting(None, "truncate the trace's replies to this (default: no limit)")
+    max_output_len: int | None = setting(
+        None, "truncate the trace's replies to this (default: no limit)"
+    )
     seed: int = setting(0, "seed of prompts and random times")
     timeout: float = setting(300.0, "seconds after which a request has failed")
     clients: int = setting(1, "client processes")
     body: str = setting("", 'fields for every request, as JSON: {"temperature": 0.7}')
-    plot: str | None = setting(None, "draw throughput and latency by level into this file (matplotlib)")
+    plot: str | None = setting(
+        None, "draw throughput and latency by level into this file (matplotlib)"
+    )
 
     def __post_init__(self) -> None:
         for name in ("requests", "input_len", "output_len", "limit", "clients"):
             require_at_least(1, **{name: getattr(self, name)})
         require_at_least(0, shared_prefix=self.shared_prefix)
-        require_above_zero(rate=self.rate, speedup=self.speedup, scale=self.scale, timeout=self.timeout)
+        require_above_zero(
+            rate=self.rate, speedup=self.speedup, scale=self.scale, timeout=self.timeout
+        )
         if min(self.concurrency) < 0:
             raise ConfigError(f"--concurrency has {min(self.concurrency)}", "It must be 0 or more.")
 
@@ -78,7 +92,8 @@ def refuse_contradictions(given: Mapping[str, Any]) -> None:
         for other in others:
             if name in given and other in given:
                 raise ConfigError(
-                    f"{flag_name(name)} and {flag_name(other)} are both set", "They exclude each other."
+                    f"{flag_name(name)} and {flag_name(other)} are both set",
+                    "They exclude each other.",
                 )
     for name in ("speedup", "limit", "scale", "max_input_len", "max_output_len"):
         if name in given and "trace" not in given:
@@ -102,7 +117,9 @@ def plan_levels(
 ) -> tuple[list[Level], int]:
     """The levels, and how many requests of a trace had to change their length."""
     if settings.trace:
-        clamp = Clamp(prompts.min_len, settings.max_input_len, settings.max_output_len, max_model_len)
+        clamp = Clamp(
+            prompts.min_len, settings.max_input_len, settings.max_output_len, max_model_len
+        )
         arrivals = [clamp.apply(arrival) for arrival in recorded]
         num_clamped = sum(before != after for before, after in zip(recorded, arrivals))
         return [Level(Path(settings.trace).name, "trace", 0, None, arrivals)], num_clamped
@@ -115,13 +132,18 @@ def plan_levels(
     if settings.shared_prefix >= settings.input_len - prompts.num_template_tokens:
         raise ConfigError(
             f"--shared-prefix is {settings.shared_prefix} of {settings.input_len} tokens",
-            f"The chat template takes {prompts.num_template_tokens}, and prompts must differ in the rest.",
+            f"The chat template takes {prompts.num_template_tokens}, and prompts must differ in "
+            "the rest.",
             "Lower --shared-prefix, or raise --input-len.",
         )
     lengths = (settings.input_len, settings.output_len)
     if settings.rate and settings.rate != math.inf:
         arrivals = poisson_arrivals(settings.requests, settings.rate, *lengths, settings.seed)
-        return [Level(f"{settings.rate:g} per second", f"{settings.rate:g}/s", 0, settings.rate, arrivals)], 0
+        return [
+            Level(
+                f"{settings.rate:g} per second", f"{settings.rate:g}/s", 0, settings.rate, arrivals
+            )
+        ], 0
     at_once = [Arrival(0.0, *lengths)] * settings.requests
     concurrencies = (0,) if settings.rate else settings.concurrency
     names = {c: (f"{c} at a time", str(c)) if c else ("all at once", "all") for c in concurrencies}
@@ -132,7 +154,9 @@ def load_in_words(settings: LoadSettings, num_clamped: int) -> str:
     if settings.trace:
         cut = f", {num_clamped} with another length than recorded" if num_clamped else ""
         return f"{settings.speedup:g} x the speed of the trace{cut}"
-    return f"{settings.requests} requests of {settings.input_len:,} + {settings.output_len:,} tokens"
+    return (
+        f"{settings.requests} requests of {settings.input_len:,} + {settings.output_len:,} tokens"
+    )
 
 
 def load_fields(settings: LoadSettings) -> dict[str, Any]:

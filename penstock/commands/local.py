@@ -44,12 +44,16 @@ class LocalModel:
     def name(self) -> str:
         return self.llm.engine.info.model_name
 
-    def stream(self, messages: list[dict[str, str]], thinking: bool | None) -> Generator[tuple[str, bool]]:
+    def stream(
+        self, messages: list[dict[str, str]], thinking: bool | None
+    ) -> Generator[tuple[str, bool]]:
         """Pieces of the answer, each with whether it is reasoning."""
         variables: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         prompt = self.llm.chat_encoder.render(messages, variables=variables)
         dialect = dialect_of(self.llm.template.source)
-        parser = StreamParser(dialect, in_thinking=prompt.opens(dialect.thinking), parses_tools=False)
+        parser = StreamParser(
+            dialect, in_thinking=prompt.opens(dialect.thinking), parses_tools=False
+        )
         reply = ""
         self.num_tokens = None
         try:

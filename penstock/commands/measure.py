@@ -24,7 +24,15 @@ from penstock.commands.breakdown import Breakdown, break_down
 from penstock.commands.op_check import check_graphs, check_ops, layers_of_each_kind
 from penstock.commands.roofline import Roofline
 from penstock.errors import CapacityError, PenstockError
-from penstock.types import Admission, PageUpdate, Request, RowPlan, SamplingParams, Sequence, StepPlan
+from penstock.types import (
+    Admission,
+    PageUpdate,
+    Request,
+    RowPlan,
+    SamplingParams,
+    Sequence,
+    StepPlan,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +131,9 @@ class Bench:
 
     def steps(self, batch: int, context: int, sampling: SamplingParams) -> Measurement:
         """Decode steps from `context` tokens on; the context grows by one with each."""
-        decoding = Decoding(self.engine.engine, batch, context, self.warmup + self.repeats, sampling)
+        decoding = Decoding(
+            self.engine.engine, batch, context, self.warmup + self.repeats, sampling
+        )
         for _ in range(self.warmup):
             pending = decoding.step()
         pending.wait()
@@ -133,7 +143,9 @@ class Bench:
             seconds = time_each(self.engine, lambda: decoding.step().wait(), 0, self.repeats)
         decoding.release()
         num_bytes = self.roofline.decode_bytes(batch, context + self.warmup + self.repeats // 2)
-        return Measurement(batch, context, batch, seconds, num_bytes, num_bytes / self.limits.bytes_per_s)
+        return Measurement(
+            batch, context, batch, seconds, num_bytes, num_bytes / self.limits.bytes_per_s
+        )
 
     def check_decodes(self, batch: int, context: int) -> dict[str, Any]:
         """Checks a decode step of the shape: its ops against their references and, on a GPU, its
@@ -144,7 +156,12 @@ class Bench:
         plan = StepPlan(1, decoding.rows)
         runner = layers_of_each_kind(engine.runner)
         found = check_ops(dtype, shape, lambda: runner.logits(plan))
-        report = {"batch": batch, "context": context, "op": found.op, "op_error": round(found.error, 6)}
+        report = {
+            "batch": batch,
+            "context": context,
+            "op": found.op,
+            "op_error": round(found.error, 6),
+        }
         if engine.runner.graphs is not None:
             reset = partial(fill_with_noise, engine, seed=0)
             report["graph_error"] = round(check_graphs(dtype, shape, engine.runner, plan, reset), 6)
@@ -154,7 +171,9 @@ class Bench:
     def check_prefills(self, batch: int, context: int) -> dict[str, Any]:
         """Checks the first step of the shape's prompts, or as much of each as one step takes."""
         engine, shape = self.engine.engine, f"{batch} x {context:,}"
-        budget = engine.scheduler.max_step_tokens if batch == 1 else engine.scheduler.shared_step_tokens
+        budget = (
+            engine.scheduler.max_step_tokens if batch == 1 else engine.scheduler.shared_step_tokens
+        )
         prompts = random_prompts(self.engine, batch, max(1, min(context, budget // batch)))
         ids, whole = list(range(batch)), engine.runner
         engine.runner = layers_of_each_kind(whole)
@@ -163,7 +182,12 @@ class Bench:
         finally:
             engine.runner = whole
         self.engine.remove(ids)
-        return {"batch": batch, "context": context, "op": found.op, "op_error": round(found.error, 6)}
+        return {
+            "batch": batch,
+            "context": context,
+            "op": found.op,
+            "op_error": round(found.error, 6),
+        }
 
     def step_breakdown(self, batch: int, context: int, sampling: SamplingParams) -> Breakdown:
         decoding = Decoding(self.engine.engine, batch, context, PROFILED_STEPS, sampling)
@@ -174,7 +198,9 @@ class Bench:
     def prefills(self, batch: int, context: int) -> Measurement:
         """Whole prompts without a cache; a known id is replaced, so every repeat is the first."""
         ids, prompts = list(range(batch)), random_prompts(self.engine, batch, context)
-        seconds = time_each(self.engine, lambda: self.engine.prefill(ids, prompts), self.warmup, self.repeats)
+        seconds = time_each(
+            self.engine, lambda: self.engine.prefill(ids, prompts), self.warmup, self.repeats
+        )
         self.engine.remove(ids)
         num_bytes = self.roofline.prefill_bytes(batch, context)
         compute_s = self.roofline.prefill_operations(batch, context) / self.limits.operations_per_s
@@ -192,7 +218,9 @@ class Bench:
         engine.scheduler.mixed_step_tokens = engine.scheduler.shared_step_tokens
         sampling = dataclasses.replace(sampling, max_tokens=num_steps + batch + 2, ignore_eos=True)
         for row, prompt in enumerate(random_prompts(self.engine, batch, context)):
-            engine.submit(Request(id=f"bench-{row}", token_ids=tuple(prompt.tolist()), sampling=sampling))
+            engine.submit(
+                Request(id=f"bench-{row}", token_ids=tuple(prompt.tolist()), sampling=sampling)
+            )
         while engine.scheduler.num_decoding < batch:
             engine.step()
         for _ in range(self.warmup):
@@ -235,10 +263,14 @@ class Decoding:
             assert pages is not None
             sequence.num_computed = context
             updates.append(PageUpdate(row, 0, tuple(pages)))
-        admissions = [Admission(row, sampling, seed=row, num_prompt_tokens=context) for row in range(batch)]
+        admissions = [
+            Admission(row, sampling, seed=row, num_prompt_tokens=context) for row in range(batch)
+        ]
         table = engine.runner.rows
         table.update(StepPlan(0, (), tuple(admissions), tuple(updates)))
-        table.set_last_tokens(range(batch), [row * 7919 % engine.info.vocab_size for row in range(batch)])
+        table.set_last_tokens(
+            range(batch), [row * 7919 % engine.info.vocab_size for row in range(batch)]
+        )
         fill_with_noise(engine)
         self._num_steps = 0
 
@@ -312,7 +344,8 @@ def check_decode(engine: LogitsEngine) -> float:
     if not difference <= TOLERANCES[dtype]:
         raise PenstockError(
             "Decoding gives other logits than prefilling the same tokens",
-            f"They differ by {difference:.2%} of their size; the limit is {TOLERANCES[dtype]:.1%} ({dtype}).",
+            f"They differ by {difference:.2%} of their size; the limit is {TOLERANCES[dtype]:.1%} "
+            f"({dtype}).",
             "This is a bug. Times of wrong results are worthless, so nothing was timed.",
         )
     return difference

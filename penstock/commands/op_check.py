@@ -57,7 +57,9 @@ class OpCheck:
     dtype: str
     found: list[OpError] = field(default_factory=list)  # in the order of the step
 
-    def __call__(self, reference: Run, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def __call__(
+        self, reference: Run, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         bound = inspect.signature(reference).bind(*args, **kwargs)
         bound.apply_defaults()
         compare = _COMPARISONS.get(reference.__name__)
@@ -77,7 +79,11 @@ class OpCheck:
             error = (seen[some].flatten(1).float() - there).norm(dim=1)
             parts.append(torch.stack((error, added.norm(dim=1), there.norm(dim=1))))
         error, added, there = torch.cat(parts, dim=1)
-        factor = WHOLE_CHUNK_FACTOR if op.startswith("gated_delta_net") and len(error) > FEW_TOKENS else 1.0
+        factor = (
+            WHOLE_CHUNK_FACTOR
+            if op.startswith("gated_delta_net") and len(error) > FEW_TOKENS
+            else 1.0
+        )
         tolerance, rounding = factor * TOLERANCES[self.dtype], ROUNDINGS[self.dtype]
         limit = tolerance * added.maximum(0.1 * added.mean()) + rounding * there + 1e-30
         of_limit = (error / limit).nan_to_num(nan=torch.inf)
@@ -92,7 +98,9 @@ class OpCheck:
         self.found.append(found)
 
     def worst(self) -> OpError:
-        """The first wrong one, since others may have inherited its NaN, or else the largest error."""
+        """The first wrong one, since others may have inherited its NaN, or else the largest
+        error.
+        """
         wrong = (found for found in self.found if not found.of_limit <= 1)
         return next(wrong, None) or max(self.found, key=lambda found: found.of_limit)
 
@@ -109,7 +117,9 @@ def _compare_results(check: OpCheck, reference: Run, run: Run, given: Given) -> 
     residual = given.get("residual")
     if residual is not None:
         residual = residual.clone()  # the op may write its result there
-    expected = _expected(reference, {**given, "ids": given["ids"].long()} if "ids" in given else given)
+    expected = _expected(
+        reference, {**given, "ids": given["ids"].long()} if "ids" in given else given
+    )
     seen = run(**given)
     check.record(reference.__name__, seen, expected, residual)
     return seen
@@ -123,7 +133,9 @@ def _compare_route(check: OpCheck, reference: Run, run: Run, given: Given) -> An
     every = {**given, "k": given["router"].shape[0], "normalize": False}
     _, probabilities, order, _ = _expected(reference, every)
     x, weights, ids, shared = seen = run(**given)
-    of_chosen = torch.zeros_like(probabilities).scatter_(1, order, probabilities).gather(1, ids.long())
+    of_chosen = (
+        torch.zeros_like(probabilities).scatter_(1, order, probabilities).gather(1, ids.long())
+    )
     if given["normalize"]:
         of_chosen = of_chosen / of_chosen.sum(-1, keepdim=True)
     check.record("norm_route", x, expected_x)
@@ -201,7 +213,9 @@ def check_ops(dtype: str, shape: str, step: Callable[[], object]) -> OpError:
     return found
 
 
-def check_graphs(dtype: str, shape: str, runner: Runner, plan: StepPlan, reset: Callable[[], None]) -> float:
+def check_graphs(
+    dtype: str, shape: str, runner: Runner, plan: StepPlan, reset: Callable[[], None]
+) -> float:
     """The median row's difference between a captured step and the same one launched kernel by
     kernel."""
     reset()
@@ -213,7 +227,8 @@ def check_graphs(dtype: str, shape: str, runner: Runner, plan: StepPlan, reset: 
     num_far = int((~(differences <= 5 * tolerance)).sum())
     if not median <= tolerance or num_far > FAR_ROWS * len(differences):
         raise PenstockError(
-            f"The captured step gives other logits than the same kernels launched one by one at {shape}",
+            "The captured step gives other logits than the same kernels launched one by one at "
+            f"{shape}",
             f"The median row differs by {median:.2%}, and {num_far:,} of {len(differences):,} by "
             "more than "
             f"{5 * tolerance:.1%}; the limits are {tolerance:.1%} and {FAR_ROWS:.0%} ({dtype}).",

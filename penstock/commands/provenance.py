@@ -22,7 +22,9 @@ def provenance() -> dict[str, Any]:
         "commit": _commit(),
         "host": platform.node(),
         "cpu": cpu_name(),
-        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "num_cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "torch": importlib.metadata.version("torch"),
         "python": sys.version.split()[0],
     }
@@ -38,7 +40,9 @@ def _commit() -> str | None:
         ).stdout.strip()
 
     try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "+" if git("status", "--porcelain") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -48,16 +52,18 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), ""
+    )
 
 
 def gpu_name() -> str | None:
     """The machine's first GPU, from the driver: a benchmark's client must not open the device."""
     words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        names = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout.split(
-            "\n"
-        )
+        names = subprocess.run(
+            words, capture_output=True, text=True, check=True, timeout=30
+        ).stdout.split("\n")
     except (OSError, subprocess.SubprocessError):
         return None
     return names[0].strip() or None

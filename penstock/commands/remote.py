@@ -32,7 +32,9 @@ class RemoteModel:
         if not self.name:
             self.name = self._client.first_model()
 
-    def stream(self, messages: list[dict[str, str]], thinking: bool | None) -> Generator[tuple[str, bool]]:
+    def stream(
+        self, messages: list[dict[str, str]], thinking: bool | None
+    ) -> Generator[tuple[str, bool]]:
         """Pieces of the answer, each with whether it is reasoning."""
         body: dict[str, Any] = {"model": self.name, "messages": messages, **self.sampling}
         body |= {"stream": True, "stream_options": {"include_usage": True}}

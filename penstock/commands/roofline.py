@@ -112,7 +112,9 @@ class Roofline:
     ends_with_attention: bool
 
     @classmethod
-    def of(cls, model: Any, config: Mapping[str, Any], element_bytes: int, state_bytes: int) -> Roofline:
+    def of(
+        cls, model: Any, config: Mapping[str, Any], element_bytes: int, state_bytes: int
+    ) -> Roofline:
         text, specs = text_config(config), model.cache_specs()
         attention = tuple(spec for spec in specs if isinstance(spec, KVSpec))
         head_dim = attention[0].head_dim if attention else 0
@@ -145,7 +147,9 @@ class Roofline:
         # Of the ring of the convolution's inputs a token reads all entries but its own, which it
         # writes.
         state = self.state_bytes_per_request + self._recurrent_bytes
-        return self._weight_bytes_read(batch) + batch * (self.kv_bytes_per_token * (context + 1) + state)
+        return self._weight_bytes_read(batch) + batch * (
+            self.kv_bytes_per_token * (context + 1) + state
+        )
 
     def prefill_bytes(self, batch: int, length: int) -> int:
         """Whole prompts without a cache: reads weights once, writes KV and final states once."""
@@ -170,7 +174,9 @@ class Roofline:
 
 
 def _delta_rule_operations(spec: StateSpec) -> int:
-    """For one token: two Gram rows, the triangular solve, the product with it, three K x V products."""
+    """For one token: two Gram rows, the triangular solve, the product with it, three K x V
+    products.
+    """
     key, value = spec.key_dim, spec.value_dim
     in_chunk = 4 * _CHUNK * key + _CHUNK * (key + value) + 2 * _CHUNK * value
     return spec.num_value_heads * (in_chunk + 6 * key * value)

@@ -11,13 +11,17 @@ from penstock.commands.flags import add_flags, read_settings
 from penstock.types import SamplingParams
 
 HELPS = {
-    "max_tokens": "end after this many tokens (default: when the model ends or the context is full)",
+    "max_tokens": "end after this many tokens (default: when the model ends or the context is "
+    "full)",
     "min_tokens": "do not end before this many tokens",
-    "temperature": "0 takes the likeliest token; higher is more varied (default: the model's, or 0)",
+    "temperature": "0 takes the likeliest token; higher is more varied (default: the model's, or "
+    "0)",
     "top_p": "keep the likeliest tokens up to this total probability (default: the model's, or 1)",
     "top_k": "keep this many of the likeliest tokens; 0 keeps all (default: the model's, or 0)",
-    "min_p": "keep tokens at least this likely, relative to the likeliest (default: the model's, or 0)",
-    "repetition_penalty": "above 1 discourages every token seen so far (default: the model's, or 1)",
+    "min_p": "keep tokens at least this likely, relative to the likeliest (default: the model's, "
+    "or 0)",
+    "repetition_penalty": "above 1 discourages every token seen so far (default: the model's, or "
+    "1)",
     "presence_penalty": "subtracted from the logit of a generated token",
     "frequency_penalty": "subtracted from the logit each time a token was generated",
     "logit_bias": "add X to the logit of token ID",
@@ -47,6 +51,8 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     return read_settings(SamplingParams, arguments)
 
 
-def read_sampling(arguments: argparse.Namespace, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
+def read_sampling(
+    arguments: argparse.Namespace, defaults: Mapping[str, Any] = NO_DEFAULTS
+) -> SamplingParams:
     """`defaults`: the model's, for what was not given."""
     return SamplingParams(**{**defaults, **given_sampling(arguments)})

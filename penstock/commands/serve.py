@@ -13,7 +13,9 @@ from penstock.models.source import find_model
 from penstock.progress import Phase, PhaseList
 
 USAGE = "penstock serve [MODEL] [flags]"
-DESCRIPTION = "Answer the OpenAI API over HTTP. Ctrl-C stops it when the running answers are complete."
+DESCRIPTION = (
+    "Answer the OpenAI API over HTTP. Ctrl-C stops it when the running answers are complete."
+)
 EXAMPLES = [
     "penstock serve                               the embedded tiny model, port 8000",
     "penstock serve ~/models/Qwen3.5-4B --port 9000",
@@ -38,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def serve(engine_config: EngineConfig, serve_config: ServeConfig, is_opened: bool = False) -> None:
-    """Until a signal; `is_opened`: the page opens as soon as there is a port, and shows the start."""
+    """Until a signal; `is_opened`: the page opens as soon as there is a port, and shows the
+    start.
+    """
     if is_opened and not serve_config.page:
         raise UsageError(
             "The page is to be opened, and --no-page turns it off", todo="Leave one of them out."
@@ -65,10 +69,17 @@ def serve(engine_config: EngineConfig, serve_config: ServeConfig, is_opened: boo
 def print_welcome(name: str, url: str, to: PhaseList, has_page: bool = True) -> None:
     """The address, and a command to paste into another terminal."""
     body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
-    print(f"\n{paint(name, 'bold', to.stream)} is served at {paint(url, 'green', to.stream)}", file=to.stream)
+    print(
+        f"\n{paint(name, 'bold', to.stream)} is served at {paint(url, 'green', to.stream)}",
+        file=to.stream,
+    )
     if has_page:
         print(f"Open {page_address(url)} in a browser to chat.", file=to.stream)
     print("Try it from another terminal:\n", file=to.stream)
-    print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\", file=to.stream)
+    print(
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\", file=to.stream
+    )
     print(f"    -d '{json.dumps(body)}'\n", file=to.stream)
-    print("Ctrl-C stops the server when the running answers are complete.", file=to.stream, flush=True)
+    print(
+        "Ctrl-C stops the server when the running answers are complete.", file=to.stream, flush=True
+    )

@@ -69,7 +69,9 @@ def given_server_flags(arguments: argparse.Namespace) -> Iterator[tuple[Flag, An
     """The flags of `penstock serve` on this command line; a server reads variables by itself."""
     for kind in (EngineConfig, ServeConfig):
         given = read_settings(kind, arguments, environ={})
-        yield from ((flag, given[flag.field.name]) for flag in flags_of(kind) if flag.field.name in given)
+        yield from (
+            (flag, given[flag.field.name]) for flag in flags_of(kind) if flag.field.name in given
+        )
 
 
 def server_words(arguments: argparse.Namespace) -> list[str]:
@@ -84,9 +86,14 @@ def server_words(arguments: argparse.Namespace) -> list[str]:
 
 @contextlib.contextmanager
 def running_or_started_server(
-    base_url: str | None, arguments: argparse.Namespace, on_phase: OnPhase, words: Sequence[str] = ()
+    base_url: str | None,
+    arguments: argparse.Namespace,
+    on_phase: OnPhase,
+    words: Sequence[str] = (),
 ) -> Iterator[StartedServer]:
-    """The server of --base-url, or one started with the flags of this command line and these words."""
+    """The server of --base-url, or one started with the flags of this command line and these
+    words.
+    """
     if not base_url:
         with started_server([*server_words(arguments), *words], on_phase) as server:
             yield server

@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base-url", metavar="URL", default=DEFAULT_URL, help=f"{help} (default: {DEFAULT_URL})"
     )
-    parser.add_argument("--once", action="store_true", help="print the numbers of one second and end")
+    parser.add_argument(
+        "--once", action="store_true", help="print the numbers of one second and end"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -75,9 +77,13 @@ def _screen(history: Sequence[Event]) -> Group:
         engines.add_column(column)
     for one in history[-1]["replicas"]:
         engines.add_row(
-            *(str(one[name]) for name in ("replica", "state", "requests", "restarts")), one["problem"]
+            *(str(one[name]) for name in ("replica", "state", "requests", "restarts")),
+            one["problem"],
         )
-    speeds = [rate(before, now, "generated_tokens") for before, now in zip(history, islice(history, 1, None))]
+    speeds = [
+        rate(before, now, "generated_tokens")
+        for before, now in zip(history, islice(history, 1, None))
+    ]
     head = Text.assemble(("penstock top", "bold"), f"  {_about(history[-1])}")
     return Group(head, Text(curve(speeds) + "\n"), numbers, Text(), engines)
 
@@ -96,7 +102,9 @@ def rows_of(history: Sequence[Event]) -> list[tuple[str, str]]:
         return [*rows, ("engine", "starting, or in a long step")]
     prefix: dict[str, int] = stats["prefix"]
     reused = prefix.get("tokens_reused", 0)
-    missed = {name.removeprefix(MISSED): n for name, n in prefix.items() if name.startswith(MISSED) and n}
+    missed = {
+        name.removeprefix(MISSED): n for name, n in prefix.items() if name.startswith(MISSED) and n
+    }
     num_tokens = reused + sum(missed.values())
     reasons = ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in missed.items())
     return [
@@ -121,8 +129,9 @@ def rate(before: Event, now: Event, name: str) -> float:
 
 
 def quantile_bound(before: Event, now: Event, share: float) -> float | None:
-    """The least bound of a histogram that so many of the new values are below; None: there are none.
-    Infinite: above every bound."""
+    """The least bound of a histogram that so many of the new values are below; None: there are
+    none. Infinite: above every bound.
+    """
     counts = [n - m for n, m in zip(now["counts"], before["counts"])]
     if not counts[-1]:
         return None
@@ -137,7 +146,9 @@ def curve(values: Sequence[float]) -> str:
 
 def _latency(before: Event, now: Event) -> str:
     bounds = {share: quantile_bound(before, now, share) for share in (0.5, 0.95)}
-    said = [f"{share:.0%} within {bound:g} s" for share, bound in bounds.items() if bound is not None]
+    said = [
+        f"{share:.0%} within {bound:g} s" for share, bound in bounds.items() if bound is not None
+    ]
     return ", ".join(said).replace("within inf s", "beyond all bounds") or "none"
 
 

@@ -50,14 +50,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=read_counts, default=(1, 2, 4, 8), metavar="N,N", help="steps to tune"
     )
-    parser.add_argument("--context", type=read_count, default=1536, metavar="N", help="tokens in the cache")
+    parser.add_argument(
+        "--context", type=read_count, default=1536, metavar="N", help="tokens in the cache"
+    )
     parser.add_argument(
         "--layers", type=read_count, default=8, metavar="N", help="layers of the model to use"
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="the table to write (default: this GPU's, in ~/.cache/penstock/tiles)"
+        "--out",
+        metavar="FILE",
+        help="the table to write (default: this GPU's, in ~/.cache/penstock/tiles)",
     )
-    add_flags(parser, EngineConfig, title="the engine", only=("model", "device", "dtype", "weights_seed"))
+    add_flags(
+        parser, EngineConfig, title="the engine", only=("model", "device", "dtype", "weights_seed")
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -74,13 +80,19 @@ def run(arguments: argparse.Namespace) -> int:
         _require_gpu(device)
         select_device(device)
         path, tiles = _table_to_write(arguments.out, device)
-        engine = Engine.from_source(cut_layers(find_model(config.model), arguments.layers), config, phases)
+        engine = Engine.from_source(
+            cut_layers(find_model(config.model), arguments.layers), config, phases
+        )
         kept = []
         for batch in arguments.batch:
             with timed(f"batch {batch}", phases) as report, tuning.trials() as trials:
-                for key, tile, before, after in tune_step(engine, batch, arguments.context, trials, report):
+                for key, tile, before, after in tune_step(
+                    engine, batch, arguments.context, trials, report
+                ):
                     tiles[key] = dict(tile)
-                    kept.append([key, json.dumps(tile), f"{before * 1e6:.1f}", f"{after * 1e6:.1f}"])
+                    kept.append(
+                        [key, json.dumps(tile), f"{before * 1e6:.1f}", f"{after * 1e6:.1f}"]
+                    )
                     tuning.write_tiles(path, tiles)  # at once: hours may follow, and a Ctrl-C
     if not kept:
         print("No tile is better than those in use; nothing was written.")
@@ -140,7 +152,9 @@ def tune_step(
     decoding.release()
 
 
-def _next_question(engine: Engine, decoding: Decoding, trials: Trials, answered: set[str]) -> Question | None:
+def _next_question(
+    engine: Engine, decoding: Decoding, trials: Trials, answered: set[str]
+) -> Question | None:
     """The next tile that the step asks for: another form of an op asks for other tiles."""
     trials.questions.clear()
     capture_step(engine, decoding)
@@ -181,7 +195,9 @@ def _play_again(
     with _answer(trials, question, tile):
         after = capture_step(engine, decoding)
     rounds = [(time_step(before), time_step(after)) for _ in range(ROUNDS)]
-    return statistics.median(first for first, _ in rounds), statistics.median(second for _, second in rounds)
+    return statistics.median(first for first, _ in rounds), statistics.median(
+        second for _, second in rounds
+    )
 
 
 @contextmanager
@@ -238,6 +254,8 @@ def _candidates(question: Question) -> list[Tile]:
         ("gated_delta_net", "delta_net_convolve", "delta_net_prepare", "delta_net_scan"): delta_net,
         ("sample_plain", "sample_filtered"): sampling,
     }
-    module = next((module for kernels, module in modules.items() if question.kernel in kernels), moe)
+    module = next(
+        (module for kernels, module in modules.items() if question.kernel in kernels), moe
+    )
     tiles = module.candidates(question.kernel, question.shape, question.num_tokens)
     return [tile for tile in tiles if tile != question.default]

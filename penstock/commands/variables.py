@@ -82,5 +82,7 @@ def _as_words(action: argparse.Action, variable: str, text: str) -> list[str]:
         return [f"{flag}={value.strip()}" for value in values]
     except (argparse.ArgumentTypeError, ValueError) as error:
         raise ConfigError(
-            f"{variable} is {text!r}", f"{error}.", f"Correct or unset it; {flag} would override it."
+            f"{variable} is {text!r}",
+            f"{error}.",
+            f"Correct or unset it; {flag} would override it.",
         ) from None

@@ -1,6 +1,8 @@
-"""vLLM's flags that set nothing here: each is accepted with a note, for some values only, or refused.
+"""vLLM's flags that set nothing here: each is accepted with a note, for some values only, or
+refused.
 
-Flags that do set something are `aliases` and `inverse` of the fields in config.py. docs/vllm.md lists both.
+Flags that do set something are `aliases` and `inverse` of the fields in config.py. docs/vllm.md
+lists both.
 """
 
 from __future__ import annotations
@@ -55,11 +57,17 @@ VLLM_FLAGS = (
     _unneeded("--enable-prompt-tokens-details", why="`usage` always has them.", is_switch=True),
     _unneeded("--language-model-only", why="Only the language model is loaded.", is_switch=True),
     _unneeded("--enable-log-requests", why="The log has one line per request.", is_switch=True),
-    _unneeded("--disable-log-requests", why="The log never has the text of requests.", is_switch=True),
-    _unneeded("--disable-log-stats", why="Numbers are in /metrics, not in the log.", is_switch=True),
+    _unneeded(
+        "--disable-log-requests", why="The log never has the text of requests.", is_switch=True
+    ),
+    _unneeded(
+        "--disable-log-stats", why="Numbers are in /metrics, not in the log.", is_switch=True
+    ),
     _unneeded("--scheduling-policy", why="Requests of one priority run in order of arrival."),
     _unneeded("--attention-backend", why=_OWN_KERNELS),
-    _unneeded("--compilation-config", "-O", why=_OWN_KERNELS + " --no-graphs turns CUDA graphs off."),
+    _unneeded(
+        "--compilation-config", "-O", why=_OWN_KERNELS + " --no-graphs turns CUDA graphs off."
+    ),
     _unneeded("--distributed-executor-backend", why="Engines are always processes of their own."),
     _unneeded("--swap-space", why="A preempted request is computed again."),
     VllmFlag(("--tensor-parallel-size", "-tp"), _ONE_GPU, ("1",)),
@@ -83,7 +91,9 @@ VLLM_FLAGS = (
     _refused("--download-dir", why=_NO_DOWNLOAD),
     _refused("--hf-overrides", why="Change the config.json of the checkpoint."),
     _refused("--override-generation-config", why="Use --temperature, --top-p, --top-k and so on."),
-    _refused("--default-chat-template-kwargs", why="Use --enable-thinking or --no-enable-thinking."),
+    _refused(
+        "--default-chat-template-kwargs", why="Use --enable-thinking or --no-enable-thinking."
+    ),
     _refused("--limit-mm-per-prompt", why="Penstock reads no images, sound or video."),
     _refused("--allowed-origins", why="Use --cors-origin, once for each origin."),
     _refused("--ssl-keyfile", why=_NO_TLS),
@@ -110,7 +120,9 @@ class _Answer(argparse.Action):
             print_note(f"{said} is vLLM's and not needed. {flag.why}")
         elif values not in flag.accepted:
             only = f"Only {' or '.join(flag.accepted)} is accepted. " if flag.accepted else ""
-            raise UsageError(f"{said} is vLLM's and not supported", only + flag.why, "See docs/vllm.md.")
+            raise UsageError(
+                f"{said} is vLLM's and not supported", only + flag.why, "See docs/vllm.md."
+            )
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,9 @@ from collections.abc import Iterable
 class BannedWords:
     def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
         self._always: list[int] = []
-        self._after: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # by the last token but one
+        self._after: dict[int, list[tuple[int, ...]]] = defaultdict(
+            list
+        )  # by the last token but one
         for word in words:
             if len(word) == 1:
                 self._always.append(word[0])

@@ -35,7 +35,11 @@ class LogitBiases:
     def entries(self, rows: Sequence[int | None]) -> Entries | None:
         """For the rows that sample in a step; None for a row that is left out. In one row, each
         token id occurs at most once."""
-        biased = [(place, row) for place, row in enumerate(rows) if row is not None and row in self._of_row]
+        biased = [
+            (place, row)
+            for place, row in enumerate(rows)
+            if row is not None and row in self._of_row
+        ]
         if not biased:
             return None
         if self._joined is None or biased != self._joined_rows:

@@ -29,7 +29,9 @@ class BulkTurns:
         self._bulk_step_s = 0.0  # of the last step with bulk
         self._interactive_until_s = float("-inf")  # until then an interactive request is expected
         self.is_contended = False  # both kinds are present
-        self._in_flight: dict[int, tuple[float, bool, bool]] = {}  # planned at, has bulk, was contended
+        self._in_flight: dict[
+            int, tuple[float, bool, bool]
+        ] = {}  # planned at, has bulk, was contended
         self._last_end_s = float("-inf")
 
     def is_bulk(self, sequence: Sequence) -> bool:
@@ -69,7 +71,9 @@ class BulkTurns:
     def holds_planning(self) -> bool:
         """Whether the step in flight is a long one: requests that arrive meanwhile should be in the
         next step."""
-        return self.is_interactive_near and any(has_bulk for _, has_bulk, _ in self._in_flight.values())
+        return self.is_interactive_near and any(
+            has_bulk for _, has_bulk, _ in self._in_flight.values()
+        )
 
     def note_planned(self, step: int, sequences: Iterable[Sequence]) -> None:
         if self._share < 1:

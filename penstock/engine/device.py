@@ -1,8 +1,8 @@
 """Which device an engine runs on, and how it becomes the current one.
 
-Triton launches on the current device of the thread, and events and streams are made there, wherever the
-tensors are. A process that has one engine selects its device once; a library must not move its caller's
-current device, so engines also enter theirs for every step.
+Triton launches on the current device of the thread, and events and streams are made there, wherever
+the tensors are. A process that has one engine selects its device once; a library must not move its
+caller's current device, so engines also enter theirs for every step.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def leave_a_core() -> None:
     """Uses all cores but one, unless OMP_NUM_THREADS says otherwise: for processes that are ours.
 
-    torch's threads spin while they wait for each other. When one of them has no core to itself, every
-    operation waits for the operating system's next time slice: tokens came twenty times slower.
+    torch's threads spin while they wait for each other. When one of them has no core to itself,
+    every operation waits for the operating system's next time slice: tokens came twenty times
+    slower.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) - 1))

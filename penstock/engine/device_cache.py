@@ -1,4 +1,6 @@
-"""The device memory behind pages and slots: two tensors per layer, allocated once and never moved."""
+"""The device memory behind pages and slots: two tensors per layer, allocated once and never
+moved.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,9 @@ class DryRun:
         self.device = model.device
         self.max_row_tokens = pools.max_model_len
         self.captures = config.graphs is not False
-        self.runner = Runner.for_pools(model, config, dataclasses.replace(pools, num_pages=2, num_slots=2))
+        self.runner = Runner.for_pools(
+            model, config, dataclasses.replace(pools, num_pages=2, num_slots=2)
+        )
 
     @torch.inference_mode()
     def largest_step(self, max_tokens: int, limit: int) -> StepBytes | None:
@@ -77,13 +79,18 @@ class DryRun:
 
     @torch.inference_mode()
     def graph_bytes(self, max_step_tokens: int) -> int:
-        """An estimate for all graphs: their steps share one pool, and the driver keeps every kernel."""
+        """An estimate for all graphs: their steps share one pool, and the driver keeps every
+        kernel.
+        """
         num_bytes, num_captures = 0, 0
         for graphs in self.runner.graphs_to_capture(max_step_tokens):
             *_, launch_largest = graphs.warmup.after or [lambda: None]
             num_bytes = max(num_bytes, self._peak(launch_largest) or 0)
             num_captures += graphs.num_captures
-        return int(FRAGMENT_SHARE * num_bytes) + num_captures * len(self.model.layers) * LAYER_GRAPH_BYTES
+        return (
+            int(FRAGMENT_SHARE * num_bytes)
+            + num_captures * len(self.model.layers) * LAYER_GRAPH_BYTES
+        )
 
     def _peak(self, launch: Callable[[], object]) -> int | None:
         """The most memory that it takes while it runs. None: more than there is."""
@@ -106,7 +113,13 @@ class DryRun:
         table = self.runner.rows
         tokens = tuple(place % table.vocab_size for place in range(max(lens)))
         rows = [
-            RowPlan(row, 0, tokens[:n], samples=True, prompt_targets=PromptTargets(tokens[1:n], MAX_LOGPROBS))
+            RowPlan(
+                row,
+                0,
+                tokens[:n],
+                samples=True,
+                prompt_targets=PromptTargets(tokens[1:n], MAX_LOGPROBS),
+            )
             for row, n in enumerate(lens[: table.max_rows])
         ]
         self.runner.launch(StepPlan(0, tuple(rows))).wait()
@@ -118,7 +131,9 @@ class DryRun:
             step=0,
             rows=tuple(RowPlan(row, 1, (), samples=True) for row in numbers),
             admissions=tuple(
-                Admission(row, EVERY_OPTION, seed=0, num_prompt_tokens=1, history=(0,), end_token_ids=(0,))
+                Admission(
+                    row, EVERY_OPTION, seed=0, num_prompt_tokens=1, history=(0,), end_token_ids=(0,)
+                )
                 for row in numbers
             ),
         )

@@ -137,12 +137,18 @@ class Engine:
         check_token_ids("prompt", request.token_ids, self.info.vocab_size)
         check_token_ids("logit_bias", request.sampling.logit_bias, self.info.vocab_size)
         check_token_ids("stop_token_ids", request.end_token_ids, self.info.vocab_size)
-        check_token_ids("bad_words", {id for word in request.banned for id in word}, self.info.vocab_size)
-        check_token_ids("grammar_starts_after", request.sampling.grammar_starts_after, self.info.vocab_size)
+        check_token_ids(
+            "bad_words", {id for word in request.banned for id in word}, self.info.vocab_size
+        )
+        check_token_ids(
+            "grammar_starts_after", request.sampling.grammar_starts_after, self.info.vocab_size
+        )
         _require_task(request, self.info)
         if self.constraints.is_preparing(request.id):
             raise RequestError(
-                f"A request with id {request.id!r} is already running or queued", "", "Use another id."
+                f"A request with id {request.id!r} is already running or queued",
+                "",
+                "Use another id.",
             )
         if request.sampling.grammar is not None:
             _require_end(request)
@@ -272,7 +278,9 @@ def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> N
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise RequestError(
-            f"{name} has the token id {wrong}", f"The vocabulary has {vocab_size} tokens.", param=name
+            f"{name} has the token id {wrong}",
+            f"The vocabulary has {vocab_size} tokens.",
+            param=name,
         )
 
 
@@ -328,7 +336,10 @@ def _storage_of(model: Any) -> dict[str, Any]:
     storage: Storage | None = getattr(model, "storage", None)
     if storage is None:
         return {}
-    return {"stored_as": tuple(storage.schemes), "bits_per_weight": round(storage.bits_per_weight, 2)}
+    return {
+        "stored_as": tuple(storage.schemes),
+        "bits_per_weight": round(storage.bits_per_weight, 2),
+    }
 
 
 def _session_limits(config: EngineConfig, pools: PoolSizes) -> SessionLimits:

@@ -75,7 +75,9 @@ class WaitingLine:
             del self._of_tenant[tenant]
 
     def _line_of(self, sequence: Sequence) -> list[Sequence]:
-        """A reply that began on another engine had a row and a reader: it comes before all others."""
+        """A reply that began on another engine had a row and a reader: it comes before all
+        others.
+        """
         if sequence.request.num_resumed_tokens and not sequence.num_preemptions:
             return self._resumed
         return self._of_tenant.setdefault(sequence.request.tenant, [])
@@ -104,7 +106,9 @@ class WaitingLine:
     def _head(
         self, tenant: str, index: int, num_served: int, now_s: float
     ) -> tuple[bool, float, tuple[float, int], int, int, str]:
-        """Sequences that are already due come first; among them, the tenant that was served least."""
+        """Sequences that are already due come first; among them, the tenant that was served
+        least.
+        """
         order = due_order(self._of_tenant[tenant][index])
         is_early = order[0] > now_s
         return is_early, order[0] if is_early else num_served, order, num_served, index, tenant
@@ -131,7 +135,9 @@ class Background:
     def __init__(self, running: list[Sequence], now_s: float, max_rows: int) -> None:
         """`running` is ordered by due time."""
         self._latest_s = now_s + BACKGROUND_S
-        self.num_running = len(running) - bisect_right(running, self._latest_s, key=lambda one: one.due_s)
+        self.num_running = len(running) - bisect_right(
+            running, self._latest_s, key=lambda one: one.due_s
+        )
         is_alone = self.num_running == len(running)
         self.max_rows = max_rows if is_alone else max(1, max_rows // BACKGROUND_SHARE)
 
@@ -146,7 +152,9 @@ class Background:
 class Holdings:
     """The rows and pages that tenants hold, as shares of all."""
 
-    def __init__(self, running: list[Sequence], num_tenants: int, max_rows: int, num_pages: int) -> None:
+    def __init__(
+        self, running: list[Sequence], num_tenants: int, max_rows: int, num_pages: int
+    ) -> None:
         self._running = running
         self._share = 1 / num_tenants
         self._max_rows, self._num_pages = max_rows, max(num_pages, 1)

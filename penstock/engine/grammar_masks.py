@@ -98,7 +98,9 @@ class GrammarCompiler:
                 "The package llguidance is not installed.",
                 "Install penstock with its dependencies.",
             )
-        if self._failure is None and (self._tokenizer_file is None or not has_file(self._tokenizer_file)):
+        if self._failure is None and (
+            self._tokenizer_file is None or not has_file(self._tokenizer_file)
+        ):
             self._failure = CheckpointError(
                 "Grammars cannot be enforced for this model",
                 f"{self._tokenizer_file or 'tokenizer.json'}, which has the text of its tokens, "
@@ -139,7 +141,9 @@ class GrammarCompiler:
             # The first mask is the most expensive, and fails if nothing matches the grammar.
             matcher.compute_bitmask()
             if matcher.is_error():
-                raise RequestError("The grammar cannot be enforced", problem_of(matcher), param="grammar")
+                raise RequestError(
+                    "The grammar cannot be enforced", problem_of(matcher), param="grammar"
+                )
         self._compiled[grammar] = matcher
         if len(self._compiled) > NUM_KEPT_GRAMMARS:
             self._compiled.popitem(last=False)
@@ -192,7 +196,9 @@ class Constraints:
             request, future = self._preparing.pop(id)
             # Of any kind: it belongs to this request, and the engine continues.
             error = future.exception()
-            prepared.append(Prepared(request, future.result() if error is None else None, str(error or "")))
+            prepared.append(
+                Prepared(request, future.result() if error is None else None, str(error or ""))
+            )
         return prepared
 
     def add(self, sequence: Sequence, matcher: LLMatcher | None = None) -> None:
@@ -200,11 +206,15 @@ class Constraints:
         self._live.append(Constraint(sequence, matcher))
 
     def rows_of(self, plan: StepPlan) -> list[tuple[int, Constraint]]:
-        """The constrained rows that sample in this step, with their places among all sampling rows."""
+        """The constrained rows that sample in this step, with their places among all sampling
+        rows.
+        """
         if not self._live:
             return []
         self._live = [constraint for constraint in self._live if constraint.sequence.finish is None]
-        places = {row: place for place, row in enumerate(row.row for row in plan.rows if row.samples)}
+        places = {
+            row: place for place, row in enumerate(row.row for row in plan.rows if row.samples)
+        }
         return [
             (places[constraint.sequence.row], constraint)
             for constraint in self._live
@@ -213,7 +223,9 @@ class Constraints:
 
     def fill(self, rows: list[tuple[int, Constraint]]) -> StepMasks:
         """The masks of rows whose latest tokens the host knows. Rows that have ended get none."""
-        rows = [(place, constraint) for place, constraint in rows if constraint.sequence.finish is None]
+        rows = [
+            (place, constraint) for place, constraint in rows if constraint.sequence.finish is None
+        ]
         allowed = self._buffer()[: len(rows)]
         words = allowed.numpy().view(np.uint32)
         jobs = []
@@ -235,7 +247,9 @@ class Constraints:
                 self._translate_end(words[index], constraint)
         for index, (_, constraint) in enumerate(rows):
             if constraint.banned and not _forbid_words(words[index], constraint):
-                failures.append((constraint.sequence.id, "bad_words forbid every token that it allows."))
+                failures.append(
+                    (constraint.sequence.id, "bad_words forbid every token that it allows.")
+                )
         return StepMasks([place for place, _ in rows], allowed, failures)
 
     def _run(self, jobs: list[tuple[LLMatcher, int]], allowed: Tensor) -> None:
@@ -248,7 +262,9 @@ class Constraints:
                 from llguidance import LLExecutor
 
                 self._executor = LLExecutor()
-            self._executor.unsafe_compute_mask_ptr(jobs, allowed.data_ptr(), num_bytes, len(allowed))
+            self._executor.unsafe_compute_mask_ptr(
+                jobs, allowed.data_ptr(), num_bytes, len(allowed)
+            )
 
     def _buffer(self) -> Tensor:
         """The same buffer in every step: the step that copied from it has ended when the next one
@@ -263,7 +279,9 @@ class Constraints:
         words.fill(ALL_ALLOWED)
         is_control_token = self.compiler.load_vocabulary().is_special_token
         for token_id in constraint.sequence.request.end_token_ids:
-            if is_control_token(token_id):  # a client's own stop may be any token; then it stops thinking too
+            if is_control_token(
+                token_id
+            ):  # a client's own stop may be any token; then it stops thinking too
                 words[token_id // 32] &= ~np.uint32(1 << token_id % 32)
 
     def _translate_end(self, words: np.ndarray, constraint: Constraint) -> None:

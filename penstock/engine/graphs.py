@@ -45,7 +45,9 @@ class Model(Protocol):
         """With `only_last`, returns only each row's last token, and computes the last layer only
         for it. Skips layers without a cache, see `warmup_layers`."""
 
-    def logits(self, hidden: Tensor, *, deterministic: bool) -> Tensor: ...  # [L, H] -> [L, vocab] float32
+    def logits(
+        self, hidden: Tensor, *, deterministic: bool
+    ) -> Tensor: ...  # [L, H] -> [L, vocab] float32
 
     def final_norm(self, hidden: Tensor) -> Tensor: ...  # [L, H] -> [L, H]
 
@@ -66,13 +68,17 @@ def run_for_last_tokens(model: Model, inputs: StepInputs, caches: Caches) -> Ten
 class DecodeStep:
     """One token for each of `size` rows. Runs eagerly on any device; `DecodeGraphs` captures it."""
 
-    def __init__(self, model: Model, caches: Caches, rows: RowTable, size: int, deterministic: bool) -> None:
+    def __init__(
+        self, model: Model, caches: Caches, rows: RowTable, size: int, deterministic: bool
+    ) -> None:
         self.model = model
         self.caches = caches
         self.rows = rows
         self.size = size
         self.deterministic = deterministic
-        self.packed = rows.upload(self._pack(()))  # [4, size]: row, position, state slot, initial slot
+        self.packed = rows.upload(
+            self._pack(())
+        )  # [4, size]: row, position, state slot, initial slot
         self._token_of_row = torch.arange(size + 1, device=rows.device)
         self._no_chunks = ops.Chunks.of((), rows.device)
         self._loaded: tuple[RowPlan, ...] = ()
@@ -136,11 +142,15 @@ class DecodeGraphs:
     microseconds of a step.
     """
 
-    def __init__(self, model: Model, caches: list[LayerCache], rows: RowTable, deterministic: bool) -> None:
+    def __init__(
+        self, model: Model, caches: list[LayerCache], rows: RowTable, deterministic: bool
+    ) -> None:
         sizes = graph_sizes(rows.max_rows)
         self._steps = {size: DecodeStep(model, caches, rows, size, deterministic) for size in sizes}
         warmup_caches = warmup_layers(model, caches)
-        self._new_warmup_step = partial(DecodeStep, model, warmup_caches, rows, deterministic=deterministic)
+        self._new_warmup_step = partial(
+            DecodeStep, model, warmup_caches, rows, deterministic=deterministic
+        )
         self._captured: dict[tuple[int, SamplingMode], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     @property
@@ -153,7 +163,9 @@ class DecodeGraphs:
         """Launches every kernel: sizes between two powers of two use nearly all kernels of the
         larger one."""
         by_bucket = {(size - 1).bit_length(): size for size in self._steps}
-        launches = {size: partial(_launch_modes, self._new_warmup_step(size=size)) for size in self._steps}
+        launches = {
+            size: partial(_launch_modes, self._new_warmup_step(size=size)) for size in self._steps
+        }
         return Warmup.split(launches, ahead=by_bucket.values())
 
     def capture(self, pool: Any, on_phase: OnPhase) -> None:
@@ -164,10 +176,14 @@ class DecodeGraphs:
             graph, logits = capture(step.logits, pool)
             for mode in SAMPLING_MODES:
                 whole, choice = partial(step.run, mode), partial(step.choose, logits, mode)
-                self._captured[size, mode] = capture(whole if _is_whole(size, mode) else choice, pool)
+                self._captured[size, mode] = capture(
+                    whole if _is_whole(size, mode) else choice, pool
+                )
             self._captured[size, "logits"] = graph, borrow(logits)
 
-    def replay(self, plan: StepPlan, mode: SamplingMode) -> Tensor:  # [rows] int64, or [rows, vocab] float32
+    def replay(
+        self, plan: StepPlan, mode: SamplingMode
+    ) -> Tensor:  # [rows] int64, or [rows, vocab] float32
         """Valid until the next replay; copy it on the same stream."""
         num_rows = len(plan.rows)
         size = min(size for size in self._steps if size >= num_rows)
@@ -226,7 +242,9 @@ class Warmup:
 
 
 def warm_up(kinds: Sequence[Warmup]) -> None:
-    """Launches all steps that there is memory for; a step without memory never runs later either."""
+    """Launches all steps that there is memory for; a step without memory never runs later
+    either.
+    """
     ahead = [launch for kind in kinds for launch in kind.ahead]
     after = [launch for kind in kinds for launch in kind.after]
     for launch in [*launch_in_threads(ahead), *after]:
@@ -234,7 +252,9 @@ def warm_up(kinds: Sequence[Warmup]) -> None:
 
 
 def num_compile_threads() -> int:
-    """One for each core, but at most one per free GB: libraries keep some 60 MB for every thread."""
+    """One for each core, but at most one per free GB: libraries keep some 60 MB for every
+    thread.
+    """
     num_cores = os.cpu_count() or 1
     if not torch.cuda.is_initialized():
         return num_cores

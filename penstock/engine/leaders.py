@@ -54,7 +54,9 @@ class Leaders:
         diverge there too."""
         page_size, max_hit = self._cache.page_size, self._cache.max_hit(sequence)
         num_hit, digests = hit.num_tokens // page_size, sequence.digests
-        num_shared = longest_prefix(digests, max_hit // page_size, self._leaders.__contains__, low=num_hit)
+        num_shared = longest_prefix(
+            digests, max_hit // page_size, self._leaders.__contains__, low=num_hit
+        )
         if num_shared == num_hit:
             return False
         leader = self._leaders[digests[num_shared - 1]]

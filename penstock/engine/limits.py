@@ -54,7 +54,9 @@ def checkpoint_targets(request: Request, page_size: int) -> dict[int, float]:
 def _require_room(request: Request, cache: Cache, max_model_len: int) -> None:
     num_prompt = len(request.token_ids)
     if num_prompt == 0:
-        raise RequestError("The prompt has no tokens", "There is nothing to continue from.", param="prompt")
+        raise RequestError(
+            "The prompt has no tokens", "There is nothing to continue from.", param="prompt"
+        )
     if request.pooling is not None:
         _require_room_to_pool(num_prompt, cache, max_model_len)
         return
@@ -87,6 +89,7 @@ def _require_room_to_pool(num_tokens: int, cache: Cache, max_model_len: int) -> 
         raise ContextLengthError(
             f"The input has {num_tokens} tokens",
             f"The context is {max_model_len} tokens, and the cache has room for {capacity}.",
-            "Shorten the input, raise --max-model-len, or give the cache more memory with --memory-gb.",
+            "Shorten the input, raise --max-model-len, or give the cache more memory with "
+            "--memory-gb.",
             param="input",
         )

@@ -34,7 +34,9 @@ def create_engine(
 
 
 def _plain_dtype(model_config: dict[str, Any], device: str) -> str:
-    """The reference numerics of plain Llama state dicts: half precision on a GPU, single on a CPU."""
+    """The reference numerics of plain Llama state dicts: half precision on a GPU, single on a
+    CPU.
+    """
     if not device.startswith("cuda"):
         return "float32"
     return "bfloat16" if model_config.get("torch_dtype") == "bfloat16" else "float16"
@@ -52,7 +54,9 @@ class LogitsEngine:
     ) -> Tensor:  # [batch, vocab]
         """Runs whole prompts and returns the logits after each. A known id is replaced."""
         if len(request_ids) != len(input_ids):
-            raise RequestError(f"{len(request_ids)} request ids were given with {len(input_ids)} prompts")
+            raise RequestError(
+                f"{len(request_ids)} request ids were given with {len(input_ids)} prompts"
+            )
         self._check_ids(request_ids)
         prompts = [self._checked_tokens(id, tokens) for id, tokens in zip(request_ids, input_ids)]
         self._check_room(request_ids, prompts)
@@ -69,12 +73,16 @@ class LogitsEngine:
             rows.append(row)
         return self._run(rows)
 
-    def decode(self, request_ids: Sequence[Hashable], token_ids: Tensor) -> Tensor:  # [batch, vocab]
+    def decode(
+        self, request_ids: Sequence[Hashable], token_ids: Tensor
+    ) -> Tensor:  # [batch, vocab]
         """Appends one token to each request and returns the logits after it."""
         self._check_ids(request_ids)
         tokens = torch.as_tensor(token_ids).tolist()
         if len(tokens) != len(request_ids):
-            raise RequestError(f"{len(request_ids)} request ids were given with {len(tokens)} tokens")
+            raise RequestError(
+                f"{len(request_ids)} request ids were given with {len(tokens)} tokens"
+            )
         for id, token in zip(request_ids, tokens):
             self._known(id)
             check_token_ids(f"request {id!r}", [token], self.engine.info.vocab_size)
@@ -109,7 +117,9 @@ class LogitsEngine:
             logits |= dict(zip(sampled, results))
         return torch.stack([logits[row.row] for row in rows if row.row is not None])
 
-    def _plan_rows(self, rows: list[Row], are_decodes: bool) -> tuple[list[RowPlan], list[PageUpdate]]:
+    def _plan_rows(
+        self, rows: list[Row], are_decodes: bool
+    ) -> tuple[list[RowPlan], list[PageUpdate]]:
         plans: list[RowPlan] = []
         updates: list[PageUpdate] = []
         scheduler = self.engine.scheduler
@@ -194,6 +204,7 @@ class LogitsEngine:
         if info.num_pages and needed > cache.num_free_pages:
             raise CapacityError(
                 f"{needed} more pages are needed",
-                f"{cache.num_free_pages} of {info.num_pages - 1} are free ({info.page_size} tokens each).",
+                f"{cache.num_free_pages} of {info.num_pages - 1} are free ({info.page_size} tokens "
+                "each).",
                 "Remove some requests, or build the engine with a larger memory_gb.",
             )

@@ -1,8 +1,8 @@
 """The memory plan of a device, made once at start from the measured peak of the largest steps.
 
 On a GPU a dry run launches these steps on a scratch cache, before the real one exists. It compiles
-their kernels, and its peak is what steps need. CUDA graphs and a reserve are subtracted as well; pages
-and slots get the rest:
+their kernels, and its peak is what steps need. CUDA graphs and a reserve are subtracted as well;
+pages and slots get the rest:
 
     [ weights | libraries, kernels | graphs | the largest step | reserve | slots | pages )
 """
@@ -53,14 +53,20 @@ class MemoryPlan:
             "graphs": self.graph_bytes,
             "reserve": self.reserve_bytes,
         }
-        beside = [f"{num_bytes / GB:.2f} GB for {use}" for use, num_bytes in uses.items() if num_bytes]
+        beside = [
+            f"{num_bytes / GB:.2f} GB for {use}" for use, num_bytes in uses.items() if num_bytes
+        ]
         if beside:
             parts.append("besides " + ", ".join(beside))
         return "; ".join(parts)
 
 
-def build_runner(model: Any, config: EngineConfig, name: str, on_phase: OnPhase) -> tuple[MemoryPlan, Runner]:
-    """The runner for a model whose weights are loaded, with caches allocated and graphs captured."""
+def build_runner(
+    model: Any, config: EngineConfig, name: str, on_phase: OnPhase
+) -> tuple[MemoryPlan, Runner]:
+    """The runner for a model whose weights are loaded, with caches allocated and graphs
+    captured.
+    """
     device = model.device
     with timed("cache", on_phase) as report:
         plan, warmed = plan_memory(model, config, name, report)
@@ -78,7 +84,8 @@ def build_runner(model: Any, config: EngineConfig, name: str, on_phase: OnPhase)
         fitting_gb = max(plan.pools.num_bytes - num_missing - plan.reserve_bytes, 0) / GB
         raise CapacityError(
             f"The cache of {name} leaves too little memory on {device}",
-            f"A step needs {plan.step_bytes / GB:.2f} GB, {num_missing / GB:.2f} GB more than is free.",
+            f"A step needs {plan.step_bytes / GB:.2f} GB, {num_missing / GB:.2f} GB more than is "
+            "free.",
             f"Free memory on the GPU, or set --memory-gb {fitting_gb:.2f}.",
         )
     return plan, runner
@@ -108,7 +115,9 @@ def plan_memory(
     free = _usable_bytes(config, device)
     reserve = max(int(RESERVE_SHARE * free), LEAST_RESERVE_BYTES)
     left = free - step.num_bytes - graph_bytes - reserve
-    budget = left if config.memory_gb is None else _given_budget(config.memory_gb, name, device, left)
+    budget = (
+        left if config.memory_gb is None else _given_budget(config.memory_gb, name, device, left)
+    )
     try:
         pools = _size(model, config, budget, draft.max_rows)
     except CapacityError as error:
@@ -181,7 +190,8 @@ def _given_budget(memory_gb: float, name: str, device: torch.device, available: 
     if memory_gb * GB > available:
         raise CapacityError(
             f"--memory-gb {memory_gb:g} is more than {device} has for the cache of {name}",
-            f"{max(available, 0) / GB:.2f} GB are left beside weights, graphs and the largest step.",
+            f"{max(available, 0) / GB:.2f} GB are left beside weights, graphs and the largest "
+            "step.",
             "Set less, or omit it: then the cache takes what is left.",
         )
     return int(memory_gb * GB)

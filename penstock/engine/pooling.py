@@ -32,7 +32,8 @@ class PooledRows:
 def needs_every_state(plan: StepPlan) -> bool:
     """Whether a row of the step needs more than the hidden state of its last token."""
     return any(
-        row.prompt_targets is not None or (row.pooled is not None and row.pooled.pooling.kind == "mean")
+        row.prompt_targets is not None
+        or (row.pooled is not None and row.pooled.pooling.kind == "mean")
         for row in plan.rows
     )
 
@@ -63,7 +64,9 @@ def pool_rows(
         else:
             vectors = _read_states(model, table, last[table.upload(found)], pooling, deterministic)
         vectors = vectors[:, : pooling.dimensions].contiguous()
-        pooled.append(PooledRows(rows, F.normalize(vectors, dim=-1) if pooling.normalize else vectors))
+        pooled.append(
+            PooledRows(rows, F.normalize(vectors, dim=-1) if pooling.normalize else vectors)
+        )
     return pooled
 
 

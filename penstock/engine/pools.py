@@ -40,7 +40,9 @@ class PoolSizes:
         if self.page_bytes:
             parts.append(f"{(self.num_pages - 1) * page_size:,} tokens of KV")
         if self.slot_bytes:
-            parts.append(f"{self.num_slots - 1} state slots ({self.max_checkpoints} may be checkpoints)")
+            parts.append(
+                f"{self.num_slots - 1} state slots ({self.max_checkpoints} may be checkpoints)"
+            )
         parts.append(f"{self.max_rows} requests of up to {self.max_model_len:,} tokens")
         return ", ".join(parts)
 
@@ -64,8 +66,12 @@ def size_pools(
             "The model was not trained on longer contexts.",
             f"Use --max-model-len {max_position} or less, or omit it.",
         )
-    page_bytes = page_size * element_bytes * sum(s.num_elements for s in specs if isinstance(s, KVSpec))
-    slot_bytes = sum(s.num_bytes(element_bytes, state_bytes) for s in specs if isinstance(s, StateSpec))
+    page_bytes = (
+        page_size * element_bytes * sum(s.num_elements for s in specs if isinstance(s, KVSpec))
+    )
+    slot_bytes = sum(
+        s.num_bytes(element_bytes, state_bytes) for s in specs if isinstance(s, StateSpec)
+    )
 
     num_slots = max_checkpoints = 0
     if slot_bytes:
@@ -73,10 +79,14 @@ def size_pools(
         if affordable < 1:
             raise CapacityError(
                 f"The cache budget of {budget_bytes / GB:.3g} GB is too small for one sequence",
-                f"One sequence's state takes {slot_bytes / GB:.3g} GB; states may use half of the budget.",
-                f"Use at least --memory-gb {1.005 * 4 * slot_bytes / GB:.3g}.",  # 3 digits may round down
+                f"One sequence's state takes {slot_bytes / GB:.3g} GB; states may use half of the "
+                "budget.",
+                # 3 digits may round down
+                f"Use at least --memory-gb {1.005 * 4 * slot_bytes / GB:.3g}.",
             )
-        num_kept = affordable // CHECKPOINT_SHARE if prefix_cache and checkpoint_bytes is None else 0
+        num_kept = (
+            affordable // CHECKPOINT_SHARE if prefix_cache and checkpoint_bytes is None else 0
+        )
         max_rows = min(max_rows, affordable - num_kept)
         if prefix_cache:
             wanted = max(max_rows, GOOD_CHECKPOINTS)
@@ -101,4 +111,6 @@ def size_pools(
         length = min(length, affordable * page_size)
         # More than twice every row at full length, for cached prefixes, would never be used.
         num_pages = 1 + min(affordable, 2 * max_rows * -(-length // page_size))
-    return PoolSizes(max_rows, length, num_pages, num_slots, max_checkpoints, page_bytes, slot_bytes)
+    return PoolSizes(
+        max_rows, length, num_pages, num_slots, max_checkpoints, page_bytes, slot_bytes
+    )

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.graphs import Caches, Model, Warmup, borrow, capture, run_for_last_tokens, warmup_layers
+from penstock.engine.graphs import (
+    Caches,
+    Model,
+    Warmup,
+    borrow,
+    capture,
+    run_for_last_tokens,
+    warmup_layers,
+)
 from penstock.engine.row_table import RowTable
 from penstock.engine.step_inputs import RowCounts, StepSize, pack_padded
 from penstock.layers.inputs import LayerCache
@@ -76,7 +84,9 @@ class PrefillGraphs:
     ) -> None:
         self._new_step = partial(PrefillStep, model, caches, rows, deterministic=deterministic)
         warmup_caches = warmup_layers(model, caches)
-        self._new_warmup_step = partial(PrefillStep, model, warmup_caches, rows, deterministic=deterministic)
+        self._new_warmup_step = partial(
+            PrefillStep, model, warmup_caches, rows, deterministic=deterministic
+        )
         self._sizes = prefill_sizes(rows.max_rows, max_step_tokens)
         self._long_sizes = [
             StepSize(0, _num_prompts(num_tokens, rows.max_rows), num_tokens)

@@ -55,7 +55,9 @@ class SamplingNeeds:
     @property
     def num_top_logprobs(self) -> int | None:
         """The most that any row asks for; None: no row asks for logprobs."""
-        return max((params.logprobs for params in self.params if params.logprobs is not None), default=None)
+        return max(
+            (params.logprobs for params in self.params if params.logprobs is not None), default=None
+        )
 
     @property
     def are_plain(self) -> bool:
@@ -76,7 +78,13 @@ class SampleInputs:
 
 class RowTable:
     def __init__(
-        self, *, max_rows: int, max_pages: int, page_size: int, vocab_size: int, device: torch.device
+        self,
+        *,
+        max_rows: int,
+        max_pages: int,
+        page_size: int,
+        vocab_size: int,
+        device: torch.device,
     ) -> None:
         self.max_rows = max_rows
         self.padding_row = max_rows  # belongs to no sequence: it pads a step of a fixed size
@@ -116,7 +124,9 @@ class RowTable:
     def sum_of(self, row: int, width: int, *, is_new: bool) -> Tensor:  # [H] float64
         """The running sum of the hidden states of a row's prompt; the caller adds to it."""
         if self.sums is None:
-            self.sums = torch.zeros(len(self._params), width, dtype=torch.float64, device=self.device)
+            self.sums = torch.zeros(
+                len(self._params), width, dtype=torch.float64, device=self.device
+            )
         return self.sums[row].zero_() if is_new else self.sums[row]
 
     def update(self, plan: StepPlan) -> None:
@@ -156,8 +166,12 @@ class RowTable:
         for admission in admissions:
             self._params[admission.row] = admission.sampling
             self._biases.set(admission.row, admission.sampling.logit_bias)
-            self._forbidden_ends.set(admission.row, dict.fromkeys(admission.end_token_ids, -math.inf))
-            self._may_end_at[admission.row] = admission.num_prompt_tokens + admission.sampling.min_tokens
+            self._forbidden_ends.set(
+                admission.row, dict.fromkeys(admission.end_token_ids, -math.inf)
+            )
+            self._may_end_at[admission.row] = (
+                admission.num_prompt_tokens + admission.sampling.min_tokens
+            )
         rows = self.upload([admission.row for admission in admissions])
         self.seed[rows] = self.upload([admission.seed for admission in admissions])
         self.top_k[rows] = self.upload([admission.sampling.top_k for admission in admissions])
@@ -182,7 +196,9 @@ class RowTable:
         if updates:
             lengths = [len(update.pages) for update in updates]
             row_ids = np.repeat([update.row for update in updates], lengths)
-            places = [np.arange(update.start, update.start + len(update.pages)) for update in updates]
+            places = [
+                np.arange(update.start, update.start + len(update.pages)) for update in updates
+            ]
             pages = np.fromiter(chain.from_iterable(update.pages for update in updates), np.int64)
             rows, indices, values = self.upload(np.stack([row_ids, np.concatenate(places), pages]))
             self.page_table[rows, indices] = values.int()

@@ -1,4 +1,5 @@
-"""Everything that runs on the device. Takes a plan of integers, launches one step, and does not wait.
+"""Everything that runs on the device. Takes a plan of integers, launches one step, and does not
+wait.
 
 The only place where the host waits for the device is `PendingStep.wait`.
 """
@@ -56,7 +57,9 @@ class PendingStep:
                 row: (_copy_to_host(logprobs), _copy_to_host(top), _copy_to_host(top_ids))
                 for row, (logprobs, top, top_ids) in self._scores.items()
             }
-            self._pooled = [PooledRows(one.rows, _copy_to_host(one.vectors)) for one in self._pooled]
+            self._pooled = [
+                PooledRows(one.rows, _copy_to_host(one.vectors)) for one in self._pooled
+            ]
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -78,7 +81,9 @@ class PendingStep:
         )
 
     def _prompt_scores(self) -> dict[int, PromptScores]:
-        targets = {row.row: row.prompt_targets for row in self._plan.rows if row.prompt_targets is not None}
+        targets = {
+            row.row: row.prompt_targets for row in self._plan.rows if row.prompt_targets is not None
+        }
         return {
             row: PromptScores(
                 array("i", targets[row].token_ids).tobytes(),
@@ -202,7 +207,9 @@ class Runner:
         return self._launch_forward(plan, self.rows.sampling_needs(plan))
 
     @_on_its_device
-    def launch_sampling(self, launched: LaunchedLogits, masks: StepMasks | None = None) -> PendingStep:
+    def launch_sampling(
+        self, launched: LaunchedLogits, masks: StepMasks | None = None
+    ) -> PendingStep:
         plan, needs = launched.plan, launched.needs
         sampling = self.rows.sample_inputs(plan)
         tensors = self._sample(launched.logits, sampling, needs, masks)
@@ -234,7 +241,9 @@ class Runner:
         scores, first = {}, 0
         for row in plan.rows:
             if row.prompt_targets is not None and row.prompt_targets.token_ids:
-                scores[row.row] = self._score(hidden[first : first + row.num_tokens], row.prompt_targets)
+                scores[row.row] = self._score(
+                    hidden[first : first + row.num_tokens], row.prompt_targets
+                )
             first += row.num_tokens
         return scores
 
@@ -243,7 +252,9 @@ class Runner:
         parts = []
         for first in range(0, len(token_ids), TARGET_ROWS):
             some = slice(first, first + TARGET_ROWS)
-            logits = self.model.logits(hidden[: len(token_ids)][some], deterministic=self.deterministic)
+            logits = self.model.logits(
+                hidden[: len(token_ids)][some], deterministic=self.deterministic
+            )
             parts.append(ops.token_logprobs(logits, token_ids[some], targets.num_top))
         logprobs, top, top_ids = (torch.cat(part) for part in zip(*parts))
         return logprobs, top, top_ids
@@ -256,7 +267,9 @@ class Runner:
         inputs = self.rows.step_inputs(plan.rows, self.deterministic)
         return self._logits_of_sampling(run_for_last_tokens(self.model, inputs, self.caches), plan)
 
-    def _logits_of_sampling(self, hidden: Tensor, plan: StepPlan) -> Tensor:  # [R, H] -> [L, vocab] float32
+    def _logits_of_sampling(
+        self, hidden: Tensor, plan: StepPlan
+    ) -> Tensor:  # [R, H] -> [L, vocab] float32
         sampling = [place for place, row in enumerate(plan.rows) if row.samples]
         if len(sampling) < len(plan.rows):
             hidden = hidden[self.rows.upload(sampling)]

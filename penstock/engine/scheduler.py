@@ -153,14 +153,18 @@ class Scheduler:
         return TokenDelta(request_id, finish="abort", num_cached_tokens=sequence.num_cached_tokens)
 
     def plan(self) -> StepPlan | None:
-        """The next step. None: nothing can run, now or before an outstanding output is committed."""
+        """The next step. None: nothing can run, now or before an outstanding output is
+        committed.
+        """
         self._make_room()
         self._turns.look(chain(self._running, islice(self._waiting, self.max_rows)))
         chunks, admitted = self._plan_short() if self._turns.must_wait else ([], [])
         if not chunks:
             chunks, admitted = self._plan_all()
         self.admitted_ids = [chunk.sequence.id for chunk in admitted]
-        assert chunks or self._in_flight or not self._sequences, "requests wait, but nothing can run"
+        assert chunks or self._in_flight or not self._sequences, (
+            "requests wait, but nothing can run"
+        )
         plan = self._build_plan(chunks, admitted) if chunks else None
         self.cache.end_plan()
         return plan
@@ -184,7 +188,9 @@ class Scheduler:
         chunks = self._plan_decodes(with_bulk=False)
         budget = self._prompt_budget(len(chunks))
         prompts = [sequence for sequence in self._in_rank() if sequence not in self._decoding]
-        chunks += self._plan_prefills([one for one in prompts if not self._turns.is_bulk(one)], budget)
+        chunks += self._plan_prefills(
+            [one for one in prompts if not self._turns.is_bulk(one)], budget
+        )
         share = budget - num_tokens_of(chunk for chunk in chunks if not chunk.is_decode)
         admitted = []
         if self._refused is None and self._free_rows and share > 0:
@@ -235,12 +241,16 @@ class Scheduler:
 
     def _make_room_for_share(self, sequence: Sequence) -> None:
         if self._clock() - sequence.due_s >= PATIENCE_S:
-            victim = self._holdings().victim_for(sequence, self.cache.pages_for(len(sequence.tokens)))
+            victim = self._holdings().victim_for(
+                sequence, self.cache.pages_for(len(sequence.tokens))
+            )
             if victim is not None:
                 self._preempt(victim)
 
     def _holdings(self) -> Holdings:
-        return Holdings(self._running, self._waiting.num_tenants, self.max_rows, self.cache.num_pages)
+        return Holdings(
+            self._running, self._waiting.num_tenants, self.max_rows, self.cache.num_pages
+        )
 
     def _plan_decodes(self, with_bulk: bool = True) -> list[Chunk]:
         chunks = []
@@ -291,7 +301,9 @@ class Scheduler:
         A long prompt gets at least the rest of every step: others overtake it but never stop it.
         """
         lengths = [len(sequence.tokens) - sequence.num_computed for sequence in prompts]
-        place = next((place for place, length in enumerate(lengths) if length > budget), len(prompts))
+        place = next(
+            (place for place, length in enumerate(lengths) if length > budget), len(prompts)
+        )
         share = max(min(budget // SHORT_SHARE, budget - sum(lengths[:place])), 0)
         short = [prompts[i] for i in range(place + 1, len(prompts)) if lengths[i] <= budget]
         chunks = self._plan_prefills(short, share)
@@ -331,7 +343,9 @@ class Scheduler:
                 hit = self.cache.match(sequence)
                 num_pages += len(sequence.digests)
             if not self._is_being_computed(sequence, hit):
-                spare_pages = 0 if first_long is None else self.cache.pages_for(len(first_long.tokens))
+                spare_pages = (
+                    0 if first_long is None else self.cache.pages_for(len(first_long.tokens))
+                )
                 chunk = self._admit(sequence, hit, share, spare_pages)
                 if chunk is None:
                     break
@@ -401,9 +415,13 @@ class Scheduler:
         """Whether it may take memory that another tenant's earlier sequence waits for."""
         assert self._refused is not None
         is_other = sequence.request.tenant != self._refused.request.tenant
-        return is_other and holdings.are_within_share(sequence, self.cache.pages_for(len(sequence.tokens)))
+        return is_other and holdings.are_within_share(
+            sequence, self.cache.pages_for(len(sequence.tokens))
+        )
 
-    def _admit(self, sequence: Sequence, hit: PrefixHit, budget: int, spare_pages: int = 0) -> Chunk | None:
+    def _admit(
+        self, sequence: Sequence, hit: PrefixHit, budget: int, spare_pages: int = 0
+    ) -> Chunk | None:
         """Gives it a row, memory and a first chunk within the budget. None: impossible, and nothing
         changed."""
         num_tokens = self._chunk_len(sequence, hit.num_tokens, budget)
@@ -441,7 +459,9 @@ class Scheduler:
         return num_prefill + min(len(self._running), self.cache.num_pages // WATERMARK_SHARE)
 
     def _is_being_computed(self, sequence: Sequence, hit: PrefixHit) -> bool:
-        """Whether it waits for a running sequence that is about to register a longer prefix of it."""
+        """Whether it waits for a running sequence that is about to register a longer prefix of
+        it.
+        """
         return self._leaders.follow(sequence, hit)
 
     def _chunk(self, sequence: Sequence, num_tokens: int, num_new_pages: int) -> Chunk:
@@ -502,7 +522,9 @@ class Scheduler:
                 planned.append((target - start, slot))
         return planned
 
-    def _append(self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None) -> TokenDelta:
+    def _append(
+        self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None
+    ) -> TokenDelta:
         sequence.tokens.append(token_id)
         sequence.num_in_flight -= 1
         reason: FinishReason | None = None
@@ -527,7 +549,9 @@ class Scheduler:
         num_cached = sequence.num_cached_tokens
         return TokenDelta(sequence.id, finish="stop", num_cached_tokens=num_cached, vector=vector)
 
-    def _report_scores(self, sequence: Sequence, start: int, scores: PromptScores) -> Iterator[TokenDelta]:
+    def _report_scores(
+        self, sequence: Sequence, start: int, scores: PromptScores
+    ) -> Iterator[TokenDelta]:
         """The scores of a chunk that were not sent before the sequence was preempted, in parts
         small enough that a server can decode them without delaying others."""
         assert start <= sequence.num_scored, "scores of a prompt are missing"
@@ -535,14 +559,18 @@ class Scheduler:
         for first in range(sequence.num_scored - start, len(scores), max_tokens):
             part = scores.part(first, first + max_tokens)
             sequence.num_scored += len(part)
-            yield TokenDelta(sequence.id, num_cached_tokens=sequence.num_cached_tokens, prompt_scores=part)
+            yield TokenDelta(
+                sequence.id, num_cached_tokens=sequence.num_cached_tokens, prompt_scores=part
+            )
 
     def _register(self, sequence: Sequence) -> None:
         assert sequence.row is not None
         replaced = self.cache.commit(sequence)
         if replaced:
             pages = sequence.pages
-            self._replaced_pages += [PageUpdate(sequence.row, i, tuple(pages[i:end])) for i, end in replaced]
+            self._replaced_pages += [
+                PageUpdate(sequence.row, i, tuple(pages[i:end])) for i, end in replaced
+            ]
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave_row(sequence)
@@ -570,7 +598,9 @@ class Scheduler:
             self.cache.keep_session(sequence)
         self.cache.release(sequence)
         self._leaders.remove(sequence)
-        self._replaced_pages = [update for update in self._replaced_pages if update.row != sequence.row]
+        self._replaced_pages = [
+            update for update in self._replaced_pages if update.row != sequence.row
+        ]
         heapq.heappush(self._free_rows, sequence.row)
         sequence.row = None
         del self._running[bisect_left(self._running, due_order(sequence), key=due_order)]

@@ -78,7 +78,10 @@ class StepSize:
 
     def place_of(self, rows: Sequence[RowPlan]) -> list[int]:
         """The place of each row of a plan."""
-        decodes, prompts = iter(range(self.num_decodes)), iter(range(self.num_decodes, self.num_rows))
+        decodes, prompts = (
+            iter(range(self.num_decodes)),
+            iter(range(self.num_decodes, self.num_rows)),
+        )
         return [next(decodes if row.is_decode else prompts) for row in rows]
 
 
@@ -96,7 +99,9 @@ class PackedStep:
 
 
 def span_of(row: RowPlan) -> RowSpan:
-    return RowSpan(row.num_tokens, row.start + row.num_tokens, row.checkpoints, is_prompt=not row.is_decode)
+    return RowSpan(
+        row.num_tokens, row.start + row.num_tokens, row.checkpoints, is_prompt=not row.is_decode
+    )
 
 
 def pack_step(rows: Sequence[RowPlan]) -> PackedStep:
@@ -121,7 +126,9 @@ def pack_padded(rows: Sequence[RowPlan], size: StepSize, padding_row: int) -> Pa
         "pieces": (4 * size.num_pieces, 0),
         "chunk_rows": (2 * size.num_prompts, 0),
     }
-    return PackedStep({name: _pad(parts[name], *given) for name, given in lengths_and_fills.items()})
+    return PackedStep(
+        {name: _pad(parts[name], *given) for name, given in lengths_and_fills.items()}
+    )
 
 
 def _pack(rows: Sequence[RowPlan]) -> dict[str, np.ndarray]:

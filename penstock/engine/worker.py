@@ -122,7 +122,9 @@ def die_with_the_server() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _read_messages(channel: EngineChannel, inbox: queue.SimpleQueue[ToEngine], clock: StepClock) -> None:
+def _read_messages(
+    channel: EngineChannel, inbox: queue.SimpleQueue[ToEngine], clock: StepClock
+) -> None:
     """The reader thread. When the server is gone, the main thread may still be loading or in a
     device call, and there is nothing to save: exiting at once frees the device's memory soonest."""
     try:
@@ -202,7 +204,9 @@ def warm_up(engine: Engine, prompt: tuple[int, ...] = (0,), tenant: str = "") ->
     and the prompt is in the prefix cache."""
     sampling = SamplingParams(max_tokens=WARM_UP_TOKENS)
     pooling = None if engine.info.has_head else Pooling()
-    engine.submit(Request(id="warm-up", token_ids=prompt, sampling=sampling, pooling=pooling, tenant=tenant))
+    engine.submit(
+        Request(id="warm-up", token_ids=prompt, sampling=sampling, pooling=pooling, tenant=tenant)
+    )
     while engine.has_work:
         engine.step()
 
@@ -252,7 +256,9 @@ def _send_or_fail(deltas: list[TokenDelta], engine: Engine, channel: EngineChann
         log.error("request %s ends: %s", delta.request_id, error)
         engine.drop(delta.request_id)
         channel.send(
-            Deltas([TokenDelta(delta.request_id, finish="error", error=f"{error.what}. {error.why}")])
+            Deltas(
+                [TokenDelta(delta.request_id, finish="error", error=f"{error.what}. {error.why}")]
+            )
         )
 
 

@@ -26,7 +26,9 @@ def listed_model(client: HttpClient) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a load. `answer` is the number that the reply to a spot check must end with."""
+    """One request of a load. `answer` is the number that the reply to a spot check must end
+    with.
+    """
 
     prompt: str
     max_tokens: int
@@ -82,7 +84,9 @@ class ChatRequests:
     def count_tokens(self, prompt: str) -> int:
         """The length of a prompt as the server counts it, chat template included: requests one
         token."""
-        answer = self.client.json("POST", self.path, self._fields(prompt) | self._extra | {"max_tokens": 1})
+        answer = self.client.json(
+            "POST", self.path, self._fields(prompt) | self._extra | {"max_tokens": 1}
+        )
         try:
             return int(answer["usage"]["prompt_tokens"])
         except (LookupError, TypeError, ValueError) as error:

@@ -115,7 +115,9 @@ def judge(check: Check, probe: Probe) -> Verdict:
         return Verdict(check, "FAIL", f"{error.what} {error.why}".strip())
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         # An answer of an unforeseen shape is the server's fault and must not crash the judge.
-        return Verdict(check, "FAIL", f"saw an answer that cannot be read ({type(error).__name__}: {error})")
+        return Verdict(
+            check, "FAIL", f"saw an answer that cannot be read ({type(error).__name__}: {error})"
+        )
 
 
 def run(settings: CheckSettings, reporter: Reporter) -> int:
@@ -157,8 +159,12 @@ def _model_or_any(probe: Probe) -> str:
         return UNLISTED_MODEL
 
 
-def _conclude(verdicts: Sequence[Verdict], settings: CheckSettings, model: str, reporter: Reporter) -> int:
-    counts = {mark: sum(verdict.mark == mark for verdict in verdicts) for mark in ("PASS", "FAIL", "SKIP")}
+def _conclude(
+    verdicts: Sequence[Verdict], settings: CheckSettings, model: str, reporter: Reporter
+) -> int:
+    counts = {
+        mark: sum(verdict.mark == mark for verdict in verdicts) for mark in ("PASS", "FAIL", "SKIP")
+    }
     counted = f"{counts['PASS']} passed, {counts['FAIL']} failed, {counts['SKIP']} not tested"
     print(f"\n{counted}: {settings.base_url}")
     fields = {

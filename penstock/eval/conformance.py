@@ -49,7 +49,9 @@ def model_list(probe: Probe) -> str:
         cards = json.loads(data)["data"]
         names = [card["id"] for card in cards]
     except (ValueError, LookupError, TypeError):
-        raise CheckFailed(f"saw {show(data.decode(errors='replace'))}; expected data[].id") from None
+        raise CheckFailed(
+            f"saw {show(data.decode(errors='replace'))}; expected data[].id"
+        ) from None
     expect(bool(names), "no model", "at least one")
     limits = [card.get("max_model_len") for card in cards]
     if isinstance(limits[0], int):
@@ -64,7 +66,11 @@ def required_fields(probe: Probe) -> str:
     kind = field_of(reply.fields, "object", str)
     expect(kind == "chat.completion", f"object = {kind}", "chat.completion")
     created = field_of(reply.fields, "created", int)
-    expect(abs(time.time() - created) < A_DAY_S, f"created = {created}", "seconds since 1970, about now")
+    expect(
+        abs(time.time() - created) < A_DAY_S,
+        f"created = {created}",
+        "seconds since 1970, about now",
+    )
     field_of(reply.fields, "model", str)
     index = field_of(reply.choice, "index", int)
     expect(index == 0, f"choices[0].index = {index}", "0")
@@ -129,7 +135,11 @@ def _cut(reply: Reply) -> tuple[str, str]:
 
 
 def _expect_stopped(reply: Reply, whole: Reply, piece: str, before: str) -> None:
-    expect(piece not in reply.content, f"{piece!r} in the reply", f"an end before the stop string {piece!r}")
+    expect(
+        piece not in reply.content,
+        f"{piece!r} in the reply",
+        f"an end before the stop string {piece!r}",
+    )
     expect(reply.content.strip() == before.strip(), reply.content, repr(before))
     expect(reply.finish_reason == "stop", f"finish_reason = {reply.finish_reason}", "stop")
     count, most = reply.usage["completion_tokens"], whole.usage["completion_tokens"]
@@ -149,13 +159,17 @@ def four_stop_strings(probe: Probe) -> str:
     piece, before = _cut(whole)
     _expect_stopped(probe.ask(QUESTION, stop=[*UNLIKELY, piece]), whole, piece, before)
     unstopped = probe.ask(QUESTION, stop=[*UNLIKELY, UNLIKELY[0][:2]])
-    expect(unstopped.content == whole.content, unstopped.content, f"{show(whole.content)}, unstopped")
+    expect(
+        unstopped.content == whole.content, unstopped.content, f"{show(whole.content)}, unstopped"
+    )
     return f"the fourth of four, {piece!r}, ended the reply; four that never come changed nothing"
 
 
 def greedy_is_repeatable(probe: Probe) -> str:
     again = probe.ask(QUESTION).content
-    expect(again == probe.greedy.content, again, f"{show(probe.greedy.content)} again at temperature 0")
+    expect(
+        again == probe.greedy.content, again, f"{show(probe.greedy.content)} again at temperature 0"
+    )
     return "the same text twice at temperature 0"
 
 
@@ -198,7 +212,9 @@ def any_model_name(probe: Probe) -> str:
 
 
 def _texts(chunks: Sequence[dict[str, Any]]) -> str:
-    deltas = [choice.get("delta") or {} for chunk in chunks for choice in chunk.get("choices") or ()]
+    deltas = [
+        choice.get("delta") or {} for chunk in chunks for choice in chunk.get("choices") or ()
+    ]
     return "".join(delta.get("content") or "" for delta in deltas)
 
 
@@ -206,7 +222,9 @@ def stream_is_the_same(probe: Probe) -> str:
     whole, chunks = probe.greedy, probe.stream(QUESTION)
     text = _texts(chunks)
     expect(text == whole.content, text, f"{show(whole.content)}, as without stream")
-    reasons = [choice.get("finish_reason") for chunk in chunks for choice in chunk.get("choices") or ()]
+    reasons = [
+        choice.get("finish_reason") for chunk in chunks for choice in chunk.get("choices") or ()
+    ]
     given = [reason for reason in reasons if reason]
     expect(given == [whole.finish_reason], f"finish_reason {given}", f"{whole.finish_reason}, once")
     return f"{len(chunks)} chunks have the text of the whole reply, {given[0]} and [DONE]"
@@ -231,7 +249,9 @@ def stream_usage(probe: Probe) -> str:
     chunks = probe.stream(QUESTION, stream_options={"include_usage": True})
     expect(bool(chunks), "no chunk", "some")
     last = chunks[-1]
-    expect(last.get("choices") == [], f"choices = {show(last.get('choices'))} in the last chunk", "[]")
+    expect(
+        last.get("choices") == [], f"choices = {show(last.get('choices'))} in the last chunk", "[]"
+    )
     usage = Reply(last).usage
     expect(usage == whole.usage, usage, f"{show(whole.usage)}, as without stream")
     return f"the last chunk has the usage of the whole reply, {show(usage)}"
@@ -298,7 +318,11 @@ def completion_recount(probe: Probe) -> str:
         claimed = reply.usage["completion_tokens"]
         count = probe.counter.recount(reply.content, claimed, reply.finish_reason)
         hint = THINKS if reply.thought else ""  # usage has the thought, content has not
-        expect(not count.is_off, f"completion_tokens = {claimed}", f"{count.counted}, counted again{hint}")
+        expect(
+            not count.is_off,
+            f"completion_tokens = {claimed}",
+            f"{count.counted}, counted again{hint}",
+        )
         seen.append(f"{claimed}/{count.counted}")
     return f"completions claimed/counted again: {', '.join(seen)}"
 
@@ -316,7 +340,9 @@ FAULTY: dict[str, Any] = {
 
 
 def refusals(probe: Probe) -> str:
-    bodies = [fault if isinstance(fault, bytes) else probe.body(SUM, **fault) for fault in FAULTY.values()]
+    bodies = [
+        fault if isinstance(fault, bytes) else probe.body(SUM, **fault) for fault in FAULTY.values()
+    ]
     statuses, broken = set(), []
     for name, body in zip(FAULTY, bodies):
         (answer,) = probe.send(body)
@@ -326,7 +352,9 @@ def refusals(probe: Probe) -> str:
             broken.append(f"{name}: {failure}")
     if broken:
         raise CheckFailed("; ".join(broken))
-    return f"{len(FAULTY)} faulty requests were refused with {', '.join(map(str, sorted(statuses)))}"
+    return (
+        f"{len(FAULTY)} faulty requests were refused with {', '.join(map(str, sorted(statuses)))}"
+    )
 
 
 def too_long(probe: Probe) -> str:

@@ -31,7 +31,9 @@ def many_at_once(probe: Probe) -> str:
         except CheckFailed as failure:
             faults.append(str(failure))
     if faults:
-        raise CheckFailed(f"{len(faults)} of {NUM_AT_ONCE} requests at once failed; the first {faults[0]}")
+        raise CheckFailed(
+            f"{len(faults)} of {NUM_AT_ONCE} requests at once failed; the first {faults[0]}"
+        )
     mixed_up = [(one, other) for one, other in zip(alone, texts) if one != other]
     if mixed_up:
         expect(
@@ -64,7 +66,11 @@ def leaving_frees_the_place(probe: Probe) -> str:
         f"{took_s:.2f} s for a short reply after {NUM_LEAVING} clients disconnected",
         f"about {idle_s:.2f} s as before: their places are not given back",
     )
-    return f"after {NUM_LEAVING} clients disconnected, a reply took {took_s:.2f} s, {idle_s:.2f} s before"
+    return (
+        f"after {NUM_LEAVING} clients disconnected, a reply took {took_s:.2f} s, {idle_s:.2f} "
+        "s "
+        "before"
+    )
 
 
 def _seconds_of_a_reply(probe: Probe) -> float:

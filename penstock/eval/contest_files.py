@@ -76,7 +76,8 @@ def read_throughput(flag: str, path: str) -> Throughput:
         raise PenstockError(
             f"{flag} {path} has no throughput",
             f"{type(error).__name__}: {error}.",
-            'It must have {"levels": [{"concurrency": 1, "verified_tok_s": 984.0}, ...]}, or as the contest '
+            'It must have {"levels": [{"concurrency": 1, "verified_tok_s": 984.0}, ...]}, or as '
+            "the contest "
             'writes it {"results": [{"concurrency": 1, "throughput_tok_per_sec": 984.0}, ...]}.',
         ) from error
 
@@ -88,9 +89,13 @@ def _read_levels(fields: Mapping[str, Any]) -> Throughput:
         int(row["concurrency"]): float(row["verified_tok_s"] if row in verified else row["tok_s"])
         for row in rows
     }
-    baseline = {int(row["concurrency"]): row["baseline_tok_s"] for row in rows if row.get("baseline_tok_s")}
+    baseline = {
+        int(row["concurrency"]): row["baseline_tok_s"] for row in rows if row.get("baseline_tok_s")
+    }
     # Older files have it only at the top.
-    return Throughput(levels, len(verified) == len(rows) and fields.get("recounted") is not False, baseline)
+    return Throughput(
+        levels, len(verified) == len(rows) and fields.get("recounted") is not False, baseline
+    )
 
 
 def read_correctness(flag: str, path: str) -> Correctness:
@@ -103,7 +108,9 @@ def read_correctness(flag: str, path: str) -> Correctness:
         details = fields.get("full_results") or {}
         # Its `accuracy` is whichever match came first; the gate is about the flexible one.
         flexible = details.get(FLEXIBLE, fields["accuracy"])
-        return Correctness(float(flexible), details.get(STRICT), str(fields.get("task", "unknown problems")))
+        return Correctness(
+            float(flexible), details.get(STRICT), str(fields.get("task", "unknown problems"))
+        )
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise PenstockError(
             f"{flag} {path} has no share of right answers",

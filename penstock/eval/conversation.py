@@ -74,7 +74,11 @@ class Mentions:
         wanted = [_spaced(value) for value in self.values]
         # "Sky Blue" is expected, and "Blue" is one of the others: a value inside an expected one is
         # no second answer.
-        others = [other for other in map(_spaced, self.others) if not any(other in value for value in wanted)]
+        others = [
+            other
+            for other in map(_spaced, self.others)
+            if not any(other in value for value in wanted)
+        ]
         return (
             not reply.calls
             and CALL_START not in reply.content
@@ -126,11 +130,15 @@ class Conversation:
 
     def accepts(self, text: str) -> bool:
         """Whether `text`, written after the generation prompt, is a right last turn."""
-        return self.check.accepts(Reply.from_text(text, is_thinking=self.enable_thinking, tools=self.tools))
+        return self.check.accepts(
+            Reply.from_text(text, is_thinking=self.enable_thinking, tools=self.tools)
+        )
 
 
 def _spaced(text: str) -> str:
-    """The text with everything but letters, digits and what joins them in a code as single spaces."""
+    """The text with everything but letters, digits and what joins them in a code as single
+    spaces.
+    """
     kept = "".join(c if c.isalnum() or c in "-_" else " " for c in text)
     return " ".join(kept.split())
 
@@ -142,7 +150,9 @@ def _read_check(fields: Mapping[str, Any]) -> Check:
         case "ExactText":
             return ExactText(fields["text"])
         case "ExactCalls":
-            return ExactCalls(tuple(Call(call["name"], call["arguments"]) for call in fields["calls"]))
+            return ExactCalls(
+                tuple(Call(call["name"], call["arguments"]) for call in fields["calls"])
+            )
         case "Mentions":
             return Mentions(tuple(fields["values"]), tuple(fields["others"]))
     raise ValueError(f"no check is called {fields['type']!r}")

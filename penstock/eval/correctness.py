@@ -53,23 +53,30 @@ class CorrectnessSettings:
     base_url: str = setting("http://127.0.0.1:8000", "a running server")
     model: str = setting("", "name to send (default: the server's first model)")
     limit: float = setting(
-        200, "problems to run, as a count or a fraction: 0.1 (default: 200; quality: 100 of each task)"
+        200,
+        "problems to run, as a count or a fraction: 0.1 (default: 200; quality: 100 of each task)",
     )
     num_concurrent: int = setting(8, "requests at a time")
     seed: int | None = setting(
-        None, "seed of problems and prompts (default: random, and reported; embedded: 1234; gates: 0)"
+        None,
+        "seed of problems and prompts (default: random, and reported; embedded: 1234; gates: 0)",
     )
     output: str | None = setting(None, "also write the last line to this file")
-    output_dir: str | None = setting(None, "folder for it instead: correctness.json or throughput.json")
+    output_dir: str | None = setting(
+        None, "folder for it instead: correctness.json or throughput.json"
+    )
     baseline: str | None = setting(None, "results of another server, to compare with")
     problems: str = setting(
         "gsm8k", "which problems; embedded: generated ones, for the tiny model", choices=PROBLEMS
     )
     data: str | None = setting(
         None,
-        "GSM8K's test.jsonl; quality: a folder of mmlu_pro, ifeval, gpqa_diamond (default: lm-eval fetches)",
+        "GSM8K's test.jsonl; quality: a folder of mmlu_pro, ifeval, gpqa_diamond (default: lm-eval "
+        "fetches)",
     )
-    max_tokens: int = setting(1024, "tokens of a reply (default: 1024; quality: 512, GPQA-Diamond 12288)")
+    max_tokens: int = setting(
+        1024, "tokens of a reply (default: 1024; quality: 512, GPQA-Diamond 12288)"
+    )
     timeout: float = setting(300.0, "seconds after which a request fails")
     body: str = setting(NO_THINKING, f"fields for every request, as JSON (default: {NO_THINKING})")
 
@@ -77,11 +84,17 @@ class CorrectnessSettings:
         require_limit(self.limit)
         require_at_least(1, num_concurrent=self.num_concurrent, max_tokens=self.max_tokens)
         if self.problems not in PROBLEMS:
-            raise ConfigError(f"--problems is {self.problems!r}", f"It must be one of {', '.join(PROBLEMS)}.")
+            raise ConfigError(
+                f"--problems is {self.problems!r}", f"It must be one of {', '.join(PROBLEMS)}."
+            )
         if self.problems == "embedded" and self.data:
-            raise ConfigError("--data and --problems embedded are both set", "Embedded problems use no file.")
+            raise ConfigError(
+                "--data and --problems embedded are both set", "Embedded problems use no file."
+            )
         if self.problems == "embedded" and self.limit < 1:
-            raise ConfigError(f"--limit is {self.limit}", "Generated problems have no total for a fraction.")
+            raise ConfigError(
+                f"--limit is {self.limit}", "Generated problems have no total for a fraction."
+            )
 
 
 def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
@@ -96,7 +109,9 @@ def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
     data = require_data("--data", settings.data, "GSM8K's test.jsonl")
     if not is_embedded:
         require_lm_eval()
-    model = settings.model or listed_model(HttpClient(settings.base_url, timeout_s=settings.timeout))
+    model = settings.model or listed_model(
+        HttpClient(settings.base_url, timeout_s=settings.timeout)
+    )
     start_s = time.monotonic()
     if is_embedded:
         grades = ask_embedded(settings, model, seed, reporter)
@@ -134,7 +149,9 @@ def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
 
 @dataclass(slots=True)
 class Grades:
-    """`num_flexible` are right in any format of the number, `num_strict` in the requested format."""
+    """`num_flexible` are right in any format of the number, `num_strict` in the requested
+    format.
+    """
 
     problems: str
     num_asked: int
@@ -180,10 +197,13 @@ class Grades:
 def ask_gsm8k(data: Path | None, asking: Asking) -> Grades:
     """GSM8K-CoT, 8-shot, as lm-eval asks and grades it: from the file, or from the set that it
     fetches."""
-    task = LocalTask("penstock_gsm8k_cot", "gsm8k/gsm8k-cot.yaml", "test", data, {"num_fewshot": NUM_FEWSHOT})
+    task = LocalTask(
+        "penstock_gsm8k_cot", "gsm8k/gsm8k-cot.yaml", "test", data, {"num_fewshot": NUM_FEWSHOT}
+    )
     found = evaluate([task], asking)
     by_filter = {
-        name: [sample for sample in found.samples if sample["filter"] == name] for name in (FLEXIBLE, STRICT)
+        name: [sample for sample in found.samples if sample["filter"] == name]
+        for name in (FLEXIBLE, STRICT)
     }
     grades = Grades(
         problems="gsm8k",
@@ -196,11 +216,15 @@ def ask_gsm8k(data: Path | None, asking: Asking) -> Grades:
     )
     for sample in by_filter[FLEXIBLE]:
         if not sample["exact_match"]:
-            grades.keep_wrong(sample["doc"]["question"], str(sample["target"]), str(sample["resps"][0][0]))
+            grades.keep_wrong(
+                sample["doc"]["question"], str(sample["target"]), str(sample["resps"][0][0])
+            )
     return grades
 
 
-def ask_embedded(settings: CorrectnessSettings, model: str, seed: int, reporter: Reporter) -> Grades:
+def ask_embedded(
+    settings: CorrectnessSettings, model: str, seed: int, reporter: Reporter
+) -> Grades:
     """Word problems held out from the embedded model's training: they need no file and no other
     package."""
     endpoint, asked = (
@@ -253,7 +277,8 @@ def describe(grades: Grades, baseline: Correctness | None = None) -> str:
     if baseline is not None:
         share = percent(grades.flexible, baseline.flexible)
         lines.append(
-            f"  baseline              {baseline.flexible:7.1%}  ({share} of it; {baseline.problems})"
+            f"  baseline              {baseline.flexible:7.1%}  ({share} of it; "
+            f"{baseline.problems})"
         )
     verdict = "PASSED" if grades.has_passed else "MISSED"
     lines.append(f"  gate                  {GATE:7.1%}  {verdict}")

@@ -22,7 +22,9 @@ DRAFTED, ACCEPTED = "penstock_draft_tokens_total", "penstock_draft_tokens_accept
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """How many tokens a server has drafted with the model's MTP head, and how many were accepted."""
+    """How many tokens a server has drafted with the model's MTP head, and how many were
+    accepted.
+    """
 
     num_drafted: float
     num_accepted: float
@@ -33,7 +35,9 @@ class DraftCounts:
 
 
 class Endpoint:
-    """A server behind a URL. Safe to use from several threads: every call has its own connection."""
+    """A server behind a URL. Safe to use from several threads: every call has its own
+    connection.
+    """
 
     def __init__(self, base_url: str, model: str = "") -> None:
         self._client = HttpClient(base_url, timeout_s=TIMEOUT_S)
@@ -77,7 +81,13 @@ def _as_sent(message: Message) -> Message:
     if "tool_calls" not in message:
         return message
     calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"]),
+            },
+        }
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}

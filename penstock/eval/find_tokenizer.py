@@ -87,14 +87,18 @@ def find_tokenizer(given: str | None, client: HttpClient, model: str) -> FoundTo
 
 def find_folder(client: HttpClient, model: str) -> str | None:
     """The served model's folder, if this machine has it."""
-    found = (folder for folder in _local_folders(client, model) if (folder / "tokenizer.json").is_file())
+    found = (
+        folder for folder in _local_folders(client, model) if (folder / "tokenizer.json").is_file()
+    )
     return next(map(str, found), None)
 
 
 def _local_folders(client: HttpClient, model: str) -> Iterator[Path]:
     names = [model]
     with contextlib.suppress(PenstockError):  # a server without a list of models
-        names += [card["root"] for card in client.models() if card.get("id") == model and card.get("root")]
+        names += [
+            card["root"] for card in client.models() if card.get("id") == model and card.get("root")
+        ]
     for name in reversed(names):
         if os.sep in name:
             yield Path(name).expanduser()

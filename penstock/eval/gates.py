@@ -3,8 +3,8 @@
     penstock eval gates [--base-url URL] [--output F] [--limit N] [--seed S] [--concurrency 8]
 
 Works with any server of the OpenAI API, or any function from a conversation to a reply; `run_gates`
-is the same for both. Prints a table and, as its last line, one JSON object; exits with 1 when a gate
-is missed. Kinds without a threshold (`REPORTED`) are only reported.
+is the same for both. Prints a table and, as its last line, one JSON object; exits with 1 when a
+gate is missed. Kinds without a threshold (`REPORTED`) are only reported.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ GATES = (
 REPORTED = (Gate("refusals", _is_right),)
 
 
-def score(gate: Gate, problems: Sequence[Conversation], replies: Sequence[Reply | str | None]) -> GateResult:
+def score(
+    gate: Gate, problems: Sequence[Conversation], replies: Sequence[Reply | str | None]
+) -> GateResult:
     """Judges replies to `problems`, in their order; None is a failed request."""
     result = GateResult(gate.name, THRESHOLDS.get(gate.name), num_asked=len(problems))
     for conversation, answer in zip(problems, replies, strict=True):
@@ -192,7 +194,9 @@ def _read(conversation: Conversation, text: str) -> Reply:
 
 def _show_reply(reply: Reply) -> str:
     calls = " ".join(f"{call.name}({json.dumps(dict(call.arguments))})" for call in reply.calls)
-    return " ".join(part for part in (reply.content[:300], calls[:300], f"[{reply.finish_reason}]") if part)
+    return " ".join(
+        part for part in (reply.content[:300], calls[:300], f"[{reply.finish_reason}]") if part
+    )
 
 
 def format_table(results: Sequence[GateResult]) -> str:
@@ -202,7 +206,9 @@ def format_table(results: Sequence[GateResult]) -> str:
         share = "-" if result.share is None else f"{result.share:.1%}"
         needed = "-" if result.threshold is None else f"{result.threshold:.0%}"
         errors = f", {result.num_errors} without a reply" if result.num_errors else ""
-        lines.append(f"{result.name:<16} {counts:>11} {share:>7} {needed:>7}  {result.verdict}{errors}")
+        lines.append(
+            f"{result.name:<16} {counts:>11} {share:>7} {needed:>7}  {result.verdict}{errors}"
+        )
     return "\n".join(lines)
 
 
@@ -231,7 +237,9 @@ class GateSettings:
 
     def __post_init__(self) -> None:
         if self.limit != int(self.limit):
-            raise ConfigError(f"--limit is {self.limit:g}", "It must be a whole number of problems.")
+            raise ConfigError(
+                f"--limit is {self.limit:g}", "It must be a whole number of problems."
+            )
         require_at_least(1, limit=self.limit, concurrency=self.concurrency)
         if self.output and self.json:
             raise ConfigError("--output and --json are both set", "They mean the same: use one.")
@@ -263,7 +271,13 @@ def run(settings: GateSettings, reporter: Reporter) -> int:
         results[-1] = judge_acceptance(after.acceptance_since(before))
     num_reported = num_problems_reported(settings.limit)
     reported = ask_problems(
-        endpoint.ask, REPORTED, num_reported, settings.seed, settings.concurrency, show, reporter.bars
+        endpoint.ask,
+        REPORTED,
+        num_reported,
+        settings.seed,
+        settings.concurrency,
+        show,
+        reporter.bars,
     )
     elapsed_s = time.monotonic() - start
     is_missed = any(result.is_missed for result in results)

@@ -50,7 +50,8 @@ def read_questions(file: Path, limit: float, seed: int) -> list[Question]:
             raise PenstockError(
                 f"Line {number} of {file} is not a question of GPQA",
                 f"{type(error).__name__}: {error}.",
-                "It must be a JSON object with Question, Correct Answer and Incorrect Answer 1 to 3.",
+                "It must be a JSON object with Question, Correct Answer and Incorrect Answer 1 to "
+                "3.",
             ) from error
     return questions
 
@@ -62,7 +63,8 @@ def _as_asked(fields: Mapping[str, str], rng: Random) -> Question:
     listed = "\n".join(f"({letter}) {choice}" for letter, choice in zip(LETTERS, choices))
     text = (
         f"{fields['Question'].strip()}\n\n{listed}\n\n"
-        'One of the choices is right. End your reply with "The answer is (X)", where X is its letter.'
+        'One of the choices is right. End your reply with "The answer is (X)", where X is its '
+        "letter."
     )
     return Question(text, LETTERS[choices.index(right)])
 
@@ -93,7 +95,9 @@ def ask_gpqa(file: Path, asking: Asking, bars: Bars) -> Mark:
     if load.error is not None:
         raise load.error
     pairs = list(zip(questions, load.replies, strict=True))
-    num_right = sum(not reply.error and chosen_letter(reply) == question.letter for question, reply in pairs)
+    num_right = sum(
+        not reply.error and chosen_letter(reply) == question.letter for question, reply in pairs
+    )
     num_cut = sum(not reply.error and reply.finish_reason == "length" for reply in load.replies)
     return Mark(
         name=NAME,

@@ -140,7 +140,10 @@ def mmlu_by_subject(questions: Path | None) -> list[LocalTask]:
     if questions is not None:
         lines = questions.read_text(encoding="utf-8").splitlines()
         held = {json.loads(line).get("category") for line in lines if line.strip()}
-        subjects, examples = [subject for subject in SUBJECTS if subject in held], questions.parent / EXAMPLES
+        subjects, examples = (
+            [subject for subject in SUBJECTS if subject in held],
+            questions.parent / EXAMPLES,
+        )
         if not subjects:
             raise PenstockError(
                 f"{questions} has no question of MMLU-Pro",

@@ -2,9 +2,10 @@
 
     penstock eval latency --base-url URL [--warmup 5 --runs 50 --api chat --output F]
 
-Raw prompts go to /v1/completions, as in the contest; `--api chat` wraps them in a chat template. One
-request at a time, no prompt twice; the median of the timed runs counts, and the mean of the three
-speed-ups is the rank. Exits with 1 if a request failed or a reply had another length than requested.
+Raw prompts go to /v1/completions, as in the contest; `--api chat` wraps them in a chat template.
+One request at a time, no prompt twice; the median of the timed runs counts, and the mean of the
+three speed-ups is the rank. Exits with 1 if a request failed or a reply had another length than
+requested.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class LatencySettings:
     tokenizer: str | None = setting(None, "the model's folder, to generate prompts")
     seed: int | None = setting(None, "seed of the prompts (default: random)")
     timeout: float = setting(300.0, "seconds after which a request fails")
-    body: str | None = setting(None, "fields for every request, as JSON (default: chats without thinking)")
+    body: str | None = setting(
+        None, "fields for every request, as JSON (default: chats without thinking)"
+    )
 
     def __post_init__(self) -> None:
         require_at_least(1, runs=self.runs)
@@ -108,8 +111,12 @@ def read_sizes(text: str) -> list[tuple[int, int]]:
     sizes = []
     for part in text.split(","):
         prompt, _, reply = part.partition("+")
-        if not (prompt.strip().isdecimal() and reply.strip().isdecimal() and int(prompt) and int(reply)):
-            raise ConfigError(f"--sizes has {part!r}", "A size is written as tokens of prompt+reply: 64+128.")
+        if not (
+            prompt.strip().isdecimal() and reply.strip().isdecimal() and int(prompt) and int(reply)
+        ):
+            raise ConfigError(
+                f"--sizes has {part!r}", "A size is written as tokens of prompt+reply: 64+128."
+            )
         sizes.append((int(prompt), int(reply)))
     return sizes
 
@@ -120,7 +127,9 @@ def run(settings: LatencySettings, reporter: Reporter) -> int:
     seed, is_raw = draw_seed(settings.seed), settings.api == "completions"
     default_body = "{}" if is_raw else NO_THINKING
     body = read_fields("--body", default_body if settings.body is None else settings.body)
-    api = APIS[settings.api](settings.base_url, settings.model, extra=body, timeout_s=settings.timeout)
+    api = APIS[settings.api](
+        settings.base_url, settings.model, extra=body, timeout_s=settings.timeout
+    )
     counter = TokenCounter.load(settings.tokenizer) if settings.tokenizer else None
     with reporter.bars() as phases, timed("prompts", phases):
         prompts = make_prompts(api, counter, seed)
@@ -130,7 +139,8 @@ def run(settings: LatencySettings, reporter: Reporter) -> int:
     with LoadClients() as clients:
         for size in sizes:
             warmups, requests = (
-                maker.make([Arrival(0.0, *size)] * count) for count in (settings.warmup, settings.runs)
+                maker.make([Arrival(0.0, *size)] * count)
+                for count in (settings.warmup, settings.runs)
             )
             name, bars = "{}+{}".format(*size), reporter.bars
             load = clients.measure(name, api, requests, concurrency=1, bars=bars, warmups=warmups)
@@ -183,7 +193,9 @@ def format_results(results: Sequence[SizeResult]) -> str:
     columns = ["tokens", "runs", "median ms", "published ms", "speed-up", "failed", "other length"]
     lines = [format_table(columns, rows)]
     for result in results:
-        lines += [f"{count} FAILED: {message}" for message, count in result.summary.errors.most_common(3)]
+        lines += [
+            f"{count} FAILED: {message}" for message, count in result.summary.errors.most_common(3)
+        ]
     return "\n".join(lines)
 
 

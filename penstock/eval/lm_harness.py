@@ -31,7 +31,9 @@ MAX_MESSAGE_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class LocalTask:
-    """One of lm-eval's tasks; `source` is its YAML file below lm_eval/tasks, `data` its questions."""
+    """One of lm-eval's tasks; `source` is its YAML file below lm_eval/tasks, `data` its
+    questions.
+    """
 
     name: str
     source: str
@@ -42,7 +44,11 @@ class LocalTask:
 
     def write(self, folder: Path, tasks: Path) -> None:
         """Writes the task as a YAML file (JSON is a subset) that includes lm-eval's."""
-        fields: dict[str, Any] = {"include": str(tasks / self.source), "task": self.name, **self.changes}
+        fields: dict[str, Any] = {
+            "include": str(tasks / self.source),
+            "task": self.name,
+            **self.changes,
+        }
         if self.data is not None:
             files = {self.split: self.data}
             if self.examples is not None:
@@ -61,7 +67,11 @@ class LocalTask:
 def _with_equal_columns(files: Mapping[str, Path], folder: Path) -> dict[str, Path]:
     """Copies in which every row has every column: the splits of one data set must have the same."""
     rows = {
-        split: [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        split: [
+            json.loads(line)
+            for line in file.read_text(encoding="utf-8").splitlines()
+            if line.strip()
+        ]
         for split, file in files.items()
     }
     columns = {name: None for split in rows.values() for row in split for name in row}
@@ -117,7 +127,9 @@ def require_data(flag: str, data: str | None, wanted: str) -> Path | None:
         return None
     file = Path(data).expanduser()
     if not file.is_file():
-        raise PenstockError(f"{flag} {data} is not a file", f"It must be {wanted}, one JSON object per line.")
+        raise PenstockError(
+            f"{flag} {data} is not a file", f"It must be {wanted}, one JSON object per line."
+        )
     return file.resolve()
 
 
@@ -160,7 +172,9 @@ def evaluate(tasks: Sequence[LocalTask], asking: Asking) -> Evaluation:
                 f"{type(error).__name__}: {str(error)[:MAX_MESSAGE_CHARS]}.",
                 "Without a network, use --data.",
             ) from error
-    samples = [{**sample, "task": task.name} for task in tasks for sample in found["samples"][task.name]]
+    samples = [
+        {**sample, "task": task.name} for task in tasks for sample in found["samples"][task.name]
+    ]
     return Evaluation(
         metrics=_mean_metrics(
             [(found["results"][task.name], len(found["samples"][task.name])) for task in tasks]

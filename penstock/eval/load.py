@@ -95,7 +95,9 @@ _PartResult = tuple[list[StreamedReply], float, float]  # replies, largest lag, 
 
 @contextlib.contextmanager
 def _nothing_imported_from_here() -> Iterator[None]:
-    """A new process begins with `python -c`, which would import from the working directory first."""
+    """A new process begins with `python -c`, which would import from the working directory
+    first.
+    """
     name, before = "PYTHONSAFEPATH", os.environ.get("PYTHONSAFEPATH")
     os.environ[name] = "1"
     try:
@@ -151,7 +153,10 @@ class LoadClients:
             with timed(name, phases) as report:
 
                 def show(progress: LoadProgress) -> None:
-                    words, share = progress.in_words(len(requests)), progress.num_done / len(requests)
+                    words, share = (
+                        progress.in_words(len(requests)),
+                        progress.num_done / len(requests),
+                    )
                     report(Phase(name, words, share))
 
                 return self.run(api, requests, concurrency=concurrency, on_progress=show)
@@ -193,14 +198,20 @@ class LoadClients:
         wall_s = max(reply.ended_s for reply in replies) - min(reply.started_s for reply in replies)
         return LoadResult(requests, replies, wall_s, max(lags), max(cpus))
 
-    def _await_parts(self, num_clients: int, start_s: float, on_progress: OnProgress) -> list[_PartResult]:
-        waiting: dict[Any, int] = {pipe: client for client, pipe in enumerate(self._pipes[:num_clients])}
+    def _await_parts(
+        self, num_clients: int, start_s: float, on_progress: OnProgress
+    ) -> list[_PartResult]:
+        waiting: dict[Any, int] = {
+            pipe: client for client, pipe in enumerate(self._pipes[:num_clients])
+        }
         results: dict[int, _PartResult] = {}
         while waiting:
             for pipe in wait(list(waiting), timeout=PROGRESS_EVERY_S):
                 client = waiting.pop(pipe)
                 results[client] = self._hear(client)
-            num_done, num_failed, num_pieces = (sum(column) for column in zip(*self._counts[:num_clients]))
+            num_done, num_failed, num_pieces = (
+                sum(column) for column in zip(*self._counts[:num_clients])
+            )
             on_progress(LoadProgress(num_done, num_failed, num_pieces, time.monotonic() - start_s))
         return [results[client] for client in range(num_clients)]
 
@@ -233,7 +244,9 @@ def _run_part(part: _Part, start_s: float, counts: Any) -> _PartResult:
     answers = uvloop.run(_Sending(part, start_s, counts).send_all())
     cpu = (time.process_time() - cpu_s) / (time.monotonic() - began_s)
     gc.enable()
-    lags = [answer.started_s - start_s - at_s for answer, at_s in zip(answers, part.at_s, strict=True)]
+    lags = [
+        answer.started_s - start_s - at_s for answer, at_s in zip(answers, part.at_s, strict=True)
+    ]
     return [read_answer(answer) for answer in answers], 0.0 if part.max_at_once else max(lags), cpu
 
 
@@ -266,7 +279,9 @@ class _Sending:
             now_s = time.monotonic()
             answer = RawAnswer(now_s, now_s, failure=GIVEN_UP)
         else:
-            answer = await exchange(part.target, part.requests[number], part.timeout_s, self._note_piece)
+            answer = await exchange(
+                part.target, part.requests[number], part.timeout_s, self._note_piece
+            )
             self._num_hanging = self._num_hanging + 1 if answer.is_timeout else 0
         self._answers[number] = answer
         self._counts[0] += 1

@@ -46,7 +46,10 @@ class Spread:
         return cls(ordered[0], math.fsum(ordered) / len(ordered), p50, p90, p95, p99, ordered[-1])
 
     def as_dict(self) -> dict[str, float]:
-        return {name: round(getattr(self, name), 3) for name in ("mean", "p50", "p90", "p95", "p99", "max")}
+        return {
+            name: round(getattr(self, name), 3)
+            for name in ("mean", "p50", "p90", "p95", "p99", "max")
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,12 @@ class LoadSummary:
         return round(self.completion.total / self.num_events, 3) if self.num_events else None
 
     def as_dict(self) -> dict[str, Any]:
-        spreads = {"ttft_ms": self.ttft, "itl_ms": self.itl, "tpot_ms": self.tpot, "e2e_ms": self.e2e}
+        spreads = {
+            "ttft_ms": self.ttft,
+            "itl_ms": self.itl,
+            "tpot_ms": self.tpot,
+            "e2e_ms": self.e2e,
+        }
         return {
             "requests": self.num_requests,
             "ok": self.num_ok,

@@ -19,7 +19,9 @@ from penstock.eval.stream_client import RawAnswer, Target, exchange
 from penstock.http_client import HttpClient
 
 MAX_SHOWN_CHARS = 120
-QUESTION = "Tom has 3 apples and buys 4 more. How many apples does he have now? Solve it step by step."
+QUESTION = (
+    "Tom has 3 apples and buys 4 more. How many apples does he have now? Solve it step by step."
+)
 SUM = "What is 7 * 8? Reply with just the number."
 
 
@@ -122,8 +124,16 @@ class Probe:
     def body(self, content: str, **fields: Any) -> bytes:
         """A greedy chat with one message; a field that is None is omitted."""
         messages = [{"role": "user", "content": content}]
-        given = {"model": self.model, "messages": messages, "max_tokens": 48, "temperature": 0, **fields}
-        return json.dumps({name: value for name, value in given.items() if value is not None}).encode()
+        given = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": 48,
+            "temperature": 0,
+            **fields,
+        }
+        return json.dumps(
+            {name: value for name, value in given.items() if value is not None}
+        ).encode()
 
     def send(self, *bodies: bytes, timeout_s: float | None = None) -> list[RawAnswer]:
         """All of them at once, whatever they contain. A request that runs out of time is a client
@@ -132,7 +142,9 @@ class Probe:
         async def send_all() -> list[RawAnswer]:
             requests = [self._target.encode_request(body) for body in bodies]
             limit_s = timeout_s or self.timeout_s
-            return await asyncio.gather(*(exchange(self._target, request, limit_s) for request in requests))
+            return await asyncio.gather(
+                *(exchange(self._target, request, limit_s) for request in requests)
+            )
 
         return asyncio.run(send_all())
 
@@ -164,7 +176,9 @@ def read_reply(answer: RawAnswer) -> Reply:
 def read_chunks(answer: RawAnswer) -> list[dict[str, Any]]:
     lines = _body_of(answer).split(b"\n")
     events = [line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")]
-    expect(bool(events), show(b" ".join(lines).decode(errors="replace")), "lines that begin with data:")
+    expect(
+        bool(events), show(b" ".join(lines).decode(errors="replace")), "lines that begin with data:"
+    )
     expect(events[-1] == b"[DONE]", events[-1].decode(errors="replace"), "data: [DONE] at the end")
     chunks: list[dict[str, Any]] = []
     for event in events[:-1]:
@@ -184,11 +198,17 @@ def read_refusal(answer: RawAnswer) -> tuple[int, str]:
     """The status of an answer to a faulty request and its message, which must be JSON."""
     expect(not answer.failure, answer.failure, "an answer")
     data = b"".join(piece for _, piece in answer.pieces)
-    expect(400 <= answer.status < 500, f"HTTP {answer.status}: {show(data.decode(errors='replace'))}", "4xx")
+    expect(
+        400 <= answer.status < 500,
+        f"HTTP {answer.status}: {show(data.decode(errors='replace'))}",
+        "4xx",
+    )
     try:
         fields = json.loads(data)
     except ValueError:
-        raise CheckFailed(f"saw {show(data.decode(errors='replace'))}; expected a JSON error") from None
+        raise CheckFailed(
+            f"saw {show(data.decode(errors='replace'))}; expected a JSON error"
+        ) from None
     expect(isinstance(fields, dict), fields, "a JSON object")
     error = fields.get("error", fields)
     message = error.get("message", error.get("detail")) if isinstance(error, dict) else error
@@ -199,7 +219,9 @@ def read_refusal(answer: RawAnswer) -> tuple[int, str]:
 def _body_of(answer: RawAnswer) -> bytes:
     data = b"".join(piece for _, piece in answer.pieces)
     if answer.status not in (0, 200):
-        raise CheckFailed(f"saw HTTP {answer.status}: {show(data.decode(errors='replace'))}; expected 200")
+        raise CheckFailed(
+            f"saw HTTP {answer.status}: {show(data.decode(errors='replace'))}; expected 200"
+        )
     expect(not answer.failure, answer.failure, "a whole answer")
     expect(bool(answer.status), "no answer: the server hung up", "HTTP 200")
     return data

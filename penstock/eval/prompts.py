@@ -76,7 +76,11 @@ class PromptMaker:
         else:
             letters = Random(f"{self.seed}-letters").sample(LETTERS, len(LETTERS))
             turn, place = divmod(index, len(letters))
-            units = [letters[place], *self._number_as_words(turn), *rng.choices(self.words, k=num_units)]
+            units = [
+                letters[place],
+                *self._number_as_words(turn),
+                *rng.choices(self.words, k=num_units),
+            ]
         return " ".join(units[:num_units])
 
     def make_of_blocks(
@@ -87,7 +91,11 @@ class PromptMaker:
         units: list[str] = []
         for place, block in enumerate(block_ids):
             rng = Random(f"{self.seed}-block-{block}")
-            units += self._units(rng, block_tokens) if not place else rng.choices(self.words, k=block_tokens)
+            units += (
+                self._units(rng, block_tokens)
+                if not place
+                else rng.choices(self.words, k=block_tokens)
+            )
         return " ".join(units[: self._num_units(num_tokens)])
 
     def _num_units(self, num_tokens: int) -> int:
@@ -174,7 +182,9 @@ class TokenPrompts:
         return self._counter.count_prompt([{"role": "user", "content": prompt}])
 
     def make(self, index: int, num_tokens: int) -> str:
-        """The prompt with this number; if no repair gives the exact length, the nearest one found."""
+        """The prompt with this number; if no repair gives the exact length, the nearest one
+        found.
+        """
         _require_room(num_tokens, self.num_template_tokens)
         rng = Random(f"{self._seed}-{index}")
         ids = self._draw(rng, num_tokens - self.num_template_tokens)
@@ -224,7 +234,11 @@ class RequestMaker:
     """
 
     def __init__(
-        self, prompts: Prompts, *, num_shared: int = 0, count: Callable[[str], int | None] | None = None
+        self,
+        prompts: Prompts,
+        *,
+        num_shared: int = 0,
+        count: Callable[[str], int | None] | None = None,
     ) -> None:
         self._prompts = prompts
         self._num_shared = num_shared
@@ -237,7 +251,9 @@ class RequestMaker:
     def make_warmups(self, arrivals: Iterable[Arrival]) -> list[Request]:
         """With the same prompt lengths, all at once, and replies just long enough to run every kind
         of step."""
-        return self.make(Arrival(0.0, a.input_len, min(a.output_len, WARMUP_TOKENS)) for a in arrivals)
+        return self.make(
+            Arrival(0.0, a.input_len, min(a.output_len, WARMUP_TOKENS)) for a in arrivals
+        )
 
     def _make_one(self, arrival: Arrival) -> Request:
         prompts, length = self._prompts, arrival.input_len

@@ -1,9 +1,11 @@
 """Quality of a server's answers: MMLU-Pro, IFEval and GPQA-Diamond, asked as in the contest.
 
-    penstock eval quality --base-url URL --data FOLDER [--tasks mmlu_pro,ifeval,gpqa_diamond --limit 100]
+    penstock eval quality --base-url URL --data FOLDER [--tasks mmlu_pro,ifeval,gpqa_diamond --limit
+    100]
 
 The folder has mmlu_pro/*.jsonl (with validation.jsonl for worked examples), ifeval/*.jsonl and
-gpqa_diamond/*.jsonl; without it lm-eval fetches the first two. Exits with 0 if every gate is passed.
+gpqa_diamond/*.jsonl; without it lm-eval fetches the first two. Exits with 0 if every gate is
+passed.
 """
 
 from __future__ import annotations
@@ -43,17 +45,23 @@ class QualitySettings:
 
     base_url: str = setting("http://127.0.0.1:8000", "a running server")
     model: str = setting("", "name to send (default: the server's first model)")
-    tasks: str | None = setting(None, f"tasks among {','.join(TASKS)} (default: those with questions)")
+    tasks: str | None = setting(
+        None, f"tasks among {','.join(TASKS)} (default: those with questions)"
+    )
     data: str | None = setting(
         None, "a folder with mmlu_pro, ifeval, gpqa_diamond (default: lm-eval fetches)"
     )
-    limit: float | None = setting(None, "questions of a task, or a fraction (default: QUALITY_LIMIT or 100)")
+    limit: float | None = setting(
+        None, "questions of a task, or a fraction (default: QUALITY_LIMIT or 100)"
+    )
     num_concurrent: int = setting(8, "requests at a time")
     seed: int | None = setting(None, "seed of every request (default: random)")
     output: str | None = setting(None, "also write the last line to this file")
     max_tokens: int | None = setting(None, "tokens of a reply (default: 512; GPQA-Diamond: 12288)")
     timeout: float = setting(600.0, "seconds after which a request fails")
-    body: str | None = setting(None, "fields for every request, as JSON (default: only GPQA-Diamond thinks)")
+    body: str | None = setting(
+        None, "fields for every request, as JSON (default: only GPQA-Diamond thinks)"
+    )
 
     def __post_init__(self) -> None:
         require_at_least(1, num_concurrent=self.num_concurrent, max_tokens=self.max_tokens)
@@ -74,14 +82,29 @@ def run(settings: QualitySettings, reporter: Reporter) -> int:
     body = None if settings.body is None else read_fields("--body", settings.body)
     files, not_asked = _find_questions(settings)
     if any(name in KINDS for name in files):
-        require_lm_eval([package for name in files if name in KINDS for package in KINDS[name].packages])
+        require_lm_eval(
+            [package for name in files if name in KINDS for package in KINDS[name].packages]
+        )
     if "ifeval" in files:
         _require_sentence_splitter()
-    model = settings.model or listed_model(HttpClient(settings.base_url, timeout_s=settings.timeout))
-    asking = Asking(
-        settings.base_url, model, limit, settings.num_concurrent, seed, settings.timeout, 0, body or {}
+    model = settings.model or listed_model(
+        HttpClient(settings.base_url, timeout_s=settings.timeout)
     )
-    print(f"seed {seed}; {limit:g} {'of the' if limit < 1 else ''} questions of a task".replace("  ", " "))
+    asking = Asking(
+        settings.base_url,
+        model,
+        limit,
+        settings.num_concurrent,
+        seed,
+        settings.timeout,
+        0,
+        body or {},
+    )
+    print(
+        f"seed {seed}; {limit:g} {'of the' if limit < 1 else ''} questions of a task".replace(
+            "  ", " "
+        )
+    )
     for name, why in not_asked.items():
         print(f"skipped: {name}, {why}")
     start_s = time.monotonic()
@@ -144,22 +167,29 @@ def _questions_of(name: str, folder: str | None) -> Path | None:
             return None
         raise PenstockError(
             "GPQA-Diamond needs --data",
-            "Its authors give it only to people who promise not to publish it, so it is never downloaded.",
-            f"Put it into FOLDER/{gpqa.NAME}/test.jsonl and use --data FOLDER, or remove it from --tasks.",
+            "Its authors give it only to people who promise not to publish it, so it is never "
+            "downloaded.",
+            f"Put it into FOLDER/{gpqa.NAME}/test.jsonl and use --data FOLDER, or remove it from "
+            "--tasks.",
         )
     files = [
-        file for file in sorted((Path(folder).expanduser() / name).glob("*.jsonl")) if file.name != EXAMPLES
+        file
+        for file in sorted((Path(folder).expanduser() / name).glob("*.jsonl"))
+        if file.name != EXAMPLES
     ]
     if len(files) != 1:
         raise PenstockError(
             f"--data {folder} has no questions for {name}",
-            f"Its folder {name} has {len(files)} .jsonl files besides {EXAMPLES}; exactly one is needed.",
+            f"Its folder {name} has {len(files)} .jsonl files besides {EXAMPLES}; exactly one is "
+            "needed.",
             f"Put the questions there, or remove {name} from --tasks.",
         )
     return files[0].resolve()
 
 
-def _ask(name: str, file: Path | None, asking: Asking, settings: QualitySettings, reporter: Reporter) -> Mark:
+def _ask(
+    name: str, file: Path | None, asking: Asking, settings: QualitySettings, reporter: Reporter
+) -> Mark:
     if name in KINDS:
         body: Mapping[str, Any] = (
             asking.body if settings.body is not None else read_fields("--body", NO_THINKING)
@@ -200,5 +230,6 @@ def _require_sentence_splitter() -> None:
         raise PenstockError(
             "IFEval needs nltk's punkt_tab, which is not installed",
             "It is needed to count sentences.",
-            "With a network: python -m nltk.downloader punkt_tab. Without: --tasks mmlu_pro,gpqa_diamond.",
+            "With a network: python -m nltk.downloader punkt_tab. Without: --tasks "
+            "mmlu_pro,gpqa_diamond.",
         ) from None

@@ -60,7 +60,9 @@ def recount_reply(counter: ReplyCounter, text: str, claimed: int, finish_reason:
 class TokenCounter:
     """A tokenizer and, if the folder has one, a chat template, with thinking off."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, template: minijinja.Environment | None) -> None:
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, template: minijinja.Environment | None
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         added = tokenizer.get_added_tokens_decoder()
@@ -147,7 +149,9 @@ def _load_template(folder: Path) -> minijinja.Environment | None:
     try:
         environment.add_template(TEMPLATE, source)
     except minijinja.TemplateError as error:
-        raise PenstockError(f"The chat template in {folder} cannot be compiled", f"{error}.") from error
+        raise PenstockError(
+            f"The chat template in {folder} cannot be compiled", f"{error}."
+        ) from error
     return environment
 
 

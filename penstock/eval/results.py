@@ -101,9 +101,13 @@ def read_results(flag: str, path: str) -> dict[str, Any]:
     try:
         fields = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise PenstockError(f"{flag} {path} cannot be read", f"{type(error).__name__}: {error}.") from error
+        raise PenstockError(
+            f"{flag} {path} cannot be read", f"{type(error).__name__}: {error}."
+        ) from error
     if not isinstance(fields, dict):
-        raise PenstockError(f"{flag} {path} has no results", f"It is a JSON {type(fields).__name__}.")
+        raise PenstockError(
+            f"{flag} {path} has no results", f"It is a JSON {type(fields).__name__}."
+        )
     return fields
 
 
@@ -126,7 +130,9 @@ def draw_seed(seed: int | None) -> int:
 def require_at_least(least: int, **counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}", f"It must be {least} or more.")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value}", f"It must be {least} or more."
+            )
 
 
 def require_above_zero(**values: float | None) -> None:

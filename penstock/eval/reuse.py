@@ -50,7 +50,9 @@ def possible_reuse(
     for arrival in arrivals:
         keys = list(_page_keys(arrival, page_tokens, next(numbers)))
         limit = (arrival.input_len - 1) // page_tokens
-        known = next((i for i, key in enumerate(keys[:limit]) if key not in pages), min(limit, len(keys)))
+        known = next(
+            (i for i, key in enumerate(keys[:limit]) if key not in pages), min(limit, len(keys))
+        )
         reused.append(known * page_tokens)
         for key in reversed(keys):  # of a prompt, the last page is evicted first
             pages[key] = None

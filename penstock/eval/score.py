@@ -1,9 +1,10 @@
-"""The score of a server: verified tokens per second, weighted by level; 0 below the correctness gate.
+"""The score of a server: verified tokens per second, weighted by level; 0 below the correctness
+gate.
 
     penstock eval score --correctness F --throughput F [--baseline F]
 
-Reads what the other measurements wrote; contacts no server. Exits with 0 if there is a score and with
-1 if the gate was missed.
+Reads what the other measurements wrote; contacts no server. Exits with 0 if there is a score and
+with 1 if the gate was missed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class ScoreSettings:
     def __post_init__(self) -> None:
         for name in ("correctness", "throughput"):
             if not getattr(self, name):
-                raise ConfigError(f"--{name} is missing", "A score needs the results of both measurements.")
+                raise ConfigError(
+                    f"--{name} is missing", "A score needs the results of both measurements."
+                )
 
 
 def weighted_sum(levels: Mapping[int, float]) -> float:
@@ -61,9 +64,15 @@ def run(settings: ScoreSettings, reporter: Reporter) -> int:
     verdict = "PASSED" if has_passed else "MISSED"
     share = f"{correctness.flexible:.1%} of {correctness.problems}"
     print(f"\ncorrectness  {share}, gate {GATE:.1%}: {verdict}")
-    print(f"score        {score:,.0f}" + ("" if has_passed else f", not {speed:,.0f}: the gate was missed"))
+    print(
+        f"score        {score:,.0f}"
+        + ("" if has_passed else f", not {speed:,.0f}: the gate was missed")
+    )
     if baseline_speed:
-        print(f"baseline     {baseline_speed:,.0f}; the score is {percent(score, baseline_speed)} of it")
+        print(
+            f"baseline     {baseline_speed:,.0f}; the score is {percent(score, baseline_speed)} of "
+            "it"
+        )
     fields = {
         "benchmark": "score",
         "score": round(score, 1),
@@ -86,7 +95,9 @@ def run(settings: ScoreSettings, reporter: Reporter) -> int:
     return int(not has_passed)
 
 
-def _format(levels: Mapping[int, float], baseline: Mapping[int, float], *, is_verified: bool) -> str:
+def _format(
+    levels: Mapping[int, float], baseline: Mapping[int, float], *, is_verified: bool
+) -> str:
     rows = []
     for level, weight in WEIGHTS.items():
         speed = levels.get(level)

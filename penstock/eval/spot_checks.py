@@ -54,7 +54,13 @@ INSTRUCTIONS = (
 SPOKEN = {
     "+": ("the sum of {a} and {b}", "{a} plus {b}", "{a} added to {b}"),
     "-": ("{a} minus {b}", "the difference of {a} and {b}", "{a} take away {b}"),
-    "*": ("{a} times {b}", "the product of {a} and {b}", "{a} multiplied by {b}", "{a} x {b}", "{a} × {b}"),
+    "*": (
+        "{a} times {b}",
+        "the product of {a} and {b}",
+        "{a} multiplied by {b}",
+        "{a} x {b}",
+        "{a} × {b}",
+    ),
     "/": ("{a} divided by {b}", "{a} over {b}", "{a} ÷ {b}"),
 }
 WRITTEN = {

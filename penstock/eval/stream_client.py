@@ -30,7 +30,9 @@ MAX_MESSAGE_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server of the OpenAI API: its address, resolved once, and the path of its chat completions."""
+    """A server of the OpenAI API: its address, resolved once, and the path of its chat
+    completions.
+    """
 
     address: str
     port: int
@@ -71,7 +73,9 @@ class Target:
 
 @dataclass(slots=True)
 class RawAnswer:
-    """The undecoded answer. Times are of the system's monotonic clock, which all processes share."""
+    """The undecoded answer. Times are of the system's monotonic clock, which all processes
+    share.
+    """
 
     started_s: float
     ended_s: float = 0.0
@@ -164,7 +168,9 @@ class StreamedReply:
     started_s: float
     ended_s: float
     error: str = ""
-    token_times_s: array[float] = field(default_factory=lambda: array("d"))  # of every event with text
+    token_times_s: array[float] = field(
+        default_factory=lambda: array("d")
+    )  # of every event with text
     text: str = ""
     content: str = ""  # the text without reasoning in a field of its own
     finish_reason: str = ""
@@ -246,7 +252,9 @@ def read_answer(answer: RawAnswer) -> StreamedReply:
         return reply
     is_whole = bool(answer.pieces) and not answer.failure and answer.pieces[0][1].startswith(b"{")
     try:
-        is_done = _read_whole(reply, answer) if is_whole else _read_events(reply, _events(answer.pieces))
+        is_done = (
+            _read_whole(reply, answer) if is_whole else _read_events(reply, _events(answer.pieces))
+        )
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         what = "The answer" if is_whole else "An event"
         reply.error = f"{what} is not a chat completion{'' if is_whole else ' chunk'}: {error}."
@@ -268,9 +276,13 @@ def read_answer(answer: RawAnswer) -> StreamedReply:
 
 
 def _read_whole(reply: StreamedReply, answer: RawAnswer) -> bool:
-    """An answer without a stream: one event, whose text is not timed because it came all at once."""
+    """An answer without a stream: one event, whose text is not timed because it came all at
+    once.
+    """
     body = b"".join(piece for _, piece in answer.pieces)
-    if not any(choice.message or choice.text is not None for choice in _EVENTS.decode(body).choices):
+    if not any(
+        choice.message or choice.text is not None for choice in _EVENTS.decode(body).choices
+    ):
         raise msgspec.ValidationError("it has no choice with a message or a text")
     return _read_events(reply, [(None, body), (None, b"[DONE]")])
 

@@ -3,11 +3,12 @@
     penstock eval throughput --base-url URL [--num-requests 64 --input-tokens 1024 --max-tokens 1024
                              --concurrency 1,2,4,8,16,32,64 --output F --baseline F]
 
-Only verified tokens count. With a tokenizer, named or found, prompts are random tokens and completions
-are tokenised again; they never count for more than the server's own number. Without one, prompts are
-made of words that the server counts as one token each, and its counts are not called verified. Sums
-among the requests check whether the model still works. A level that fails is reported, and the next
-one is tried. Exits with 0 if nothing failed and nothing was flagged, else with 1.
+Only verified tokens count. With a tokenizer, named or found, prompts are random tokens and
+completions are tokenised again; they never count for more than the server's own number. Without
+one, prompts are made of words that the server counts as one token each, and its counts are not
+called verified. Sums among the requests check whether the model still works. A level that fails is
+reported, and the next one is tried. Exits with 0 if nothing failed and nothing was flagged, else
+with 1.
 """
 
 from __future__ import annotations
@@ -59,9 +60,13 @@ class ThroughputSettings:
     max_tokens: int = setting(1024, "tokens of a reply, which may end earlier")
     concurrency: tuple[int, ...] = setting(LEVELS, "requests at a time, one level each")
     output: str | None = setting(None, "also write the last line to this file")
-    output_dir: str | None = setting(None, "folder for it instead: correctness.json or throughput.json")
+    output_dir: str | None = setting(
+        None, "folder for it instead: correctness.json or throughput.json"
+    )
     baseline: str | None = setting(None, "results of another server, to compare with")
-    tokenizer: str | None = setting(None, "the model's folder, to generate prompts and recount tokens")
+    tokenizer: str | None = setting(
+        None, "the model's folder, to generate prompts and recount tokens"
+    )
     seed: int | None = setting(None, "seed of prompts and spot checks (default: random)")
     timeout: float = setting(600.0, "seconds after which a request fails")
     body: str = setting(NO_THINKING, f"fields for every request, as JSON (default: {NO_THINKING})")
@@ -69,7 +74,10 @@ class ThroughputSettings:
 
     def __post_init__(self) -> None:
         require_at_least(
-            1, num_requests=self.num_requests, input_tokens=self.input_tokens, max_tokens=self.max_tokens
+            1,
+            num_requests=self.num_requests,
+            input_tokens=self.input_tokens,
+            max_tokens=self.max_tokens,
         )
         require_at_least(1, concurrency=min(self.concurrency))
         require_above_zero(timeout=self.timeout)
@@ -105,7 +113,9 @@ def run(settings: ThroughputSettings, reporter: Reporter) -> int:
             levels.append(judge_level(concurrency, result, found.counter))
             print(describe(levels[-1], baseline.get(concurrency)), flush=True)
     print(f"\n{format_levels(levels, baseline)}")
-    rows = [{**level.as_json(), "baseline_tok_s": baseline.get(level.concurrency)} for level in levels]
+    rows = [
+        {**level.as_json(), "baseline_tok_s": baseline.get(level.concurrency)} for level in levels
+    ]
     is_clean = all(level.is_clean for level in levels)
     fields = {
         "benchmark": "throughput",
@@ -137,7 +147,8 @@ def _about_counts(found: FoundTokenizer) -> str:
 def _request_maker(prompts: Prompts, counter: ReplyCounter | None) -> RequestMaker:
     if counter is not None:
         return RequestMaker(
-            prompts, count=lambda prompt: counter.count_prompt([{"role": "user", "content": prompt}])
+            prompts,
+            count=lambda prompt: counter.count_prompt([{"role": "user", "content": prompt}]),
         )
     return RequestMaker(prompts, count=None if prompts.is_exact else lambda prompt: None)
 
@@ -205,7 +216,9 @@ class LevelResult:
         return {
             "concurrency": self.concurrency,
             "tok_s": round(self.tok_s, 2),
-            "verified_tok_s": None if self.verified_tok_s is None else round(self.verified_tok_s, 2),
+            "verified_tok_s": None
+            if self.verified_tok_s is None
+            else round(self.verified_tok_s, 2),
             "claimed_tok_s": round(summary.tok_s, 2),
             "wall_s": round(summary.wall_s, 4),
             "requests": summary.num_requests,
@@ -240,7 +253,9 @@ def judge_level(concurrency: int, result: LoadResult, counter: ReplyCounter | No
     return level
 
 
-def _count(level: LevelResult, request: Request, reply: StreamedReply, counter: ReplyCounter | None) -> None:
+def _count(
+    level: LevelResult, request: Request, reply: StreamedReply, counter: ReplyCounter | None
+) -> None:
     claimed_prompt, claimed = reply.num_prompt_tokens, reply.num_completion_tokens
     num_prompt, num_completion = claimed_prompt, claimed
     if claimed > request.max_tokens:
@@ -250,7 +265,9 @@ def _count(level: LevelResult, request: Request, reply: StreamedReply, counter: 
         num_completion = request.max_tokens
     if request.num_prompt_tokens is not None:
         if claimed_prompt != request.num_prompt_tokens:
-            level.discrepancies.append(f"{claimed_prompt} prompt tokens, counted {request.num_prompt_tokens}")
+            level.discrepancies.append(
+                f"{claimed_prompt} prompt tokens, counted {request.num_prompt_tokens}"
+            )
         num_prompt = min(claimed_prompt, request.num_prompt_tokens)
     if counter is not None:
         recount = recount_reply(counter, reply.text, num_completion, reply.finish_reason)
@@ -286,9 +303,12 @@ def describe(level: LevelResult, baseline: float | None) -> str:
     ]
     lines += [f"  {count} FAILED: {message}" for message, count in summary.errors.most_common(5)]
     if level.discrepancies:
-        lines.append(f"  {len(level.discrepancies)} MISCOUNTED, the first: {level.discrepancies[0]}")
+        lines.append(
+            f"  {len(level.discrepancies)} MISCOUNTED, the first: {level.discrepancies[0]}"
+        )
     lines += [
-        f"  WRONG spot check: {wrong['question']!r} is {wrong['wanted']}, the reply {wrong['got']!r}"
+        f"  WRONG spot check: {wrong['question']!r} is {wrong['wanted']}, the reply "
+        f"{wrong['got']!r}"
         for wrong in level.wrong_checks
     ]
     return "\n".join(lines)
@@ -309,5 +329,15 @@ def format_levels(levels: Sequence[LevelResult], baseline: Mapping[int, float]) 
         for level in levels
     ]
     return format_table(
-        ["at a time", "verified tok/s", "claimed", "of baseline", "wall s", "ok", "miscounted", "sums"], rows
+        [
+            "at a time",
+            "verified tok/s",
+            "claimed",
+            "of baseline",
+            "wall s",
+            "ok",
+            "miscounted",
+            "sums",
+        ],
+        rows,
     )

@@ -82,7 +82,9 @@ def _read_json_lines(file: Iterable[str]) -> Iterator[Arrival]:
     for line in file:
         row = json.loads(line)
         blocks = tuple(row.get("hash_ids", ()))
-        yield Arrival(row["timestamp"] / 1e3, int(row["input_length"]), int(row["output_length"]), blocks)
+        yield Arrival(
+            row["timestamp"] / 1e3, int(row["input_length"]), int(row["output_length"]), blocks
+        )
 
 
 def poisson_arrivals(
@@ -118,4 +120,6 @@ class Clamp:
             input_len = min(input_len, self.max_input)
         if self.max_total is not None:
             input_len = min(input_len, self.max_total - output_len)
-        return dataclasses.replace(arrival, input_len=max(self.min_input, input_len), output_len=output_len)
+        return dataclasses.replace(
+            arrival, input_len=max(self.min_input, input_len), output_len=output_len
+        )

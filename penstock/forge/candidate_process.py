@@ -1,10 +1,11 @@
-"""The process in which candidate engines run, and nothing else. Imports no Penstock but the file beside it.
+"""The process in which candidate engines run, and nothing else. Imports no Penstock but the file
+beside it.
 
-One process imports torch and then forks for every candidate, so that a trial does not wait for imports. The
-child gives up what it does not need (`confine`) before the candidate's first line runs, and then does what
-the judge in the other process says: build, play calls, hand out logits, profile. Clocks and right answers are
-with the judge. Messages are lines of JSON, logits raw float32 behind them: the judge
-never unpickles anything from here.
+One process imports torch and then forks for every candidate, so that a trial does not wait for
+imports. The child gives up what it does not need (`confine`) before the candidate's first line
+runs, and then does what the judge in the other process says: build, play calls, hand out logits,
+profile. Clocks and right answers are with the judge. Messages are lines of JSON, logits raw float32
+behind them: the judge never unpickles anything from here.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ Confine = Callable[[list[str], dict[str, Any]], dict[str, str]]
 
 
 class NoLogits(Exception):
-    """A call was answered with something else. That ends a candidate: as an outcome it might pass for a
-    refusal."""
+    """A call was answered with something else. That ends a candidate: as an outcome it might pass
+    for a refusal.
+    """
 
 
 class PenstockRefused(importlib.abc.MetaPathFinder):
@@ -44,14 +46,19 @@ class PenstockRefused(importlib.abc.MetaPathFinder):
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    for ending in (signal.SIGINT, signal.SIGTERM):  # they are for the judge, who then ends this process
+    for ending in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # they are for the judge, who then ends this process
         signal.signal(ending, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     confine = load_file("confine", str(Path(__file__).with_name("confine.py"))).confine
     import_for_all(sys.argv[2] == "cuda")
     sys.meta_path.insert(0, PenstockRefused())
     while True:
-        message, ancillary, _, _ = control.recvmsg(1 << 16, socket.CMSG_SPACE(array.array("i").itemsize))
+        message, ancillary, _, _ = control.recvmsg(
+            1 << 16, socket.CMSG_SPACE(array.array("i").itemsize)
+        )
         if not message:
             return
         descriptors = array.array("i")
@@ -88,7 +95,9 @@ def import_for_all(with_kernels: bool) -> None:
 
 
 def know_kernels_that_moved() -> None:
-    """Triton compiles a kernel anew when it stands on another line; from candidate to candidate most do."""
+    """Triton compiles a kernel anew when it stands on another line; from candidate to candidate
+    most do.
+    """
     from triton.runtime import jit
 
     JITCallable: Any = getattr(jit, "JITCallable", jit.JITFunction)
@@ -102,12 +111,15 @@ def know_kernels_that_moved() -> None:
 
 
 def fault_of_answer(answer: Any, device: str) -> str:
-    """Why these are no logits, if so. A tensor and nothing else: what computes only when somebody looks at it
-    does so when the clock has stopped."""
+    """Why these are no logits, if so. A tensor and nothing else: what computes only when somebody
+    looks at it does so when the clock has stopped.
+    """
     import torch
 
     if type(answer) is not torch.Tensor:
-        return f"answered with an object of type {type(answer).__name__}; a torch.Tensor is expected"
+        return (
+            f"answered with an object of type {type(answer).__name__}; a torch.Tensor is expected"
+        )
     if answer.device.type != device.partition(":")[0] or not answer.is_floating_point():
         return f"answered with {answer.dtype} on {answer.device}; logits on {device} are expected"
     return ""
@@ -144,8 +156,9 @@ class EnginePlayer:
         stop: Callable[[], Any],
         is_enough: Callable[[], bool] = lambda: False,
     ) -> tuple[list[Any], dict[int, Any]]:
-        """By call what was raised, the shape of the answer, or None; and the kept logits. Ends early, behind
-        a timed call, once it is enough."""
+        """By call what was raised, the shape of the answer, or None; and the kept logits. Ends
+        early, behind a timed call, once it is enough.
+        """
         outcomes: list[Any] = []
         kept: dict[int, Any] = {}
         for number, call in enumerate([self.prepare(*call) for call in calls]):
@@ -165,7 +178,9 @@ class EnginePlayer:
             is_cut = timed[0] <= number < timed[1] and is_enough()
             if is_cut or number == timed[1] - 1:
                 self.wait()
-                kept = {one: logits.clone() for one, logits in kept.items()}  # a thread's are too late
+                kept = {
+                    one: logits.clone() for one, logits in kept.items()
+                }  # a thread's are too late
                 self.wait()
                 stop()
             if is_cut:
@@ -181,13 +196,21 @@ class EnginePlayer:
         if kind == "prefill":
             prompts = [torch.tensor(prompt, dtype=torch.int64, device=place) for prompt in tokens]
             return kind, list(ids), prompts
-        return kind, list(ids), torch.tensor([one for (one,) in tokens], dtype=torch.int64, device=place)
+        return (
+            kind,
+            list(ids),
+            torch.tensor([one for (one,) in tokens], dtype=torch.int64, device=place),
+        )
 
     def call(self, kind: str, ids: list[str], tokens: Any) -> Any:
         if kind == "remove":
             self.engine.remove(ids)
             return None
-        logits = self.engine.prefill(ids, tokens) if kind == "prefill" else self.engine.decode(ids, tokens)
+        logits = (
+            self.engine.prefill(ids, tokens)
+            if kind == "prefill"
+            else self.engine.decode(ids, tokens)
+        )
         if fault := fault_of_answer(logits, self.device):
             raise NoLogits(fault)
         return logits
@@ -208,7 +231,9 @@ class Session:
         self.player = EnginePlayer(None, "cpu")
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
-        self.connection.sendall(json.dumps({**message, "bytes": len(payload)}).encode() + b"\n" + payload)
+        self.connection.sendall(
+            json.dumps({**message, "bytes": len(payload)}).encode() + b"\n" + payload
+        )
 
     def receive(self) -> dict[str, Any] | None:
         line = self.lines.readline(MAX_MESSAGE)
@@ -256,7 +281,9 @@ class Session:
             start=ask_to_start,
             stop=lambda: self.send({"done": True}),
         )
-        payload = b"".join(logits.float().cpu().numpy().tobytes() for _, logits in sorted(kept.items()))
+        payload = b"".join(
+            logits.float().cpu().numpy().tobytes() for _, logits in sorted(kept.items())
+        )
         self.send({"outcomes": outcomes, "peak_bytes": self._peak_bytes()}, payload)
 
     def _peak_bytes(self) -> int:
@@ -267,8 +294,9 @@ class Session:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def _profile(self, calls: list[Any], part: list[int]) -> dict[str, float]:
-        """Seconds by kind of work: the calls without a profiler, then with one for their proportions. All are
-        "unseen" where it is not allowed to look at the device."""
+        """Seconds by kind of work: the calls without a profiler, then with one for their
+        proportions. All are "unseen" where it is not allowed to look at the device.
+        """
         from torch.autograd import DeviceType
         from torch.autograd.profiler import profile  # torch.profiler would import a compiler first
 
@@ -287,9 +315,13 @@ class Session:
                 return time.perf_counter() - began
 
         wall = play(None)  # the second time, the same requests replace themselves
-        profiler = profile(use_device="cuda" if on_gpu else None, use_kineto=True)  # or kernels are not seen
+        profiler = profile(
+            use_device="cuda" if on_gpu else None, use_kineto=True
+        )  # or kernels are not seen
         play(profiler)
-        results: Any = profiler.kineto_results  # averages by name would take far longer than the work
+        results: Any = (
+            profiler.kineto_results
+        )  # averages by name would take far longer than the work
         spans = [
             (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
             for event in results.events()
@@ -326,7 +358,9 @@ def time_of_innermost(spans: list[Span]) -> dict[str, float]:
 
 
 def time_in_turn(spans: list[Span]) -> dict[str, float]:
-    """Seconds by name; a kernel that starts early waits for the one before, so time is the earlier one's."""
+    """Seconds by name; a kernel that starts early waits for the one before, so time is the earlier
+    one's.
+    """
     totals: dict[str, float] = {}
     until = 0
     for start, end, name in sorted(spans):
@@ -337,14 +371,26 @@ def time_in_turn(spans: list[Span]) -> dict[str, float]:
 
 _KINDS = {
     "attention": ("attention", "flash", "fmha", "bmm", "softmax", "merge_splits", "sdpa"),
-    "projection": ("mm", "gemm", "linear", "mv", "cutlass", "nvjet", "product", "sum_parts", "splitk"),
+    "projection": (
+        "mm",
+        "gemm",
+        "linear",
+        "mv",
+        "cutlass",
+        "nvjet",
+        "product",
+        "sum_parts",
+        "splitk",
+    ),
 }
 
 
 def kind_of_work(name: str) -> str:
     """From the name of an operation or of a kernel."""
     lowered = name.lower()
-    return next((kind for kind, words in _KINDS.items() if any(word in lowered for word in words)), "small")
+    return next(
+        (kind for kind, words in _KINDS.items() if any(word in lowered for word in words)), "small"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What a process gives up before a stranger's code runs in it. Imports no Penstock and no torch.
 
-Each restriction guards something else, and each may be missing (an old kernel) or in the way (a GPU driver
-that needs what it takes): `probe` finds out which go together. `confine` applies the ones it is asked for, in
-an order in which none locks out the next, and tells in words which are in force.
+Each restriction guards something else, and each may be missing (an old kernel) or in the way (a GPU
+driver that needs what it takes): `probe` finds out which go together. `confine` applies the ones it
+is asked for, in an order in which none locks out the next, and tells in words which are in force.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Any
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 READ_ACCESS = 0b1101  # execute, read a file, list a folder
-FILE_ACCESS = 0b111 | 1 << 14 | 1 << 15  # what can be done to a file, or to a device, rather than to a folder
+FILE_ACCESS = (
+    0b111 | 1 << 14 | 1 << 15
+)  # what can be done to a file, or to a device, rather than to a folder
 MAX_CAPABILITIES = 64
 RESTRICTIONS = ("system calls", "files", "privileges", "file sizes")  # by worth, the first first
 CPU_RESTRICTIONS = (*RESTRICTIONS, "addresses")  # a CUDA driver reserves addresses without end
@@ -36,18 +38,28 @@ def confine(restrictions: Iterable[str], limits: Mapping[str, Any]) -> dict[str,
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit(resource.RLIMIT_CPU, int(limits["seconds"] * (os.cpu_count() or 1)) + 1)
     wanted = set(restrictions)
-    in_force = {name: apply(libc, limits) for name, apply in _RESTRICTIONS.items() if name in wanted}
+    in_force = {
+        name: apply(libc, limits) for name, apply in _RESTRICTIONS.items() if name in wanted
+    }
     return {name: words for name, words in in_force.items() if words}
 
 
 def _let_memory_be_locked() -> None:
-    """Drivers pin memory, which root may without limit; without its privileges the limit would count."""
+    """Drivers pin memory, which root may without limit; without its privileges the limit would
+    count.
+    """
     with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        resource.setrlimit(
+            resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        )
 
 
 class _Ruleset(ctypes.Structure):
-    _fields_ = (("files", ctypes.c_uint64), ("network", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
+    _fields_ = (
+        ("files", ctypes.c_uint64),
+        ("network", ctypes.c_uint64),
+        ("scoped", ctypes.c_uint64),
+    )
 
 
 class _PathRule(ctypes.Structure):
@@ -60,8 +72,10 @@ def landlock_version(libc: Any) -> int:
 
 
 def _only_files(libc: Any, limits: Mapping[str, Any]) -> str:
-    """One domain of Landlock with doors for these paths. It also keeps the memory of processes outside of it
-    out of reach, newer kernels TCP (4) and signals and abstract sockets (6) of others."""
+    """One domain of Landlock with doors for these paths. It also keeps the memory of processes
+    outside of it out of reach, newer kernels TCP (4) and signals and abstract sockets (6) of
+    others.
+    """
     version = landlock_version(libc)
     if version < 1:
         return ""
@@ -99,13 +113,22 @@ def _no_privileges(libc: Any, limits: Mapping[str, Any]) -> str:
     return "no capabilities" if libc.capset(header, (ctypes.c_uint32 * 6)()) == 0 else ""
 
 
-# The number of the architecture, of socket(2), and of what reaches into other processes, namespaces, file
-# systems or the kernel: ptrace, process_vm_readv and _writev, pidfd_getfd, setns, unshare, mount, umount2,
-# open_by_handle_at, bpf, keyctl, kexec_load, io_uring_setup (whose sockets no filter sees); and setsid and
-# setpgid, which leave the group of processes that is killed together.
+# The number of the architecture, of socket(2), and of what reaches into other processes,
+# namespaces, file systems or the kernel: ptrace, process_vm_readv and _writev, pidfd_getfd, setns,
+# unshare, mount, umount2, open_by_handle_at, bpf, keyctl, kexec_load, io_uring_setup (whose sockets
+# no filter sees); and setsid and setpgid, which leave the group of processes that is killed
+# together.
 _SYSTEM_CALLS = {
-    "x86_64": (0xC000003E, 41, (101, 310, 311, 438, 308, 272, 165, 166, 304, 321, 250, 246, 425, 112, 109)),
-    "aarch64": (0xC00000B7, 198, (117, 270, 271, 438, 268, 97, 40, 39, 265, 280, 219, 104, 425, 157, 154)),
+    "x86_64": (
+        0xC000003E,
+        41,
+        (101, 310, 311, 438, 308, 272, 165, 166, 304, 321, 250, 246, 425, 112, 109),
+    ),
+    "aarch64": (
+        0xC00000B7,
+        198,
+        (117, 270, 271, 438, 268, 97, 40, 39, 265, 280, 219, 104, 425, 157, 154),
+    ),
 }
 _X32_CALLS = 0x40000000  # a second set of numbers for the calls of x86_64
 
@@ -124,7 +147,9 @@ class _Program(ctypes.Structure):
 
 
 def _few_system_calls(libc: Any, limits: Mapping[str, Any]) -> str:
-    """A filter of the kernel's: no sockets but Unix ones, and nothing that reaches into other processes."""
+    """A filter of the kernel's: no sockets but Unix ones, and nothing that reaches into other
+    processes.
+    """
     if platform.machine() not in _SYSTEM_CALLS:
         return ""
     architecture, open_socket, refused = _SYSTEM_CALLS[platform.machine()]
@@ -137,7 +162,9 @@ def _few_system_calls(libc: Any, limits: Mapping[str, Any]) -> str:
         (load, 0, 0, 0),  # the number of the call
         (at_least, len(refused) + 4, 0, _X32_CALLS),
     ]
-    program += [(equal, len(refused) - index + 3, 0, number) for index, number in enumerate(refused)]
+    program += [
+        (equal, len(refused) - index + 3, 0, number) for index, number in enumerate(refused)
+    ]
     program += [
         (equal, 1, 0, open_socket),
         allow,
@@ -150,12 +177,19 @@ def _few_system_calls(libc: Any, limits: Mapping[str, Any]) -> str:
     filter_ = _Program(len(program), instructions)
     if libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(filter_), 0, 0):
         return ""
-    return "no sockets but Unix ones, no tracing, no mounting, no other namespaces or groups of processes"
+    return (
+        "no sockets but Unix ones, no tracing, no mounting, no other namespaces or groups of "
+        "processes"
+    )
 
 
 def _small_files(libc: Any, limits: Mapping[str, Any]) -> str:
     _limit(resource.RLIMIT_FSIZE, limits["file_bytes"])
-    return f"{limits['file_bytes'] >> 20} MiB at most" if limits["file_bytes"] else "nothing is written"
+    return (
+        f"{limits['file_bytes'] >> 20} MiB at most"
+        if limits["file_bytes"]
+        else "nothing is written"
+    )
 
 
 def _few_addresses(libc: Any, limits: Mapping[str, Any]) -> str:

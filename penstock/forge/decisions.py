@@ -1,7 +1,7 @@
 """What an engine can be made of: decisions, their alternatives, and which of them go together.
 
-All data. Nothing here knows how code is written or measured; `emit` reads the files an alternative names,
-and `search` asks which alternatives promise something where time is spent.
+All data. Nothing here knows how code is written or measured; `emit` reads the files an alternative
+names, and `search` asks which alternatives promise something where time is spent.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 Design = Mapping[str, str]  # decision -> alternative
 
-# A decision, with the constant of a fragment that carries its value; below it its alternatives, the plain one
-# first; below each what it consists of. `files`: the fragments that define it. `needs`: what it requires of
-# other decisions. `saves`: the share it could save of a part of a profile. `value`: of the constant.
-# `stand_in`: what takes its place where it no longer fits. `device`: the only one it is for.
+# A decision, with the constant of a fragment that carries its value; below it its alternatives, the
+# plain one first; below each what it consists of. `files`: the fragments that define it. `needs`:
+# what it requires of other decisions. `saves`: the share it could save of a part of a profile.
+# `value`: of the constant. `stand_in`: what takes its place where it no longer fits. `device`: the
+# only one it is for.
 TABLE = """
 layers: Who computes a layer?
   torch: torch operations
@@ -121,8 +122,8 @@ graphs: Which steps are captured once and replayed?
   decode: decode steps, by number of rows and by length
     files=graphs,graphs_decode needs=layers:kernels device=cuda saves=decode.launch:0.9
   all: decode steps, and prompts by number of tokens
-    files=graphs,graphs_decode,graphs_prefill needs=layers:kernels,prefill:kernel device=cuda stand_in=decode
-    saves=prefill.launch:0.9,decode.launch:0.9
+    files=graphs,graphs_decode,graphs_prefill needs=layers:kernels,prefill:kernel device=cuda
+    stand_in=decode saves=prefill.launch:0.9,decode.launch:0.9
 passes=LONGEST_PASS: Up to how many tokens are passes over prompts captured?
   short: up to 2048; longer ones are launched as they come
     needs=graphs:all value=2048
@@ -176,7 +177,9 @@ def _read_table(text: str) -> tuple[Decision, ...]:
 def _read_decision(line: str, alternatives: list[tuple[str, dict[str, str]]]) -> Decision:
     names, _, question = line.partition(": ")
     name, _, constant = names.partition("=")
-    return Decision(name, question, constant, tuple(_read_alternative(*each) for each in alternatives))
+    return Decision(
+        name, question, constant, tuple(_read_alternative(*each) for each in alternatives)
+    )
 
 
 def _read_alternative(line: str, words: Mapping[str, str]) -> Alternative:
@@ -208,7 +211,8 @@ def plain_design() -> dict[str, str]:
 def fits(alternative: Alternative, design: Design) -> bool:
     """Whether all that it requires is chosen, and has itself what it requires."""
     return all(
-        design[other] == choice and not is_idle(other, design) for other, choice in alternative.needs.items()
+        design[other] == choice and not is_idle(other, design)
+        for other, choice in alternative.needs.items()
     )
 
 
@@ -218,7 +222,9 @@ def is_idle(name: str, design: Design) -> bool:
 
 
 def decide(design: Design, name: str, choice: str) -> dict[str, str]:
-    """The design with one decision taken, what that requires, and what then no longer fits replaced."""
+    """The design with one decision taken, what that requires, and what then no longer fits
+    replaced.
+    """
     decided = {**design, name: choice}
     _demand(name, decided)
     for decision in DECISIONS:
@@ -244,8 +250,11 @@ def moves(design: Design, device: str) -> Iterator[tuple[Alternative, dict[str, 
             if alternative.name == design[decision.name] or device not in alternative.devices:
                 continue
             moved = decide(design, decision.name, alternative.name)
-            # Who computes the layers is decided for its own sake, or for graphs; no detail brings it about.
-            is_detail = decision.name not in ("layers", "graphs") and moved["layers"] != design["layers"]
+            # Who computes the layers is decided for its own sake, or for graphs; no detail brings
+            # it about.
+            is_detail = (
+                decision.name not in ("layers", "graphs") and moved["layers"] != design["layers"]
+            )
             if not is_detail and not is_idle(decision.name, moved) and moved != design:
                 yield alternative, moved
 

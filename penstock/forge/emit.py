@@ -1,8 +1,9 @@
-"""Writes an engine: links the definitions that a design needs out of the fragments into one readable file.
+"""Writes an engine: links the definitions that a design needs out of the fragments into one
+readable file.
 
-Like any linker it starts at one name, `create_engine`, and takes what that reaches: a definition no other
-needs is not in the file. What fragments import from `ops/triton` is copied from there, so that the engine
-stands alone. Knows Python's syntax, not what an engine does.
+Like any linker it starts at one name, `create_engine`, and takes what that reaches: a definition no
+other needs is not in the file. What fragments import from `ops/triton` is copied from there, so
+that the engine stands alone. Knows Python's syntax, not what an engine does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ LIBRARY_FOLDER = Path(__file__).parents[1] / "ops" / "triton"
 PACKAGE = "penstock.forge.fragments"
 LIBRARY = "penstock.ops.triton."
 ENTRY = "create_engine"
-ORDER = ("shape", "weights_separate", "weights_fused", "weights")  # first; what is chosen; then the engine
+ORDER = (
+    "shape",
+    "weights_separate",
+    "weights_fused",
+    "weights",
+)  # first; what is chosen; then the engine
 LAST = ("engine",)
 WIDTH = 110
 
@@ -93,10 +99,14 @@ def keep_lines(text: str, design: Design, values: Mapping[str, str]) -> str:
 
 
 def _holds(condition: str, design: Design) -> bool:
-    """`cache=pages`, `graphs!=none`, `graphs=decode|all`; several joined by spaces must all hold."""
+    """`cache=pages`, `graphs!=none`, `graphs=decode|all`; several joined by spaces must all
+    hold.
+    """
     claims = _CLAIM.findall(condition)
     assert claims, f"a directive says {condition!r}, which no design can answer"
-    return all((design[name] in choices.split("|")) == (sign == "=") for name, sign, choices in claims)
+    return all(
+        (design[name] in choices.split("|")) == (sign == "=") for name, sign, choices in claims
+    )
 
 
 def _files(design: Design) -> list[str]:
@@ -115,7 +125,9 @@ def _read_fragment(text: str) -> tuple[tuple[Definition, ...], tuple[Import, ...
             imports += _imports_of(node)
         elif names := _names_of(node):
             start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1
-            while start and lines[start - 1].startswith("#"):  # a comment above belongs to what it is about
+            while start and lines[start - 1].startswith(
+                "#"
+            ):  # a comment above belongs to what it is about
                 start -= 1
             source = "\n".join(lines[start : node.end_lineno])
             if tail := _comment_behind(lines[(node.end_lineno or 1) - 1], node):
@@ -128,8 +140,9 @@ def _read_fragment(text: str) -> tuple[tuple[Definition, ...], tuple[Import, ...
 
 @functools.cache
 def _take(module: str, name: str) -> tuple[tuple[Definition, tuple[Import, ...]], ...]:
-    """The definition of a name in the library, behind those it needs there; each with what that file imports
-    from elsewhere."""
+    """The definition of a name in the library, behind those it needs there; each with what that
+    file imports from elsewhere.
+    """
     path = LIBRARY_FOLDER / (module.removeprefix(LIBRARY) + ".py")
     definitions, imported = _read_fragment(path.read_text())
     by_name = {each: definition for definition in definitions for each in definition.names}

@@ -1,4 +1,5 @@
-"""The process that every candidate is forked from. Knows no torch, and is started before this one imports it.
+"""The process that every candidate is forked from. Knows no torch, and is started before this one
+imports it.
 
 Two processes import at the same time what would take twice as long one after the other.
 """
@@ -19,12 +20,19 @@ from typing import Any
 
 START_S = 120.0
 KEPT_VARIABLES = ("PATH", "LANG", "CC", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
-KEPT_CUDA_VARIABLES = ("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "TRITON_LIBCUDA_PATH", "TRITON_PTXAS_PATH")
+KEPT_CUDA_VARIABLES = (
+    "CUDA_HOME",
+    "CUDA_VISIBLE_DEVICES",
+    "TRITON_LIBCUDA_PATH",
+    "TRITON_PTXAS_PATH",
+)
 
 
 class ForkServer:
     def __init__(self, device: str) -> None:
-        """For candidates of this device; nobody knows yet whether there is one: "auto" may be a GPU."""
+        """For candidates of this device; nobody knows yet whether there is one: "auto" may be a
+        GPU.
+        """
         self.started = time.monotonic()
         self._folder = tempfile.TemporaryDirectory(prefix="forge-")
         self.scratch = Path(self._folder.name)
@@ -62,6 +70,9 @@ class ForkServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()

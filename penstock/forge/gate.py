@@ -1,4 +1,5 @@
-"""Whether an engine is right: plays every case and compares every answer. Frozen while a search runs.
+"""Whether an engine is right: plays every case and compares every answer. Frozen while a search
+runs.
 
 `Player` is whoever can play calls: a candidate in its sandbox, or an engine in this process.
 """
@@ -37,7 +38,9 @@ class Verdict:
 
 
 def check(player: Player, cases: Sequence[Case], allowed: Distance) -> Verdict:
-    """Stops at the first case with a fault. Tokens come from the CPU and from the device in turn."""
+    """Stops at the first case with a fault. Tokens come from the CPU and from the device in
+    turn.
+    """
     worst, num_calls = 0.0, 0
     for number, case in enumerate(cases):
         try:
@@ -80,4 +83,7 @@ def _spelled(off: Distance, allowed: Distance) -> str:
     """In units of the tolerance: what is too much of it."""
     if off.most > allowed.most:
         return f"{off.most:.2f} of the tolerance; {allowed.most:.2f} is allowed"
-    return f"{off.typical:.2f} of the tolerance in the root mean square; {allowed.typical:.2f} is allowed"
+    return (
+        f"{off.typical:.2f} of the tolerance in the root mean square; {allowed.typical:.2f} is "
+        "allowed"
+    )

@@ -6,7 +6,9 @@ from penstock.forge import decisions
 from penstock.forge.machine import Machine
 from penstock.forge.target import Target
 
-LAYER_OPERATIONS = 30  # that torch launches for a layer of a decode step, attention of one row included
+LAYER_OPERATIONS = (
+    30  # that torch launches for a layer of a decode step, attention of one row included
+)
 FEW_OPERATIONS = {  # of a layer in torch, for prompts and for decode steps
     "weights": "fused",
     "norm": "folded",
@@ -18,8 +20,9 @@ LEAST_SHARE = 0.2  # of a step's time: with less, launching is not where one wou
 
 
 def first_design(machine: Machine) -> dict[str, str]:
-    """Plain torch with a cache; with one thread where several wait for each other, and with packed weights
-    where they are clearly quicker: a short budget may end with it."""
+    """Plain torch with a cache; with one thread where several wait for each other, and with packed
+    weights where they are clearly quicker: a short budget may end with it.
+    """
     design = decisions.plain_design()
     if machine.is_quicker_with_one_thread:
         design = decisions.decide(design, "threads", "one")
@@ -31,10 +34,11 @@ def first_design(machine: Machine) -> dict[str, str]:
 def opening(target: Target, machine: Machine) -> tuple[dict[str, str], str] | None:
     """A design and the reason for it; None where only a profile can tell.
 
-    Where launching takes a large part of a step, steps are captured, which takes kernels, which take fused
-    weights: one design, instead of one trial for each. So are long passes over prompts where even those
-    compute for no longer than it takes to launch them. On a CPU it is what saves operations: each such choice
-    gains little, which a measurement beside other processes may miss, and all of them gain much.
+    Where launching takes a large part of a step, steps are captured, which takes kernels, which
+    take fused weights: one design, instead of one trial for each. So are long passes over prompts
+    where even those compute for no longer than it takes to launch them. On a CPU it is what saves
+    operations: each such choice gains little, which a measurement beside other processes may miss,
+    and all of them gain much.
     """
     if not target.is_cuda:
         return _opening_of_cpu(machine)
@@ -42,7 +46,10 @@ def opening(target: Target, machine: Machine) -> tuple[dict[str, str], str] | No
     reading_s = machine.decode_floor_s(target, batch=1, context_len=0)
     if launching_s < LEAST_SHARE * (launching_s + reading_s):
         return None
-    why = f"launching a step takes {1e3 * launching_s:.2f} ms, reading the weights {1e3 * reading_s:.2f}"
+    why = (
+        f"launching a step takes {1e3 * launching_s:.2f} ms, reading the weights "
+        f"{1e3 * reading_s:.2f}"
+    )
     design = decisions.decide(decisions.plain_design(), "graphs", "all")
     longest_pass = int(decisions.BY_NAME["passes"]["all"].value)
     if machine.prefill_floor_s(target, longest_pass) < launching_s:

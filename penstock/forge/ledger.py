@@ -1,6 +1,8 @@
-"""What a run remembers: a row for every trial as it happens, a log for people, and the report at the end.
+"""What a run remembers: a row for every trial as it happens, a log for people, and the report at
+the end.
 
-Every write is whole: whoever interrupts a run finds the best engine so far and the story up to there.
+Every write is whole: whoever interrupts a run finds the best engine so far and the story up to
+there.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Row:
     worst: float = 0.0  # distance from right logits, in units of the tolerance
     peak_bytes: int = 0
     build_s: float = 0.0
-    phases: Mapping[str, float] = field(default_factory=dict)  # seconds: start, build, gate, measure, profile
+    phases: Mapping[str, float] = field(
+        default_factory=dict
+    )  # seconds: start, build, gate, measure, profile
     held_to: tuple[str, ...] = ()  # the restrictions that the candidate ran under
 
     def facts(self) -> dict[str, Any]:
@@ -50,10 +54,13 @@ class Row:
 
 
 class Ledger:
-    def __init__(self, folder: Path, started: float | None = None, log: RunLog | None = None) -> None:
+    def __init__(
+        self, folder: Path, started: float | None = None, log: RunLog | None = None
+    ) -> None:
         """`started` by the monotonic clock, where the run is older than its ledger.
 
-        An earlier run's files are replaced with the first row: a run that comes to nothing leaves them.
+        An earlier run's files are replaced with the first row: a run that comes to nothing leaves
+        them.
         """
         self.folder = folder
         self.rows: list[Row] = []
@@ -80,7 +87,9 @@ class Ledger:
 def count_changes(before: str, after: str) -> tuple[int, int]:
     """Lines added and removed."""
     changes = list(difflib.ndiff(before.splitlines(), after.splitlines()))
-    return sum(line.startswith("+ ") for line in changes), sum(line.startswith("- ") for line in changes)
+    return sum(line.startswith("+ ") for line in changes), sum(
+        line.startswith("- ") for line in changes
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +119,9 @@ def write_report(path: Path, story: Story, rows: list[Row]) -> None:
     ]
     lines += ["", story.ending, "", "![The best engine so far over the trials](progress.svg)"]
     lines += ["", "## What was gained", ""]
-    lines += ["| bench | first version, ms a call | best, ms a call | tokens/s | gain | floor, ms |"]
+    lines += [
+        "| bench | first version, ms a call | best, ms a call | tokens/s | gain | floor, ms |"
+    ]
     lines += ["|---|---|---|---|---|---|"]
     for name, timing in story.best.items():
         first = story.first[name]
@@ -127,7 +138,12 @@ def write_report(path: Path, story: Story, rows: list[Row]) -> None:
         "| question | choice | why |",
     ]
     lines += ["|---|---|---|", *(f"| {a} | {b} | {c} |" for a, b, c in story.decisions)]
-    lines += ["", "## What was tried", "", "| trial | idea | why | lines | came to | score | verdict |"]
+    lines += [
+        "",
+        "## What was tried",
+        "",
+        "| trial | idea | why | lines | came to | score | verdict |",
+    ]
     lines += ["|---|---|---|---|---|---|---|", *(_table_row(row) for row in rows)]
     lines += ["", "## Where the best one spends its time", ""]
     total = sum(story.profile.values()) or 1.0
@@ -140,10 +156,14 @@ def write_report(path: Path, story: Story, rows: list[Row]) -> None:
 
 
 def _table_row(row: Row) -> str:
-    came_to = "passed" if row.gate == "passed" else f"{row.gate}: {row.fault[:90]}".replace("|", "/")
+    came_to = (
+        "passed" if row.gate == "passed" else f"{row.gate}: {row.fault[:90]}".replace("|", "/")
+    )
     size = f"+{row.lines_added} −{row.lines_removed}"
     score = f"{row.score:.2f}x" if row.score else ""
-    return f"| {row.trial} | {row.idea} | {row.why} | {size} | {came_to} | {score} | {row.verdict} |"
+    return (
+        f"| {row.trial} | {row.idea} | {row.why} | {size} | {came_to} | {score} | {row.verdict} |"
+    )
 
 
 def _short(value: Any) -> Any:

@@ -1,4 +1,6 @@
-"""An engine in this process, behind the same `play` as one in the sandbox: for people who trust theirs."""
+"""An engine in this process, behind the same `play` as one in the sandbox: for people who trust
+theirs.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def load_module(path: Path) -> ModuleType:
         raise PenstockError(
             f"{path} cannot be loaded",
             f"{type(error).__name__}: {error}",
-            "It is loaded without an entry in sys.modules, so @dataclass fails in it where annotations are"
+            "It is loaded without an entry in sys.modules, so @dataclass fails in it where "
+            "annotations are"
             " postponed.",
         ) from error
 
@@ -51,7 +54,9 @@ class LocalPlayer:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        self.engine: Any = module.create_engine(dict(target.config), str(target.weight_dir), target.device)
+        self.engine: Any = module.create_engine(
+            dict(target.config), str(target.weight_dir), target.device
+        )
         self.player = EnginePlayer(self.engine, target.device)
         self.player.wait()
         self.build_s = time.perf_counter() - started
@@ -65,8 +70,9 @@ class LocalPlayer:
         on_device: bool = True,
         enough_s: float = math.inf,
     ) -> Played:
-        """Timed calls end early once they have taken `enough_s`: the engine is then emptied, and there are
-        outcomes of the calls that were played."""
+        """Timed calls end early once they have taken `enough_s`: the engine is then emptied, and
+        there are outcomes of the calls that were played.
+        """
         clock: list[float] = []
 
         def is_enough() -> bool:
@@ -80,7 +86,12 @@ class LocalPlayer:
 
         try:
             outcomes, kept = self.player.play(
-                encode_calls(calls, on_device), keep, timed, start=tick, stop=tick, is_enough=is_enough
+                encode_calls(calls, on_device),
+                keep,
+                timed,
+                start=tick,
+                stop=tick,
+                is_enough=is_enough,
             )
         except NoLogits as error:
             raise CandidateError(str(error)) from None
@@ -88,7 +99,9 @@ class LocalPlayer:
             self._empty(calls[: len(outcomes)])
         errors = [outcome if isinstance(outcome, str) else None for outcome in outcomes]
         logits = {number: answer.float().cpu() for number, answer in kept.items()}
-        peak_bytes = torch.cuda.max_memory_allocated() if self.is_cuda else self.resident.read_bytes()
+        peak_bytes = (
+            torch.cuda.max_memory_allocated() if self.is_cuda else self.resident.read_bytes()
+        )
         return Played(clock[1] - clock[0] if clock else 0.0, errors, logits, peak_bytes)
 
     def _empty(self, played: Sequence[Call]) -> None:
@@ -104,12 +117,15 @@ class LocalPlayer:
 
 
 class ResidentPeak:
-    """The most memory this process has had since this was made, beyond what it had then. 0 where the kernel
-    does not tell."""
+    """The most memory this process has had since this was made, beyond what it had then. 0 where
+    the kernel does not tell.
+    """
 
     def __init__(self) -> None:
         gc.collect()
-        with contextlib.suppress(OSError, AttributeError):  # freed memory that is kept would hide new memory
+        with contextlib.suppress(
+            OSError, AttributeError
+        ):  # freed memory that is kept would hide new memory
             ctypes.CDLL(None).malloc_trim(0)
         with contextlib.suppress(OSError):
             RESET.write_text(RESET_PEAK)

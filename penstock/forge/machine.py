@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from penstock.forge.fragments.product_packed import multiply, pack
 from penstock.forge.target import Target
 
-CLEAR_GAIN = 1.2  # of one thread over all, of packed weights over plain ones: below it neither is chosen
+CLEAR_GAIN = (
+    1.2  # of one thread over all, of packed weights over plain ones: below it neither is chosen
+)
 PROBED_ROWS = 8
 PROBED_PRODUCTS = 10
 PROBED_STRETCHES = 5
@@ -30,8 +32,12 @@ class Machine:
     bytes_per_second: float  # read and written by a copy
     flops_per_second: float  # of a product in the model's type
     launch_s: float  # of the smallest operation, from Python
-    one_thread_gain: float = 1.0  # on a CPU: times as fast as with all threads, for a few rows of the model
-    packed_gain: float = 1.0  # on a CPU: of products with packed weights, times as fast as torch's own
+    one_thread_gain: float = (
+        1.0  # on a CPU: times as fast as with all threads, for a few rows of the model
+    )
+    packed_gain: float = (
+        1.0  # on a CPU: of products with packed weights, times as fast as torch's own
+    )
 
     @classmethod
     def measure(cls, target: Target) -> Machine:
@@ -72,7 +78,9 @@ class Machine:
             torch.set_num_threads(before)
 
     def describe(self) -> str:
-        speed = f"{self.bytes_per_second / 1e9:.0f} GB/s, {self.flops_per_second / 1e12:.2f} TFLOP/s"
+        speed = (
+            f"{self.bytes_per_second / 1e9:.0f} GB/s, {self.flops_per_second / 1e12:.2f} TFLOP/s"
+        )
         return f"{self.name}, {speed}, {self.launch_s * 1e6:.1f} µs an operation"
 
     def facts(self) -> dict[str, Any]:
@@ -80,7 +88,9 @@ class Machine:
 
     def decode_floor_s(self, target: Target, batch: int, context_len: float) -> float:
         """Every weight once, and the keys and values of every row."""
-        return (target.weight_bytes + batch * context_len * target.kv_bytes_per_token) / self.bytes_per_second
+        return (
+            target.weight_bytes + batch * context_len * target.kv_bytes_per_token
+        ) / self.bytes_per_second
 
     def prefill_floor_s(self, target: Target, num_tokens: int) -> float:
         """Two operations a weight and token; the head is for last tokens only."""
@@ -90,11 +100,12 @@ class Machine:
 
 
 def _gains_on_cpu(target: Target) -> tuple[float, float]:
-    """Of one thread over all, in the products that are quicker, and of packed weights over plain ones, for a
-    few rows.
+    """Of one thread over all, in the products that are quicker, and of packed weights over plain
+    ones, for a few rows.
 
-    Small products are where threads cost more than they give, and most of all where others use the CPU: each
-    waits for the one that is not running. Whole stretches are compared, since that comes and goes.
+    Small products are where threads cost more than they give, and most of all where others use the
+    CPU: each waits for the one that is not running. Whole stretches are compared, since that comes
+    and goes.
     """
     before = torch.get_num_threads()
     rows = torch.randn(PROBED_ROWS, target.shape.hidden_size)

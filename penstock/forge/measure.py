@@ -1,8 +1,9 @@
-"""How fast an engine is: timed stretches of traces, with some of their answers checked. Frozen like the gate.
+"""How fast an engine is: timed stretches of traces, with some of their answers checked. Frozen like
+the gate.
 
-An engine that is fast and wrong while it is timed gains nothing: each timed trace has a few calls whose
-logits must be right, and the engine does not know which. Nor does one that remembers: every play of a trace
-has other tokens.
+An engine that is fast and wrong while it is timed gains nothing: each timed trace has a few calls
+whose logits must be right, and the engine does not know which. Nor does one that remembers: every
+play of a trace has other tokens.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ class Timing:
 def draw_benches(
     target: Target, oracle: Oracle, seed: int, sizes: Sizes | None = None, seconds: float = math.inf
 ) -> list[Bench]:
-    """Each for two plays at least, and for more as long as right answers have taken no more than that."""
+    """Each for two plays at least, and for more as long as right answers have taken no more than
+    that.
+    """
     rng = random.Random(seed)
     sizes = sizes or Sizes.of(target)
     started = time.monotonic()
@@ -100,7 +103,9 @@ def draw_benches(
     def bench(name: str, family: str, trace: Trace, timed: tuple[int, int]) -> Bench:
         first = oracle.answer(trace, _checked(trace, range(*timed)))
         repeats: list[Case] = []
-        while len(repeats) < sizes.repeats and (not repeats or time.monotonic() - started < seconds):
+        while len(repeats) < sizes.repeats and (
+            not repeats or time.monotonic() - started < seconds
+        ):
             repeats.append(_answer_one(oracle, trace.redrawn(), range(*timed)))
         return Bench(name, family, first, timed, repeats)
 
@@ -177,7 +182,9 @@ def measure(
 
 
 def _time(player: Player, bench: Bench, allowed: Distance) -> tuple[float, str, int]:
-    """The quickest of at least two plays, since the first may have had to warm up; or of one long one."""
+    """The quickest of at least two plays, since the first may have had to warm up; or of one long
+    one.
+    """
     seconds: list[float] = []
     peak_bytes = 0
     for case in bench.plays:
@@ -193,7 +200,8 @@ def _time(player: Player, bench: Bench, allowed: Distance) -> tuple[float, str, 
 
 
 def is_hopeless(timings: Mapping[str, Timing], to_beat: Mapping[str, Timing]) -> bool:
-    """Whether it stays clearly slower, even if what is not yet timed gains as much as the best that is.
+    """Whether it stays clearly slower, even if what is not yet timed gains as much as the best that
+    is.
 
     Asked once there are prompts and two sizes of decode steps: one size alone may be an exception.
     """

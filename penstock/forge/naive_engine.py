@@ -1,4 +1,6 @@
-"""An engine without a cache: every call runs whole texts anew, one request after the other. The baseline."""
+"""An engine without a cache: every call runs whole texts anew, one request after the other. The
+baseline.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class NaiveEngine:
         self._check_known(request_ids)
         if len(tokens) != len(request_ids):
             raise ValueError(f"{len(request_ids)} request ids came with {len(tokens)} tokens")
-        return self._run(request_ids, [[*self.texts[id], token] for id, token in zip(request_ids, tokens)])
+        return self._run(
+            request_ids, [[*self.texts[id], token] for id, token in zip(request_ids, tokens)]
+        )
 
     def remove(self, request_ids: Sequence[Hashable]) -> None:
         self._check_known(request_ids)
@@ -48,7 +52,11 @@ class NaiveEngine:
             raise KeyError(f"requests {unknown} are not here; prefill them first")
 
     def _check(self, request_ids: Sequence[Hashable], texts: list[list[int]]) -> None:
-        if not request_ids or len(set(request_ids)) != len(request_ids) or len(texts) != len(request_ids):
+        if (
+            not request_ids
+            or len(set(request_ids)) != len(request_ids)
+            or len(texts) != len(request_ids)
+        ):
             raise ValueError(f"{list(request_ids)} with {len(texts)} texts is no batch")
         for id, text in zip(request_ids, texts):
             if not 0 < len(text) <= self.longest:
@@ -59,5 +67,7 @@ class NaiveEngine:
                 raise ValueError(f"request {id!r} has a token that is not below {self.vocab_size}")
 
 
-def create_engine(model_config: dict[str, Any], weight_dir: str, device: str = "cuda") -> NaiveEngine:
+def create_engine(
+    model_config: dict[str, Any], weight_dir: str, device: str = "cuda"
+) -> NaiveEngine:
     return NaiveEngine(Target.of(model_config, Path(weight_dir), device))

@@ -1,11 +1,12 @@
 """What the logits of a trace must be, and how far an engine's may be from them.
 
-A trace's tokens do not depend on answers, so every request's life is one pass of the reference over its
-whole text. Answers are compared in units of the tolerance, |a - b| / (atol + rtol |b|); an engine passes
-with a third of it. Where the reference itself, rounding as the engine does, strays further from float32
-than that allows, an engine may stray twice as far as the reference. Where that is past the tolerance, as with
-many layers in bfloat16, nobody can keep it: then 2.5 times as far, and the root mean square of an answer
-counts too, which differs little between engines that round alike, and much to one that is wrong.
+A trace's tokens do not depend on answers, so every request's life is one pass of the reference over
+its whole text. Answers are compared in units of the tolerance, |a - b| / (atol + rtol |b|); an
+engine passes with a third of it. Where the reference itself, rounding as the engine does, strays
+further from float32 than that allows, an engine may stray twice as far as the reference. Where that
+is past the tolerance, as with many layers in bfloat16, nobody can keep it: then 2.5 times as far,
+and the root mean square of an answer counts too, which differs little between engines that round
+alike, and much to one that is wrong.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Case:
 
 @dataclass(slots=True)
 class Life:
-    """A request from its prefill to its end, and which calls ask for logits at which of its positions."""
+    """A request from its prefill to its end, and which calls ask for logits at which of its
+    positions.
+    """
 
     tokens: list[int]
     asked: list[tuple[int, int, int]]  # call, row of the answer, position
@@ -84,7 +87,9 @@ class Oracle:
         case = Case(trace.name, trace.calls, answers, ids)
         for life in _lives(trace.calls):
             if asked := _known(case, life):
-                logits = self.reference.logits(life.tokens, [position for _, _, position in asked]).cpu()
+                logits = self.reference.logits(
+                    life.tokens, [position for _, _, position in asked]
+                ).cpu()
                 for (call, row, _), row_logits in zip(asked, logits):
                     answer = answers[call]
                     assert answer is not None
@@ -109,7 +114,9 @@ class Oracle:
 
 
 class Allowance:
-    """Seconds for right answers. What the next ones will take follows from what the last ones took."""
+    """Seconds for right answers. What the next ones will take follows from what the last ones
+    took.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -149,7 +156,9 @@ def allowed_distance(rounding: Distance, share: float = 1.0 / MARGIN) -> Distanc
     """This share of the tolerance, or more where the reference itself needs more."""
     if ROUNDING * rounding.most <= 1.0:
         return Distance(max(share, ROUNDING * rounding.most))
-    return Distance(ROUNDING_PAST_TOLERANCE * rounding.most, ROUNDING_PAST_TOLERANCE * rounding.typical)
+    return Distance(
+        ROUNDING_PAST_TOLERANCE * rounding.most, ROUNDING_PAST_TOLERANCE * rounding.typical
+    )
 
 
 def _room(call: Call, vocab_size: int) -> Tensor | None:

@@ -1,6 +1,7 @@
 """A writing model's plan: which decisions to try, in which order. All text and data.
 
-It chooses among alternatives that forge knows how to write; whether they are right and faster, trials say.
+It chooses among alternatives that forge knows how to write; whether they are right and faster,
+trials say.
 """
 
 from __future__ import annotations
@@ -49,11 +50,15 @@ def describe_choices(design: Design, device: str) -> str:
 
 
 def read_plan(reply: str, device: str) -> list[Step]:
-    """The lines of a reply that name something that can be decided here; the others are passed over."""
+    """The lines of a reply that name something that can be decided here; the others are passed
+    over.
+    """
     steps = []
     for line in reply.splitlines():
         choices = {
-            name: choice for name, choice in _CHOICE.findall(line) if _is_possible(name, choice, device)
+            name: choice
+            for name, choice in _CHOICE.findall(line)
+            if _is_possible(name, choice, device)
         }
         if choices:
             steps.append(Step(choices, line.partition(":")[2].strip()[:120]))

@@ -1,4 +1,6 @@
-"""How a run went, as a picture: the best engine so far over the trials, and what became of every idea."""
+"""How a run went, as a picture: the best engine so far over the trials, and what became of every
+idea.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ MAX_LABEL = 34
 
 
 def draw_progress(rows: Sequence[Row], title: str) -> str:
-    """An SVG. Upwards is faster, every doubling as high as the next; failed trials lie at the foot."""
+    """An SVG. Upwards is faster, every doubling as high as the next; failed trials lie at the
+    foot.
+    """
     scores = [row.score for row in rows if row.score]
     lowest, highest = min([1.0, *scores]), max([2.0, *scores])
 
@@ -42,7 +46,10 @@ def draw_progress(rows: Sequence[Row], title: str) -> str:
     for row in rows:
         if row.verdict == "kept" and row.score:
             parts.append(_label(row, x_of(row.trial), y_of(row.score)))
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' font-family='sans-serif'"
+    head = (
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' "
+        "font-family='sans-serif'"
+    )
     background = f"<rect width='{WIDTH}' height='{HEIGHT}' fill='white'/>"
     return "\n".join([f"{head} font-size='12'>", background, *parts, "</svg>"]) + "\n"
 
@@ -52,7 +59,9 @@ def _scale(lowest: float, highest: float, y_of: Callable[[float], float]) -> lis
     lines = []
     for power in range(math.ceil(math.log2(lowest)), math.floor(math.log2(highest)) + 1):
         y = y_of(2.0**power)
-        lines.append(f"<line x1='{LEFT}' y1='{y:.1f}' x2='{WIDTH - RIGHT}' y2='{y:.1f}' stroke='#e4e6ea'/>")
+        lines.append(
+            f"<line x1='{LEFT}' y1='{y:.1f}' x2='{WIDTH - RIGHT}' y2='{y:.1f}' stroke='#e4e6ea'/>"
+        )
         lines.append(_text(LEFT - 8, y + 4, f"{2.0**power:g}x", f"text-anchor='end' fill='{LINE}'"))
     return lines
 
@@ -67,7 +76,8 @@ def _mark(row: Row, x: float, y_of: Callable[[float], float]) -> str:
     fill = KEPT if row.verdict == "kept" else "white"
     edge = KEPT if row.verdict == "kept" else LINE
     return (
-        f"<circle cx='{x:.1f}' cy='{y_of(row.score):.1f}' r='4' fill='{fill}' stroke='{edge}'>{said}</circle>"
+        f"<circle cx='{x:.1f}' cy='{y_of(row.score):.1f}' r='4' fill='{fill}' "
+        f"stroke='{edge}'>{said}</circle>"
     )
 
 

@@ -1,8 +1,8 @@
 """Before the first trial: which restrictions hold on this machine and leave its device usable.
 
-All of them, where that works. Where it does not, one after the other in the order of what they are worth:
-each that still lets the device compute stays. Whatever the kernel was asked for, what counts is what a probe
-inside could then not do.
+All of them, where that works. Where it does not, one after the other in the order of what they are
+worth: each that still lets the device compute stays. Whatever the kernel was asked for, what counts
+is what a probe inside could then not do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def settle(sandbox: Sandbox) -> Reach:
     sandbox.restrictions = []
     if obstacle := probe(sandbox).obstacle:
         raise PenstockError(
-            f"{sandbox.target.device} does not work in a process of its own, even without restrictions",
+            f"{sandbox.target.device} does not work in a process of its own, even without "
+            "restrictions",
             obstacle,
             "Run `penstock inspect` to see whether it works at all.",
         )
@@ -68,7 +69,8 @@ def probe(sandbox: Sandbox) -> Reach:
 
 
 def _kernel_cache(sandbox: Sandbox) -> Path:
-    """The candidates' own, which they find filled; but a kernel that was compiled under fewer restrictions
-    would only be read under more."""
+    """The candidates' own, which they find filled; but a kernel that was compiled under fewer
+    restrictions would only be read under more.
+    """
     own = sandbox.scratch / "compiled"
     return Path(tempfile.mkdtemp(dir=sandbox.scratch)) if own.exists() else own

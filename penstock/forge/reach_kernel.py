@@ -1,5 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The smallest kernel: for `reach`, which wants to know whether one can be compiled and launched."""
+"""The smallest kernel: for `reach`, which wants to know whether one can be compiled and
+launched.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The model as its config defines it: plain torch, one sequence, every token anew. Knows no cache, no batch.
+"""The model as its config defines it: plain torch, one sequence, every token anew. Knows no cache,
+no batch.
 
-What an engine says is right when it agrees with this. Norms and rotations are computed in float32, products
-and attention in the type that the engine computes in.
+What an engine says is right when it agrees with this. Norms and rotations are computed in float32,
+products and attention in the type that the engine computes in.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from penstock.forge.target import Target
 from penstock.forge.toy_weights import tensor_shapes
 
 NUM_READERS = 8  # one thread copies to a GPU no faster than it finds the pages of a file
-DERIVED_TENSOR = "rotary_emb.inv_freq"  # that older checkpoints store though it follows from the config
+DERIVED_TENSOR = (
+    "rotary_emb.inv_freq"  # that older checkpoints store though it follows from the config
+)
 MOST_NAMED = 6
 
 
@@ -36,8 +39,9 @@ class Reference:
         self.frequencies = shape.rope_theta ** (-dims / shape.head_dim)
 
     def in_float32(self) -> Reference:
-        """The same with the same weights, widened one by one as they are used: they are neither read nor
-        held twice."""
+        """The same with the same weights, widened one by one as they are used: they are neither
+        read nor held twice.
+        """
         wider = copy.copy(self)
         wider.dtype = torch.float32
         return wider
@@ -60,7 +64,9 @@ class Reference:
         query, key = self._rotate(query), self._rotate(key)
         group = self.shape.num_heads // self.shape.num_kv_heads
         key, value = key.repeat_interleave(group, dim=0), value.repeat_interleave(group, dim=0)
-        mixed = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True)[0]
+        mixed = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True)[
+            0
+        ]
         return self._project(mixed.transpose(0, 1).flatten(1), layer + "self_attn.o_proj")
 
     def _feed_forward(self, hidden: Tensor, layer: str) -> Tensor:
@@ -120,15 +126,28 @@ def read_weights(target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _check_tensors(stored: Any, shape: Shape, path: Path) -> dict[str, Tensor]:
-    """All tensors of the model in their shapes, and no others: what nothing uses would have been meant."""
-    if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
-        raise CheckpointError(f"{path} is not a state dict", "A dict from names to tensors is expected.")
+    """All tensors of the model in their shapes, and no others: what nothing uses would have been
+    meant.
+    """
+    if not isinstance(stored, dict) or not all(
+        isinstance(tensor, Tensor) for tensor in stored.values()
+    ):
+        raise CheckpointError(
+            f"{path} is not a state dict", "A dict from names to tensors is expected."
+        )
     names = [str(name).removeprefix("model.").removesuffix(".weight") for name in stored]
     tensors = {
-        name: tensor for name, tensor in zip(names, stored.values()) if not name.endswith(DERIVED_TENSOR)
+        name: tensor
+        for name, tensor in zip(names, stored.values())
+        if not name.endswith(DERIVED_TENSOR)
     }
     head, embedding = tensors.get("lm_head"), tensors.get("embed_tokens")
-    if not shape.has_own_head and head is not None and embedding is not None and torch.equal(head, embedding):
+    if (
+        not shape.has_own_head
+        and head is not None
+        and embedding is not None
+        and torch.equal(head, embedding)
+    ):
         del tensors["lm_head"]  # stored twice, as tied ones often are
     sizes = dict(tensor_shapes(shape))
     faults = {

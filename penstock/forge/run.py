@@ -1,4 +1,6 @@
-"""One run of forge from a config on disk to an engine on disk: opens what the search needs, and closes it."""
+"""One run of forge from a config on disk to an engine on disk: opens what the search needs, and
+closes it.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,9 @@ def forge(
     log: RunLog | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Engine:
-    """With a fork server that is already importing, the time counts from when that was started. Whatever
-    comes of it, results.log beside `out` tells it."""
+    """With a fork server that is already importing, the time counts from when that was started.
+    Whatever comes of it, results.log beside `out` tells it.
+    """
     log = log or RunLog(out.parent)
     with contextlib.ExitStack() as stack:
         stack.enter_context(log.explaining())
@@ -57,7 +60,9 @@ def forge(
         phases.end("libraries")
         target = Target.open(config, weights, device)
         ledger = Ledger(out.parent, server.started, log)
-        memory_bytes = SPARE_BYTES + 4 * target.weight_bytes + (COMPILER_BYTES if target.is_cuda else 0)
+        memory_bytes = (
+            SPARE_BYTES + 4 * target.weight_bytes + (COMPILER_BYTES if target.is_cuda else 0)
+        )
         limits = Limits(min(trial_s, budget_s), memory_bytes)
         sandbox = Sandbox(target, limits, server)
         say(f"model: {target.describe()}")
@@ -75,7 +80,10 @@ def forge(
                 phases=phases,
                 seconds=budget_s - ledger.age_s,
             )
-        said = f"exam: {len(exam.cases)} situations, {len(exam.benches)} benches, drawn from seed {seed}"
+        said = (
+            f"exam: {len(exam.cases)} situations, {len(exam.benches)} benches, drawn from seed "
+            f"{seed}"
+        )
         say(said + _tell_left_out(exam))
         reached, settled_s = settling.result()
         phases.end("waiting for the sandbox")
@@ -112,10 +120,13 @@ def _settle(sandbox: Sandbox) -> tuple[Reach, float]:
 
 
 def require_isolation(reached: Reach) -> None:
-    """A model's code is a stranger's: it runs where the network is out of its reach, or not at all."""
+    """A model's code is a stranger's: it runs where the network is out of its reach, or not at
+    all.
+    """
     if not reached.network:
         raise PenstockError(
             "A writing model's code cannot be kept off the network here",
-            "A probe in the sandbox could open a connection: this kernel has neither seccomp nor namespaces.",
+            "A probe in the sandbox could open a connection: this kernel has neither seccomp nor "
+            "namespaces.",
             "Leave --llm-base-url away; the built-in search runs without it.",
         )

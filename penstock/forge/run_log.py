@@ -1,7 +1,8 @@
 """results.log: what a run tells people as it goes, also when nothing comes of it. Needs no torch.
 
-An earlier run's log is replaced with the first trial. A run that ends before that adds behind it why: the
-engine that still lies there has its story, and whoever looks for a new one finds the reason.
+An earlier run's log is replaced with the first trial. A run that ends before that adds behind it
+why: the engine that still lies there has its story, and whoever looks for a new one finds the
+reason.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class RunLog:
         except BaseException as error:
             if error is not self._explained:
                 self._explained = error
-                with contextlib.suppress(OSError):  # what was raised is worse than a log that is not there
+                with contextlib.suppress(
+                    OSError
+                ):  # what was raised is worse than a log that is not there
                     self._append(*self._explanation(error))
             raise
 

@@ -1,7 +1,9 @@
-"""Where candidates run: in a process of their own with limits, asked over a socket. Trusts nothing it hears.
+"""Where candidates run: in a process of their own with limits, asked over a socket. Trusts nothing
+it hears.
 
-What is enforced depends on the machine (`confine` does it, `probe` finds out), and is told in the report.
-Time is always: a candidate that does not answer in time is killed with everything it started.
+What is enforced depends on the machine (`confine` does it, `probe` finds out), and is told in the
+report. Time is always: a candidate that does not answer in time is killed with everything it
+started.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ MAX_PAYLOAD = 1 << 31
 WATCH_S = 0.05
 MEMORY_SHARE = 0.95  # of a GPU
 FILE_BYTES = 1 << 28  # compiled kernels; on a CPU nothing is written
-# What a CUDA driver writes to: its devices, memory shared between processes, the names of its threads.
+# What a CUDA driver writes to: its devices, memory shared between processes, the names of its
+# threads.
 DRIVER_PLACES = ("/dev/null", "/dev/zero", "/dev/shm", "/proc/self")
 
 
@@ -76,7 +79,9 @@ class Sandbox:
         self.given_up: dict[str, str] = {}  # and what did not work under those that are not
 
     @contextlib.contextmanager
-    def host(self, source: str, seconds: float = math.inf, phases: Phases | None = None) -> Iterator[Hosted]:
+    def host(
+        self, source: str, seconds: float = math.inf, phases: Phases | None = None
+    ) -> Iterator[Hosted]:
         """A fresh process with the engine of this source built in it."""
         phases = phases or Phases()
         path = self.scratch / f"engine_{time.monotonic_ns()}.py"
@@ -165,7 +170,9 @@ class Hosted:
         self.read()
 
     def build(self, path: Path, target: Target) -> None:
-        self._write(do="build", path=str(path), config=target.config, weights=str(target.weight_dir))
+        self._write(
+            do="build", path=str(path), config=target.config, weights=str(target.weight_dir)
+        )
         self.read()
 
     def reach(self, path: Path, words: Mapping[str, Any]) -> dict[str, str]:
@@ -180,7 +187,9 @@ class Hosted:
         timed: tuple[int, int] = (-1, -1),
         on_device: bool = True,
     ) -> Played:
-        """Plays calls. Seconds lie between the judge's word and the candidate's, by the judge's clock."""
+        """Plays calls. Seconds lie between the judge's word and the candidate's, by the judge's
+        clock.
+        """
         self._write(do="play", calls=encode_calls(calls, on_device), keep=list(keep), timed=timed)
         seconds = 0.0
         if timed[0] >= 0:
@@ -194,7 +203,9 @@ class Hosted:
         if len(outcomes) != len(calls):
             raise CandidateError(f"{len(calls)} calls had {len(outcomes)} outcomes")
         errors = [outcome if isinstance(outcome, str) else None for outcome in outcomes]
-        return Played(seconds, errors, _cut(answer["payload"], outcomes, keep), int(answer["peak_bytes"]))
+        return Played(
+            seconds, errors, _cut(answer["payload"], outcomes, keep), int(answer["peak_bytes"])
+        )
 
     def profile(self, calls: Sequence[Call], part: tuple[int, int]) -> dict[str, float]:
         """Seconds by kind of work."""
@@ -216,7 +227,9 @@ class Hosted:
         if not message:
             raise CandidateError(self._killed_for or "died without a word")
         if not isinstance(message, dict) or "error" in message:
-            raise CandidateError(str(message["error"] if isinstance(message, dict) else message)[:2000])
+            raise CandidateError(
+                str(message["error"] if isinstance(message, dict) else message)[:2000]
+            )
         return message
 
     def end(self) -> None:
@@ -257,7 +270,9 @@ def encode_calls(calls: Sequence[Call], on_device: bool) -> list[Any]:
 def _cut(payload: bytes, outcomes: list[Any], keep: Sequence[int]) -> dict[int, Tensor]:
     """The kept calls' logits out of the bytes of all of them."""
     logits: dict[int, Tensor] = {}
-    numbers = torch.frombuffer(bytearray(payload), dtype=torch.float32) if payload else torch.empty(0)
+    numbers = (
+        torch.frombuffer(bytearray(payload), dtype=torch.float32) if payload else torch.empty(0)
+    )
     start = 0
     for number in sorted(keep):
         shape = outcomes[number]

@@ -1,6 +1,8 @@
-"""What a confined process can still do: tried, not assumed. Runs inside the sandbox; imports no Penstock.
+"""What a confined process can still do: tried, not assumed. Runs inside the sandbox; imports no
+Penstock.
 
-An answer is empty where the attempt succeeded, and says otherwise what was in its way; `probe` reads them.
+An answer is empty where the attempt succeeded, and says otherwise what was in its way; `probe`
+reads them.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from typing import Any
 
 
 def reach(*, device: str, compiled: str, weights: str, outside: str) -> dict[str, str]:
-    """Whether the device computes and the weights open, and whether network and other files are in reach."""
+    """Whether the device computes and the weights open, and whether network and other files are in
+    reach.
+    """
     os.environ["TRITON_CACHE_DIR"] = compiled
     return {
         "device": _obstacle(lambda: _compute(device)),
@@ -34,7 +38,9 @@ def _obstacle(attempt: Callable[[], object]) -> str:
 
 
 def _compute(device: str) -> None:
-    """On a GPU with a kernel of its own: for its first one Triton runs a C compiler and an assembler."""
+    """On a GPU with a kernel of its own: for its first one Triton runs a C compiler and an
+    assembler.
+    """
     import torch
 
     numbers = torch.zeros(16, device=device)

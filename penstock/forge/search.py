@@ -1,8 +1,9 @@
-"""The loop: from a first correct version, change one decision, try, keep what is faster, until time is up.
+"""The loop: from a first correct version, change one decision, try, keep what is faster, until time
+is up.
 
-What to try next follows from the profile of the best engine so far: an alternative promises its share of the
-parts it could save. Optionally a writing model proposes edits, judged by the same trial. At any moment the
-best engine is on disk.
+What to try next follows from the profile of the best engine so far: an alternative promises its
+share of the parts it could save. Optionally a writing model proposes edits, judged by the same
+trial. At any moment the best engine is on disk.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ class Search:
         try:
             self.start()
             if self._best().outcome.is_cut_short:
-                ending = "The time was used up before the first version could be timed; it is right."
+                ending = (
+                    "The time was used up before the first version could be timed; it is right."
+                )
             elif self._improve():
                 ending = "No alternative promised anything any more."
         except KeyboardInterrupt:
@@ -128,7 +131,9 @@ class Search:
         """From the plain design, or from an engine that somebody else wrote."""
         design = first_design(self.machine)
         source = source or self._write(design)
-        is_profiled = opening(self.target, self.machine) is None  # or else it is not what comes next
+        is_profiled = (
+            opening(self.target, self.machine) is None
+        )  # or else it is not what comes next
         outcome = run_trial(
             self.sandbox,
             source,
@@ -144,19 +149,22 @@ class Search:
             raise ForgeError(
                 f"The first version stopped at {outcome.gate}",
                 outcome.fault,
-                "If time is short give a larger --budget; if memory is, a smaller max_position_embeddings:"
+                "If time is short give a larger --budget; if memory is, a smaller "
+                "max_position_embeddings:"
                 " every request's keys and values have room for that many tokens.",
             )
         alike = dict.fromkeys(FAMILIES, 1.0)
         self.first = self.best = Engine(source, design, outcome, "plain torch with a cache", alike)
         self.tried.add(_key(design))
-        self._record("search", self.first.idea, "a correct start", "", source, outcome, "kept", alike)
+        self._record(
+            "search", self.first.idea, "a correct start", "", source, outcome, "kept", alike
+        )
 
     def _try_opening(self) -> None:
         """From the facts alone, in one step, what a profile would lead to in several.
 
-        However long the first version took, if there is any time: nothing else gains as much, and what makes
-        that version slow is what this one does away with.
+        However long the first version took, if there is any time: nothing else gains as much, and
+        what makes that version slow is what this one does away with.
         """
         guess = opening(self.target, self.machine)
         if guess is None or not self._has_time(1.0, LEAST_TRIAL_S):
@@ -167,7 +175,9 @@ class Search:
         changed = decisions.differences(first.design, design)
         self._judge("search", "; ".join(changed), why, self._write(design), design)
         if self._best() is not first:
-            del self.judged_s[:-1]  # trials of engines like the first tell nothing about those to come
+            del self.judged_s[
+                :-1
+            ]  # trials of engines like the first tell nothing about those to come
 
     def _follow_plan(self, writer: Writer) -> None:
         """What a writing model would try, of what can be decided; then the profile chooses."""
@@ -188,7 +198,11 @@ class Search:
             self.tried.add(_key(design))
             changed = "; ".join(decisions.differences(best.design, design))
             self._judge(
-                "search", changed, f"planned by {writer.name}: {step.why}", self._write(design), design
+                "search",
+                changed,
+                f"planned by {writer.name}: {step.why}",
+                self._write(design),
+                design,
             )
 
     def _tell(self, line: str) -> None:
@@ -207,7 +221,9 @@ class Search:
             self.tried.add(_key(design))
             changed = decisions.differences(best.design, design)
             source = self._write(design)
-            part = max(alternative.saves, key=lambda part: self._share(part) * alternative.saves[part])
+            part = max(
+                alternative.saves, key=lambda part: self._share(part) * alternative.saves[part]
+            )
             why = f"{part} is {self._share(part):.0%} of the time; promises {promise:.1%}"
             self._judge("search", "; ".join(changed), why, source, design)
             if self._best().design == best.design:
@@ -221,7 +237,11 @@ class Search:
             proposal = writer.propose(best.source, self._brief(best), reply_s)
             if isinstance(proposal, Proposal):
                 self._judge(
-                    writer.name, proposal.idea, "the writing model's idea", proposal.source, best.design
+                    writer.name,
+                    proposal.idea,
+                    "the writing model's idea",
+                    proposal.source,
+                    best.design,
                 )
             else:
                 outcome = Outcome(proposal, "reply", 0.0)
@@ -248,14 +268,20 @@ class Search:
         self._record(author, idea, why, before.source, source, outcome, verdict, total)
 
     def _bar(self) -> Bar:
-        """What may be kept in the end; on a CPU also what looks slower until the best one is timed again."""
+        """What may be kept in the end; on a CPU also what looks slower until the best one is timed
+        again.
+        """
         return Bar(self._best().timings, LEAST_GAIN if self.target.is_cuda else DOUBTFUL_GAIN)
 
     def _is_better(self, outcome: Outcome) -> bool:
-        """Where others may disturb the measurement the reigning engine is timed again, right after."""
+        """Where others may disturb the measurement the reigning engine is timed again, right
+        after.
+        """
         best = self._best()
         gain = score(outcome.timings, best.timings)
-        is_clear = not LEAST_GAIN <= gain < CLEAR_GAIN if self.target.is_cuda else gain < DOUBTFUL_GAIN
+        is_clear = (
+            not LEAST_GAIN <= gain < CLEAR_GAIN if self.target.is_cuda else gain < DOUBTFUL_GAIN
+        )
         if is_clear:
             return gain >= LEAST_GAIN
         again = self._time_again(best)
@@ -265,7 +291,9 @@ class Search:
 
     def _time_again(self, engine: Engine) -> Mapping[str, Timing] | None:
         brief = replace(self.exam, cases=self.exam.cases[:1])
-        outcome = run_trial(self.sandbox, engine.source, brief, seconds=self._left_s, is_profiled=False)
+        outcome = run_trial(
+            self.sandbox, engine.source, brief, seconds=self._left_s, is_profiled=False
+        )
         return outcome.timings if outcome.is_passed else None
 
     def _hold_closing_match(self) -> None:
@@ -273,7 +301,9 @@ class Search:
         first, best = self.first, self._best()
         assert first is not None
         is_worthwhile = (
-            first is not best and not self.target.is_cuda and self._has_time(1.0, self._expected_s(2))
+            first is not best
+            and not self.target.is_cuda
+            and self._has_time(1.0, self._expected_s(2))
         )
         timed = [self._time_again(engine) for engine in (first, best)] if is_worthwhile else []
         if len(timed) == 2 and timed[0] and timed[1]:
@@ -306,19 +336,27 @@ class Search:
             self.best = replace(best, outcome=replace(best.outcome, profile=profile))
 
     def _share(self, part: str) -> float:
-        """Of all time, prefill and decode counting the same; equal parts of what no profiler has seen."""
+        """Of all time, prefill and decode counting the same; equal parts of what no profiler has
+        seen.
+        """
         outcome = self._best().outcome
         if part == "memory":
             total = self.machine.memory_bytes
             return float(bool(total) and outcome.peak_bytes > MEMORY_IS_SHORT * total)
         family = part.partition(".")[0]
-        whole = sum(seconds for name, seconds in outcome.profile.items() if name.startswith(family + "."))
-        seconds = outcome.profile.get(part, 0.0) + outcome.profile.get(family + ".unseen", 0.0) / NUM_KINDS
+        whole = sum(
+            seconds for name, seconds in outcome.profile.items() if name.startswith(family + ".")
+        )
+        seconds = (
+            outcome.profile.get(part, 0.0)
+            + outcome.profile.get(family + ".unseen", 0.0) / NUM_KINDS
+        )
         return seconds / whole / 2 if whole else 0.0
 
     def _has_time(self, share: float, seconds: float | None = None) -> bool:
-        """Whether what takes so long, or else a trial, and the report would end in time. A trial that takes
-        longer than there is time is stopped."""
+        """Whether what takes so long, or else a trial, and the report would end in time. A trial
+        that takes longer than there is time is stopped.
+        """
         seconds = self._expected_s(1) if seconds is None else seconds
         is_in_time = self.ledger.age_s + seconds < share * self.budget_s
         return is_in_time and len(self.ledger.rows) < self.max_trials
@@ -378,7 +416,8 @@ class Search:
     def _says(self, design: Design) -> str:
         """The engine's own docstring."""
         lines = [
-            "An engine for one model, written by `penstock forge` for the machine it was measured on.",
+            "An engine for one model, written by `penstock forge` for the machine it was measured "
+            "on.",
             "",
         ]
         lines += [
@@ -410,7 +449,9 @@ class Search:
         )
         ranked = sorted(best.outcome.profile.items(), key=lambda item: -item[1])[:6]
         parts = "\n".join(f"  {part}: {self._share(part):.0%}" for part, _ in ranked)
-        told = "\n".join(f"  {row.idea}: {row.verdict} {row.fault}".rstrip() for row in self.ledger.rows[-8:])
+        told = "\n".join(
+            f"  {row.idea}: {row.verdict} {row.fault}".rstrip() for row in self.ledger.rows[-8:]
+        )
         model = f"Model: {self.target.describe()}\nMachine: {self.machine.describe()}"
         return f"{model}\nMeasured now:\n{times}\nWhere time goes:\n{parts}\nTried so far:\n{told}"
 
@@ -432,7 +473,9 @@ class Search:
             ending=f"{len(self.ledger.rows)} trials in {self.ledger.age_s:.0f} s. {ending}",
         )
         write_report(self.ledger.folder / "report.md", story, self.ledger.rows)
-        replace_file(self.ledger.folder / "progress.svg", draw_progress(self.ledger.rows, story.model))
+        replace_file(
+            self.ledger.folder / "progress.svg", draw_progress(self.ledger.rows, story.model)
+        )
         self.ledger.log(story.ending)
         for name, timing in best.timings.items():
             self.ledger.log(
@@ -446,9 +489,13 @@ class Search:
                 batch = len(bench.case.calls[bench.timed[0]].ids)
                 prompts = bench.case.calls[0].num_tokens
                 context_len = (prompts + batch * (bench.timed[1] - bench.timed[0]) / 2) / batch
-                floors[bench.name] = 1e3 * self.machine.decode_floor_s(self.target, batch, context_len)
+                floors[bench.name] = 1e3 * self.machine.decode_floor_s(
+                    self.target, batch, context_len
+                )
             elif bench.family == "prefill":
-                floors[bench.name] = 1e3 * self.machine.prefill_floor_s(self.target, bench.num_tokens)
+                floors[bench.name] = 1e3 * self.machine.prefill_floor_s(
+                    self.target, bench.num_tokens
+                )
         return floors
 
 
@@ -469,7 +516,9 @@ def _undisturbed() -> Iterator[None]:
 
 def _key(design: Design) -> str:
     """Two designs with the same key are the same engine."""
-    chosen = (f"{name}={choice}" for name, choice in design.items() if not decisions.is_idle(name, design))
+    chosen = (
+        f"{name}={choice}" for name, choice in design.items() if not decisions.is_idle(name, design)
+    )
     return " ".join(chosen)
 
 

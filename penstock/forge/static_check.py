@@ -1,7 +1,8 @@
-"""Reads a candidate before it runs: an engine needs torch, triton and a little of the standard library.
+"""Reads a candidate before it runs: an engine needs torch, triton and a little of the standard
+library.
 
-The first line of defence, and the one with the clearest message; the sandbox is the second. Refuses what
-reaches for files, processes, the network, the interpreter, or the judge.
+The first line of defence, and the one with the clearest message; the sandbox is the second. Refuses
+what reaches for files, processes, the network, the interpreter, or the judge.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ def _import_fault(node: ast.ImportFrom) -> str:
         return "imports from os; only os.path.join is needed"
     if refused := [each.name for each in node.names if _is_refused(each.name) or each.name == "*"]:
         return f"imports {refused[0]} from {node.module}"
-    if (node.module or "").partition(".")[0] != "triton" and any(each.name == "load" for each in node.names):
+    if (node.module or "").partition(".")[0] != "triton" and any(
+        each.name == "load" for each in node.names
+    ):
         return f"imports load from {node.module}"
     modules = [node.module or ".", *(f"{node.module}.{each.name}" for each in node.names)]
     return next((f for f in map(_module_fault, modules) if f), "")
@@ -114,9 +117,10 @@ def _is_refused(attribute: str) -> bool:
 
 
 class _Imports:
-    """What a source imports, by the names it has there. A module is for `module.name`: as a value it could
-    take another name, under which nobody recognises it. And whatever is imported stays as it is: the judge's
-    side of the process uses torch too."""
+    """What a source imports, by the names it has there. A module is for `module.name`: as a value
+    it could take another name, under which nobody recognises it. And whatever is imported stays as
+    it is: the judge's side of the process uses torch too.
+    """
 
     def __init__(self, nodes: Sequence[ast.AST]) -> None:
         whole = [each for node in nodes if isinstance(node, ast.Import) for each in node.names]
@@ -125,12 +129,18 @@ class _Imports:
         self.names = self.modules | {each.asname or each.name for each in parts}
         self.bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
         self.kernels = _names_of_triton(nodes)
-        self.safe_loads = {id(n.func) for n in nodes if isinstance(n, ast.Call) and _loads_tensors_only(n)}
+        self.safe_loads = {
+            id(n.func) for n in nodes if isinstance(n, ast.Call) and _loads_tensors_only(n)
+        }
 
     def misuse(self, node: ast.AST) -> str:
         if isinstance(node, ast.Name) and node.id in self.modules and id(node) not in self.bases:
             return f"uses the module {node.id} as a value"
-        if isinstance(node, ast.Attribute) and node.attr == "load" and id(node) not in self.safe_loads:
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr == "load"
+            and id(node) not in self.safe_loads
+        ):
             base = _root(node)
             if base is None or base.id not in self.kernels | {"self"}:
                 return "uses .load without weights_only=True, which can run what a file says"
@@ -160,11 +170,20 @@ def _names_of_triton(nodes: Sequence[ast.AST]) -> set[str]:
             names |= {each.asname or "triton" for each in found}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "triton":
             names |= {each.asname or each.name for each in node.names}
-    bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    bound = {
+        node.id
+        for node in nodes
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+    }
     return names - bound
 
 
 def _loads_tensors_only(call: ast.Call) -> bool:
     given = [word.value for word in call.keywords if word.arg == "weights_only"]
     has_more = any(word.arg is None for word in call.keywords)
-    return not has_more and len(given) == 1 and isinstance(given[0], ast.Constant) and given[0].value is True
+    return (
+        not has_more
+        and len(given) == 1
+        and isinstance(given[0], ast.Constant)
+        and given[0].value is True
+    )

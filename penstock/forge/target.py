@@ -1,7 +1,7 @@
 """What an engine is to be written for: a config, the weights beside it, a device.
 
-A config is read for what forge writes, or refused: nothing in it that changes what the model computes is
-passed over. Knows the meaning of keys, not what is in model.pt.
+A config is read for what forge writes, or refused: nothing in it that changes what the model
+computes is passed over. Knows the meaning of keys, not what is in model.pt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.forge.fragments.shape import DTYPES, Shape, pick_dtype, read_shape
 
 MODEL_TYPES = ("tiny_llama", None)
-WRITTEN_FOR = "forge writes engines for plain Llamas: model_type tiny_llama, interleaved rope, no biases."
+WRITTEN_FOR = (
+    "forge writes engines for plain Llamas: model_type tiny_llama, interleaved rope, no biases."
+)
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -29,8 +31,12 @@ SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
-OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")  # null, too, says that they follow from the others
-# Keys that can make something else of a Llama, and the values with which they do not; null never does.
+OPTIONAL_SIZES = (
+    "num_key_value_heads",
+    "head_dim",
+)  # null, too, says that they follow from the others
+# Keys that can make something else of a Llama, and the values with which they do not; null never
+# does.
 PLAIN_VALUES: Mapping[str, tuple[object, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -57,7 +63,9 @@ TARGETS = (Path("/target"), Path("target"))
 
 def default_target() -> Path:
     """The folder of model_config.json and weights/: the first that is there."""
-    return next((folder for folder in TARGETS if (folder / "model_config.json").exists()), TARGETS[-1])
+    return next(
+        (folder for folder in TARGETS if (folder / "model_config.json").exists()), TARGETS[-1]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,8 @@ class Target:
             raise CheckpointError(
                 f"There is no {weight_dir / 'model.pt'}",
                 "Weights are one state dict in a file model.pt.",
-                f"python scripts/generate_toy_weights.py --config {config_path} --output {weight_dir}",
+                f"python scripts/generate_toy_weights.py --config {config_path} --output "
+                f"{weight_dir}",
             )
         target = cls.of(config, weight_dir, device)
         if target.is_cuda and not torch.cuda.is_available():
@@ -93,11 +102,14 @@ class Target:
         shape = read_shape(config)
         if shape.num_heads % shape.num_kv_heads or shape.head_dim % 2:
             raise ConfigError(
-                f"{shape.num_heads} heads of {shape.head_dim} over {shape.num_kv_heads} key heads do not go",
+                f"{shape.num_heads} heads of {shape.head_dim} over {shape.num_kv_heads} key heads "
+                "do not go",
                 "Heads are a multiple of key heads, and a head has an even width.",
             )
         place = read_device(device)
-        return cls(config, shape, weight_dir.resolve(), place, pick_dtype(config, torch.device(place)))
+        return cls(
+            config, shape, weight_dir.resolve(), place, pick_dtype(config, torch.device(place))
+        )
 
     @property
     def is_cuda(self) -> bool:
@@ -109,14 +121,18 @@ class Target:
         shape = self.shape
         heads = 2 * shape.num_query_rows + 2 * shape.num_key_rows
         layer = shape.hidden_size * (heads + 3 * shape.intermediate_size)
-        return (shape.num_layers * layer + shape.vocab_size * shape.hidden_size) * self.dtype.itemsize
+        return (
+            shape.num_layers * layer + shape.vocab_size * shape.hidden_size
+        ) * self.dtype.itemsize
 
     @property
     def kv_bytes_per_token(self) -> int:
         return 2 * self.shape.num_layers * self.shape.num_key_rows * self.dtype.itemsize
 
     def describe(self) -> str:
-        """One line: `12 layers x 768, 12 heads of 64 over 4 key heads, vocabulary 32000, bfloat16`."""
+        """One line: `12 layers x 768, 12 heads of 64 over 4 key heads, vocabulary 32000,
+        bfloat16`.
+        """
         shape = self.shape
         heads = f"{shape.num_heads} heads of {shape.head_dim} over {shape.num_kv_heads} key heads"
         numbers = str(self.dtype).removeprefix("torch.")
@@ -132,13 +148,16 @@ def read_config(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON", f"{error}.") from None
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not a config", f"It is a {type(config).__name__}, not an object.")
+        raise CheckpointError(
+            f"{path} is not a config", f"It is a {type(config).__name__}, not an object."
+        )
     return config
 
 
 def read_device(name: str) -> str:
-    """cpu or cuda; auto or nothing is what is here. Clocks, graphs and kernels are those of the current
-    device, which is the first one."""
+    """cpu or cuda; auto or nothing is what is here. Clocks, graphs and kernels are those of the
+    current device, which is the first one.
+    """
     if name in ("", "auto"):
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name in ("cpu", "cuda", "cuda:0"):
@@ -151,7 +170,9 @@ def read_device(name: str) -> str:
             f"Let it be the only one: CUDA_VISIBLE_DEVICES={index}, and --device cuda.",
         )
     raise ConfigError(
-        f"There is no device {name!r}", "Engines run on cpu or cuda.", "Write --device cpu or cuda, or auto."
+        f"There is no device {name!r}",
+        "Engines run on cpu or cuda.",
+        "Write --device cpu or cuda, or auto.",
     )
 
 
@@ -191,7 +212,9 @@ def _check_rope(key: str, rope: Any) -> None:
 def _check_said_alike(config: dict[str, Any], key: str, again: Any) -> None:
     if again is not None and config.get(key) not in (None, again):
         raise ConfigError(
-            f"The config says {key} twice, {config[key]!r} and {again!r}", "", "Leave one of them away."
+            f"The config says {key} twice, {config[key]!r} and {again!r}",
+            "",
+            "Leave one of them away.",
         )
 
 
@@ -201,7 +224,9 @@ def _check_numbers(config: dict[str, Any]) -> None:
         if size is None and key in OPTIONAL_SIZES:
             continue
         if key not in config:
-            raise ConfigError(f"The config has no {key!r}", "The shapes of the weights follow from it.")
+            raise ConfigError(
+                f"The config has no {key!r}", "The shapes of the weights follow from it."
+            )
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             _refuse(key, size, "a whole number from 1 on")
     thetas = (config.get("rope_theta"), (config.get("rope_parameters") or {}).get("rope_theta"))

@@ -1,7 +1,8 @@
 """Sequences of calls that an engine is judged by: drawn from a seed, as data, without a tensor.
 
-A trace says for every call whether it must be answered or refused; what the right logits are is known to
-`oracle`. A correct engine plays all of them; what they have in common with anybody's use is chance.
+A trace says for every call whether it must be answered or refused; what the right logits are is
+known to `oracle`. A correct engine plays all of them; what they have in common with anybody's use
+is chance.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Trace:
         for id in ids:
             del self.alive[id]
 
-    def refuse(self, kind: str, ids: tuple[str, ...], tokens: tuple[tuple[int, ...], ...] = ()) -> None:
+    def refuse(
+        self, kind: str, ids: tuple[str, ...], tokens: tuple[tuple[int, ...], ...] = ()
+    ) -> None:
         self.calls.append(Call(kind, ids, tokens, is_refused=True))
 
     def redrawn(self) -> Trace:
@@ -79,8 +82,9 @@ class Trace:
 def correctness_traces(
     shape: Shape, seed: int, *, num_random: int, max_batch: int, crowd: int = 0
 ) -> list[Trace]:
-    """One trace a situation, some of pure chance, and one of a crowd with short prompts where one is named:
-    more rows than a captured step has."""
+    """One trace a situation, some of pure chance, and one of a crowd with short prompts where one
+    is named: more rows than a captured step has.
+    """
     rng = random.Random(seed)
 
     def new(name: str) -> Trace:
@@ -137,7 +141,9 @@ def _removed(trace: Trace) -> Trace:
     trace.decode(["c", "a"])
     trace.prefill({"b": _lengths(trace, 1, 130)[0]})
     trace.decode(["a", "b", "c"])
-    trace.prefill({"d": _lengths(trace, 1, 130)[0], "a": 3, "b": lengths[1] + 4})  # shorter, and longer
+    trace.prefill(
+        {"d": _lengths(trace, 1, 130)[0], "a": 3, "b": lengths[1] + 4}
+    )  # shorter, and longer
     trace.decode(["a", "d", "c", "b"], steps=2)
     return trace.end()
 

@@ -1,4 +1,6 @@
-"""One trial of one candidate: screened, built, checked, timed, profiled. The same for every author."""
+"""One trial of one candidate: screened, built, checked, timed, profiled. The same for every
+author.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from penstock.forge.traces import Trace, correctness_traces
 LEAST_SLOTS = 20  # for the requests of a mixed trace, and a spare one
 CROWD = 65  # one more than the rows that steps are captured for
 CPU_CACHE_BYTES = 4 << 30  # a part of what a trial on a CPU may have beside the weights
-CASES_SHARE = 0.2  # of the time that is left, for right answers of situations; every candidate plays them
+CASES_SHARE = (
+    0.2  # of the time that is left, for right answers of situations; every candidate plays them
+)
 BENCHES_SHARE = 0.1
 ALWAYS = ("single", "batched", "inserted in between", "removed, re-added, replaced", "refusals")
 PROFILED_CALLS = 3  # of a trace: reading a profile takes longer than what it is of
@@ -40,7 +44,9 @@ PROFILED_CALLS = 3  # of a trace: reading a profile takes longer than what it is
 
 @dataclass(frozen=True, slots=True)
 class Exam:
-    """What every candidate of a run has to pass and is timed with. Drawn once; no candidate sees it."""
+    """What every candidate of a run has to pass and is timed with. Drawn once; no candidate sees
+    it.
+    """
 
     cases: Sequence[Case]
     benches: Sequence[Bench]
@@ -58,8 +64,9 @@ class Exam:
         phases: Phases | None = None,
         seconds: float = math.inf,
     ) -> Exam:
-        """Of what a run has left, `seconds`, right answers take a part: situations that would need more are
-        left out, but never the common ones."""
+        """Of what a run has left, `seconds`, right answers take a part: situations that would need
+        more are left out, but never the common ones.
+        """
         phases = phases or Phases()
         crowd = CROWD if _has_room(target) else 0  # asked before the oracle takes some of it
         num_slots = count_slots(target)
@@ -85,7 +92,9 @@ class Exam:
 
 
 def answer_in_time(knowing: Oracle, traces: Sequence[Trace], seconds: float) -> list[Case]:
-    """Those that are always asked, then the others, cheap ones first, as long as they end in time."""
+    """Those that are always asked, then the others, cheap ones first, as long as they end in
+    time.
+    """
     allowance = Allowance(seconds)
     asked = sorted(traces, key=lambda trace: (trace.name not in ALWAYS, count_tokens(trace)))
     return [
@@ -111,8 +120,12 @@ class Outcome:
     worst: float = 0.0
     peak_bytes: int = 0
     timings: Mapping[str, Timing] = field(default_factory=dict)
-    profile: Mapping[str, float] = field(default_factory=dict)  # seconds by "decode.attention" and the like
-    phases: Mapping[str, float] = field(default_factory=dict)  # seconds: start, build, gate, measure, profile
+    profile: Mapping[str, float] = field(
+        default_factory=dict
+    )  # seconds by "decode.attention" and the like
+    phases: Mapping[str, float] = field(
+        default_factory=dict
+    )  # seconds: start, build, gate, measure, profile
     is_cut_short: bool = False  # right, but there was no time to time it
 
     @property
@@ -122,8 +135,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a candidate is compared with: a clearly slower one is not timed to the end, and only one that may
-    be kept is worth a profile."""
+    """What a candidate is compared with: a clearly slower one is not timed to the end, and only one
+    that may be kept is worth a profile.
+    """
 
     timings: Mapping[str, Timing]
     least_gain: float
@@ -143,8 +157,9 @@ def run_trial(
     is_profiled: bool = True,
     when_right: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """At most these seconds, and never more than the sandbox allows. `when_right` is called once it has
-    passed the gate, before it is timed."""
+    """At most these seconds, and never more than the sandbox allows. `when_right` is called once it
+    has passed the gate, before it is timed.
+    """
     phases = Phases()
     known: dict[str, Any] = {}
 
@@ -159,7 +174,9 @@ def run_trial(
         with sandbox.host(source, seconds, phases) as hosted:
             known["build_s"] = build_s = phases.seconds["build"]
             if build_s > max_build_s:
-                return ended(at, f"create_engine took {build_s:.0f} s; {max_build_s:.0f} are allowed")
+                return ended(
+                    at, f"create_engine took {build_s:.0f} s; {max_build_s:.0f} are allowed"
+                )
             at = "check"
             verdict = gate.check(hosted, exam.cases, exam.allowed)
             phases.end("gate")
@@ -186,7 +203,9 @@ def run_trial(
     return ended("passed", phase="end")
 
 
-def profile_engine(sandbox: Sandbox, source: str, exam: Exam, *, seconds: float) -> dict[str, float]:
+def profile_engine(
+    sandbox: Sandbox, source: str, exam: Exam, *, seconds: float
+) -> dict[str, float]:
     """Of an engine that has passed before; empty where it does not come to an end."""
     try:
         with sandbox.host(source, seconds) as hosted:
@@ -209,7 +228,9 @@ def _profile(hosted: Hosted, benches: Sequence[Bench]) -> dict[str, float]:
 
 
 def count_slots(target: Target) -> int:
-    """How many requests, each with room for the longest text, captured engines have place for at once."""
+    """How many requests, each with room for the longest text, captured engines have place for at
+    once.
+    """
     if not target.is_cuda:
         return MAX_SLOTS
     free_bytes = torch.cuda.mem_get_info(target.device)[0] - target.weight_bytes
@@ -217,23 +238,27 @@ def count_slots(target: Target) -> int:
     num_slots = min(MAX_SLOTS, int(max(0, free_bytes) * MEMORY_SHARE) // slot_bytes)
     if num_slots < LEAST_SLOTS:
         raise CapacityError(
-            f"{LEAST_SLOTS} requests of {target.shape.max_len:,} tokens do not fit beside the weights",
-            f"Each takes {slot_bytes / 1e9:.2f} GB, and {max(0, free_bytes) / 1e9:.1f} GB would be free.",
+            f"{LEAST_SLOTS} requests of {target.shape.max_len:,} tokens do not fit beside the "
+            "weights",
+            f"Each takes {slot_bytes / 1e9:.2f} GB, and {max(0, free_bytes) / 1e9:.1f} GB would be "
+            "free.",
             "Forge for a smaller max_position_embeddings, or on a GPU with more memory.",
         )
     return num_slots
 
 
 def widest_batch(num_slots: int) -> int:
-    """Of a trace of calls, where all of it may be replaced at once: new prompts go to new places."""
+    """Of a trace of calls, where all of it may be replaced at once: new prompts go to new
+    places.
+    """
     return next(batch for batch in (64, 32, 16, 8, 4) if 2 * batch < num_slots)
 
 
 def _has_room(target: Target) -> bool:
     """Whether a crowd fits into the cache of every design.
 
-    Slots are as long as the longest text. When they do not suffice they become twice as many, and for a
-    moment there are old and new ones.
+    Slots are as long as the longest text. When they do not suffice they become twice as many, and
+    for a moment there are old and new ones.
     """
     slots = 1 << (CROWD - 1).bit_length()
     needed = 2 * slots * target.shape.max_len * target.kv_bytes_per_token

@@ -1,7 +1,7 @@
 """A writing model in the loop: asks it for a plan, shows it the best engine, reads edits.
 
-Any server of the OpenAI API. What it writes is text until the same trial as for every other candidate has
-judged it; nothing of it runs here.
+Any server of the OpenAI API. What it writes is text until the same trial as for every other
+candidate has judged it; nothing of it runs here.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class Writer:
         self._num_failures = 0
 
     def greet(self) -> None:
-        """Raises where no server of the API answers: before a search begins that would come to it late. A
-        model without a name is the server's first."""
+        """Raises where no server of the API answers: before a search begins that would come to it
+        late. A model without a name is the server's first.
+        """
         try:
             models = HttpClient(self._base_url, timeout_s=GREETING_S).models()
         except PenstockError as error:
@@ -68,7 +69,9 @@ class Writer:
     def propose(self, source: str, brief: str, seconds: float = REPLY_S) -> Proposal | str:
         """An edit of the source within these seconds, or why there is none."""
         try:
-            return read_reply(self._ask(TASK, f"{brief}\n\n```python\n{source}```", seconds), source)
+            return read_reply(
+                self._ask(TASK, f"{brief}\n\n```python\n{source}```", seconds), source
+            )
         except EditError as error:
             return str(error)[:300]
 
@@ -113,7 +116,9 @@ def read_reply(reply: str, source: str) -> Proposal:
 
 
 def apply_diff(source: str, diff: str) -> str:
-    """A unified diff, applied exactly: a hunk whose lines are not where it says, or nearby, is an error."""
+    """A unified diff, applied exactly: a hunk whose lines are not where it says, or nearby, is an
+    error.
+    """
     lines = source.splitlines()
     shift = 0
     hunks = _read_hunks(diff)
@@ -143,7 +148,11 @@ def _read_hunks(diff: str) -> list[tuple[int, list[str], list[str]]]:
 def _find(lines: list[str], before: list[str], expected: int) -> int:
     """Where the old lines stand: as near as possible to where the diff says."""
     last = len(lines) - len(before)
-    places = [place for place in range(max(0, last + 1)) if lines[place : place + len(before)] == before]
+    places = [
+        place for place in range(max(0, last + 1)) if lines[place : place + len(before)] == before
+    ]
     if not places:
-        raise EditError(f"the diff does not fit: {before[0] if before else 'an empty hunk'!r} is not there")
+        raise EditError(
+            f"the diff does not fit: {before[0] if before else 'an empty hunk'!r} is not there"
+        )
     return min(places, key=lambda place: abs(place - expected))

@@ -1,4 +1,5 @@
-"""A GGUF file read as the folder of a checkpoint: `model.gguf/config.json` is a path that can be read.
+"""A GGUF file read as the folder of a checkpoint: `model.gguf/config.json` is a path that can be
+read.
 
 Who reads the files of a model asks here, and need not know which of the two it is.
 """

@@ -1,9 +1,10 @@
 """Reads what stands before the weights of a GGUF file: its metadata, and where each tensor lies.
 
-    [magic, version, counts | key, type, value ... | name, dimensions, type, offset ... | aligned data ...]
+    [magic, version, counts | key, type, value ... | name, dimensions, type, offset ... | aligned
+    data ...]
 
-Nothing in the file is believed: a count is compared with the bytes that are left before anything is made for
-it, and a tensor's place with the file's size. Whatever is wrong is one CheckpointError.
+Nothing in the file is believed: a count is compared with the bytes that are left before anything is
+made for it, and a tensor's place with the file's size. Whatever is wrong is one CheckpointError.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class Header:
 
 
 def is_gguf(path: Path) -> bool:
-    """By its name, or by its first bytes if the name says nothing, as of files that Ollama keeps."""
+    """By its name, or by its first bytes if the name says nothing, as of files that Ollama
+    keeps.
+    """
     if path.suffix in OTHER_SUFFIXES or not os.path.isfile(path):
         return False
     if path.suffix == ".gguf":
@@ -95,7 +98,9 @@ def read_header(path: Path) -> Header:
         return _read_header(path, status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read", f"{error.strerror or error}.", "Check the file and who may read it."
+            f"{path} cannot be read",
+            f"{error.strerror or error}.",
+            "Check the file and who may read it.",
         ) from error
 
 
@@ -132,7 +137,11 @@ class _Reader:
                 raise self._damaged(f"it has {key[:MAX_SHOWN]} twice")
             metadata[key] = self._value(key, self._number("<u4"))
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        if (
+            type(alignment) is not int
+            or not 0 < alignment <= MAX_ALIGNMENT
+            or alignment & (alignment - 1)
+        ):
             raise self._damaged(f"general.alignment is {alignment!r:.64}, not a power of two")
         found = [self._tensor(alignment) for _ in range(num_tensors)]
         data_start = -(-self._file.tell() // alignment) * alignment
@@ -240,10 +249,13 @@ class _Reader:
             )
         if not all(shape) or shape[-1] % block_type.block_size:
             raise self._damaged(
-                f"{shown} is {list(shape)}, and {block_type.name} has blocks of {block_type.block_size}"
+                f"{shown} is {list(shape)}, and {block_type.name} has blocks of "
+                f"{block_type.block_size}"
             )
         if offset % alignment:
-            raise self._damaged(f"{shown} begins at byte {offset:,}, not at a multiple of {alignment}")
+            raise self._damaged(
+                f"{shown} begins at byte {offset:,}, not at a multiple of {alignment}"
+            )
         return name, shape, block_type, offset
 
     def _check_places(self, tensors: Iterable[TensorInfo]) -> None:

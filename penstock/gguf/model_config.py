@@ -1,4 +1,6 @@
-"""The config.json of a GGUF file: what its metadata and the shapes of its tensors say, in those words."""
+"""The config.json of a GGUF file: what its metadata and the shapes of its tensors say, in those
+words.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ class _Metadata:
                 raise self.unusable(key, value, " or ".join(map(str, values)))
         window = self.whole("attention.sliding_window", 0)
         if 0 < window < longest:
-            raise self.unusable("attention.sliding_window", window, f"0, or the whole context of {longest}")
+            raise self.unusable(
+                "attention.sliding_window", window, f"0, or the whole context of {longest}"
+            )
 
     def text(self, key: str, default: str) -> str:
         value = self._value(key, default)
@@ -155,7 +159,9 @@ def _common(metadata: _Metadata) -> dict[str, Any]:
 def _dense(model_type: str) -> Callable[[_Metadata], dict[str, Any]]:
     def config(metadata: _Metadata) -> dict[str, Any]:
         if num_experts := metadata.whole("expert_count", 0):
-            raise metadata.unusable("expert_count", num_experts, "0: Mixtral and its like are not supported")
+            raise metadata.unusable(
+                "expert_count", num_experts, "0: Mixtral and its like are not supported"
+            )
         common = _common(metadata)
         return {
             "model_type": model_type,
@@ -207,9 +213,13 @@ def _rope(metadata: _Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def _llama3_scaling(metadata: _Metadata, theta: float, head_dim: int) -> dict[str, Any]:
-    """The file has the factor of every frequency, not the rule of Llama 3.1 that they were made by."""
+    """The file has the factor of every frequency, not the rule of Llama 3.1 that they were made
+    by.
+    """
     info = metadata.model.tensors["rope_freqs.weight"]
-    factors = _read_floats(info) if info.type.name == "F32" and info.shape == (head_dim // 2,) else None
+    factors = (
+        _read_floats(info) if info.type.name == "F32" and info.shape == (head_dim // 2,) else None
+    )
     if factors is not None:
         inverse = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         for original in (8192, 4096, 16384, 32768, 131072):

@@ -1,4 +1,6 @@
-"""One model in several GGUF files: `NAME-00001-of-00003.gguf`, the first of which has the metadata."""
+"""One model in several GGUF files: `NAME-00001-of-00003.gguf`, the first of which has the
+metadata.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ def read_model(path: Path) -> Header:
     count = int(match["count"]) if match else 1
     paths = [path]
     if match:
-        paths = [path.with_name(f"{match['stem']}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
+        paths = [
+            path.with_name(f"{match['stem']}-{n:05}-of-{count:05}.gguf")
+            for n in range(1, count + 1)
+        ]
     missing = [file.name for file in paths if not file.is_file()]
     if missing or not paths:
         more = f" and {len(missing) - MAX_LISTED} more" if len(missing) > MAX_LISTED else ""
@@ -50,7 +55,9 @@ def read_model(path: Path) -> Header:
         tensors |= part.tensors
     expected = first.metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
-        raise damaged(path, f"the model should have {expected} tensors, and its files have {len(tensors)}")
+        raise damaged(
+            path, f"the model should have {expected} tensors, and its files have {len(tensors)}"
+        )
     return Header(paths[0], first.metadata, tensors)
 
 
@@ -58,7 +65,8 @@ def _check_part(part: Header, number: int, count: int) -> None:
     seen = part.metadata.get("split.no", 0), part.metadata.get("split.count", 1) or 1
     if seen != (number, count):
         raise CheckpointError(
-            f"{part.path.name} is not what its name says: it is part {seen[0]!r} of {seen[1]!r}, from 0 on",
+            f"{part.path.name} is not what its name says: it is part {seen[0]!r} of {seen[1]!r}, "
+            "from 0 on",
             f"By its name it is part {number} of {count}.",
             "Give the file its own name again, or download it again.",
         )

@@ -1,7 +1,8 @@
-"""The tokenizer.json of a GGUF file, made of its vocabulary, and what belongs to it: names, ends, template.
+"""The tokenizer.json of a GGUF file, made of its vocabulary, and what belongs to it: names, ends,
+template.
 
-The file names how text is cut before the merges (`tokenizer.ggml.pre`); the rules themselves stand here. One
-that is not known is refused: a wrong cut gives plausible tokens and worse answers.
+The file names how text is cut before the merges (`tokenizer.ggml.pre`); the rules themselves stand
+here. One that is not known is refused: a wrong cut gives plausible tokens and worse answers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ logger = logging.getLogger(__name__)
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"
-MAX_PIECE = 256  # characters that merges can make: SentencePiece's pieces are at most 16 long by default
+MAX_PIECE = (
+    256  # characters that merges can make: SentencePiece's pieces are at most 16 long by default
+)
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -108,7 +111,9 @@ def tokenizer_config_of(model: Header) -> dict[str, Any]:
 
 
 def generation_config_of(model: Header) -> dict[str, Any]:
-    """The contents of generation_config.json: the tokens that end a reply, and how replies are drawn."""
+    """The contents of generation_config.json: the tokens that end a reply, and how replies are
+    drawn.
+    """
     metadata = model.metadata
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     config: dict[str, Any] = {"eos_token_id": [id for id in ends if type(id) is int]}
@@ -123,14 +128,18 @@ def generation_config_of(model: Header) -> dict[str, Any]:
 
 
 class _Vocabulary:
-    """Tokens with their types, checked: both are lists of one length, and no token is there twice."""
+    """Tokens with their types, checked: both are lists of one length, and no token is there
+    twice.
+    """
 
     def __init__(self, model: Header) -> None:
         self.model = model
         self.tokens: list[str] = self._list("tokens", str)
         self.types: list[int] = self._list("token_type", int, [NORMAL] * len(self.tokens))
         if len(self.types) != len(self.tokens):
-            raise damaged(model.path, f"it has {len(self.tokens)} tokens and {len(self.types)} token types")
+            raise damaged(
+                model.path, f"it has {len(self.tokens)} tokens and {len(self.types)} token types"
+            )
         # Converters fill up the ids that no token has.
         self.padding = {
             id
@@ -172,7 +181,9 @@ class _Vocabulary:
             return None
 
         def template(*texts: str) -> list[dict[str, Any]]:
-            before, after = ([("SpecialToken", self.tokens[id]) for id in ids] for ids in (first, last))
+            before, after = (
+                [("SpecialToken", self.tokens[id]) for id in ids] for ids in (first, last)
+            )
             items = [*before, *(("Sequence", text) for text in texts), *after]
             return [{kind: {"id": name, "type_id": 0}} for kind, name in items]
 
@@ -189,7 +200,9 @@ class _Vocabulary:
     def scores(self) -> list[float]:
         scores: list[float] = self._list("scores", float)
         if len(scores) != len(self.tokens):
-            raise damaged(self.model.path, f"it has {len(self.tokens)} tokens and {len(scores)} scores")
+            raise damaged(
+                self.model.path, f"it has {len(self.tokens)} tokens and {len(scores)} scores"
+            )
         return scores
 
     def merges(self) -> list[str]:
@@ -211,7 +224,9 @@ class _Vocabulary:
         if id is None:
             return []
         if type(id) is not int or not 0 <= id < len(self.tokens):
-            raise damaged(self.model.path, f"{key} is {str(id)[:MAX_SHOWN]} of {len(self.tokens)} tokens")
+            raise damaged(
+                self.model.path, f"{key} is {str(id)[:MAX_SHOWN]} of {len(self.tokens)} tokens"
+            )
         return [id]
 
     def _list(self, name: str, kind: type, default: list[Any] | None = None) -> list[Any]:
@@ -233,7 +248,8 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
         )
     if name == "default":
         logger.warning(
-            "%s does not say how text is cut into pieces (tokenizer.ggml.pre); GPT-2's rule is used, and "
+            "%s does not say how text is cut into pieces (tokenizer.ggml.pre); GPT-2's rule is "
+            "used, and "
             "answers are worse if it is another: name the original's folder with --tokenizer",
             vocabulary.model.path.name,
         )
@@ -258,7 +274,9 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> dict[str, Any]:
-    unknown = next((t for t, kind in zip(vocabulary.tokens, vocabulary.types) if kind == UNKNOWN), None)
+    unknown = next(
+        (t for t, kind in zip(vocabulary.tokens, vocabulary.types) if kind == UNKNOWN), None
+    )
     adds_space = vocabulary.adds_space()
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepends = [{"type": "Prepend", "prepend": SPACE}] if adds_space else []
@@ -282,7 +300,9 @@ def _sentence_piece(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> list[list[str]]:
-    """SentencePiece joins the two pieces whose whole has the best score: that is the order of the merges."""
+    """SentencePiece joins the two pieces whose whole has the best score: that is the order of the
+    merges.
+    """
     scores = vocabulary.scores()
     id_of: Mapping[str, int] = {
         token: id

@@ -1,6 +1,8 @@
-"""An attention layer: norm, projections, rotation, attention over the cache, and back to the residual stream.
+"""An attention layer: norm, projections, rotation, attention over the cache, and back to the
+residual stream.
 
-Every family's attention is this one with its own numbers. It does not know where its weights come from.
+Every family's attention is this one with its own numbers. It does not know where its weights come
+from.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class Attention(nn.Module):
         )
         query_start, spans, chunks = inputs.query_start, inputs.spans, inputs.chunks
         if only_last:
-            # Plain launches, which wait: attention of one token takes keys for those of earlier steps.
+            # Plain launches, which wait: attention of one token takes keys for those of earlier
+            # steps.
             last_tokens = inputs.last_tokens
             q, gate, hidden = q[last_tokens], gate[last_tokens], hidden[last_tokens]
             query_start, spans, chunks = inputs.rows_of_one_token()

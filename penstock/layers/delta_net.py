@@ -1,4 +1,6 @@
-"""A Gated DeltaNet layer: norm, projection, the mixer with its state, and back to the residual stream."""
+"""A Gated DeltaNet layer: norm, projection, the mixer with its state, and back to the residual
+stream.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class DeltaNet(nn.Module):
         self.gated_norm = norm_parameter(value_dim, device)
         self.out = Linear(value_size, hidden_size, dtype=dtype, device=device)
 
-    def forward(self, hidden: Tensor, inputs: StepInputs, cache: StateCache) -> Tensor:  # [T, H] -> [T, H]
+    def forward(
+        self, hidden: Tensor, inputs: StepInputs, cache: StateCache
+    ) -> Tensor:  # [T, H] -> [T, H]
         deterministic = inputs.deterministic
         mixed = self.in_proj(hidden, deterministic=deterministic)
         read_out = gated_delta_net(

@@ -1,7 +1,8 @@
 """What every layer sees: the tokens of one step and the cache of that layer.
 
-`StepInputs` travels as an argument, `layer(hidden, inputs, cache)`, and is never fetched from anywhere:
-it is what CUDA graphs capture, what tests build by hand, and all a reader needs to follow a layer.
+`StepInputs` travels as an argument, `layer(hidden, inputs, cache)`, and is never fetched from
+anywhere: it is what CUDA graphs capture, what tests build by hand, and all a reader needs to follow
+a layer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ class RowSpan:
 
     num_tokens: int
     context_len: int  # tokens visible to the row after this step
-    checkpoints: tuple[tuple[int, int], ...] = ()  # (tokens of this row, slot): save the state after them
+    checkpoints: tuple[
+        tuple[int, int], ...
+    ] = ()  # (tokens of this row, slot): save the state after them
     is_prompt: bool = False  # of one token too: it is computed like those of a longer row
 
     @property
@@ -37,7 +40,9 @@ class StepInputs:
     page_table: Tensor  # [R, P] int32
     kv_index: Tensor  # [T] int64     where each token's key and value go: page * page_size + offset
     state_slots: Tensor  # [R] int64    where the row's recurrent state goes
-    initial_slots: Tensor  # [R] int64   where it comes from; ignored for a row that starts at position 0
+    initial_slots: (
+        Tensor  # [R] int64   where it comes from; ignored for a row that starts at position 0
+    )
     spans: tuple[RowSpan, ...]  # the rows again, on the host
     chunks: Chunks  # those of several tokens once more, cut for kernels
     deterministic: bool = False  # results must not depend on what else is in the step

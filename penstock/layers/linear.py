@@ -1,4 +1,6 @@
-"""A linear layer with what is fused to it: a norm or an activation before, bias and residual after."""
+"""A linear layer with what is fused to it: a norm or an activation before, bias and residual
+after.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from penstock.ops import Weight, linear, norm_linear, swiglu_linear
 
 
 class Linear(nn.Module):
-    """[T, K] -> [T, N]. With `eps` the input is normed first; with `swiglu` it is [T, 2K], gate and up."""
+    """[T, K] -> [T, N]. With `eps` the input is normed first; with `swiglu` it is [T, 2K], gate and
+    up.
+    """
 
     def __init__(
         self,
@@ -37,7 +41,8 @@ class Linear(nn.Module):
         x: Tensor,  # [T, K]
         residual: Tensor | None = None,  # [T, N], given up: the result may take its place
         *,
-        out_dtype: torch.dtype | None = None,  # of a normed product, which is then not rounded on its way
+        out_dtype: torch.dtype
+        | None = None,  # of a normed product, which is then not rounded on its way
         deterministic: bool = False,
     ) -> Tensor:  # [T, N]
         if self.norm is not None:

@@ -1,4 +1,6 @@
-"""Feed-forward layers on the residual stream: dense (SwiGLU), and sparse with or without a shared expert."""
+"""Feed-forward layers on the residual stream: dense (SwiGLU), and sparse with or without a shared
+expert.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class DenseMLP(nn.Module):
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        self.gate_up = Linear(hidden_size, 2 * intermediate_size, eps=eps, dtype=dtype, device=device)
+        self.gate_up = Linear(
+            hidden_size, 2 * intermediate_size, eps=eps, dtype=dtype, device=device
+        )
         self.down = Linear(intermediate_size, hidden_size, swiglu=True, dtype=dtype, device=device)
 
     def forward(self, hidden: Tensor, inputs: StepInputs) -> Tensor:  # [T, H] -> [T, H]
@@ -34,7 +38,9 @@ class DenseMLP(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A token uses `experts_per_token` of `num_experts` experts, and the shared expert if there is one."""
+    """A token uses `experts_per_token` of `num_experts` experts, and the shared expert if there is
+    one.
+    """
 
     counters: Tensor  # [n] int32
 
@@ -56,18 +62,30 @@ class SparseMLP(nn.Module):
         self.normalize = normalize
         self.eps = eps
         self.norm = norm_parameter(hidden_size, device)
-        self.router = new_weight(num_experts, hidden_size, dtype=dtype, device=device, can_quantize=False)
-        self.gate_up = new_weight(num_experts, 2 * expert_size, hidden_size, dtype=dtype, device=device)
+        self.router = new_weight(
+            num_experts, hidden_size, dtype=dtype, device=device, can_quantize=False
+        )
+        self.gate_up = new_weight(
+            num_experts, 2 * expert_size, hidden_size, dtype=dtype, device=device
+        )
         self.down = new_weight(num_experts, hidden_size, expert_size, dtype=dtype, device=device)
         self.register_buffer("counters", new_counters(num_experts, device), persistent=False)
-        self.slots: Tensor | None = None  # [E] int32  where each expert is in the stacks; None: in order
+        self.slots: Tensor | None = (
+            None  # [E] int32  where each expert is in the stacks; None: in order
+        )
         self.shared_gate: Weight | None = None
         self.shared_gate_up: Weight | None = None
         self.shared_down: Weight | None = None
         if shared_expert_size:
-            self.shared_gate = new_weight(1, hidden_size, dtype=dtype, device=device, can_quantize=False)
-            self.shared_gate_up = new_weight(2 * shared_expert_size, hidden_size, dtype=dtype, device=device)
-            self.shared_down = new_weight(hidden_size, shared_expert_size, dtype=dtype, device=device)
+            self.shared_gate = new_weight(
+                1, hidden_size, dtype=dtype, device=device, can_quantize=False
+            )
+            self.shared_gate_up = new_weight(
+                2 * shared_expert_size, hidden_size, dtype=dtype, device=device
+            )
+            self.shared_down = new_weight(
+                hidden_size, shared_expert_size, dtype=dtype, device=device
+            )
 
     def forward(self, hidden: Tensor, inputs: StepInputs) -> Tensor:  # [T, H] -> [T, H]
         deterministic = inputs.deterministic

@@ -1,4 +1,6 @@
-"""Which weights of a model a CPU may keep in an arrangement of its own. Nothing else changes in the model."""
+"""Which weights of a model a CPU may keep in an arrangement of its own. Nothing else changes in the
+model.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,10 @@ from penstock.ops import Weight
 
 
 def pack_weights(model: nn.Module, keep: Weight) -> None:
-    """Those that are multiplied as a whole with every token: not experts, of which most are not, nor `keep`,
-    the head, whose results are wider than it is and which may be the embedding, too. One after the other: at
-    no time is more than one of them there twice."""
+    """Those that are multiplied as a whole with every token: not experts, of which most are not,
+    nor `keep`, the head, whose results are wider than it is and which may be the embedding, too.
+    One after the other: at no time is more than one of them there twice.
+    """
     for module in model.modules():
         weights: list[Weight | None] = []
         if isinstance(module, Linear):

@@ -1,4 +1,6 @@
-"""Which file builds which architecture: one file per family, found by what config.json calls itself."""
+"""Which file builds which architecture: one file per family, found by what config.json calls
+itself.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ TYPO = 0.9  # likeness of names of which one is meant to be the other; mixtral a
 
 
 def build_model(
-    config: dict[str, Any], dtype: torch.dtype, device: torch.device, *, with_drafting_head: bool = True
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    with_drafting_head: bool = True,
 ) -> nn.Module:
     """The model a config.json describes, its parameters on the device and not yet filled."""
     module = importlib.import_module(ARCHITECTURES[model_type_of(config)])
@@ -42,7 +48,9 @@ def build_model(
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
-    """The key into ARCHITECTURES: model_type, or what the class under `architectures` amounts to."""
+    """The key into ARCHITECTURES: model_type, or what the class under `architectures` amounts
+    to.
+    """
     names = [config.get("model_type"), *(config.get("architectures") or ())]
     for name in names:
         if isinstance(name, str):
@@ -53,14 +61,19 @@ def model_type_of(config: Mapping[str, Any]) -> str:
     raise CheckpointError(
         f"The architecture {seen!r} is not supported" if seen else "config.json has no model_type",
         f"Supported are {', '.join(ARCHITECTURES)}.",
-        (_meant(seen) or "Use a model of one of these; another name in config.json would not make it one.")
+        (
+            _meant(seen)
+            or "Use a model of one of these; another name in config.json would not make it one."
+        )
         if seen
         else "Add the model_type of the architecture.",
     )
 
 
 def _meant(name: str) -> str:
-    """For a name that is misspelt. One with another number or another word is another architecture."""
+    """For a name that is misspelt. One with another number or another word is another
+    architecture.
+    """
 
     def spelling(name: str) -> str:
         return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,7 +1,8 @@
-"""Llama and the families that are Llama with other numbers: Mistral, Qwen2, Qwen3, plain state dicts.
+"""Llama and the families that are Llama with other numbers: Mistral, Qwen2, Qwen3, plain state
+dicts.
 
-`LlamaConfig` reads a config.json and refuses what this file would run wrongly; `Llama` is the model, and its
-placements say where each checkpoint tensor goes. It does not know files.
+`LlamaConfig` reads a config.json and refuses what this file would run wrongly; `Llama` is the
+model, and its placements say where each checkpoint tensor goes. It does not know files.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How positions beyond the trained length are squeezed in: not at all, evenly, or as Llama 3.1 does."""
+    """How positions beyond the trained length are squeezed in: not at all, evenly, or as Llama 3.1
+    does.
+    """
 
     theta: float
     kind: str = "default"
@@ -102,7 +105,8 @@ class RopeScaling:
         if self.kind == "linear":
             return inv_freq / self.factor
         if self.kind == "llama3":
-            # Waves that fit often into the trained length stay, long ones are stretched, between they blend.
+            # Waves that fit often into the trained length stay, long ones are stretched, between
+            # they blend.
             low, high = self.low_freq_factor, self.high_freq_factor
             num_waves = self.original_len / (2 * torch.pi / inv_freq)
             keep = ((num_waves - low) / (high - low)).clamp(0.0, 1.0)
@@ -143,7 +147,9 @@ class LlamaConfig:
             raise _unsupported("hidden_act", config["hidden_act"])
         if read(config, "mlp_bias", bool, False):
             raise _unsupported("mlp_bias", True)
-        if not read(config, "is_causal", bool, True):  # embedding models that look at later tokens, too
+        if not read(
+            config, "is_causal", bool, True
+        ):  # embedding models that look at later tokens, too
             raise _unsupported("is_causal", False)
         if read(config, "use_bidirectional_attention", bool, False):
             raise _unsupported("use_bidirectional_attention", True)
@@ -152,7 +158,9 @@ class LlamaConfig:
         hidden_size = read_size(config, "hidden_size")
         max_position = read_size(config, "max_position_embeddings")
         attention_bias = read(config, "attention_bias", bool, False)
-        sparse = read_sparse_layers(config, num_layers) if model_type == "qwen3_moe" else frozenset()
+        sparse = (
+            read_sparse_layers(config, num_layers) if model_type == "qwen3_moe" else frozenset()
+        )
         num_experts = read_num_experts(config) if sparse else 0
         num_kv_heads = read_size(config, "num_key_value_heads", family.num_kv_heads or num_heads)
         if num_heads % num_kv_heads:
@@ -183,14 +191,18 @@ class LlamaConfig:
             is_plain=family.is_plain,
             sparse_layers=sparse,
             num_experts=num_experts,
-            experts_per_token=read_size(config, "num_experts_per_tok", largest=num_experts) if sparse else 0,
+            experts_per_token=read_size(config, "num_experts_per_tok", largest=num_experts)
+            if sparse
+            else 0,
             expert_size=read_size(config, "moe_intermediate_size") if sparse else 0,
             normalize_experts=read(config, "norm_topk_prob", bool, False),
             num_labels=_num_labels(config),
         )
 
 
-def _windows(config: Mapping[str, Any], model_type: str, family: Family, num_layers: int) -> tuple[int, ...]:
+def _windows(
+    config: Mapping[str, Any], model_type: str, family: Family, num_layers: int
+) -> tuple[int, ...]:
     """By layer. A null sliding_window is none; an absent one is the family's."""
     window = config.get("sliding_window", family.window)
     if family.window_flag and not read(config, "use_sliding_window", bool, False):
@@ -221,7 +233,9 @@ def _windows(config: Mapping[str, Any], model_type: str, family: Family, num_lay
 def _num_labels(config: Mapping[str, Any]) -> int:
     """transformers writes no num_labels but the names of labels, and none where there are two."""
     names = read(config, "architectures", list, None) or []
-    if not any(isinstance(name, str) and name.endswith("ForSequenceClassification") for name in names):
+    if not any(
+        isinstance(name, str) and name.endswith("ForSequenceClassification") for name in names
+    ):
         return 0
     labels = read(config, "id2label", dict, None) or {}
     return read_size(config, "num_labels", len(labels) or 2)
@@ -236,7 +250,9 @@ def _unsupported(key: str, value: object) -> CheckpointError:
 
 
 class LlamaLayer(nn.Module):
-    def __init__(self, config: LlamaConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: LlamaConfig, index: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         self.attention = Attention(
             hidden_size=config.hidden_size,
@@ -276,7 +292,12 @@ class LlamaLayer(nn.Module):
             )
 
     def forward(
-        self, hidden: Tensor, inputs: StepInputs, cache: KVCache, rope: Tensor, only_last: bool = False
+        self,
+        hidden: Tensor,
+        inputs: StepInputs,
+        cache: KVCache,
+        rope: Tensor,
+        only_last: bool = False,
     ) -> Tensor:  # [T, H], or [R, H]: of each row's last token
         return self.mlp(self.attention(hidden, inputs, cache, rope, only_last), inputs)
 
@@ -295,7 +316,9 @@ class Llama(nn.Module):
         self.device = device
         self.vocab_size = config.vocab_size
         self.max_position = config.max_position
-        self.embedding = new_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embedding = new_weight(
+            config.vocab_size, config.hidden_size, dtype=dtype, device=device
+        )
         layers = [LlamaLayer(config, index, dtype, device) for index in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self._cache_specs: list[CacheSpec] = [layer.attention.cache_spec for layer in layers]
@@ -311,8 +334,12 @@ class Llama(nn.Module):
         )
         self.classifier: nn.Parameter | None = None
         if config.num_labels:
-            self.classifier = parameter(config.num_labels, config.hidden_size, dtype=dtype, device=device)
-        self.rope = Rope(config.rope.inverse_frequencies(config.head_dim), config.max_position, device)
+            self.classifier = parameter(
+                config.num_labels, config.hidden_size, dtype=dtype, device=device
+            )
+        self.rope = Rope(
+            config.rope.inverse_frequencies(config.head_dim), config.max_position, device
+        )
 
     def forward(
         self, inputs: StepInputs, caches: Sequence[LayerCache | None], only_last: bool = False
@@ -324,8 +351,12 @@ class Llama(nn.Module):
                 hidden = layer(hidden, inputs, cache, rope, only_last and layer is self.layers[-1])
         return hidden
 
-    def logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32
-        """A model without a head computes them all the same, with its embedding: no step is another then."""
+    def logits(
+        self, hidden: Tensor, *, deterministic: bool = False
+    ) -> Tensor:  # [L, vocab] float32
+        """A model without a head computes them all the same, with its embedding: no step is another
+        then.
+        """
         return self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
 
     def label_logits(self, hidden: Tensor) -> Tensor:  # [L, labels] float32
@@ -340,11 +371,15 @@ class Llama(nn.Module):
         return list(self._cache_specs)
 
     def placements(self, names: Collection[str] = ()) -> dict[str, Placement]:
-        """Checkpoint tensor name -> its place. Where exports differ, `names` (what is there) decides."""
+        """Checkpoint tensor name -> its place. Where exports differ, `names` (what is there)
+        decides.
+        """
         config = self.config
         present = frozenset(names)
         prefix = "" if config.is_plain else "model."
-        if prefix and "embed_tokens.weight" in present:  # of embedding models: a model without its head
+        if (
+            prefix and "embed_tokens.weight" in present
+        ):  # of embedding models: a model without its head
             prefix, self.has_head, self.head.weight = "", False, self.embedding
         vocabulary = (config.vocab_size, config.hidden_size)
         table = {
@@ -363,11 +398,15 @@ class Llama(nn.Module):
             if i not in config.sparse_layers:
                 table |= {stored + name: place for name, place in _dense_places(config, ours)}
             elif f"{stored}mlp.experts.gate_up_proj" in present:
-                table |= {stored + name: place for name, place in _fused_expert_places(config, ours)}
+                table |= {
+                    stored + name: place for name, place in _fused_expert_places(config, ours)
+                }
             else:
                 table |= {stored + name: place for name, place in _expert_places(config, ours)}
         return (
-            {_spelling(name, present): place for name, place in table.items()} if config.is_plain else table
+            {_spelling(name, present): place for name, place in table.items()}
+            if config.is_plain
+            else table
         )
 
 
@@ -384,12 +423,22 @@ def _attention_places(config: LlamaConfig, ours: str) -> Places:
     hidden, width = config.hidden_size, config.head_dim
     yield "input_layernorm.weight", Placement(f"{ours}attention.qkv.norm", (hidden,))
     start = 0
-    for name, num_heads in (("q", config.num_heads), ("k", config.num_kv_heads), ("v", config.num_kv_heads)):
+    for name, num_heads in (
+        ("q", config.num_heads),
+        ("k", config.num_kv_heads),
+        ("v", config.num_kv_heads),
+    ):
         size = num_heads * width
         rows = (slice(start, start + size),)
-        yield f"self_attn.{name}_proj.weight", Placement(f"{ours}attention.qkv.weight", (size, hidden), rows)
+        yield (
+            f"self_attn.{name}_proj.weight",
+            Placement(f"{ours}attention.qkv.weight", (size, hidden), rows),
+        )
         if config.qkv_bias:
-            yield f"self_attn.{name}_proj.bias", Placement(f"{ours}attention.qkv.bias", (size,), rows)
+            yield (
+                f"self_attn.{name}_proj.bias",
+                Placement(f"{ours}attention.qkv.bias", (size,), rows),
+            )
         start += size
     yield (
         "self_attn.o_proj.weight",
@@ -427,7 +476,10 @@ def _fused_expert_places(config: LlamaConfig, ours: str) -> Places:
     num_experts, hidden, width = config.num_experts, config.hidden_size, config.expert_size
     yield "post_attention_layernorm.weight", Placement(f"{ours}mlp.norm", (hidden,))
     yield "mlp.gate.weight", Placement(f"{ours}mlp.router", (num_experts, hidden))
-    yield "mlp.experts.gate_up_proj", Placement(f"{ours}mlp.gate_up", (num_experts, 2 * width, hidden))
+    yield (
+        "mlp.experts.gate_up_proj",
+        Placement(f"{ours}mlp.gate_up", (num_experts, 2 * width, hidden)),
+    )
     yield "mlp.experts.down_proj", Placement(f"{ours}mlp.down", (num_experts, hidden, width))
 
 

@@ -1,14 +1,16 @@
-"""The config.json of well-known models, so that they can be sized, tested and timed without a download.
+"""The config.json of well-known models, so that they can be sized, tested and timed without a
+download.
 
-Pure data: one row of numbers a model, one function a family that spells the row out as the published file
-does. Nothing here knows what the numbers mean to a layer, and nothing imports torch.
+Pure data: one row of numbers a model, one function a family that spells the row out as the
+published file does. Nothing here knows what the numbers mean to a layer, and nothing imports torch.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# name: hidden, layers, heads, kv heads, value heads, ffn | (experts, experts per token, expert width), tied
+# name: hidden, layers, heads, kv heads, value heads, ffn | (experts, experts per token, expert
+# width), tied
 _QWEN3_5: dict[str, tuple[int, int, int, int, int, int | tuple[int, int, int], bool]] = {
     "Qwen3.5-0.8B": (1024, 24, 8, 2, 16, 3584, True),
     "Qwen3.5-2B": (2048, 24, 8, 2, 16, 6144, True),
@@ -56,7 +58,12 @@ def _qwen3_5(
         "linear_conv_kernel_dim": 4,
         **ffn_keys,
         "full_attention_interval": 4,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+        "layer_types": [
+            "linear_attention",
+            "linear_attention",
+            "linear_attention",
+            "full_attention",
+        ]
         * (layers // 4),
         "attn_output_gate": True,
         "attention_bias": False,
@@ -120,7 +127,8 @@ _QWEN3_NEXT: dict[str, Any] = {
 }
 
 
-# name: type, hidden, layers, heads, kv heads, head width, ffn, vocabulary, context, rope theta, eps, tied
+# name: type, hidden, layers, heads, kv heads, head width, ffn, vocabulary, context, rope theta,
+# eps, tied
 _LLAMA_LIKE: dict[str, tuple[str, int, int, int, int, int, int, int, int, float, float, bool]] = {
     "Llama-2-7B": ("llama", 4096, 32, 32, 32, 128, 11008, 32000, 4096, 1e4, 1e-5, False),
     "Llama-3.1-8B": ("llama", 4096, 32, 32, 8, 128, 14336, 128256, 131072, 5e5, 1e-5, False),
@@ -147,13 +155,23 @@ _ARCHITECTURE_NAMES = {
 
 
 def _llama3_rope(factor: float) -> dict[str, Any]:
-    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     return {"rope_scaling": {**scaling, "original_max_position_embeddings": 8192}}
 
 
 def _experts(width: int) -> dict[str, Any]:
     routing = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
-    return {**routing, "moe_intermediate_size": width, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return {
+        **routing,
+        "moe_intermediate_size": width,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 _EXTRAS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,8 @@
-"""Qwen3.5 (and 3.6, 3.8) text models, dense and sparse: three DeltaNet layers, then one of attention.
+"""Qwen3.5 (and 3.6, 3.8) text models, dense and sparse: three DeltaNet layers, then one of
+attention.
 
-The file holds the shape of the model; `qwen3_5_config` reads config.json, `qwen3_5_placements` knows how the
-checkpoint spells its tensors, `qwen3_5_mtp` is the drafting head.
+The file holds the shape of the model; `qwen3_5_config` reads config.json, `qwen3_5_placements`
+knows how the checkpoint spells its tensors, `qwen3_5_mtp` is the drafting head.
 """
 
 from __future__ import annotations
@@ -29,10 +30,15 @@ from penstock.types import CacheSpec
 
 
 def build(
-    config: Mapping[str, Any], dtype: torch.dtype, device: torch.device | str, with_drafting_head: bool
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    with_drafting_head: bool,
 ) -> Qwen3_5:
     read = Qwen3_5Config.from_dict(config)
-    return Qwen3_5(dataclasses.replace(read, has_mtp=read.has_mtp and with_drafting_head), dtype, device)
+    return Qwen3_5(
+        dataclasses.replace(read, has_mtp=read.has_mtp and with_drafting_head), dtype, device
+    )
 
 
 class Layer(nn.Module):
@@ -50,7 +56,12 @@ class Layer(nn.Module):
         self.mlp = make_mlp(config, config.is_sparse[index], dtype, device)
 
     def forward(
-        self, hidden: Tensor, inputs: StepInputs, cache: LayerCache, rope: Tensor, only_last: bool = False
+        self,
+        hidden: Tensor,
+        inputs: StepInputs,
+        cache: LayerCache,
+        rope: Tensor,
+        only_last: bool = False,
     ) -> Tensor:  # [T, H], or [R, H]: of each row's last token
         mixer = self.mixer
         if isinstance(mixer, DeltaNet):
@@ -82,7 +93,9 @@ class Qwen3_5(nn.Module):
         self.device = torch.device(device)
         self.vocab_size = config.vocab_size
         self.max_position = config.max_position
-        self.embedding = new_weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.embedding = new_weight(
+            config.vocab_size, config.hidden_size, dtype=dtype, device=device
+        )
         layers = [Layer(config, index, dtype, device) for index in range(len(config.is_attention))]
         self.layers = nn.ModuleList(layers)
         self._cache_specs: list[CacheSpec] = [layer.mixer.cache_spec for layer in layers]
@@ -108,14 +121,17 @@ class Qwen3_5(nn.Module):
                 hidden = layer(hidden, inputs, cache, rope, only_last and layer is self.layers[-1])
         return hidden
 
-    def logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32
+    def logits(
+        self, hidden: Tensor, *, deterministic: bool = False
+    ) -> Tensor:  # [L, vocab] float32
         return self.head(hidden, out_dtype=torch.float32, deterministic=deterministic)
 
     def draft(
         self,
         inputs: StepInputs,
         next_token_ids: Tensor,  # [T]
-        hidden: Tensor,  # [T, H]  `final_norm` of what forward returned, or what draft returned before
+        # [T, H]  `final_norm` of what forward returned, or what draft returned before
+        hidden: Tensor,
         cache: KVCache,
     ) -> Tensor:  # [T, H]  for `draft_logits`, and for the next draft
         assert self.mtp is not None
@@ -125,24 +141,29 @@ class Qwen3_5(nn.Module):
         assert self.head.norm is not None
         return rms_norm(hidden, self.head.norm, self.config.eps)
 
-    def draft_logits(self, hidden: Tensor, *, deterministic: bool = False) -> Tensor:  # [L, vocab] float32
+    def draft_logits(
+        self, hidden: Tensor, *, deterministic: bool = False
+    ) -> Tensor:  # [L, vocab] float32
         return linear(hidden, self.head.weight, deterministic=deterministic).float()
 
     def cache_specs(self) -> list[CacheSpec]:
         return list(self._cache_specs)
 
     def placements(self, names: Collection[str] | None = None) -> dict[str, Placement]:
-        """Where each tensor of the checkpoint goes. `names` are those it holds: releases differ in them.
+        """Where each tensor of the checkpoint goes. `names` are those it holds: releases differ in
+        them.
 
-        Many checkpoints have no drafting head although their config.json counts one; the model then loses
-        its own.
+        Many checkpoints have no drafting head although their config.json counts one; the model then
+        loses its own.
         """
         if names is not None and not stores_mtp(names):
             self.mtp = None
         return self._find_placements(self.config, self.mtp is not None, names)
 
 
-def make_attention(config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str) -> Attention:
+def make_attention(
+    config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str
+) -> Attention:
     return Attention(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
@@ -160,7 +181,9 @@ def make_attention(config: Qwen3_5Config, dtype: torch.dtype, device: torch.devi
     )
 
 
-def make_delta_net(config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str) -> DeltaNet:
+def make_delta_net(
+    config: Qwen3_5Config, dtype: torch.dtype, device: torch.device | str
+) -> DeltaNet:
     return DeltaNet(
         hidden_size=config.hidden_size,
         num_key_heads=config.num_key_heads,

@@ -88,13 +88,20 @@ class Qwen3_5Config:
             intermediate_size=0 if experts else read_size(text, "intermediate_size"),
             experts=experts,
             is_sparse=(experts is not None,) * len(is_attention),
-            is_tied=read(config, "tie_word_embeddings", bool, read(text, "tie_word_embeddings", bool, False)),
+            is_tied=read(
+                config, "tie_word_embeddings", bool, read(text, "tie_word_embeddings", bool, False)
+            ),
             has_mtp=read(text, "mtp_num_hidden_layers", int, 0) > 0,
             is_nested=bool(nested),
         )
-        _check_heads("num_attention_heads", result.num_heads, "num_key_value_heads", result.num_kv_heads)
         _check_heads(
-            "linear_num_value_heads", result.num_value_heads, "linear_num_key_heads", result.num_key_heads
+            "num_attention_heads", result.num_heads, "num_key_value_heads", result.num_kv_heads
+        )
+        _check_heads(
+            "linear_num_value_heads",
+            result.num_value_heads,
+            "linear_num_key_heads",
+            result.num_key_heads,
         )
         return result
 
@@ -120,14 +127,16 @@ def _read_layers(text: Mapping[str, Any]) -> tuple[bool, ...]:
     num_layers = read_size(text, "num_hidden_layers", largest=MAX_LAYERS)
     interval = read_size(text, "full_attention_interval", 4)
     usual = [
-        "linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)
+        "linear_attention" if (layer + 1) % interval else "full_attention"
+        for layer in range(num_layers)
     ]
     kinds = read(text, "layer_types", list, usual)
     if len(kinds) != num_layers or any(kind not in LAYER_KINDS for kind in kinds):
         seen = ", ".join(sorted({str(kind)[:MAX_SHOWN] for kind in kinds})[:4])
         raise CheckpointError(
             f"layer_types in config.json lists {len(kinds)} layers of the kinds {seen}",
-            f"It must list num_hidden_layers = {num_layers} of linear_attention and full_attention.",
+            f"It must list num_hidden_layers = {num_layers} of linear_attention and "
+            "full_attention.",
             "Check that config.json is complete and belongs to this model.",
         )
     return tuple(kind == "full_attention" for kind in kinds)
@@ -150,7 +159,9 @@ def _read_rotary_dim(rope: Mapping[str, Any], head_dim: int) -> int:
     factor = read(rope, "partial_rotary_factor", float)
     rotary_dim = int(head_dim * factor) if factor <= 1.0 else 0
     if rotary_dim < 2 or rotary_dim % 2:
-        raise unusable("partial_rotary_factor", factor, f"a part of head_dim {head_dim} that is even")
+        raise unusable(
+            "partial_rotary_factor", factor, f"a part of head_dim {head_dim} that is even"
+        )
     return rotary_dim
 
 

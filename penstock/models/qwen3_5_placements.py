@@ -1,7 +1,8 @@
-"""How Qwen3.5 checkpoints spell their tensors, and where each one goes in our modules. Opens no file.
+"""How Qwen3.5 checkpoints spell their tensors, and where each one goes in our modules. Opens no
+file.
 
-Norm weights are stored as `w` of `1 + w`, except the gated norm of DeltaNet; queries and their gates
-alternate head by head; experts are stored fused or, in some releases, one by one.
+Norm weights are stored as `w` of `1 + w`, except the gated norm of DeltaNet; queries and their
+gates alternate head by head; experts are stored fused or, in some releases, one by one.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def _all(config: Qwen3_5Config, with_mtp: bool, stored: frozenset[str]) -> Named
         mixer = _attention if is_attention else _delta_net
         yield from mixer(config, f"{prefix}layers.{index}.", f"layers.{index}.mixer.")
         is_sparse = config.is_sparse[index]
-        yield from _mlp(config, is_sparse, f"{prefix}layers.{index}.", f"layers.{index}.mlp.", stored)
+        yield from _mlp(
+            config, is_sparse, f"{prefix}layers.{index}.", f"layers.{index}.mlp.", stored
+        )
     if with_mtp:
         yield from _mtp(config, stored)
 
@@ -72,10 +75,18 @@ def _attention(config: Qwen3_5Config, source: str, target: str) -> Named:
     yield f"{source}input_layernorm.weight", _norm(f"{target}qkv.norm", hidden)
     yield (
         f"{source}self_attn.q_proj.weight",
-        Placement(qkv, (2 * query, hidden), (slice(0, after_gate),), partial(_queries_first, config)),
+        Placement(
+            qkv, (2 * query, hidden), (slice(0, after_gate),), partial(_queries_first, config)
+        ),
     )
-    yield f"{source}self_attn.k_proj.weight", Placement(qkv, (kv, hidden), (slice(after_gate, after_k),))
-    yield f"{source}self_attn.v_proj.weight", Placement(qkv, (kv, hidden), (slice(after_k, after_k + kv),))
+    yield (
+        f"{source}self_attn.k_proj.weight",
+        Placement(qkv, (kv, hidden), (slice(after_gate, after_k),)),
+    )
+    yield (
+        f"{source}self_attn.v_proj.weight",
+        Placement(qkv, (kv, hidden), (slice(after_k, after_k + kv),)),
+    )
     yield f"{source}self_attn.o_proj.weight", Placement(f"{target}out.weight", (hidden, query))
     yield f"{source}self_attn.q_norm.weight", _norm(f"{target}q_norm", head_dim)
     yield f"{source}self_attn.k_norm.weight", _norm(f"{target}k_norm", head_dim)
@@ -113,13 +124,17 @@ def _taps_by_channel(weight: Tensor) -> Tensor:
     return weight.squeeze(1).t()  # [C, 1, Kc] -> [Kc, C]
 
 
-def _mlp(config: Qwen3_5Config, is_sparse: bool, source: str, target: str, stored: frozenset[str]) -> Named:
+def _mlp(
+    config: Qwen3_5Config, is_sparse: bool, source: str, target: str, stored: frozenset[str]
+) -> Named:
     hidden = config.hidden_size
     norm = f"{source}post_attention_layernorm.weight"
     if config.experts is None or not is_sparse:
         width = config.intermediate_size
         yield norm, _norm(f"{target}gate_up.norm", hidden)
-        yield from _swiglu(f"{source}mlp.", f"{target}gate_up.weight", f"{target}down.weight", hidden, width)
+        yield from _swiglu(
+            f"{source}mlp.", f"{target}gate_up.weight", f"{target}down.weight", hidden, width
+        )
         return
     yield norm, _norm(f"{target}norm", hidden)
     experts, shared = config.experts, config.experts.shared_expert_size
@@ -144,7 +159,9 @@ def _swiglu(
     yield f"{source}down_proj.weight", Placement(down, (hidden, width), expert)
 
 
-def _experts(experts: ExpertsConfig, source: str, target: str, hidden: int, stored: frozenset[str]) -> Named:
+def _experts(
+    experts: ExpertsConfig, source: str, target: str, hidden: int, stored: frozenset[str]
+) -> Named:
     num, width = experts.num_experts, experts.expert_size
     gate_up, down = f"{target}gate_up", f"{target}down"
     if f"{source}0.gate_proj.weight" in stored:

@@ -21,7 +21,10 @@ DEFAULTS = {"rope_theta": 10_000.0, "mtp_num_hidden_layers": 1}
 
 
 def build(
-    config: Mapping[str, Any], dtype: torch.dtype, device: torch.device | str, with_drafting_head: bool
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    with_drafting_head: bool,
 ) -> Qwen3_5:
     read = read_config(config)
     read = dataclasses.replace(read, has_mtp=read.has_mtp and with_drafting_head)
@@ -43,5 +46,7 @@ def read_config(config: Mapping[str, Any]) -> Qwen3_5Config:
     return dataclasses.replace(
         read,
         is_sparse=tuple(layer in sparse for layer in range(num_layers)),
-        intermediate_size=0 if len(sparse) == num_layers else read_size(config, "intermediate_size"),
+        intermediate_size=0
+        if len(sparse) == num_layers
+        else read_size(config, "intermediate_size"),
     )

@@ -1,4 +1,5 @@
-"""How Qwen3-Next checkpoints spell their tensors: as Qwen3.5, but for the projections into DeltaNet.
+"""How Qwen3-Next checkpoints spell their tensors: as Qwen3.5, but for the projections into
+DeltaNet.
 
 These are two fused tensors whose rows are grouped by key head: (q, k, v, z) and (b, a) of the first
 key head and its value heads, then of the second. Ours are all q, all k, all v, all z, all b, all a.
@@ -26,7 +27,9 @@ def find_placements(
     return dict(_fused_projections(config, table))
 
 
-def _fused_projections(config: Qwen3_5Config, table: dict[str, Placement]) -> Iterator[tuple[str, Placement]]:
+def _fused_projections(
+    config: Qwen3_5Config, table: dict[str, Placement]
+) -> Iterator[tuple[str, Placement]]:
     """Two tensors for four: q, k, v and z are neighbours in our parameter, and so are b and a."""
     groups, hidden = config.num_key_heads, config.hidden_size
     num_qkvz, num_ba = config.conv_channels + config.value_size, 2 * config.num_value_heads

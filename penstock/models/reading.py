@@ -1,4 +1,6 @@
-"""Typed reads from a config.json: a key that is missing or of another type is an error that names it."""
+"""Typed reads from a config.json: a key that is missing or of another type is an error that names
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ D = TypeVar("D")
 
 # Beyond the sizes and counts of all models; the largest is a context of 10 million tokens.
 MAX_NUMBER = 2**24
-MAX_LAYERS = 1000  # several times those of the deepest; every one is built before the weights are looked at
+MAX_LAYERS = (
+    1000  # several times those of the deepest; every one is built before the weights are looked at
+)
 MAX_SHOWN = 100  # characters of a value that cannot be used
 
 _REQUIRED: Any = object()
@@ -62,11 +66,15 @@ def read_size(
 
 def read_num_experts(config: Mapping[str, Any]) -> int:
     """Published as num_experts; transformers 5 writes num_local_experts."""
-    return read(config, "num_local_experts" if "num_local_experts" in config else "num_experts", int)
+    return read(
+        config, "num_local_experts" if "num_local_experts" in config else "num_experts", int
+    )
 
 
 def read_sparse_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
-    """The layers with experts: every decoder_sparse_step-th one, except those in mlp_only_layers."""
+    """The layers with experts: every decoder_sparse_step-th one, except those in
+    mlp_only_layers.
+    """
     step = read_size(config, "decoder_sparse_step", 1)
     dense = read(config, "mlp_only_layers", list, None) or []
     if any(type(layer) is not int for layer in dense):

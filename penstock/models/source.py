@@ -1,6 +1,7 @@
 """Turns what a user typed after --model into a place with weights and a config.
 
-Reads JSON and looks at folders; opens no weights and imports no torch, so a wrong name is answered at once.
+Reads JSON and looks at folders; opens no weights and imports no torch, so a wrong name is answered
+at once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model's name, where its weights are (None: a preset has none) and what its config.json says."""
+    """A model's name, where its weights are (None: a preset has none) and what its config.json
+    says.
+    """
 
     name: str
     path: Path | None
@@ -54,12 +57,16 @@ def find_model(name: str) -> ModelSource:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON file that must hold an object; anything else is a CheckpointError that names the place."""
+    """A JSON file that must hold an object; anything else is a CheckpointError that names the
+    place.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read", f"{error.strerror or error}.", "Check the file and who may read it."
+            f"{path} cannot be read",
+            f"{error.strerror or error}.",
+            "Check the file and who may read it.",
         ) from error
     except (ValueError, RecursionError) as error:
         if known := impostor(path):
@@ -115,10 +122,15 @@ def _find_config(folder: Path) -> Path:
 
 
 def _todo(path: Path) -> str:
-    """A path with a mistake in it has a likely name; the name of a repository has to be downloaded."""
+    """A path with a mistake in it has a likely name; the name of a repository has to be
+    downloaded.
+    """
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)) is None or path.parent.is_dir():
         return _suggest(path)
-    download = f"Penstock does not download models: run `hf download {path} --local-dir {path.name}` first."
+    download = (
+        f"Penstock does not download models: run `hf download {path} --local-dir "
+        f"{path.name}` first."
+    )
     is_preset = path.name.lower() in {preset.lower() for preset in PRESETS}  # it has no weights
     return download if is_preset else f"{_suggest(path)} {download}".lstrip()
 

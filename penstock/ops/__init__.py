@@ -3,13 +3,15 @@
 One alphabet for shapes, used in every signature of the project:
 
     T  tokens in the step        R  rows in the step          P  pages per row      L  wanted logits
-    H  hidden size               Hq Hk Hv Hkv  heads          D  attention head     K V  DeltaNet head widths
+    H  hidden size               Hq Hk Hv Hkv  heads          D  attention head     K V  DeltaNet
+    head widths
     E  experts                   k  experts a token uses      I  expert width       C  conv channels
-    M N  matmul dims             F  dense MLP width           Kc  conv taps         W  entries of a conv ring
+    M N  matmul dims             F  dense MLP width           Kc  conv taps         W  entries of a
+    conv ring
 
-An op is cut where a kernel is cut. `ops/reference` says in plain torch what each one computes: it is the
-specification, the oracle of the kernel tests and the path on a CPU. Those that have a kernel in `ops/triton`
-go through `op`, which takes it on a GPU.
+An op is cut where a kernel is cut. `ops/reference` says in plain torch what each one computes: it
+is the specification, the oracle of the kernel tests and the path on a CPU. Those that have a kernel
+in `ops/triton` go through `op`, which takes it on a GPU.
 """
 
 from penstock.ops.dispatch import op

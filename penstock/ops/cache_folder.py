@@ -1,7 +1,7 @@
 """Where what was made on this machine is kept for the next start: compiled kernels, measured tiles.
 
-In the user's cache folder, never in the installed package, which may be read-only or shared. All of it can be
-deleted and made again.
+In the user's cache folder, never in the installed package, which may be read-only or shared. All of
+it can be deleted and made again.
 """
 
 from __future__ import annotations

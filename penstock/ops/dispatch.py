@@ -1,7 +1,8 @@
 """Chooses between an op and its twin: the reference, in plain torch, or the kernel, in Triton.
 
-Tensors decide: on a CUDA device the twin runs, elsewhere the reference. Which of several kernels a shape
-deserves, and when a library's is better, is the twin's own business. `bench` may watch: it then runs both.
+Tensors decide: on a CUDA device the twin runs, elsewhere the reference. Which of several kernels a
+shape deserves, and when a library's is better, is the twin's own business. `bench` may watch: it
+then runs both.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _REFERENCE = "penstock.ops.reference."
 
 
 def op(reference: Callable[P, R]) -> Callable[P, R]:
-    """The op that `reference` specifies; its first argument is a tensor and decides where it runs."""
+    """The op that `reference` specifies; its first argument is a tensor and decides where it
+    runs.
+    """
 
     @functools.wraps(reference)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -36,7 +39,9 @@ def op(reference: Callable[P, R]) -> Callable[P, R]:
 
 
 # Is given an op's reference, what was chosen to run it, and its arguments; returns the op's result.
-Watcher = Callable[[Callable[..., Any], Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+Watcher = Callable[
+    [Callable[..., Any], Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any
+]
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
@@ -52,7 +57,9 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 @functools.cache
 def twin_of(reference: Callable[P, R]) -> Callable[P, R]:
-    """The kernel of an op; the reference itself where there is no Triton, which is slow and right."""
+    """The kernel of an op; the reference itself where there is no Triton, which is slow and
+    right.
+    """
     if importlib.util.find_spec("triton") is None:
         return reference
     module = reference.__module__.removeprefix(_REFERENCE)

@@ -1,13 +1,14 @@
-"""Rows of a weight that stay quantised in memory: codes in planes of bits, a scale for each group of columns.
+"""Rows of a weight that stay quantised in memory: codes in planes of bits, a scale for each group
+of columns.
 
-A plane holds 8, 4, 2 or 1 bits of each code, for blocks of 128 columns. Its 64 bytes have one field for
-the even columns of a block and one for the odd ones: a byte of a 4-bit plane holds columns 2i and 2i + 1.
-Planes of 2 and 1 bits hold two and four blocks, one after the other from the lowest bits up; of an 8-bit
-plane, 64 bytes hold the even columns and the next 64 the odd ones. A code of 3, 5 or 6 bits has a low plane
-and a high one.
+A plane holds 8, 4, 2 or 1 bits of each code, for blocks of 128 columns. Its 64 bytes have one field
+for the even columns of a block and one for the odd ones: a byte of a 4-bit plane holds columns 2i
+and 2i + 1. Planes of 2 and 1 bits hold two and four blocks, one after the other from the lowest
+bits up; of an 8-bit plane, 64 bytes hold the even columns and the next 64 the odd ones. A code of
+3, 5 or 6 bits has a low plane and a high one.
 
-`dequantize` is the specification of the kernels. Layout and numbers are lossless: a code, a scale and an
-offset are the ones of the file.
+`dequantize` is the specification of the kernels. Layout and numbers are lossless: a code, a scale
+and an offset are the ones of the file.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ NARROW_TYPES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.fl
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """One number for each block of a matrix: `fine`, or `fine * coarse` where a format has two levels."""
+    """One number for each block of a matrix: `fine`, or `fine * coarse` where a format has two
+    levels.
+    """
 
     fine: Tensor  # [..., N / block_n, K / block_k]  any dtype; in QuantizedRows [..., N, groups]
     coarse: Tensor | None = None  # broadcasts to `fine` after `repeat` of its last dimension
     repeat: int = 1  # blocks of `fine` in a row for each number of `coarse`
-    divides: bool = False  # `fine / coarse`, in the one format that stores the inverse; not in QuantizedRows
+    divides: bool = (
+        False  # `fine / coarse`, in the one format that stores the inverse; not in QuantizedRows
+    )
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Scales:
         fine = change(self.fine)  # first: `change` may go through a list in this order
@@ -66,7 +71,9 @@ class QuantizedRows:
     levels: Tensor | None  # [2 ** bits] float32  what codes stand for; None: code - bias
     bias: int
     columns: Tensor | None = None  # [K]  the input column of each of ours; None: in order
-    kept: dict[str, Any] = field(init=False, default_factory=dict, compare=False)  # what kernels prepare once
+    kept: dict[str, Any] = field(
+        init=False, default_factory=dict, compare=False
+    )  # what kernels prepare once
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,11 +88,21 @@ class QuantizedRows:
         """What rows must have in common to be one part."""
         blocks = (self.scales, self.offsets)
         types = tuple(
-            None if one is None else (one.fine.dtype, one.coarse is None, one.repeat) for one in blocks
+            None if one is None else (one.fine.dtype, one.coarse is None, one.repeat)
+            for one in blocks
         )
-        levels = None if self.levels is None else self.levels.cpu().numpy().tobytes()  # NaN is itself there
+        levels = (
+            None if self.levels is None else self.levels.cpu().numpy().tobytes()
+        )  # NaN is itself there
         numbers = (self.bits, self.group, self.are_zeros, self.bias)
-        return (*numbers, self.low.shape[:-2], self.num_columns, types, levels, self.columns is None)
+        return (
+            *numbers,
+            self.low.shape[:-2],
+            self.num_columns,
+            types,
+            levels,
+            self.columns is None,
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -147,8 +164,14 @@ class QuantizedRows:
     def _own_tensors(self, columns: bool = True) -> list[Tensor]:
         """Of each matrix of a stack its own; `levels` are everybody's."""
         blocks = [one for one in (self.scales, self.offsets) if one is not None]
-        found = [self.low, self.high, *(tensor for one in blocks for tensor in (one.fine, one.coarse))]
-        return [tensor for tensor in (*found, self.columns if columns else None) if tensor is not None]
+        found = [
+            self.low,
+            self.high,
+            *(tensor for one in blocks for tensor in (one.fine, one.coarse)),
+        ]
+        return [
+            tensor for tensor in (*found, self.columns if columns else None) if tensor is not None
+        ]
 
     def _mapped(self, change: Callable[[Tensor], Tensor], *, columns: bool = True) -> QuantizedRows:
         """The same with its own tensors changed, in the order of `_own_tensors`."""
@@ -177,7 +200,9 @@ def write_plane(codes: Tensor, bits: int) -> Tensor:  # [..., K] uint8 -> [..., 
     """Columns that fill no block are followed by zeros."""
     blocks_in_byte = max(1, 4 // bits)
     padding = -codes.shape[-1] % (BLOCK * blocks_in_byte)
-    fields = torch.nn.functional.pad(codes, (0, padding)).unflatten(-1, (-1, blocks_in_byte, BLOCK // 2, 2))
+    fields = torch.nn.functional.pad(codes, (0, padding)).unflatten(
+        -1, (-1, blocks_in_byte, BLOCK // 2, 2)
+    )
     if bits == 8:
         return fields.squeeze(-3).transpose(-1, -2).flatten(-3)
     plane = torch.zeros_like(fields[..., 0, :, 0])
@@ -187,7 +212,9 @@ def write_plane(codes: Tensor, bits: int) -> Tensor:  # [..., K] uint8 -> [..., 
     return plane.flatten(-2)
 
 
-def _read_plane(plane: Tensor, bits: int, num_columns: int) -> Tensor:  # [..., bytes] -> [..., K] uint8
+def _read_plane(
+    plane: Tensor, bits: int, num_columns: int
+) -> Tensor:  # [..., bytes] -> [..., K] uint8
     if bits == 8:
         halves = plane.unflatten(-1, (-1, 2, BLOCK // 2)).transpose(-1, -2)
         return halves.flatten(-3)[..., :num_columns]
@@ -197,7 +224,9 @@ def _read_plane(plane: Tensor, bits: int, num_columns: int) -> Tensor:  # [..., 
     return fields.flatten(-4)[..., :num_columns]
 
 
-def pack_codes(codes: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:  # [..., K] uint8 -> planes
+def pack_codes(
+    codes: Tensor, bits: int
+) -> tuple[Tensor, Tensor | None]:  # [..., K] uint8 -> planes
     low_bits, high_bits = PLANES[bits]
     low = write_plane(codes & ((1 << low_bits) - 1), low_bits)
     return low, write_plane(codes >> low_bits, high_bits) if high_bits else None

@@ -13,10 +13,12 @@ Part = QuantizedRows | Tensor  # rows of a weight that are stored in one way
 
 
 class Weight(nn.Module):
-    """A matrix [N, K], or one for each expert [E, N, K]. Ops take it whole and know by it how it is stored.
+    """A matrix [N, K], or one for each expert [E, N, K]. Ops take it whole and know by it how it is
+    stored.
 
-    It is a module so that a model's parameters, its memory and its checkpoint include it. One that is
-    quantised has `parts`, its rows in order; `values` then has a shape and a dtype, but no memory.
+    It is a module so that a model's parameters, its memory and its checkpoint include it. One that
+    is quantised has `parts`, its rows in order; `values` then has a shape and a dtype, but no
+    memory.
     """
 
     values: nn.Parameter
@@ -35,41 +37,59 @@ class Weight(nn.Module):
     def num_bytes(self) -> int:
         if not self.parts:
             return self.values.numel() * self.values.element_size()
-        return sum(part.nbytes if isinstance(part, Tensor) else part.num_bytes for part in self.parts)
+        return sum(
+            part.nbytes if isinstance(part, Tensor) else part.num_bytes for part in self.parts
+        )
 
     def quantize(self, parts: tuple[Part, ...]) -> None:
         """Takes these rows in the place of its values."""
         assert self.can_quantize
         assert sum(part.shape[-2] for part in parts) == self.shape[-2]
         self.parts = parts
-        self.values = nn.Parameter(torch.empty_like(self.values, device="meta"), requires_grad=False)
+        self.values = nn.Parameter(
+            torch.empty_like(self.values, device="meta"), requires_grad=False
+        )
 
     def dequantize(self) -> Tensor:  # [N, K] or [E, N, K]
         """All values: of a quantised weight float32, otherwise as they are."""
         if not self.parts:
             return self.values
-        plain = (part.float() if isinstance(part, Tensor) else part.dequantize() for part in self.parts)
+        plain = (
+            part.float() if isinstance(part, Tensor) else part.dequantize() for part in self.parts
+        )
         return torch.cat(list(plain), dim=-2)
 
     def select(self, expert: int) -> tuple[Part, ...]:
         """The parts of one matrix of a quantised stack."""
-        return tuple(part[expert] if isinstance(part, Tensor) else part.select(expert) for part in self.parts)
+        return tuple(
+            part[expert] if isinstance(part, Tensor) else part.select(expert) for part in self.parts
+        )
 
     def rows(self, ids: Tensor) -> Tensor:  # [...] -> [..., K]
         """Of an embedding: the rows of these tokens."""
         if not self.parts:
             return F.embedding(ids, self.values)
         (part,) = self.parts
-        return F.embedding(ids, part) if isinstance(part, Tensor) else part.rows(ids).to(self.values.dtype)
+        return (
+            F.embedding(ids, part)
+            if isinstance(part, Tensor)
+            else part.rows(ids).to(self.values.dtype)
+        )
 
     def pack(self) -> None:
-        """Rearranges the matrix for this CPU's products, where that is a gain. Nothing else changes."""
+        """Rearranges the matrix for this CPU's products, where that is a gain. Nothing else
+        changes.
+        """
         if not self.parts:
             self.values = nn.Parameter(pack(self.values), requires_grad=False)
 
 
 def bytes_of(model: nn.Module) -> int:
     """That the weights of a model take in memory."""
-    parts = sum(module.num_bytes for module in model.modules() if isinstance(module, Weight) and module.parts)
+    parts = sum(
+        module.num_bytes
+        for module in model.modules()
+        if isinstance(module, Weight) and module.parts
+    )
     plain = (p for p in model.parameters() if not p.is_meta)
     return parts + sum(parameter.numel() * parameter.element_size() for parameter in plain)

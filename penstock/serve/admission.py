@@ -40,7 +40,9 @@ class QueueShares:
             return
         why = f"{self.num_taken} {self._what}; the limit is {self.max_places}."
         if num_tenants > 1:
-            why += f" {num_own} of them have this API key, one of {num_tenants} that share the server."
+            why += (
+                f" {num_own} of them have this API key, one of {num_tenants} that share the server."
+            )
         raise OverloadedError("The server is full", why, "Try again later.")
 
     def reserve(self, tenant: str, num_places: int = 1) -> None:

@@ -99,7 +99,9 @@ def require_open(serving: ServerState) -> None:
     """Raises an error once the server accepts no more requests."""
     if serving.draining.is_set():
         raise EngineDeadError(
-            "The server is shutting down", "It only finishes running requests.", "Use another server."
+            "The server is shutting down",
+            "It only finishes running requests.",
+            "Use another server.",
         )
 
 
@@ -157,7 +159,9 @@ class Answer:
         with EventStream(scope, send, headers, self._formatter.encode_heartbeat) as events:
 
             def deliver(delta: ReplyDelta) -> None:
-                if chunk := self._formatter.encode_chunk(delta):  # an empty one would end the answer
+                if chunk := self._formatter.encode_chunk(
+                    delta
+                ):  # an empty one would end the answer
                     events.write(chunk, delta.is_prompt)
 
             try:
@@ -186,7 +190,9 @@ class Answer:
             self._ends_at = asyncio.get_running_loop().time() + self._timeout_s
 
     async def _begin(self, deliver: Deliver) -> TextStream:
-        """Drops the function that holds the request, so that a long chat does not stay in memory."""
+        """Drops the function that holds the request, so that a long chat does not stay in
+        memory.
+        """
         start, self._start = self._start, None
         assert start is not None
         try:

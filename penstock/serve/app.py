@@ -90,7 +90,9 @@ def create_app(serving: ServerState) -> Starlette:
     return app
 
 
-def _app(serving: ServerState, routes: list[Route], in_front: Sequence[Middleware] = ()) -> Starlette:
+def _app(
+    serving: ServerState, routes: list[Route], in_front: Sequence[Middleware] = ()
+) -> Starlette:
     app = Starlette(
         routes=routes,
         exception_handlers={

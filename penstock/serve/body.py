@@ -25,7 +25,9 @@ from penstock.text.json_values import MAX_VALUES, has_more_values, most_values
 Body = TypeVar("Body", bound=msgspec.Struct)
 _FIELD_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
-_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*?)`)?$", re.DOTALL)
+_UNKNOWN_FIELD = re.compile(
+    r"Object contains unknown field `(.*?)`(?: - at `\$\.?(.*?)`)?$", re.DOTALL
+)
 _FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float` - at `\$\.(\w+)")
 _STEP = re.compile(r"(\w+)|\[(\d+)\]")
 MAX_REPAIRS = 8
@@ -63,11 +65,16 @@ def _decode(body: bytes, kind: type[Body], table: FieldTable | None = None) -> B
     except msgspec.ValidationError as error:
         raise wrong_field(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError("The body is not JSON", f"{error}.", "Send a JSON object in UTF-8.") from error
+        raise RequestError(
+            "The body is not JSON", f"{error}.", "Send a JSON object in UTF-8."
+        ) from error
 
 
 def _repaired(
-    body: bytes, error: msgspec.ValidationError, kind: type[msgspec.Struct], table: FieldTable | None
+    body: bytes,
+    error: msgspec.ValidationError,
+    kind: type[msgspec.Struct],
+    table: FieldTable | None,
 ) -> bytes:
     """The body without what may be ignored; raises an error for the rest."""
     number, unknown = _FLOAT_FOR_INT.search(str(error)), _UNKNOWN_FIELD.search(str(error))
@@ -126,7 +133,9 @@ def wrong_field(error: msgspec.ValidationError, where: str = "") -> RequestError
 def _large_field(body: bytes, kind: type[msgspec.Struct], max_values: int) -> str | None:
     """The field with the most values; None: several, or an unknown one."""
     undecoded = _decode(body, _undecoded(kind))
-    num_values = {name: most_values(bytes(getattr(undecoded, name))) for name in undecoded.__struct_fields__}
+    num_values = {
+        name: most_values(bytes(getattr(undecoded, name))) for name in undecoded.__struct_fields__
+    }
     largest = max(num_values, key=lambda name: num_values[name])
     return largest if num_values[largest] > max_values // 2 else None
 
@@ -135,7 +144,9 @@ def _large_field(body: bytes, kind: type[msgspec.Struct], max_values: int) -> st
 def _undecoded(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
     """The fields of a body as they were sent."""
     names = [field.encode_name for field in msgspec.structs.fields(kind)]
-    return msgspec.defstruct(f"Undecoded{kind.__name__}", [(n, msgspec.Raw, msgspec.Raw()) for n in names])
+    return msgspec.defstruct(
+        f"Undecoded{kind.__name__}", [(n, msgspec.Raw, msgspec.Raw()) for n in names]
+    )
 
 
 @contextlib.contextmanager

@@ -30,7 +30,10 @@ ANY_TYPE_PATH = "/invocations"
 # A file comes in a form, which a page can send without preflight: its origin keeps other pages out.
 UPLOAD_PATH, UPLOAD_TYPE = "/v1/files", "multipart/form-data"
 FORM_TYPES = frozenset({"application/x-www-form-urlencoded", "multipart/form-data", "text/plain"})
-WILDCARD_ADDRESSES = ("0.0.0.0", "::")  # a client that connects to one of them reaches its own machine
+WILDCARD_ADDRESSES = (
+    "0.0.0.0",
+    "::",
+)  # a client that connects to one of them reaches its own machine
 # By these names containers call the machine they run on, its loopback too.
 CONTAINERS_HOSTS = ("host.docker.internal", "host.containers.internal")
 # Names that no registrar sells: no outsider can make one of them point here.
@@ -64,7 +67,9 @@ class JsonBodies:
             for value in Headers(scope=scope).getlist("content-type"):
                 kind = value.partition(";")[0].strip().lower()
                 if not _is_readable(kind, scope["path"]):
-                    await answer_error(scope, _wrong_type(kind, scope["path"]))(scope, receive, send)
+                    await answer_error(scope, _wrong_type(kind, scope["path"]))(
+                        scope, receive, send
+                    )
                     return
         await self._app(scope, receive, send)
 
@@ -82,17 +87,21 @@ def _wrong_type(content_type: str, path: str) -> MediaTypeError:
         return MediaTypeError(
             f"The Content-Type is {content_type[:64] or 'nothing'!r}",
             f"A file is uploaded as {UPLOAD_TYPE}.",
-            "Use a form with the fields `file` and `purpose` (curl: -F purpose=batch -F file=@FILE).",
+            "Use a form with the fields `file` and `purpose` (curl: -F purpose=batch -F "
+            "file=@FILE).",
         )
     return MediaTypeError(
         f"The Content-Type is {content_type[:64] or 'nothing'!r}",
         "The server reads only JSON; `curl -d` sends a form's type by default.",
-        "Add the header `Content-Type: application/json` (curl: -H 'Content-Type: application/json').",
+        "Add the header `Content-Type: application/json` (curl: -H 'Content-Type: "
+        "application/json').",
     )
 
 
 class KnownSites:
-    """Answers 403 to pages of other sites, and to requests for a name that could be another site's."""
+    """Answers 403 to pages of other sites, and to requests for a name that could be another
+    site's.
+    """
 
     def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
         self._app = app
@@ -118,7 +127,9 @@ class KnownSites:
                     "or with --api-key.",
                 )
         for origin in headers.getlist("origin"):
-            if not (ANY in self._origins or origin in self._origins or is_same_origin(origin, hosts)):
+            if not (
+                ANY in self._origins or origin in self._origins or is_same_origin(origin, hosts)
+            ):
                 return ForbiddenError(
                     f"Pages of {origin[:128]!r} may not call this server",
                     "Any page that a user visits could send such a request.",

@@ -104,7 +104,9 @@ class EngineClient:
 
         try:
             with _socket_path() as path:
-                listener = await loop.create_unix_server(lambda: ServerChannel(connected.set_result), path)
+                listener = await loop.create_unix_server(
+                    lambda: ServerChannel(connected.set_result), path
+                )
                 with contextlib.closing(listener):
                     process = await _start_worker(path, config, environment or {})
                     channel = await _wait_connected(process, connected)
@@ -165,7 +167,9 @@ class EngineClient:
 
     async def drop_session(self, session_id: str) -> list[SessionInfo]:
         """The dropped session, if there was one."""
-        dropped: list[SessionInfo] = await self._ask(lambda query_id: DropSession(query_id, session_id))
+        dropped: list[SessionInfo] = await self._ask(
+            lambda query_id: DropSession(query_id, session_id)
+        )
         return dropped
 
     async def _ask(self, make_query: Callable[[int], ToEngine]) -> Any:
@@ -226,7 +230,10 @@ class EngineClient:
         await asyncio.wait({ending}, timeout=EXIT_NOTICE_S)
         returncode = self._process.returncode
         was_killed = returncode is not None and -returncode in KILLED_BY
-        self._die(EngineDeadError(f"The engine process ended ({_describe_exit(returncode)})"), not was_killed)
+        self._die(
+            EngineDeadError(f"The engine process ended ({_describe_exit(returncode)})"),
+            not was_killed,
+        )
         await asyncio.wait({ending}, timeout=EXIT_GRACE_S)
         if not ending.done():
             self._process.kill()

@@ -59,7 +59,10 @@ class HttpConnection(HttpToolsProtocol):
 
     @classmethod
     def limited_by(cls, config: ServeConfig) -> type[HttpConnection]:
-        limits = {"read_timeout_s": config.read_timeout, "max_connections": connection_limit(config)}
+        limits = {
+            "read_timeout_s": config.read_timeout,
+            "max_connections": connection_limit(config),
+        }
         return type(cls.__name__, (cls,), limits)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -87,12 +90,16 @@ class HttpConnection(HttpToolsProtocol):
         Beyond a number of such answers, connections just close: file descriptors are scarce."""
         self._is_refused = True
         if self.loop.time() > HttpConnection.full_until:
-            log.warning("all %d connections are in use; more are answered 503", self.max_connections)
+            log.warning(
+                "all %d connections are in use; more are answered 503", self.max_connections
+            )
         HttpConnection.full_until = self.loop.time() + FULL_NEWS_S
         if len(self.connections) > self.max_connections + TURNED_AWAY:
             self.transport.abort()
             return
-        self.transport.write(_plain_answer(b"503 Service Unavailable", TOO_MANY, b"retry-after: 1\r\n"))
+        self.transport.write(
+            _plain_answer(b"503 Service Unavailable", TOO_MANY, b"retry-after: 1\r\n")
+        )
         self.loop.call_later(TURNED_AWAY_S, self.transport.close)
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -102,7 +109,9 @@ class HttpConnection(HttpToolsProtocol):
         if self._is_refused or self._is_in_message or cycle is None or cycle.response_complete:
             return False
         cycle.keep_alive = False
-        self._half_closed = self.loop.call_later(LOOK_AT_HALF_CLOSED_S, self._look_at_half_closed, 1)
+        self._half_closed = self.loop.call_later(
+            LOOK_AT_HALF_CLOSED_S, self._look_at_half_closed, 1
+        )
         return True
 
     def _look_at_half_closed(self, num_looks: int) -> None:
@@ -115,7 +124,9 @@ class HttpConnection(HttpToolsProtocol):
         poll = select.poll()
         poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # errors alone
         is_old = cycle.scope["http_version"] == "1.0"
-        if poll.poll(0) or (is_old and not cycle.response_started and num_looks > MAX_LOOKS_AT_HALF_CLOSED):
+        if poll.poll(0) or (
+            is_old and not cycle.response_started and num_looks > MAX_LOOKS_AT_HALF_CLOSED
+        ):
             self.transport.abort()
             return
         if (
@@ -150,7 +161,10 @@ class HttpConnection(HttpToolsProtocol):
         # The bytes in which a message began are not counted: another message's may be among them.
         if self._is_in_message and message == self._num_messages:
             self._num_framing_bytes += len(data) - (self._num_body_bytes - num_body_bytes)
-            if self._num_framing_bytes > MAX_HEAD_BYTES + MAX_FRAMING_PER_BYTE * self._num_body_bytes:
+            if (
+                self._num_framing_bytes
+                > MAX_HEAD_BYTES + MAX_FRAMING_PER_BYTE * self._num_body_bytes
+            ):
                 self._refuse()
 
     def on_message_begin(self) -> None:
@@ -196,7 +210,9 @@ class HttpConnection(HttpToolsProtocol):
         self._watch_reader()
 
     def shutdown(self) -> None:
-        """The server is shutting down. A client that still reads may do so until its time is over."""
+        """The server is shutting down. A client that still reads may do so until its time is
+        over.
+        """
         super().shutdown()
         time_left_s = self.config.timeout_graceful_shutdown or 0
         self.loop.call_later(max(0.0, time_left_s - CUT_OFF_BEFORE_S), self.transport.abort)
@@ -262,7 +278,10 @@ class HttpConnection(HttpToolsProtocol):
 
 
 def _plain_answer(status: bytes, message: bytes, headers: bytes = b"") -> bytes:
-    head = b"content-type: text/plain\r\ncontent-length: %d\r\n%bconnection: close" % (len(message), headers)
+    head = b"content-type: text/plain\r\ncontent-length: %d\r\n%bconnection: close" % (
+        len(message),
+        headers,
+    )
     return b"HTTP/1.1 %b\r\n%b\r\n\r\n%b" % (status, head, message)
 
 
@@ -314,7 +333,9 @@ class EventWriter:
         if unread > self._max_unread:
             if self._is_open:
                 self._transport.abort()
-            raise OverloadedError("The reply was not read", f"{unread} bytes of it were waiting to be sent.")
+            raise OverloadedError(
+                "The reply was not read", f"{unread} bytes of it were waiting to be sent."
+            )
         if is_prompt:
             self._max_unread += len(events)
         if self._is_open:
@@ -323,4 +344,6 @@ class EventWriter:
             self._early += events
 
     def _send(self, events: bytes) -> None:
-        self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
+        self._transport.write(
+            b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events
+        )

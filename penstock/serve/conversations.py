@@ -196,13 +196,19 @@ class Conversations:
         and all messages of the prompt."""
         system, said = _split_system(sent)
         conversation = self._find(key)
-        if conversation is not None and len(said) > 1 and _is_same_reply(said[0], conversation.last):
+        if (
+            conversation is not None
+            and len(said) > 1
+            and _is_same_reply(said[0], conversation.last)
+        ):
             said = said[1:]
         first = said[0] if said else None
         has_assistant = any(message["role"] == "assistant" for message in said)
         status: Status
         held: list[Message] = []
-        if has_assistant or (conversation is not None and conversation.is_history(first, has_assistant)):
+        if has_assistant or (
+            conversation is not None and conversation.is_history(first, has_assistant)
+        ):
             status = "history"
         elif conversation is None:
             status = self.why_ended(key) or "new"
@@ -294,7 +300,9 @@ class Conversations:
         while self.num_bytes > self._max_bytes:
             self._evict_of(max(self._shelves, key=lambda tenant: self._shelves[tenant].num_bytes))
         while len(self) > self._max_sessions:
-            self._evict_of(max(self._shelves, key=lambda tenant: len(self._shelves[tenant].sessions)))
+            self._evict_of(
+                max(self._shelves, key=lambda tenant: len(self._shelves[tenant].sessions))
+            )
 
     def _evict_of(self, tenant: str) -> None:
         self._end((tenant, next(iter(self._shelves[tenant].sessions))), "evicted")

@@ -49,12 +49,15 @@ def _on_gpus(
             "Then --gpus chooses the GPUs.",
             "Omit --device.",
         )
-    visible = environ[VISIBLE].split(",") if environ.get(VISIBLE) else [str(i) for i in range(num_gpus)]
+    visible = (
+        environ[VISIBLE].split(",") if environ.get(VISIBLE) else [str(i) for i in range(num_gpus)]
+    )
     for gpu in gpus:
         if not 0 <= gpu < len(visible) or gpus.count(gpu) > 1:
             raise ConfigError(
                 f"GPU {gpu} cannot be used",
-                f"{len(visible)} GPUs are visible ({', '.join(visible) or 'none'}), each for one engine.",
+                f"{len(visible)} GPUs are visible ({', '.join(visible) or 'none'}), each for one "
+                "engine.",
                 f"Choose other or fewer GPUs with --gpus; {VISIBLE} sets which are visible.",
             )
     # Not "auto": an engine without its GPU must not silently use the CPU.

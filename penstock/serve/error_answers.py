@@ -92,7 +92,9 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
 
 def _methods_of(request: Request) -> list[str]:
     """All methods of the path; the framework reports only its first route."""
-    matching = [route for route in request.app.routes if route.path_regex.match(request.scope["path"])]
+    matching = [
+        route for route in request.app.routes if route.path_regex.match(request.scope["path"])
+    ]
     return sorted({method for route in matching for method in route.methods})
 
 

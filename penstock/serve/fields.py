@@ -30,16 +30,16 @@ def _each(names: str, advice: str) -> dict[str, str]:
 
 # Ignored with any value, by the reason why that is harmless. docs/api.md lists them in this order.
 ACCOUNTING = """user metadata store service_tier safety_identifier request_id rid client_metadata
-user_profile_id workspace_id access_programs inference_geo betas anthropic_version anthropic_beta trace
-tags"""
+user_profile_id workspace_id access_programs inference_geo betas anthropic_version anthropic_beta
+trace tags"""
 CACHING = """prompt_cache_retention prompt_cache_options cache_control cache_prompt id_slot
 keep_alive ttl draft_model prediction speed diagnostics"""
 ROUTING = """provider models route transforms fallbacks fallback_credit_token data_parallel_rank
 routed_dp_rank guided_decoding_backend chat_id"""
 HINTS = """verbosity num_ctx context_management max_tool_calls tool_stream disable_tool_validation
 timings_per_token return_progress perf_metrics_in_response vl_high_resolution_images"""
-SWITCHED_OFF = """mirostat_tau mirostat_eta dynatemp_exponent dry_base dry_allowed_length dry_penalty_last_n
-dry_sequence_breakers xtc_threshold repeat_last_n min_keep"""
+SWITCHED_OFF = """mirostat_tau mirostat_eta dynatemp_exponent dry_base dry_allowed_length
+dry_penalty_last_n dry_sequence_breakers xtc_threshold repeat_last_n min_keep"""
 IGNORED = {
     "who asks and who pays": ACCOUNTING,
     "what a server may cache or do faster": CACHING,
@@ -86,7 +86,9 @@ NEUTRAL: Neutral = {
 
 NO_SERVER_TOOLS = "The server runs no tools: offer functions in tools and run them yourself."
 TEXT_ONLY = "Only text is read and written here."
-NOT_SAMPLED = "Replies are not drawn that way here. Use temperature, top_p, top_k, min_p and the penalties."
+NOT_SAMPLED = (
+    "Replies are not drawn that way here. Use temperature, top_p, top_k, min_p and the penalties."
+)
 LEAVE_OUT = "Leave it out."
 ADVICE = {  # what to use instead of a known field that cannot be honoured
     "extra_body": "Clients put what is in it at the top level of the body: send its fields there.",
@@ -115,7 +117,8 @@ ADVICE = {  # what to use instead of a known field that cannot be honoured
     "lora_path": "There is one model here.",
     "guided_whitespace_pattern": "White space in JSON is limited already. Leave it out.",
     "structural_tag": "Use tools with tool_choice, or a grammar.",
-    "reasoning_format": "Thoughts are in reasoning_content. To leave them out, use include_reasoning: false.",
+    "reasoning_format": "Thoughts are in reasoning_content. To leave them out, use "
+    "include_reasoning: false.",
     "max_new_tokens": "Use max_tokens.",
     "max_length": "Use max_tokens.",
     "n_predict": "Use max_tokens.",
@@ -155,11 +158,15 @@ class FieldTable:
         return replace(self, ignored=self.ignored.union(names))
 
     def is_harmless(self, name: str, value: Any) -> bool:
-        return name in self.ignored or asks_for_nothing(value) or value in self.neutral.get(name, ())
+        return (
+            name in self.ignored or asks_for_nothing(value) or value in self.neutral.get(name, ())
+        )
 
     def refusal(self, name: str, known: Iterable[str]) -> RequestError:
         if name in self.advice or name in self.neutral:
-            return RequestError(f"{name} is not supported", self.advice.get(name, LEAVE_OUT), param=name)
+            return RequestError(
+                f"{name} is not supported", self.advice.get(name, LEAVE_OUT), param=name
+            )
         return RequestError(
             f"{self.path} has no field {name[:64]!r}",
             "It could change the answer, so it is not ignored.",
@@ -174,7 +181,9 @@ def strict_struct(kind: type[Body], table: FieldTable) -> type[Body]:
     """A struct with the ignored fields added, which refuses all others."""
     new = sorted(table.ignored.difference(kind.__struct_encode_fields__))
     fields = [(name, Any, None) for name in new]
-    strict = msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True)
+    strict = msgspec.defstruct(
+        kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True
+    )
     return cast(type[Body], strict)
 
 
@@ -261,7 +270,9 @@ MESSAGES = FieldTable(
 COUNT_TOKENS = FieldTable(
     "/v1/messages/count_tokens",
     ignored=MESSAGES.ignored
-    | _names("max_tokens temperature top_p top_k stop_sequences stream session_id cache_salt thread"),
+    | _names(
+        "max_tokens temperature top_p top_k stop_sequences stream session_id cache_salt thread"
+    ),
     neutral=MESSAGES.neutral,
     advice=MESSAGES.advice,
 )

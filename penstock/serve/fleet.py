@@ -119,7 +119,9 @@ class InFlight:
         num_scored = len(delta.prompt_scores or ())
         self.num_scored += num_scored
         self._awaits_token = num_scored > 0
-        num_computed = min(num_scored, self._num_tokens_due) if self._awaits_token else self._num_tokens_due
+        num_computed = (
+            min(num_scored, self._num_tokens_due) if self._awaits_token else self._num_tokens_due
+        )
         self.load.num_prompt_tokens -= num_computed
         self._num_tokens_due -= num_computed
         if self.blame:
@@ -206,7 +208,9 @@ class Fleet:
             )
         return self._tightest_info()
 
-    def submit(self, receivers: Sequence[tuple[Request, Receiver]], place: Place | None = None) -> None:
+    def submit(
+        self, receivers: Sequence[tuple[Request, Receiver]], place: Place | None = None
+    ) -> None:
         """Accepts all requests, or none of them. `place`: the place that they already have in the
         queue."""
         if self.failure is not None:
@@ -219,10 +223,14 @@ class Fleet:
             raise
         for request, receiver in receivers:
             assert request.tenant == place.tenant, "a reply gives its tenant's place back"
-            self._start(InFlight(self, _with_seed(request, self._seeds), receiver), self._available())
+            self._start(
+                InFlight(self, _with_seed(request, self._seeds), receiver), self._available()
+            )
 
     def go_on(self, request_id: str, request: Request, receiver: Receiver) -> None:
-        """Continues with another request in the place of one: in the queue, and on the same engine."""
+        """Continues with another request in the place of one: in the queue, and on the same
+        engine.
+        """
         if self.failure is not None:
             raise self.failure
         following = InFlight(self, _with_seed(request, self._seeds), receiver)
@@ -256,7 +264,9 @@ class Fleet:
 
     async def report(self) -> list[ReplicaReport]:
         loads = self._router.loads
-        return await asyncio.gather(*(r.report(loads[r.index].num_requests) for r in self._replicas))
+        return await asyncio.gather(
+            *(r.report(loads[r.index].num_requests) for r in self._replicas)
+        )
 
     async def sessions(self) -> list[SessionInfo]:
         """The sessions of all engines; one that has moved is listed once, with its latest use."""
@@ -266,7 +276,9 @@ class Fleet:
 
     async def drop_session(self, session_id: str) -> bool:
         """Returns whether there was one."""
-        dropped = await asyncio.gather(*(replica.drop_session(session_id) for replica in self._replicas))
+        dropped = await asyncio.gather(
+            *(replica.drop_session(session_id) for replica in self._replicas)
+        )
         return any(dropped)
 
     async def drain(self) -> None:
@@ -295,7 +307,9 @@ class Fleet:
             self.abort(inflight.request.id)
             inflight.give_up(error)
         await asyncio.gather(*self._keepers, return_exceptions=True)
-        await asyncio.gather(*(r.client.close(grace_s) for r in self._replicas if r.client is not None))
+        await asyncio.gather(
+            *(r.client.close(grace_s) for r in self._replicas if r.client is not None)
+        )
 
     def forget(self, inflight: InFlight) -> None:
         if self._in_flight.get(inflight.request.id) is inflight:
@@ -418,7 +432,9 @@ class Fleet:
             num_up, num_all = len(self._infos), len(self._replicas)
             is_last = num_up == num_all
             detail = f"{num_up} of {num_all} are up"
-            self._on_phase(Phase("replicas", detail, num_up / num_all, seconds if is_last else None))
+            self._on_phase(
+                Phase("replicas", detail, num_up / num_all, seconds if is_last else None)
+            )
         if self._have_all_come_up:
             self._started.set()
         self._place_waiting()
@@ -483,7 +499,9 @@ def _reason_of(error: Exception) -> PenstockError:
     if isinstance(error, PenstockError):
         return error
     log.error("an engine's start failed unexpectedly", exc_info=error)
-    return EngineDeadError("The engine process could not be started", f"{type(error).__name__}: {error}.")
+    return EngineDeadError(
+        "The engine process could not be started", f"{type(error).__name__}: {error}."
+    )
 
 
 def _with_seed(request: Request, seeds: random.Random) -> Request:
@@ -503,5 +521,7 @@ def _unsurvived() -> EngineLossError:
 
 
 def _lost(why: str) -> EngineDeadError:
-    """The reply has no engine left. The reason stays in the log: it may name paths of this machine."""
+    """The reply has no engine left. The reason stays in the log: it may name paths of this
+    machine.
+    """
     return EngineDeadError("The engine of this reply is lost", why, "Try again later.")

@@ -61,7 +61,9 @@ async def serve_http(
     """Serves until a signal, or until no engine can ever start, which is raised. True: all replies
     had their time to end."""
     tokenizer, template = text
-    quickening = asyncio.create_task(asyncio.to_thread(tokenizer.quicken))  # while the engines start
+    quickening = asyncio.create_task(
+        asyncio.to_thread(tokenizer.quicken)
+    )  # while the engines start
     metrics = Metrics()
     text_engine = TextEngine(
         fleet,
@@ -78,7 +80,9 @@ async def serve_http(
         vector_text=vector_text,
     )
     conversations = Conversations(config.session_bytes, 60 * session_minutes)
-    serving = ServerState(fleet, text_engine, metrics, name, config, int(time.time()), conversations, batches)
+    serving = ServerState(
+        fleet, text_engine, metrics, name, config, int(time.time()), conversations, batches
+    )
     app = create_app(serving)
     server = _HttpServer(
         uvicorn.Config(

@@ -46,7 +46,9 @@ class Bodies:
             return False
         num_large, num_large_bytes = self._large_after(before, after)
         is_large = after > LARGE_BODY_BYTES
-        return not is_large or (num_large <= self._max_large and num_large_bytes <= self._max_large_bytes)
+        return not is_large or (
+            num_large <= self._max_large and num_large_bytes <= self._max_large_bytes
+        )
 
     def resize(self, before: int, after: int) -> None:
         if after > before and not self.has_room(before, after):
@@ -113,7 +115,9 @@ class Place:
 
     @contextlib.contextmanager
     def reading(self, stop: Callable[[], None]) -> Iterator[None]:
-        """While the body arrives; `stop` ends that if it is slow and other requests need the room."""
+        """While the body arrives; `stop` ends that if it is slow and other requests need the
+        room.
+        """
         self._stop_reading = stop
         self._intake.readers[self] = None
         try:

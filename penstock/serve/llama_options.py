@@ -19,7 +19,11 @@ from penstock.serve.fields import NEUTRAL
 from penstock.serve.requests import StopString
 
 RANDOM_SEEDS = (-1, 2**32 - 1)  # the second is the first as an unsigned number
-PENALTIES = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # and their "off"
+PENALTIES = {
+    "repeat_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}  # and their "off"
 SAMPLERS = "mirostat typical_p tfs_z dynatemp_range dry_multiplier xtc_probability top_n_sigma"
 OFF: dict[str, tuple[float, ...]] = {
     **{name: NEUTRAL[name] for name in SAMPLERS.split()},

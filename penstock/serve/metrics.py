@@ -108,20 +108,25 @@ class TokenTimer:
 def render(metrics: Metrics, replicas: Sequence[ReplicaReport], num_moves: int) -> str:
     """Prometheus' text format. A replica without stats is starting, dead, or in a long step."""
     lines = [*_lines_of_server(metrics), *_lines_of_replicas(replicas, num_moves)]
-    lines += _lines_of_engines({report.replica: report.stats for report in replicas if report.stats})
+    lines += _lines_of_engines(
+        {report.replica: report.stats for report in replicas if report.stats}
+    )
     return "\n".join(lines) + "\n"
 
 
 def _lines_of_server(metrics: Metrics) -> Iterator[str]:
     answers = [
-        f'penstock_answers_total{{status="{status}"}} {n}' for status, n in metrics.num_answers.items()
+        f'penstock_answers_total{{status="{status}"}} {n}'
+        for status, n in metrics.num_answers.items()
     ]
     yield from _family("answers_total", "counter", "requests that were answered", answers)
     yield from _counter("prompt_tokens", "prompt tokens", metrics.num_prompt_tokens)
     yield from _counter("generated_tokens", "generated tokens", metrics.num_generated_tokens)
     yield from _counter("loops", "replies that the loop guard ended", metrics.num_loops)
     yield from _histogram(
-        "time_to_first_token_seconds", "from a request's arrival to its first token", metrics.first_token_s
+        "time_to_first_token_seconds",
+        "from a request's arrival to its first token",
+        metrics.first_token_s,
     )
     yield from _histogram(
         "inter_token_seconds", "from one token of a reply to the next", metrics.inter_token_s
@@ -146,9 +151,12 @@ def _lines_of_engines(stats: Mapping[int, EngineStats]) -> Iterator[str]:
         for outcome, n in one.prefix.items()
         if _is_outcome(outcome)
     ]
-    yield from _family("prefix_lookups_total", "counter", "prompts looked up in the prefix cache", lookups)
+    yield from _family(
+        "prefix_lookups_total", "counter", "prompts looked up in the prefix cache", lookups
+    )
     missed = [
-        f'penstock_prefix_missed_tokens_total{{replica="{replica}",reason="{name.removeprefix(MISSED)}"}} {n}'
+        f'penstock_prefix_missed_tokens_total{{replica="{replica}",'
+        f'reason="{name.removeprefix(MISSED)}"}} {n}'
         for replica, one in stats.items()
         for name, n in one.prefix.items()
         if name.startswith(MISSED)
@@ -182,7 +190,9 @@ def _is_outcome(name: str) -> bool:
 
 
 def _per_replica(name: str, kind: str, meaning: str, numbers: Mapping[int, int]) -> Iterator[str]:
-    samples = [f'penstock_{name}{{replica="{replica}"}} {number}' for replica, number in numbers.items()]
+    samples = [
+        f'penstock_{name}{{replica="{replica}"}} {number}' for replica, number in numbers.items()
+    ]
     return _family(name, kind, meaning, samples)
 
 
@@ -193,7 +203,9 @@ def _counter(name: str, meaning: str, value: int) -> Iterator[str]:
 def _histogram(name: str, meaning: str, histogram: Histogram) -> Iterator[str]:
     counts = histogram.cumulative_counts
     edges = [*map(repr, histogram.bounds), "+Inf"]
-    samples = [f'penstock_{name}_bucket{{le="{edge}"}} {count}' for edge, count in zip(edges, counts)]
+    samples = [
+        f'penstock_{name}_bucket{{le="{edge}"}} {count}' for edge, count in zip(edges, counts)
+    ]
     samples += [f"penstock_{name}_sum {histogram.sum!r}", f"penstock_{name}_count {counts[-1]}"]
     return _family(name, "histogram", meaning, samples)
 

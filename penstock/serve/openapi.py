@@ -122,9 +122,16 @@ RERANKED = _object(
     usage=VECTOR_USAGE,
 )
 SCORES = _object(
-    "id", "object", "data", "usage", data=_list_of(_object("index", "score", index=COUNT)), usage=VECTOR_USAGE
+    "id",
+    "object",
+    "data",
+    "usage",
+    data=_list_of(_object("index", "score", index=COUNT)),
+    usage=VECTOR_USAGE,
 )
-MODEL = _object("id", "object", "created", "owned_by", id=STRING, object={"const": "model"}, created=COUNT)
+MODEL = _object(
+    "id", "object", "created", "owned_by", id=STRING, object={"const": "model"}, created=COUNT
+)
 MESSAGE = _object(
     "id",
     "type",
@@ -148,7 +155,9 @@ RESPONSE = _object(
     output=_list_of(_object("type")),
 )
 ITEM_LIST = _object("object", "data", "has_more", data=_list_of(_object("id", "type")))
-CONVERSATION = _object("id", "object", "created_at", object={"const": "conversation"}, created_at=COUNT)
+CONVERSATION = _object(
+    "id", "object", "created_at", object={"const": "conversation"}, created_at=COUNT
+)
 EVENT = _object("data", data=STRING, event=STRING)
 SESSION = _object(
     "id",
@@ -168,10 +177,17 @@ SESSION = _object(
     bytes=COUNT,
 )
 OLLAMA_CHAT = _object("model", "created_at", "message", "done", done={"type": "boolean"})
-OLLAMA_TEXT = _object("model", "created_at", "response", "done", response=STRING, done={"type": "boolean"})
-OLLAMA_MODELS = _object("models", models=_list_of(_object("name", "model", "size", "digest", "details")))
+OLLAMA_TEXT = _object(
+    "model", "created_at", "response", "done", response=STRING, done={"type": "boolean"}
+)
+OLLAMA_MODELS = _object(
+    "models", models=_list_of(_object("name", "model", "size", "digest", "details"))
+)
 LLAMA = {
-    "anyOf": [_object("content", "tokens", "stop", "stop_type", "timings"), _list_of(_object("content"))]
+    "anyOf": [
+        _object("content", "tokens", "stop", "stop_type", "timings"),
+        _list_of(_object("content")),
+    ]
 }
 FILE = _object(
     "id",
@@ -205,7 +221,9 @@ BATCH = _object(
     id=STRING,
     object={"const": "batch"},
     status={"enum": list(get_args(Status))},
-    request_counts=_object("total", "completed", "failed", total=COUNT, completed=COUNT, failed=COUNT),
+    request_counts=_object(
+        "total", "completed", "failed", total=COUNT, completed=COUNT, failed=COUNT
+    ),
 )
 DELETED = _object("id", "deleted", deleted={"const": True})
 ERRORS = {
@@ -224,7 +242,9 @@ ERRORS = {
 OPERATIONS = (
     Operation("get", "/", "Whether a server is there", is_probe=True),
     Operation("get", "/health", "Health of the engines", _object("status"), is_probe=True),
-    Operation("get", "/ready", "Whether requests should be sent here", _object("status"), is_probe=True),
+    Operation(
+        "get", "/ready", "Whether requests should be sent here", _object("status"), is_probe=True
+    ),
     Operation("get", "/ping", "The same for SageMaker", is_probe=True),
     Operation("get", "/version", "The version of Penstock", _object("version", version=STRING)),
     Operation("get", "/metrics", "Counters and histograms in Prometheus' text format"),
@@ -235,7 +255,9 @@ OPERATIONS = (
     Operation("get", "/v1/models", "The model", _object("object", "data", data=_list_of(MODEL))),
     Operation("get", "/v1/models/{name}", "The model, by its name", MODEL),
     Operation("post", "/v1/chat/completions", "Reply to a chat", CHAT, (ChatBody,), streams=True),
-    Operation("post", "/v1/completions", "Continue a text", COMPLETION, (CompletionBody,), streams=True),
+    Operation(
+        "post", "/v1/completions", "Continue a text", COMPLETION, (CompletionBody,), streams=True
+    ),
     Operation(
         "post",
         "/invocations",
@@ -252,18 +274,31 @@ OPERATIONS = (
         (TokenizeBody,),
     ),
     Operation(
-        "post", "/detokenize", "The text of tokens", _object("prompt", prompt=STRING), (DetokenizeBody,)
+        "post",
+        "/detokenize",
+        "The text of tokens",
+        _object("prompt", prompt=STRING),
+        (DetokenizeBody,),
     ),
     Operation("post", "/v1/embeddings", "The vectors of texts", EMBEDDINGS, (EmbeddingBody,)),
     *(
-        Operation("post", path, "Documents by how relevant they are to a query", RERANKED, (RerankBody,))
+        Operation(
+            "post", path, "Documents by how relevant they are to a query", RERANKED, (RerankBody,)
+        )
         for path in ("/v1/rerank", "/v2/rerank", "/rerank")
     ),
     *(
         Operation("post", path, "How relevant texts are to texts", SCORES, (ScoreBody,))
         for path in ("/v1/score", "/score")
     ),
-    Operation("post", "/v1/responses", "Respond to a conversation", RESPONSE, (ResponseBody,), streams=True),
+    Operation(
+        "post",
+        "/v1/responses",
+        "Respond to a conversation",
+        RESPONSE,
+        (ResponseBody,),
+        streams=True,
+    ),
     Operation("get", "/v1/responses/{id}", "A stored response", RESPONSE),
     Operation("delete", "/v1/responses/{id}", "Delete a response", DELETED),
     Operation("post", "/v1/files", "Upload requests for a batch", FILE, form=FORM),
@@ -295,9 +330,13 @@ OPERATIONS = (
         _object("id", "object", "output", "usage", output=_list_of(_object("type"))),
         (CompactBody,),
     ),
-    Operation("post", "/v1/conversations", "Begin a conversation", CONVERSATION, (ConversationBody,)),
+    Operation(
+        "post", "/v1/conversations", "Begin a conversation", CONVERSATION, (ConversationBody,)
+    ),
     Operation("get", "/v1/conversations/{id}", "A conversation", CONVERSATION),
-    Operation("post", "/v1/conversations/{id}", "Change its metadata", CONVERSATION, (ConversationBody,)),
+    Operation(
+        "post", "/v1/conversations/{id}", "Change its metadata", CONVERSATION, (ConversationBody,)
+    ),
     Operation(
         "delete",
         "/v1/conversations/{id}",
@@ -343,15 +382,25 @@ OPERATIONS = (
     ),
     *(
         Operation(
-            "post", path, "Continue a text, in llama-server's format", LLAMA, (LlamaBody,), streams=True
+            "post",
+            path,
+            "Continue a text, in llama-server's format",
+            LLAMA,
+            (LlamaBody,),
+            streams=True,
         )
         for path in ("/completion", "/completions")
     ),
     Operation("post", "/apply-template", "A chat as a prompt", _object("prompt"), (ChatBody,)),
     Operation(
-        "get", "/props", "Context, slots, sampling and template", _object("default_generation_settings")
+        "get",
+        "/props",
+        "Context, slots, sampling and template",
+        _object("default_generation_settings"),
     ),
-    Operation("get", "/slots", "Which rows are busy", _list_of(_object("id", "n_ctx", "is_processing"))),
+    Operation(
+        "get", "/slots", "Which rows are busy", _list_of(_object("id", "n_ctx", "is_processing"))
+    ),
     Operation("get", "/tokenizer_info", "Special tokens and template", _object("chat_template")),
     *(
         replace(operation, errors="OllamaError")
@@ -384,8 +433,12 @@ OPERATIONS = (
                 (ModelBody,),
             ),
             Operation("get", "/api/version", "The Ollama whose API this is", _object("version")),
-            Operation("post", "/api/pull", "Nothing to do for the model", _object("status"), (ModelBody,)),
-            Operation("post", "/api/embed", "Vectors of texts", _object("embeddings"), (EmbedBody,)),
+            Operation(
+                "post", "/api/pull", "Nothing to do for the model", _object("status"), (ModelBody,)
+            ),
+            Operation(
+                "post", "/api/embed", "Vectors of texts", _object("embeddings"), (EmbedBody,)
+            ),
             Operation("post", "/api/embeddings", "Of one", _object("embedding"), (EmbeddingsBody,)),
             Operation("post", "/api/create", "Refused"),
             Operation("post", "/api/copy", "Refused"),
@@ -419,7 +472,10 @@ def _policy_of(page: bytes) -> dict[str, str]:
         found = re.search(rf"<{kind}>(.*?)</{kind}>".encode(), page, re.DOTALL)
         assert found is not None
         allowed[kind] = base64.b64encode(hashlib.sha256(found[1]).digest()).decode()
-    rules = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    rules = (
+        "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action "
+        "'none'; "
+    )
     rules += "frame-ancestors 'none'; "
     rules += "; ".join(f"{kind}-src 'sha256-{digest}'" for kind, digest in allowed.items())
     return {"content-security-policy": rules, "x-content-type-options": "nosniff"}
@@ -455,11 +511,16 @@ def _describe(operation: Operation, by_kind: dict[type[msgspec.Struct], Schema])
         schema = choices[0] if len(choices) == 1 else {"anyOf": choices}
         described["requestBody"] = {"required": True, "content": {JSON_TYPE: {"schema": schema}}}
     elif operation.form is not None:
-        described["requestBody"] = {"required": True, "content": {UPLOAD_TYPE: {"schema": operation.form}}}
+        described["requestBody"] = {
+            "required": True,
+            "content": {UPLOAD_TYPE: {"schema": operation.form}},
+        }
     if operation.is_probe:
         described["security"] = []
     names = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
-    parameters = [{"name": name, "in": "path", "required": True, "schema": STRING} for name in names]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": STRING} for name in names
+    ]
     parameters += [{"name": name, "in": "query", "schema": STRING} for name in operation.queries]
     if parameters:
         described["parameters"] = parameters

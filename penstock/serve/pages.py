@@ -10,7 +10,9 @@ from starlette.requests import Request
 from penstock.errors import RequestError
 
 
-def ids_of_page(ids: Sequence[str], request: Request, default: int, most: int) -> tuple[list[str], bool]:
+def ids_of_page(
+    ids: Sequence[str], request: Request, default: int, most: int
+) -> tuple[list[str], bool]:
     """The requested page of these ids, which are oldest first, and whether there are more."""
     query = request.query_params
     order, limit = query.get("order", "desc"), query.get("limit", str(default))
@@ -21,7 +23,9 @@ def ids_of_page(ids: Sequence[str], request: Request, default: int, most: int) -
     ordered = list(ids) if order == "asc" else list(reversed(ids))
     if (after := query.get("after")) is not None:
         if after not in ordered:
-            raise RequestError(f"after is {after[:64]!r}", "The list has no such id.", param="after")
+            raise RequestError(
+                f"after is {after[:64]!r}", "The list has no such id.", param="after"
+            )
         ordered = ordered[ordered.index(after) + 1 :]
     page = ordered[: int(limit)]
     return page, len(ordered) > len(page)

@@ -118,7 +118,12 @@ class Replica:
 
     async def report(self, num_requests: int) -> ReplicaReport:
         return ReplicaReport(
-            self.index, self.state, self.num_restarts, num_requests, self.problem, await self._stats()
+            self.index,
+            self.state,
+            self.num_restarts,
+            num_requests,
+            self.problem,
+            await self._stats(),
         )
 
     async def sessions(self) -> list[SessionInfo]:
@@ -158,4 +163,6 @@ def sum_stats(reports: Sequence[ReplicaReport]) -> EngineStats | None:
     for part in parts:
         prefix.update(part.prefix)
     counts = [field.name for field in fields(EngineStats) if field.name != "prefix"]
-    return EngineStats(prefix=prefix, **{name: sum(getattr(part, name) for part in parts) for name in counts})
+    return EngineStats(
+        prefix=prefix, **{name: sum(getattr(part, name) for part in parts) for name in counts}
+    )

@@ -33,7 +33,9 @@ _CLIENTS_ID = re.compile(r"[!-~]{1,128}")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is known of one request when it has ended; every part of the server adds what it knows."""
+    """What is known of one request when it has ended; every part of the server adds what it
+    knows.
+    """
 
     id: str  # the client's own, or else the reply's
     reply_id: str
@@ -84,7 +86,10 @@ class RequestLog:
         brought = Headers(scope=scope).get("x-request-id", "")
         id = brought if _CLIENTS_ID.fullmatch(brought) else reply_id
         record = RequestRecord(id, reply_id, scope["method"], scope["path"])
-        headers = [(b"x-request-id", id.encode()), (b"request-id", id.encode())]  # the second is Anthropic's
+        headers = [
+            (b"x-request-id", id.encode()),
+            (b"request-id", id.encode()),
+        ]  # the second is Anthropic's
         scope["request_id"] = reply_id
         scope["record"] = record
 
@@ -100,7 +105,9 @@ class RequestLog:
             self._metrics.num_answers[record.status] += 1
             level = logging.DEBUG if record.path in PROBES else logging.INFO
             if log.isEnabledFor(level):
-                log.log(level, "request", extra={"fields": record.fields(time.perf_counter() - started)})
+                log.log(
+                    level, "request", extra={"fields": record.fields(time.perf_counter() - started)}
+                )
 
 
 def configure_log(log_format: str) -> None:

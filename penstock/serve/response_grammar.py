@@ -54,11 +54,15 @@ def form_grammar(form: JsonForm | TextForm, open_schemas: bool) -> str:
     if isinstance(form, TextForm):
         if isinstance(form.value, tuple):
             return choice_grammar(form.value, param=form.param)
-        return (regex_grammar if form.kind == "regex" else client_grammar)(form.value, param=form.param)
+        return (regex_grammar if form.kind == "regex" else client_grammar)(
+            form.value, param=form.param
+        )
     if form.schema is None:
         return json_object_grammar()
     is_open = open_schemas and not form.is_closed
-    return json_schema_grammar(form.schema, is_lenient=not form.is_strict, is_open=is_open, param=form.param)
+    return json_schema_grammar(
+        form.schema, is_lenient=not form.is_strict, is_open=is_open, param=form.param
+    )
 
 
 def form_param(asked: TextRequest) -> str:
@@ -91,6 +95,8 @@ def _calls_grammar(
 def _either(calls: str, body: str, is_thinking: bool) -> str:
     """One of two grammars; after thinking, preceded by up to two newlines."""
     start = "start: @calls | @body" if not is_thinking else "start: /\\n{0,2}/ (@calls | @body)"
-    (call_rules, *nested), (body_rules,) = (json.loads(grammar)["grammars"] for grammar in (calls, body))
+    (call_rules, *nested), (body_rules,) = (
+        json.loads(grammar)["grammars"] for grammar in (calls, body)
+    )
     named = [{"name": "calls", **call_rules}, {"name": "body", **body_rules}, *nested]
     return json.dumps({"grammars": [{"lark_grammar": start}, *named]}, ensure_ascii=False)

@@ -23,7 +23,9 @@ ROW_TOKENS = 2048
 AFFINITY = 2  # a cached token needs neither computation nor memory again
 PAGE_TOKENS = 64  # for requests without digests
 MAX_PAGES = 2**17
-HOME_TOKENS = 1024  # bonus of the engine that had a session's last request; less than a running reply
+HOME_TOKENS = (
+    1024  # bonus of the engine that had a session's last request; less than a running reply
+)
 MAX_HOMES = 4096
 
 
@@ -80,7 +82,9 @@ class PrefixMap:
 class Router:
     """Picks engines, and remembers its picks."""
 
-    def __init__(self, num_engines: int, policy: str = "prefix", max_pages: int = MAX_PAGES) -> None:
+    def __init__(
+        self, num_engines: int, policy: str = "prefix", max_pages: int = MAX_PAGES
+    ) -> None:
         assert policy in ROUTING_POLICIES
         self._policy = policy
         self.loads = [Load() for _ in range(num_engines)]
@@ -102,7 +106,9 @@ class Router:
         def cost(engine: int) -> tuple[int, int]:
             load = self.loads[engine]
             costs = {
-                "prefix": load.cost - AFFINITY * known[engine] - (HOME_TOKENS if engine == home else 0),
+                "prefix": load.cost
+                - AFFINITY * known[engine]
+                - (HOME_TOKENS if engine == home else 0),
                 "least-pending": load.num_requests,
                 "round-robin": 0,
             }

@@ -23,7 +23,12 @@ from penstock.serve.fields import INVOCATION_CHAT, INVOCATION_PROMPT
 from penstock.serve.openai.chat_options import Thinking, thinking_switch
 from penstock.serve.openai.messages import Message
 from penstock.serve.openai.replies import CompletionReplyFormat
-from penstock.serve.openai.requests import ChatBody, CompletionBody, chat_request, completion_request
+from penstock.serve.openai.requests import (
+    ChatBody,
+    CompletionBody,
+    chat_request,
+    completion_request,
+)
 from penstock.serve.openai.routes import OpenAIRoutes
 from penstock.serve.requests import MAX_ID_VALUES
 from penstock.serve.state import ServerState

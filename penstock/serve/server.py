@@ -40,7 +40,9 @@ from penstock.types import SamplingParams
 BACKLOG = 2048
 
 
-def run(engine_config: EngineConfig, serve_config: ServeConfig, on_phase: OnPhase = lambda _: None) -> None:
+def run(
+    engine_config: EngineConfig, serve_config: ServeConfig, on_phase: OnPhase = lambda _: None
+) -> None:
     """Serves until SIGINT or SIGTERM; raises an error if the server or its engines cannot start."""
     allow_many_files()
     connection_limit(serve_config)  # raises before anything has started, as the next line does
@@ -73,7 +75,9 @@ def check_sampling_defaults(config: ServeConfig) -> None:
         raise ConfigError(error.what, error.why, error.todo) from error
 
 
-def _with_checkpoint_sampling(engine_config: EngineConfig, serve_config: ServeConfig) -> ServeConfig:
+def _with_checkpoint_sampling(
+    engine_config: EngineConfig, serve_config: ServeConfig
+) -> ServeConfig:
     """The sampling defaults of requests: the flags, then the checkpoint's file."""
     path = find_model(engine_config.model).path
     return serve_config.with_sampling_of(checkpoint_sampling(serve_config.generation_config, path))
@@ -111,7 +115,9 @@ async def _serve(
     started = time.perf_counter()
     url = _url_of(listener, serve_config.host)
     on_phase(Phase("listening", url, 1.0, 0.0))
-    sampling = ", ".join(f"{name} {value:g}" for name, value in serve_config.silent_sampling.items())
+    sampling = ", ".join(
+        f"{name} {value:g}" for name, value in serve_config.silent_sampling.items()
+    )
     on_phase(Phase("sampling", f"defaults of requests: {sampling}", 1.0, 0.0))
     source = find_model(engine_config.model)
     text_path = source.path or default_model()  # a preset has no tokenizer of its own
@@ -186,7 +192,9 @@ def _start_fleet(
         warm_prompt=warm_prompt,
         warm_tenants=tenants,
     )
-    launches = [functools.partial(EngineClient.launch, config, environment=place) for place in places]
+    launches = [
+        functools.partial(EngineClient.launch, config, environment=place) for place in places
+    ]
     return Fleet(launches, serve_config, on_phase)
 
 

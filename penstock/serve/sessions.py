@@ -126,7 +126,9 @@ class SessionChat:
             note = ReplyNote(self._conversations, self._turn, self._chat)
             deliver = note.before(deliver)
         try:
-            stream = await self._text.stream_chat(self._request_id, self._chat, deliver, self._place)
+            stream = await self._text.stream_chat(
+                self._request_id, self._chat, deliver, self._place
+            )
         except ContextLengthError as error:
             if self.held:
                 error.todo = f"{len(self.held)} of the messages are the session's. {SHORTEN}"
@@ -180,7 +182,11 @@ def _message_of(reply: ParsedReply) -> Message:
         message["reasoning_content"] = reply.reasoning
     if reply.calls:
         message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
             for call in reply.calls
         ]
     return message
@@ -225,7 +231,10 @@ class SessionRoutes:
         """The most recently used first."""
         self._client.require_ready()
         return json_response(
-            {"object": "list", "data": await _describe_all(request, self._client, self._conversations)}
+            {
+                "object": "list",
+                "data": await _describe_all(request, self._client, self._conversations),
+            }
         )
 
     async def show(self, request: Request) -> Response:
@@ -262,7 +271,9 @@ async def _describe_all(
     infos = [info for info in await client.sessions() if info.id.startswith(scope)]
     in_cache = {info.id.removeprefix(scope): info for info in infos}
     with_messages = {info.id: info for info in conversations.describe(tenant)}
-    sessions = [_describe(id, in_cache.get(id), with_messages.get(id)) for id in in_cache | with_messages]
+    sessions = [
+        _describe(id, in_cache.get(id), with_messages.get(id)) for id in in_cache | with_messages
+    ]
     return sorted(sessions, key=lambda session: session["idle_seconds"])
 
 
@@ -273,7 +284,9 @@ def _key_of_path(request: Request) -> Key:
 def _describe(
     id: str, in_cache: SessionInfo | None, with_messages: ConversationInfo | None
 ) -> dict[str, Any]:
-    """What the engines keep and what the server keeps; one of them may have ended before the other."""
+    """What the engines keep and what the server keeps; one of them may have ended before the
+    other.
+    """
     infos = [info for info in (in_cache, with_messages) if info is not None]
     return {
         "id": id,

@@ -39,7 +39,11 @@ class ServerState:
         info = self.client.info
         if info is None:
             return None
-        return {"dtype": info.dtype, "stored_as": info.stored_as, "bits_per_weight": info.bits_per_weight}
+        return {
+            "dtype": info.dtype,
+            "stored_as": info.stored_as,
+            "bits_per_weight": info.bits_per_weight,
+        }
 
     @property
     def is_ready(self) -> bool:

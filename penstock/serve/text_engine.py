@@ -37,7 +37,14 @@ from penstock.text.dialects import StreamParser, ThoughtsInContent, dialect_of
 from penstock.text.length import roles_written, words_written
 from penstock.text.loop_guard import LoopGuard
 from penstock.text.pooling import VectorText
-from penstock.text.prompt import SHORTEN, build_requests, check_ids, limit_scores, prompt_too_long, truncated
+from penstock.text.prompt import (
+    SHORTEN,
+    build_requests,
+    check_ids,
+    limit_scores,
+    prompt_too_long,
+    truncated,
+)
 from penstock.text.template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import EngineInfo, Request, SamplingParams
@@ -84,7 +91,9 @@ class TextEngine:
         self._template = template
         self._chat_encoder = ChatEncoder(template, tokenizer, allow_special_tokens_in_content)
         self._metrics = metrics
-        self._template_defaults = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self._template_defaults = (
+            {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        )
         self._thinking_share = thinking_share
         self._loop_guard = loop_guard
         self._system_prompt = system_prompt
@@ -105,7 +114,9 @@ class TextEngine:
         self._thought = Thought(None)
         if self._dialect.thinking is not None:
             closing_ids = tuple(tokenizer.encode(self._dialect.thinking.forced_end))
-            self._thought = Thought(tokenizer.id_of(self._dialect.thinking.end), closing_ids=closing_ids)
+            self._thought = Thought(
+                tokenizer.id_of(self._dialect.thinking.end), closing_ids=closing_ids
+            )
 
     async def stream_chat(
         self, request_id: str, chat: ChatRequest, deliver: Deliver, place: Place | None = None
@@ -153,7 +164,11 @@ class TextEngine:
         return _submit(stream, [prompt.requests], reply_to, place)
 
     async def stream_completion(
-        self, request_id: str, completion: CompletionRequest, deliver: Deliver, place: Place | None = None
+        self,
+        request_id: str,
+        completion: CompletionRequest,
+        deliver: Deliver,
+        place: Place | None = None,
     ) -> TextStream:
         asked_at = time.monotonic()
         info = self._require_ready(completion)
@@ -224,7 +239,9 @@ class TextEngine:
 
     def _token_texts(self, token_ids: list[int]) -> list[str]:
         bytes_of = self._tokenizer.token_bytes
-        texts = {token_id: bytes_of(token_id).decode("utf-8", "replace") for token_id in set(token_ids)}
+        texts = {
+            token_id: bytes_of(token_id).decode("utf-8", "replace") for token_id in set(token_ids)
+        }
         return [texts[token_id] for token_id in token_ids]
 
     def _token_pieces(self, token_ids: list[int]) -> list[str | list[int]]:
@@ -273,14 +290,18 @@ class TextEngine:
         messages = without_oldest(chat.messages, require_fit)
         return self._prepare_whole_chat(request_id, replace(chat, messages=messages), info)
 
-    def _prepare_whole_chat(self, request_id: str, chat: ChatRequest, info: EngineInfo) -> _ChatPrompt:
+    def _prepare_whole_chat(
+        self, request_id: str, chat: ChatRequest, info: EngineInfo
+    ) -> _ChatPrompt:
         try:
             self._refuse_long_chat(chat, info.max_model_len)
             rendered = self._render(chat)
             is_thinking = rendered.opens(self._dialect.thinking)
             sampling = self._constrained(chat, is_thinking)
             if not self._is_truncated(chat, len(rendered.text)):
-                self._refuse_far_too_long(rendered.text, False, chat.cache_scope, info.max_model_len)
+                self._refuse_far_too_long(
+                    rendered.text, False, chat.cache_scope, info.max_model_len
+                )
             token_ids = self._chat_encoder.encode(rendered, chat.cache_scope)
             token_ids = truncated(token_ids, sampling, info.max_model_len)
             (requests,) = self._build_requests(request_id, [token_ids], sampling, info, chat)
@@ -305,7 +326,9 @@ class TextEngine:
                 "Turn thinking off, or end with a user message.",
                 param="messages",
             )
-        grammar = chat_grammar(chat, self._dialect, self._tokenizer, is_thinking, self._open_schemas)
+        grammar = chat_grammar(
+            chat, self._dialect, self._tokenizer, is_thinking, self._open_schemas
+        )
         if grammar is None:
             return chat.sampling
         starts_after = (self._require_thought_end(chat),) if is_thinking else ()
@@ -381,7 +404,9 @@ class TextEngine:
             return
         thinking = self._dialect.thinking
         thought_end = None if thinking is None else thinking.end
-        self._refuse_long(words_written(chat.messages, self._roles_written, thought_end), max_model_len)
+        self._refuse_long(
+            words_written(chat.messages, self._roles_written, thought_end), max_model_len
+        )
 
     def _refuse_long(self, texts: list[str], max_model_len: int) -> None:
         """If a prompt with these texts cannot fit the context, whatever its tokens are."""
@@ -394,7 +419,8 @@ class TextEngine:
             raise prompt_too_long(
                 f"at least {num_tokens}",
                 max_model_len,
-                f" The text has {num_chars} characters, and no token has more than {bound.longest_token}.",
+                f" The text has {num_chars} characters, and no token has more than "
+                f"{bound.longest_token}.",
             )
 
     @functools.cached_property
@@ -443,12 +469,18 @@ class TextEngine:
         if asked.is_cut_to_context:
             sampling = _cut_to_context(sampling, room - min(map(len, prompts)))
         sampling = limit_scores(prompts, sampling, room)
-        ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
+        ids = (
+            [request_id]
+            if len(prompts) == 1
+            else [f"{request_id}-{i}" for i in range(len(prompts))]
+        )
         return [
             build_requests(
                 id,
                 token_ids,
-                _cut_to_context(sampling, room - len(token_ids)) if asked.is_cut_to_context else sampling,
+                _cut_to_context(sampling, room - len(token_ids))
+                if asked.is_cut_to_context
+                else sampling,
                 self._tokenizer,
                 info.max_model_len,
                 priority=asked.priority,
@@ -460,7 +492,9 @@ class TextEngine:
             for id, token_ids in zip(ids, prompts)
         ]
 
-    def _thinking_budget(self, chat: ChatRequest, request: Request, is_thinking: bool) -> int | None:
+    def _thinking_budget(
+        self, chat: ChatRequest, request: Request, is_thinking: bool
+    ) -> int | None:
         """The request's own budget or, so that an answer comes before the limit, a share of its
         tokens."""
         if chat.thinking_budget is not None or not is_thinking:

@@ -163,7 +163,9 @@ class TextStream:
     ) -> None:
         """`place`: the request's place in the queue. The first `max_running` replies start; each
         one that ends may `go_on` with another."""
-        receivers = [(reply.request, reply) for replies in prompts for reply in replies][:max_running]
+        receivers = [(reply.request, reply) for replies in prompts for reply in replies][
+            :max_running
+        ]
         self._client.submit(receivers, place)
         self._prompts = prompts
         self._open = {request.id for request, _ in receivers}
@@ -172,7 +174,10 @@ class TextStream:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._abort()
 
@@ -196,7 +201,9 @@ class TextStream:
             self.started_at = time.monotonic()
             self._started.set()
         if has_ended:
-            self.finish_reasons += [end.reason for end in delta.deltas[-1:] if isinstance(end, ReplyEnd)]
+            self.finish_reasons += [
+                end.reason for end in delta.deltas[-1:] if isinstance(end, ReplyEnd)
+            ]
             self.end(request_id)
 
     def end(self, request_id: str) -> None:
@@ -327,12 +334,16 @@ class Reply:
         if self.request is self._asked:
             self.num_cached_tokens = delta.num_cached_tokens
         num_before = self.num_tokens
-        is_loop = finish is None and self._loop_guard is not None and self._loop_guard.push(token_ids)
+        is_loop = (
+            finish is None and self._loop_guard is not None and self._loop_guard.push(token_ids)
+        )
         is_closed = False  # thinking, by us
         if self._parser.is_thinking:
             token_ids, is_closed = self._think(token_ids, finish is not None, is_loop)
             finish = None if is_closed else finish
-        if self._thought.closing_ids and (self._thought.budget is not None or self._loop_guard is not None):
+        if self._thought.closing_ids and (
+            self._thought.budget is not None or self._loop_guard is not None
+        ):
             self._said_ids += token_ids
         text = self._decode(token_ids) if self._spares_thoughts else self._decoder.push(token_ids)
         said_ids = token_ids[: self.num_tokens - num_before]
@@ -389,7 +400,9 @@ class Reply:
         self._untold_ids += token_ids if output.returns_token_ids else ()
         if not (is_told or prompt_scores):
             return None
-        prompt_ids = () if self._has_told_prompt or not output.returns_token_ids else self._asked.token_ids
+        prompt_ids = (
+            () if self._has_told_prompt or not output.returns_token_ids else self._asked.token_ids
+        )
         self._has_told_prompt = True
         told_ids, self._untold_ids = self._untold_ids, ()
         usage = _usage_of(self) if output.counts_usage else None
@@ -404,9 +417,13 @@ class Reply:
         if self._tells_prompt:
             told = prompt_first + _with_top(scored, self._output.prompt_logprobs)
             extra = self._extra((), told, is_told=True)
-        scored = first + _with_top(scored, self._asked.sampling.logprobs) if self._echoes_scores else ()
+        scored = (
+            first + _with_top(scored, self._asked.sampling.logprobs) if self._echoes_scores else ()
+        )
         self._stream.take(
-            self.request.id, ReplyDelta(self._index, deltas, scored, is_prompt=True, extra=extra), False
+            self.request.id,
+            ReplyDelta(self._index, deltas, scored, is_prompt=True, extra=extra),
+            False,
         )
 
     def _take_prompt_start(self) -> tuple[str, tuple[ScoredToken, ...], tuple[ScoredToken, ...]]:
@@ -428,7 +445,9 @@ class Reply:
         if delta.finish == "error":
             what, why = "The engine could not finish the reply", delta.error or ""
             if self.request.sampling.grammar is not None:
-                raise RequestError(what, why, "Use a simpler schema or grammar.", param=self._form_param)
+                raise RequestError(
+                    what, why, "Use a simpler schema or grammar.", param=self._form_param
+                )
             raise PenstockError(what, why)
         if delta.finish == "abort":
             raise EngineDeadError("The engine gave up the reply", delta.error or "")
@@ -442,7 +461,9 @@ class Reply:
         if finish is not None:
             *rest, end = self._parser.close(finish)
             assert isinstance(end, ReplyEnd)
-            ended = ReplyEnd(end.reason, self._decoder.stop_string, self._is_loop, self._stop_token_id)
+            ended = ReplyEnd(
+                end.reason, self._decoder.stop_string, self._is_loop, self._stop_token_id
+            )
             deltas += [*rest, ended]
         return deltas, finish is not None
 
@@ -456,13 +477,17 @@ class Reply:
         num_thought = token_ids.index(end_id) + 1 if has_end else len(token_ids)
         if budget is not None:
             num_left = max(0, budget - self.num_reasoning_tokens)
-            is_over = num_thought > num_left or (num_thought == num_left and not (has_end or is_last))
+            is_over = num_thought > num_left or (
+                num_thought == num_left and not (has_end or is_last)
+            )
             if is_over and self._has_room_behind(num_left):
                 self.num_reasoning_tokens += num_left
                 return token_ids[:num_left], True
         self.num_reasoning_tokens += num_thought
         is_closed = (
-            is_loop and not (has_end or self._has_closed_loop) and self._has_room_behind(len(token_ids))
+            is_loop
+            and not (has_end or self._has_closed_loop)
+            and self._has_room_behind(len(token_ids))
         )
         self._has_closed_loop |= is_closed
         return token_ids, is_closed
@@ -484,7 +509,9 @@ class Reply:
             id=f"{closed.id}-answer",
             token_ids=(*closed.token_ids, *thought_ids),
             num_resumed_tokens=closed.num_resumed_tokens + len(thought_ids),
-            num_scored_tokens=0 if closed.sampling.prompt_logprobs is None else closed.num_prompt_tokens - 1,
+            num_scored_tokens=0
+            if closed.sampling.prompt_logprobs is None
+            else closed.num_prompt_tokens - 1,
             age_s=time.monotonic() - self._began_s,
         )
         self._said_ids.clear()
@@ -508,7 +535,10 @@ class Reply:
 
 def _usage_of(reply: OneReply) -> Usage:
     return Usage(
-        reply.num_prompt_tokens, reply.num_tokens, reply.num_cached_tokens, reply.num_reasoning_tokens
+        reply.num_prompt_tokens,
+        reply.num_tokens,
+        reply.num_cached_tokens,
+        reply.num_reasoning_tokens,
     )
 
 
@@ -516,4 +546,6 @@ def _with_top(tokens: tuple[ScoredToken, ...], num_top: int | None) -> tuple[Sco
     """With at most so many alternatives; another field may ask for more of a prompt's."""
     if all(len(token.top) == num_top for token in tokens[:1]):
         return tokens
-    return tuple(replace(token, top=token.top[:num_top], top_ids=token.top_ids[:num_top]) for token in tokens)
+    return tuple(
+        replace(token, top=token.top[:num_top], top_ids=token.top_ids[:num_top]) for token in tokens
+    )

@@ -38,7 +38,9 @@ OPERATIONS = {
 }
 
 
-def tracing_middleware(model_name: str, environ: Mapping[str, str] | None = None) -> list[Middleware]:
+def tracing_middleware(
+    model_name: str, environ: Mapping[str, str] | None = None
+) -> list[Middleware]:
     """Empty if tracing is off, or if spans cannot be sent, which is logged."""
     environ = os.environ if environ is None else environ
     if not _is_wanted(environ):
@@ -82,7 +84,9 @@ def _exporter(environ: Mapping[str, str]) -> Any:
         return ConsoleSpanExporter()
     protocol = next((environ[name] for name in PROTOCOLS if environ.get(name)), "http/protobuf")
     if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
+            OTLPSpanExporter as GrpcExporter,
+        )
 
         return GrpcExporter()
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -91,7 +95,9 @@ def _exporter(environ: Mapping[str, str]) -> Any:
 
 
 class Traces:
-    """Inside the log's middleware, whose record of a request it reads when the request has ended."""
+    """Inside the log's middleware, whose record of a request it reads when the request has
+    ended.
+    """
 
     def __init__(self, app: ASGIApp, tracer: Any, model_name: str) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -110,7 +116,11 @@ class Traces:
             return
         record: RequestRecord = scope["record"]
         operation = OPERATIONS.get(record.path)
-        name = f"{operation} {self._model_name}" if operation else f"{record.method} {record.path[:200]}"
+        name = (
+            f"{operation} {self._model_name}"
+            if operation
+            else f"{record.method} {record.path[:200]}"
+        )
         headers = dict(Headers(scope=scope).items())
         span = self._tracer.start_span(name, context=self._parent_of(headers), kind=self._kind)
         started = time.monotonic()
@@ -123,7 +133,9 @@ class Traces:
                 span.set_status(self._failed)
             span.end()
 
-    def _attributes(self, record: RequestRecord, operation: str | None, started: float) -> dict[str, Any]:
+    def _attributes(
+        self, record: RequestRecord, operation: str | None, started: float
+    ) -> dict[str, Any]:
         attributes: dict[str, Any] = {
             "http.request.method": record.method,
             "url.path": record.path[:200],

@@ -16,10 +16,14 @@ from penstock.errors import ContextLengthError
 Message = dict[str, Any]
 
 
-def without_oldest(messages: list[Message], require_fit: Callable[[list[Message]], None]) -> list[Message]:
+def without_oldest(
+    messages: list[Message], require_fit: Callable[[list[Message]], None]
+) -> list[Message]:
     """As many of the last messages as fit, but not all; `require_fit` raises `ContextLengthError`
     for too many. If even the last turn does not fit, it raises that error."""
-    num_system = len(list(itertools.takewhile(lambda message: message["role"] == "system", messages)))
+    num_system = len(
+        list(itertools.takewhile(lambda message: message["role"] == "system", messages))
+    )
     places = range(num_system, len(messages))
     starts = [place for place in places if messages[place]["role"] == "user"] or [num_system]
 

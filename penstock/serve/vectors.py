@@ -94,7 +94,9 @@ class VectorEngine:
         """Calls `take` with each vector as it comes."""
         info = self._require_ready(asked)
         num_bytes = self._resize(place, len(asked.inputs))
-        requests = await self._preparation.run(num_bytes, self._prepare_inputs, request_id, asked, info)
+        requests = await self._preparation.run(
+            num_bytes, self._prepare_inputs, request_id, asked, info
+        )
         return self._submit(requests, take, place)
 
     async def stream_scores(
@@ -126,7 +128,9 @@ class VectorEngine:
         place.resize(min(num_prompts, self._max_running))
         return place.num_bytes
 
-    def _prepare_inputs(self, request_id: str, asked: EmbeddingRequest, info: EngineInfo) -> list[Request]:
+    def _prepare_inputs(
+        self, request_id: str, asked: EmbeddingRequest, info: EngineInfo
+    ) -> list[Request]:
         rules = self._text.rules.pooling
         normalize = rules.normalize if asked.normalize is None else asked.normalize
         pooling = Pooling(kind=rules.kind, normalize=normalize, dimensions=asked.dimensions)

@@ -26,7 +26,8 @@ def _lines_of_engines(stats: Mapping[int, EngineStats], model: str) -> Iterator[
     numbers = {replica: _numbers_of(one) for replica, one in stats.items()}
     for name, (kind, meaning) in _ENGINE_NUMBERS.items():
         samples = [
-            f'vllm:{name}{{{model},engine="{replica}"}} {found[name]!r}' for replica, found in numbers.items()
+            f'vllm:{name}{{{model},engine="{replica}"}} {found[name]!r}'
+            for replica, found in numbers.items()
         ]
         yield from _family(name, kind, meaning, samples)
 
@@ -59,21 +60,35 @@ _ENGINE_NUMBERS = {
 
 
 def _lines_of_server(metrics: Metrics, model: str) -> Iterator[str]:
-    totals = {"prompt_tokens": metrics.num_prompt_tokens, "generation_tokens": metrics.num_generated_tokens}
+    totals = {
+        "prompt_tokens": metrics.num_prompt_tokens,
+        "generation_tokens": metrics.num_generated_tokens,
+    }
     for name, number in totals.items():
         meaning = f"penstock_{name.replace('generation', 'generated')}_total"
-        yield from _family(f"{name}_total", "counter", meaning, [f"vllm:{name}_total{{{model}}} {number}"])
+        yield from _family(
+            f"{name}_total", "counter", meaning, [f"vllm:{name}_total{{{model}}} {number}"]
+        )
     ended = [
         f'vllm:request_success_total{{{model},finished_reason="{why}"}} {metrics.num_replies[why]}'
         for why in FINISHED
     ]
     yield from _family("request_success_total", "counter", "replies that ended, by why", ended)
     histograms = {
-        "time_to_first_token_seconds": (metrics.first_token_s, "penstock_time_to_first_token_seconds"),
+        "time_to_first_token_seconds": (
+            metrics.first_token_s,
+            "penstock_time_to_first_token_seconds",
+        ),
         "inter_token_latency_seconds": (metrics.inter_token_s, "penstock_inter_token_seconds"),
         "time_per_output_token_seconds": (metrics.inter_token_s, "the same, as it was once called"),
-        "request_time_per_output_token_seconds": (metrics.token_s, "a reply's mean from token to token"),
-        "e2e_request_latency_seconds": (metrics.reply_s, "from a request's arrival to its reply's end"),
+        "request_time_per_output_token_seconds": (
+            metrics.token_s,
+            "a reply's mean from token to token",
+        ),
+        "e2e_request_latency_seconds": (
+            metrics.reply_s,
+            "from a request's arrival to its reply's end",
+        ),
         "request_prompt_tokens": (metrics.prompt_lengths, "tokens of a prompt"),
         "request_generation_tokens": (metrics.reply_lengths, "tokens of a reply"),
     }
@@ -84,8 +99,13 @@ def _lines_of_server(metrics: Metrics, model: str) -> Iterator[str]:
 def _histogram(name: str, meaning: str, histogram: Histogram, model: str) -> Iterator[str]:
     counts = histogram.cumulative_counts
     edges = [*map(repr, histogram.bounds), "+Inf"]
-    samples = [f'vllm:{name}_bucket{{{model},le="{edge}"}} {count}' for edge, count in zip(edges, counts)]
-    samples += [f"vllm:{name}_sum{{{model}}} {histogram.sum!r}", f"vllm:{name}_count{{{model}}} {counts[-1]}"]
+    samples = [
+        f'vllm:{name}_bucket{{{model},le="{edge}"}} {count}' for edge, count in zip(edges, counts)
+    ]
+    samples += [
+        f"vllm:{name}_sum{{{model}}} {histogram.sum!r}",
+        f"vllm:{name}_count{{{model}}} {counts[-1]}",
+    ]
     return _family(name, "histogram", meaning, samples)
 
 

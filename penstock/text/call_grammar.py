@@ -23,7 +23,13 @@ from penstock.errors import RequestError
 from penstock.text.closed_schemas import close_objects
 from penstock.text.dialects.dialect import CallForm
 from penstock.text.dialects.values import Parameters
-from penstock.text.grammar import check_schema, json_options, lark_grammar, regex_grammar, regex_in_lark
+from penstock.text.grammar import (
+    check_schema,
+    json_options,
+    lark_grammar,
+    regex_grammar,
+    regex_in_lark,
+)
 
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _PARAMETER_NAME = re.compile(r"[^\n<>]{1,256}")
@@ -82,7 +88,11 @@ def tool_calls_grammar(
         writer = _Writer(
             form, is_token, f"call_{index}", _checked(text_grammars.get(name), name, form, param)
         )
-        rules += writer.xml_call(name, schema) if form.arguments == "xml" else writer.json_call(name, schema)
+        rules += (
+            writer.xml_call(name, schema)
+            if form.arguments == "xml"
+            else writer.json_call(name, schema)
+        )
         names.append(writer.rule)
         nested |= writer.nested
     calls = f"call ({_literal(form.separator)} call)*" if is_parallel else "call"
@@ -91,7 +101,9 @@ def tool_calls_grammar(
     return lark_grammar("\n".join(lines), nested, param=param)
 
 
-def _checked(grammar: TextGrammar | None, tool: str, form: CallForm, param: str) -> TextGrammar | None:
+def _checked(
+    grammar: TextGrammar | None, tool: str, form: CallForm, param: str
+) -> TextGrammar | None:
     """Compiled alone, so that its error is about itself, not about the rules around it."""
     if grammar is None:
         return None
@@ -197,7 +209,8 @@ class _Writer:
     def _spelled(self, text: str) -> str:
         parts = [part for part in _TAG.split(text) if part]
         return " ".join(
-            part if _TAG.fullmatch(part) and self._is_token(part) else _literal(part) for part in parts
+            part if _TAG.fullmatch(part) and self._is_token(part) else _literal(part)
+            for part in parts
         )
 
 
@@ -221,7 +234,9 @@ def _listed(schema: Any) -> list[Any]:
 
 
 def _json(schema: Schema) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": json_options(is_lenient=True)}, ensure_ascii=False)
+    return "%json " + json.dumps(
+        {**schema, "x-guidance": json_options(is_lenient=True)}, ensure_ascii=False
+    )
 
 
 def _literal(text: str) -> str:

@@ -42,7 +42,10 @@ class ChatEncoder:
     """A chat template and a tokenizer."""
 
     def __init__(
-        self, template: ChatTemplate, tokenizer: Tokenizer, allow_special_tokens_in_content: bool = False
+        self,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        allow_special_tokens_in_content: bool = False,
     ) -> None:
         self._template = template
         self._tokenizer = tokenizer
@@ -79,7 +82,9 @@ class ChatEncoder:
         except RequestError as error:  # which may quote the messages
             error.what, error.why = marks.remove(error.what), marks.remove(error.why)
             raise
-        prompt, reply_start = self._after_thought(marks.unescape(rendered), reply_thought, reply_start, marks)
+        prompt, reply_start = self._after_thought(
+            marks.unescape(rendered), reply_thought, reply_start, marks
+        )
         marked = prompt + marks.put(reply_start)
         return RenderedChat(marks.remove(marked), marked, len(reply_start))
 

@@ -14,8 +14,23 @@ from typing import Any
 
 Schema = dict[str, Any]
 
-_ABOUT_OTHER_KEYS = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
-_ALTERNATIVES = ("anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "$ref", "$dynamicRef", "not")
+_ABOUT_OTHER_KEYS = (
+    "additionalProperties",
+    "unevaluatedProperties",
+    "patternProperties",
+    "propertyNames",
+)
+_ALTERNATIVES = (
+    "anyOf",
+    "oneOf",
+    "if",
+    "then",
+    "else",
+    "dependentSchemas",
+    "$ref",
+    "$dynamicRef",
+    "not",
+)
 _NAMED_SCHEMAS = ("properties", "$defs", "definitions")
 _LISTED_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "contains", "unevaluatedItems")
@@ -56,7 +71,8 @@ class _Closing:
         for keyword in _LISTED_SCHEMAS:
             if isinstance(schema.get(keyword), list):
                 new[keyword] = [
-                    self.closed(child, is_split and keyword != "prefixItems") for child in schema[keyword]
+                    self.closed(child, is_split and keyword != "prefixItems")
+                    for child in schema[keyword]
                 ]
         if isinstance(parts := schema.get("allOf"), list):
             is_split = is_split or len(parts) > 1
@@ -81,7 +97,11 @@ class _Closing:
         if "$ref" in schema and schema.keys() <= {"$ref", *_ANNOTATIONS}:
             return self._keys(self._resolve(schema["$ref"]), depth + 1)
         listed, parts = schema.get("properties", {}), schema.get("allOf", [])
-        if not isinstance(listed, dict) or not isinstance(parts, list) or not schema.keys() & _LISTING:
+        if (
+            not isinstance(listed, dict)
+            or not isinstance(parts, list)
+            or not schema.keys() & _LISTING
+        ):
             return None
         if not schema.keys().isdisjoint(_ABOUT_OTHER_KEYS):
             return None
@@ -118,7 +138,9 @@ def _may_list(schema: Any) -> bool:
 
 def _required(schema: Schema) -> list[str]:
     required = schema.get("required")
-    return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    return (
+        [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    )
 
 
 def _parts_by_reference(schema: Any, resolve: Callable[[Any], Any]) -> Iterator[Schema]:

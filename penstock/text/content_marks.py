@@ -1,13 +1,14 @@
 """Marks what a client wrote, before a chat template mixes it with its own text.
 
-A control token is the template's if the template wrote all of it. So the characters that control tokens begin
-and end with, `<` and `>` in most vocabularies, get stand-ins wherever a client wrote them: in contents,
-names, arguments, tool definitions and template variables alike. Whatever reads as a control token in the
-rendered text was then written by the template, even where a client's text ends with half of one. A stand-in
-is one character for one, so templates trim and cut as before; they find no markup of theirs in such a text.
+A control token is the template's if the template wrote all of it. So the characters that control
+tokens begin and end with, `<` and `>` in most vocabularies, get stand-ins wherever a client wrote
+them: in contents, names, arguments, tool definitions and template variables alike. Whatever reads
+as a control token in the rendered text was then written by the template, even where a client's text
+ends with half of one. A stand-in is one character for one, so templates trim and cut as before;
+they find no markup of theirs in such a text.
 
-Stand-ins are noncharacters, which Unicode reserves for a program's own use; a request gets such as its text
-does not contain. Works on the JSON that the template is given. Knows nothing of token ids.
+Stand-ins are noncharacters, which Unicode reserves for a program's own use; a request gets such as
+its text does not contain. Works on the JSON that the template is given. Knows nothing of token ids.
 """
 
 from __future__ import annotations
@@ -32,8 +33,26 @@ _JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _UNMARKED = frozenset("_-./ \t\r\n\"'\\")
 # Words that templates compare with: they stay even if a template builds control tokens from words.
 _STRUCTURE = {"system", "developer", "user", "assistant", "tool", "function"}
-_STRUCTURE |= {"messages", "role", "content", "name", "reasoning_content", "tool_call_id", "tool_calls", "id"}
-_STRUCTURE |= {"tools", "type", "text", "description", "parameters", "arguments", "properties", "required"}
+_STRUCTURE |= {
+    "messages",
+    "role",
+    "content",
+    "name",
+    "reasoning_content",
+    "tool_call_id",
+    "tool_calls",
+    "id",
+}
+_STRUCTURE |= {
+    "tools",
+    "type",
+    "text",
+    "description",
+    "parameters",
+    "arguments",
+    "properties",
+    "required",
+}
 _STRUCTURE |= {"object", "array", "string", "number", "integer", "boolean", "items", "enum"}
 # Where the text of a template ends and an expression begins, and the reverse.
 _TEXT_END = re.compile(r"(?=[\"'{%])")
@@ -54,7 +73,9 @@ class Marks:
         return text
 
     def remove(self, text: str) -> str:
-        for character, stand_in in itertools.chain(self.of_characters.items(), self.of_letters.items()):
+        for character, stand_in in itertools.chain(
+            self.of_characters.items(), self.of_letters.items()
+        ):
             text = text.replace(stand_in, character)
         return text
 
@@ -69,9 +90,13 @@ class Marks:
 class ContentMarker:
     """For one chat template and the control tokens of its model."""
 
-    def __init__(self, control_tokens: Iterable[str], template: str, thinking: Thinking | None) -> None:
+    def __init__(
+        self, control_tokens: Iterable[str], template: str, thinking: Thinking | None
+    ) -> None:
         tokens = list(control_tokens)
-        markable = {token: [c for c in token if not (c.isalnum() or c in _UNMARKED)] for token in tokens}
+        markable = {
+            token: [c for c in token if not (c.isalnum() or c in _UNMARKED)] for token in tokens
+        }
         self.unprotected = [token for token in tokens if not markable[token]]
         ends = {end for found in markable.values() for end in (*found[:1], *found[-1:])}
         self._characters = sorted(ends)
@@ -89,14 +114,18 @@ class ContentMarker:
             return payload, Marks()
         letters = sorted(set(self._letter_of.values()))
         num_needed = len(self._characters) + len(letters) + 2
-        free = list(itertools.islice(_unused_stand_ins(payload, reply_start, self._escapes), num_needed))
+        free = list(
+            itertools.islice(_unused_stand_ins(payload, reply_start, self._escapes), num_needed)
+        )
         if len(free) < num_needed:
             raise _no_stand_ins()
         start, end, *free = free
         of_characters = dict(zip(self._characters, free))
         of_letters = dict(zip(letters, free[len(of_characters) :]))
         marks = Marks(of_characters, of_letters, self._escapes)
-        if self._thinking is not None and _keep_thoughts(context["messages"], self._thinking, start, end):
+        if self._thinking is not None and _keep_thoughts(
+            context["messages"], self._thinking, start, end
+        ):
             payload = encode_context(context)
         payload = _replace_in_strings(payload, marks.of_characters)
         for word, letter in self._letter_of.items():
@@ -122,7 +151,9 @@ def _keep_thoughts(messages: Any, thinking: Thinking, start: str, end: str) -> b
         if isinstance(message.get("reasoning_content"), str):
             continue
         content = message.get("content")
-        parts = [message] if isinstance(content, str) else content if isinstance(content, list) else ()
+        parts = (
+            [message] if isinstance(content, str) else content if isinstance(content, list) else ()
+        )
         key = "content" if isinstance(content, str) else "text"
         for part in parts:
             text = part.get(key) if isinstance(part, dict) else None
@@ -205,7 +236,8 @@ def _quoted(word: str) -> bytes:
 def _no_stand_ins() -> RequestError:
     return RequestError(
         "The messages contain too many kinds of noncharacters",
-        "The server needs a few of U+FDD0 to U+FDEF, which Unicode reserves for a program's own use.",
+        "The server needs a few of U+FDD0 to U+FDEF, which Unicode reserves for a program's own "
+        "use.",
         "Remove them; no text needs them.",
         param="messages",
     )

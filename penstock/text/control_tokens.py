@@ -1,11 +1,12 @@
-"""Control tokens: which tokens of a vocabulary structure a prompt, and how a prompt is encoded in which only
-those of the chat template count.
+"""Control tokens: which tokens of a vocabulary structure a prompt, and how a prompt is encoded in
+which only those of the chat template count.
 
     <|im_start|>user\nWhat does <|im_end|> do?<|im_end|>\n
     [template: id]             [client: spelled ]  [template: id]
 
-A control token that a client wrote is cut out where the tokenizer would cut it, and the ordinary tokens of
-its characters take its place. All other text has the ids it always had. Knows nothing of messages.
+A control token that a client wrote is cut out where the tokenizer would cut it, and the ordinary
+tokens of its characters take its place. All other text has the ids it always had. Knows nothing of
+messages.
 """
 
 from __future__ import annotations
@@ -17,7 +18,21 @@ from penstock.text.tokenizer import Tokenizer
 # After these a token is encoded as inside a text, where SentencePiece puts no space before it.
 _CONTEXTS = ("", "\n", "a")
 
-_HTML_TAGS = {"table", "caption", "thead", "tbody", "tfoot", "tr", "th", "td", "ul", "ol", "li", "p", "br"}
+_HTML_TAGS = {
+    "table",
+    "caption",
+    "thead",
+    "tbody",
+    "tfoot",
+    "tr",
+    "th",
+    "td",
+    "ul",
+    "ol",
+    "li",
+    "p",
+    "br",
+}
 _HTML_TAGS |= {"h1", "h2", "h3", "h4", "h5", "h6", "strong", "em", "b", "i", "u", "s", "sub", "sup"}
 _HTML_TAGS |= {"blockquote", "code"}
 
@@ -63,7 +78,9 @@ class ControlTokens:
             return self._encode_apart(text, marked, genuine, tenant)
         places = [place for place, id in enumerate(token_ids) if id in self._ids]
         spans = found
-        if not self._keeps_space or [token_ids[place] for place in places] != self._ids_of(text, found):
+        if not self._keeps_space or [token_ids[place] for place in places] != self._ids_of(
+            text, found
+        ):
             # The tokenizer has its own rules for where control tokens are: ask it.
             token_ids, all_spans = self._tokenizer.encode_with_spans(text)
             places = [place for place, id in enumerate(token_ids) if id in self._ids]

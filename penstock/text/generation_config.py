@@ -20,7 +20,9 @@ FILE_NAME = "generation_config.json"
 
 
 def checkpoint_sampling(choice: str, model: Path | None) -> dict[str, Any]:
-    """`choice`: auto: the model's file, if it has one; off or vllm: no file; or a file or folder."""
+    """`choice`: auto: the model's file, if it has one; off or vllm: no file; or a file or
+    folder.
+    """
     if choice in ("off", "vllm") or (choice == "auto" and model is None):
         return {}
     path = Path(choice).expanduser() if choice != "auto" else model
@@ -43,7 +45,9 @@ def _sampling_of(file: Path) -> dict[str, Any]:
     if given.get("top_k") == -1:  # the other common value for "off"
         given["top_k"] = 0
     if fields.get("do_sample") is False:
-        given = {name: given[name] for name in given.keys() & {"repetition_penalty"}} | {"temperature": 0.0}
+        given = {name: given[name] for name in given.keys() & {"repetition_penalty"}} | {
+            "temperature": 0.0
+        }
     elif fields.get("do_sample") is True:
         given.setdefault("temperature", 1.0)
     try:

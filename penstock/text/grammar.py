@@ -79,7 +79,9 @@ def regex_grammar(pattern: str, *, param: str = "regex") -> str:
     try:
         literal = regex_in_lark(pattern)
     except ValueError as error:
-        raise RequestError("The regular expression is not Unicode", f"{error}.", param=param) from error
+        raise RequestError(
+            "The regular expression is not Unicode", f"{error}.", param=param
+        ) from error
     return _compiled({"lark_grammar": f"start: /{literal}/"}, "The regular expression", param)
 
 
@@ -87,7 +89,9 @@ def choice_grammar(choices: Sequence[str], *, param: str = "choice") -> str:
     """One of these texts."""
     if not choices or len(choices) > MAX_ENUM_VALUES:
         raise RequestError(
-            f"{param} has {len(choices)} texts", f"It must have 1 to {MAX_ENUM_VALUES}.", param=param
+            f"{param} has {len(choices)} texts",
+            f"It must have 1 to {MAX_ENUM_VALUES}.",
+            param=param,
         )
     literals = [_to_json(choice, param) for choice in dict.fromkeys(choices)]
     _check_lark_size(sum(map(len, literals)), param)
@@ -105,7 +109,9 @@ def client_grammar(text: str, *, param: str = "grammar") -> str:
 def _check_lark_size(num_chars: int, param: str) -> None:
     if num_chars > MAX_LARK_CHARACTERS:
         raise RequestError(
-            f"The grammar has {num_chars} characters", f"The limit is {MAX_LARK_CHARACTERS}.", param=param
+            f"The grammar has {num_chars} characters",
+            f"The limit is {MAX_LARK_CHARACTERS}.",
+            param=param,
         )
 
 
@@ -133,12 +139,16 @@ def gbnf_grammar(gbnf: str, *, param: str = "grammar") -> str:
 
     if len(gbnf) > MAX_GBNF_CHARACTERS:
         raise RequestError(
-            f"The grammar has {len(gbnf)} characters", f"The limit is {MAX_GBNF_CHARACTERS}.", param=param
+            f"The grammar has {len(gbnf)} characters",
+            f"The limit is {MAX_GBNF_CHARACTERS}.",
+            param=param,
         )
     try:
         lark = gbnf_to_lark(_GBNF_PART.sub(_plain_part, gbnf))
     except RecursionError as error:
-        raise RequestError("The grammar is nested too deeply", todo="Simplify it.", param=param) from error
+        raise RequestError(
+            "The grammar is nested too deeply", todo="Simplify it.", param=param
+        ) from error
     except Exception as error:  # llguidance raises plain exceptions here
         raise RequestError(
             "The grammar cannot be read as GBNF", _sentence(str(error)), param=param
@@ -168,12 +178,15 @@ def with_blank_start(grammar: str) -> str:
 
 
 def check_schema(schema: Any, param: str) -> dict[str, Any]:
-    """Refuses a schema that is too large to be inspected further; returns the schema as an object."""
+    """Refuses a schema that is too large to be inspected further; returns the schema as an
+    object.
+    """
     if schema is True:
         return {}
     if not isinstance(schema, dict):
         raise RequestError(
-            f"The JSON schema is {json.dumps(schema) if schema is False else type(schema).__name__}",
+            "The JSON schema is "
+            f"{json.dumps(schema) if schema is False else type(schema).__name__}",
             "It must be an object.",
             param=param,
         )
@@ -253,7 +266,9 @@ def _to_json(value: Any, param: str) -> str:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
     except ValueError as error:  # NaN, or a lone surrogate
-        raise RequestError("The JSON schema or grammar is not JSON", f"{error}.", param=param) from error
+        raise RequestError(
+            "The JSON schema or grammar is not JSON", f"{error}.", param=param
+        ) from error
     return text
 
 
@@ -299,10 +314,14 @@ def _byte_vocabulary() -> Any:
 
 def _sentence(message: str) -> str:
     """The main point of llguidance's errors, which have many lines."""
-    lines = [line.strip() for line in message.partition("<non-verbose/>")[0].splitlines() if line.strip()]
+    lines = [
+        line.strip() for line in message.partition("<non-verbose/>")[0].splitlines() if line.strip()
+    ]
     if not lines:
         return ""
-    line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    line = next(
+        (line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0]
+    )
     if "NoExtension" in line:
         line = "nothing matches it"
     elif "items; max is" in line:

@@ -37,7 +37,9 @@ class LengthBound:
         """The fewest tokens of a text that contains all of these."""
         if not self.longest_token:
             return 0
-        num_chars = sum(len(text) if text.isascii() else len(text) // MAX_COMPOSED for text in texts)
+        num_chars = sum(
+            len(text) if text.isascii() else len(text) // MAX_COMPOSED for text in texts
+        )
         return -(-num_chars // self.longest_token)
 
 
@@ -49,7 +51,9 @@ def _keeps_all(model: tokenizers.Tokenizer) -> bool:
         # These swallow the spaces beside them.
         not any(token.lstrip or token.rstrip for token in added)
         and all(map(_is_keeping_normalizer, component_steps(model.normalizer, "normalizers")))
-        and all(map(_is_keeping_pre_tokenizer, component_steps(model.pre_tokenizer, "pretokenizers")))
+        and all(
+            map(_is_keeping_pre_tokenizer, component_steps(model.pre_tokenizer, "pretokenizers"))
+        )
         and isinstance(model.model, tokenizers.models.BPE | tokenizers.models.Unigram)
         and (_is_byte_level(model) or getattr(model.model, "byte_fallback", False))
     )
@@ -83,7 +87,9 @@ def _is_keeping_pre_tokenizer(step: dict[str, Any]) -> bool:
 def roles_written(template: ChatTemplate) -> frozenset[str]:
     """The roles whose content the template writes in full, found by rendering probes."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
-    probes = {name: f"{name} " + "word " * (PROBE_CHARS // 5) + name for name in ("one", "two", "three")}
+    probes = {
+        name: f"{name} " + "word " * (PROBE_CHARS // 5) + name for name in ("one", "two", "three")
+    }
     chats: list[list[dict[str, Any]]] = [
         [
             {"role": "user", "content": probes["one"]},

@@ -32,11 +32,14 @@ OLD_KINDS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": 
 RERANK_START = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
     "the "
-    'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    'Instruct provided. Note that the answer can only be "yes" or '
+    '"no".<|im_end|>\n<|im_start|>user\n'
 )
 RERANK_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 RERANK_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-PAIR_ROLES = re.compile(r"""["']query["'].*["']document["']|["']document["'].*["']query["']""", re.DOTALL)
+PAIR_ROLES = re.compile(
+    r"""["']query["'].*["']document["']|["']document["'].*["']query["']""", re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +62,12 @@ class VectorRules:
         else:
             folder = folder_of(path)
             pad_id = read_json(folder / "config.json").get("pad_token_id")
-            rules = replace(_read_modules(folder, chosen), pad_id=pad_id if isinstance(pad_id, int) else None)
-        return rules if chosen is None else replace(rules, pooling=replace(rules.pooling, kind=chosen))
+            rules = replace(
+                _read_modules(folder, chosen), pad_id=pad_id if isinstance(pad_id, int) else None
+            )
+        return (
+            rules if chosen is None else replace(rules, pooling=replace(rules.pooling, kind=chosen))
+        )
 
 
 def _read_modules(folder: Path, chosen: PoolingKind | None) -> VectorRules:
@@ -70,7 +77,9 @@ def _read_modules(folder: Path, chosen: PoolingKind | None) -> VectorRules:
     kinds: dict[str, Path] = {}
     for module in _read_list(file):
         if not isinstance(module, dict) or not isinstance(module.get("type"), str):
-            raise CheckpointError(f"{file} cannot be used", "A module has no type.", "Fetch the file again.")
+            raise CheckpointError(
+                f"{file} cannot be used", "A module has no type.", "Fetch the file again."
+            )
         kinds[module["type"].rpartition(".")[2]] = folder / str(module.get("path") or "")
     for kind in kinds:
         if kind not in ("Transformer", "Pooling", "Normalize", "LogitScore"):
@@ -102,7 +111,9 @@ def _read_list(file: Path) -> list[Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read", f"{error}.", "Fetch the file again.") from error
+        raise CheckpointError(
+            f"{file} cannot be read", f"{error}.", "Fetch the file again."
+        ) from error
     if not isinstance(value, list):
         raise CheckpointError(
             f"{file} is not a list", "A list of modules is expected.", "Fetch the file again."
@@ -115,7 +126,9 @@ def _pooling_kind(file: Path) -> PoolingKind:
     settings = read_json(file)
     mode = settings.get("pooling_mode")
     if mode is None:
-        modes = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value]
+        modes = [
+            name for name, value in settings.items() if name.startswith("pooling_mode_") and value
+        ]
         mode = OLD_KINDS.get(modes[0], modes[0]) if len(modes) == 1 else modes
     if not isinstance(mode, str) or mode not in KINDS:
         raise CheckpointError(
@@ -175,7 +188,9 @@ class VectorText:
         """The number of tokens that the tokenizer appends to a text."""
         bare, whole = (self._tokenizer.encode("a", is_whole) for is_whole in (False, True))
         num_added = len(whole) - len(bare)
-        starts = [start for start in range(num_added + 1) if whole[start : start + len(bare)] == bare]
+        starts = [
+            start for start in range(num_added + 1) if whole[start : start + len(bare)] == bare
+        ]
         return num_added - starts[0] if starts else 0
 
     def scoring(self, info: EngineInfo) -> str:
@@ -185,7 +200,9 @@ class VectorText:
             return self._scoring
         if info.num_labels:
             return "classifier"
-        return "yes-no" if info.has_head and not self.rules.embeds and self._answer_ids else "cosine"
+        return (
+            "yes-no" if info.has_head and not self.rules.embeds and self._answer_ids else "cosine"
+        )
 
     def score_pooling(self, info: EngineInfo) -> Pooling:
         scoring = self.scoring(info)
@@ -230,7 +247,11 @@ class VectorText:
         return [encode(query, document) for query, document in pairs], PairScores(None)
 
     def _encode_apart(
-        self, pairs: Sequence[tuple[str, str]], instruction: str | None, max_tokens: int | None, tenant: str
+        self,
+        pairs: Sequence[tuple[str, str]],
+        instruction: str | None,
+        max_tokens: int | None,
+        tenant: str,
     ) -> tuple[list[list[int]], PairScores]:
         """Each text once, with the model's prompt for queries or documents."""
         start, names = "", self.rules.prompts
@@ -246,7 +267,10 @@ class VectorText:
         for role, text in places:
             is_bare = role not in names or (role == "query" and bool(start))
             prompts.append(self.encode(text, None if is_bare else role, max_tokens, tenant))
-        found = [(places["query", start + query], places["document", document]) for query, document in pairs]
+        found = [
+            (places["query", start + query], places["document", document])
+            for query, document in pairs
+        ]
         return prompts, PairScores(found)
 
     def _pair_encoder(
@@ -310,7 +334,9 @@ class VectorText:
         return encode
 
 
-def _cut(token_ids: list[int], max_tokens: int | None, num_end: int, num_start: int = 0) -> list[int]:
+def _cut(
+    token_ids: list[int], max_tokens: int | None, num_end: int, num_start: int = 0
+) -> list[int]:
     """Truncates, but keeps so many tokens at the end and at the start."""
     if max_tokens is None or len(token_ids) <= max_tokens:
         return token_ids
@@ -337,7 +363,9 @@ class PairScores:
     """Scores as their vectors come, each between 0 and 1, or between -1 and 1 for embeddings."""
 
     def __init__(self, pairs: list[tuple[int, int]] | None) -> None:
-        """`pairs`: which two vectors a score compares; None: each vector is the logits of one pair."""
+        """`pairs`: which two vectors a score compares; None: each vector is the logits of one
+        pair.
+        """
         self._pairs_with: dict[int, list[int]] = {}
         self._pairs = pairs
         self._vectors: dict[int, array[float]] = {}

@@ -55,12 +55,18 @@ def build_requests(
     end_token_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos)))
     banned = _banned_ids(sampling.bad_words, tokenizer)
     boundaries = _places_of(tokenizer.turn_start_ids, prompt)
-    digests = None if page_size is None else PageDigests.of(prompt, page_size, scope_of(tenant, cache_salt))
+    digests = (
+        None
+        if page_size is None
+        else PageDigests.of(prompt, page_size, scope_of(tenant, cache_salt))
+    )
     return [
         Request(
             id=id if sampling.n == 1 else f"{id}-{i}",
             token_ids=prompt,
-            sampling=replace(sampling, n=1, max_tokens=max_tokens, seed=_offset_seed(sampling.seed, i)),
+            sampling=replace(
+                sampling, n=1, max_tokens=max_tokens, seed=_offset_seed(sampling.seed, i)
+            ),
             end_token_ids=end_token_ids,
             banned=banned,
             boundaries=boundaries,
@@ -106,14 +112,20 @@ def build_pooling_request(
         raise ContextLengthError(
             f"the input is too long: {len(prompt)} tokens > {max_model_len} maximum",
             f"This model's maximum context length is {max_model_len} tokens.",
-            "Shorten it, cut it with truncate_prompt_tokens, or serve with a larger --max-model-len.",
+            "Shorten it, cut it with truncate_prompt_tokens, or serve with a larger "
+            "--max-model-len.",
             param="input",
         )
     digests = None
     if page_size is not None and pooling.kind == "last":
         digests = PageDigests.of(prompt, page_size, tenant)
     return Request(
-        id=id, token_ids=prompt, pooling=pooling, priority=priority, tenant=tenant, page_digests=digests
+        id=id,
+        token_ids=prompt,
+        pooling=pooling,
+        priority=priority,
+        tenant=tenant,
+        page_digests=digests,
     )
 
 
@@ -140,7 +152,8 @@ def limit_scores(
     if num_prompt_scores + num_reply_scores > MAX_SCORES:
         of_prompt = f", {num_prompt_scores:,} of them of the prompt" if num_prompt_scores else ""
         raise RequestError(
-            f"the answer could have {num_prompt_scores + num_reply_scores:,} log-probabilities{of_prompt}",
+            f"the answer could have {num_prompt_scores + num_reply_scores:,} "
+            f"log-probabilities{of_prompt}",
             f"The limit is {MAX_SCORES:,} in one answer. There are {len(prompts)} prompts, n is "
             f"{sampling.n}, "
             f"max_tokens {sampling.max_tokens or 1}; a token has {sampling.logprobs or 0} "
@@ -168,7 +181,9 @@ def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
 
 def _banned_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """At the start of a text and after a space, where a word has other tokens."""
-    spellings = dict.fromkeys(spelling for word in words for spelling in (word, f" {word.lstrip(' ')}"))
+    spellings = dict.fromkeys(
+        spelling for word in words for spelling in (word, f" {word.lstrip(' ')}")
+    )
     ids = dict.fromkeys(tuple(tokenizer.encode(spelling)) for spelling in spellings)
     return tuple(word for word in ids if word)
 
@@ -202,7 +217,9 @@ def _holds(max_model_len: int) -> str:
     return f"This model's maximum context length is {max_model_len} tokens."
 
 
-def _resolve_max_tokens(num_prompt_tokens: int, sampling: SamplingParams, max_model_len: int) -> int:
+def _resolve_max_tokens(
+    num_prompt_tokens: int, sampling: SamplingParams, max_model_len: int
+) -> int:
     room = max_model_len - num_prompt_tokens
     if room < 1:
         raise prompt_too_long(f"{num_prompt_tokens}", max_model_len)

@@ -1,12 +1,14 @@
 """Encodes long texts once: the pieces between control tokens are remembered with their ids.
 
-A tokenizer cuts control tokens out of a text before it does anything else, and what lies between two of them
-is normalised, split and merged on its own. So a conversation that comes again with one message more needs the
-encoder for that message only. `SegmentEncoder.of` answers None for a tokenizer of which this is not certain.
-Knows nothing of templates or of what a message is.
+A tokenizer cuts control tokens out of a text before it does anything else, and what lies between
+two of them is normalised, split and merged on its own. So a conversation that comes again with one
+message more needs the encoder for that message only. `SegmentEncoder.of` answers None for a
+tokenizer of which this is not certain. Knows nothing of templates or of what a message is.
 
-    <|im_start|>system\nYou are ...<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n
-                [long: remembered  ]          [short: together with its neighbours                      ]
+    <|im_start|>system\nYou are
+    ...<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n
+                [long: remembered  ]          [short: together with its neighbours
+                ]
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ class SegmentEncoder:
     """Returns the same ids as the tokenizer; safe to use from several threads."""
 
     def __init__(
-        self, encode_pieces: EncodePieces, control_tokens: list[str], max_bytes: int = MAX_CACHE_BYTES
+        self,
+        encode_pieces: EncodePieces,
+        control_tokens: list[str],
+        max_bytes: int = MAX_CACHE_BYTES,
     ) -> None:
         self._encode_pieces = encode_pieces
         self._max_bytes = max_bytes
@@ -118,7 +123,9 @@ def _num_bytes(piece: Piece, ids: array[int]) -> int:
 
 def _is_piecewise(model: tokenizers.Tokenizer) -> bool:
     added = model.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip or token.single_word or token.normalized for token in added):
+    if any(
+        token.lstrip or token.rstrip or token.single_word or token.normalized for token in added
+    ):
         return False
     if model.encode_special_tokens or model.truncation is not None or model.padding is not None:
         return False

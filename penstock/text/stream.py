@@ -13,7 +13,10 @@ from penstock.errors import RequestError
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import SamplingParams
 
-SURROGATE_START, SURROGATE_END = b"\xed\xa0", b"\xed\xbf"  # first bytes of U+D800 to U+DFFF: never UTF-8
+SURROGATE_START, SURROGATE_END = (
+    b"\xed\xa0",
+    b"\xed\xbf",
+)  # first bytes of U+D800 to U+DFFF: never UTF-8
 
 
 class StreamDecoder:
@@ -45,7 +48,9 @@ class StreamDecoder:
         self.stop_string: str | None = None  # that ended the reply
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, sampling: SamplingParams, continues_text: bool) -> StreamDecoder:
+    def of(
+        cls, tokenizer: Tokenizer, sampling: SamplingParams, continues_text: bool
+    ) -> StreamDecoder:
         return cls(
             tokenizer,
             sampling.stop,
@@ -101,7 +106,9 @@ class StreamDecoder:
                 pass
         text = self._characters.decode(data)
         pending = self._characters.getstate()[0]
-        if SURROGATE_START <= pending[:2] <= SURROGATE_END:  # Python waits for a third byte; none can mend it
+        if (
+            SURROGATE_START <= pending[:2] <= SURROGATE_END
+        ):  # Python waits for a third byte; none can mend it
             text += self._characters.decode(b"", final=True)
             pending = b""
         self._is_split = bool(pending)
@@ -152,7 +159,9 @@ class StopMatcher:
         self._num_matched = [0]  # length of the longest stop that ends at this node
         for string in stop:
             if not string:
-                raise RequestError("stop has an empty string", "It would match everywhere.", param="stop")
+                raise RequestError(
+                    "stop has an empty string", "It would match everywhere.", param="stop"
+                )
             self._insert(string)
         self._shorter = self._link()
         self._node = 0
@@ -190,7 +199,9 @@ class StopMatcher:
         self._num_matched[node] = len(string)
 
     def _link(self) -> list[int]:
-        """For each node, the node of its longest proper suffix; breadth first, so shorter ones are ready."""
+        """For each node, the node of its longest proper suffix; breadth first, so shorter ones are
+        ready.
+        """
         shorter = [0] * len(self._children)
         queue = list(self._children[0].values())
         for node in queue:
@@ -199,6 +210,8 @@ class StopMatcher:
                 while suffix and character not in self._children[suffix]:
                     suffix = shorter[suffix]
                 shorter[child] = self._children[suffix].get(character, 0)
-                self._num_matched[child] = self._num_matched[child] or self._num_matched[shorter[child]]
+                self._num_matched[child] = (
+                    self._num_matched[child] or self._num_matched[shorter[child]]
+                )
                 queue.append(child)
         return shorter

@@ -78,7 +78,9 @@ class Limits:
     def of(cls, num_items: int, num_bytes: int) -> Limits:
         """For so many messages and tools, of so many bytes."""
         cpu_seconds = (
-            BASE_CPU_SECONDS + CPU_SECONDS_PER_ITEM * num_items + CPU_SECONDS_PER_MB * num_bytes / 1e6
+            BASE_CPU_SECONDS
+            + CPU_SECONDS_PER_ITEM * num_items
+            + CPU_SECONDS_PER_MB * num_bytes / 1e6
         )
         return cls(BASE_FUEL + FUEL_PER_ITEM * num_items, cpu_seconds, MAX_PROMPT_CHARS)
 
@@ -104,7 +106,10 @@ class Limits:
                     f"It wrote {failure.detail}; the limit is {self.max_chars:,}.",
                 )
             case "Died":
-                return "the chat template crashed", f"Two processes failed in turn: {failure.detail}."
+                return (
+                    "the chat template crashed",
+                    f"Two processes failed in turn: {failure.detail}.",
+                )
         return None
 
 
@@ -148,7 +153,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The prompt text. Further names, such as `enable_thinking`, reach the template as variables."""
+        """The prompt text. Further names, such as `enable_thinking`, reach the template as
+        variables.
+        """
         context = self.context(messages, tools, add_generation_prompt, kwargs)
         return self.render_json(encode_context(context), len(messages) + len(tools or ()))
 
@@ -163,7 +170,8 @@ class ChatTemplate:
         if self.source is None:
             raise RequestError(
                 "this model has no chat template",
-                f"Its folder has no {TEMPLATE_FILE}, and no chat_template in a tokenizer_config.json.",
+                f"Its folder has no {TEMPLATE_FILE}, and no chat_template in a "
+                "tokenizer_config.json.",
                 f"Use the completions endpoint, or put a {TEMPLATE_FILE} into the model's folder.",
                 param="messages",
             )
@@ -175,7 +183,9 @@ class ChatTemplate:
                 param="chat_template_kwargs",
             )
         try:
-            context: dict[str, Any] = msgspec.to_builtins({"messages": messages, "tools": tools, **variables})
+            context: dict[str, Any] = msgspec.to_builtins(
+                {"messages": messages, "tools": tools, **variables}
+            )
             parse_arguments(context["messages"])
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise _cannot_be_given(f"{type(error).__name__}: {error}") from error
@@ -199,12 +209,16 @@ class ChatTemplate:
         try:
             answer = self._ask(limits, None)
         except UnicodeEncodeError as error:  # JSON can spell halves of characters
-            raise CheckpointError(f"{origin} is not text", f"{error}.", "Fetch the file again.") from error
+            raise CheckpointError(
+                f"{origin} is not text", f"{error}.", "Fetch the file again."
+            ) from error
         if answer.failure is not None:
             limit = limits.reached(answer.failure)
             raise CheckpointError(
                 f"{origin} does not parse" if limit is None else f"{origin} cannot be compiled",
-                f"Line {answer.failure.line}: {answer.failure.reason}." if limit is None else limit[1],
+                f"Line {answer.failure.line}: {answer.failure.reason}."
+                if limit is None
+                else limit[1],
                 "Fetch the file again, or correct the template.",
             )
         return frozenset(answer.variables)
@@ -230,7 +244,8 @@ class ChatTemplate:
         if limit is not None:
             return RequestError(
                 *limit,
-                "Send fewer or smaller messages; if it happens with every request, the template is at fault.",
+                "Send fewer or smaller messages; if it happens with every request, the template is "
+                "at fault.",
                 param="messages",
             )
         return RequestError(
@@ -296,10 +311,14 @@ def read_json(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         if known := impostor(file):
             raise known from error
-        raise CheckpointError(f"{file} is not valid JSON", f"{error}.", "Fetch the file again.") from error
+        raise CheckpointError(
+            f"{file} is not valid JSON", f"{error}.", "Fetch the file again."
+        ) from error
     if not isinstance(value, dict):
         raise CheckpointError(
-            f"{file} is a {type(value).__name__}", "A JSON object is expected.", "Fetch the file again."
+            f"{file} is a {type(value).__name__}",
+            "A JSON object is expected.",
+            "Fetch the file again.",
         )
     return value
 
@@ -309,10 +328,14 @@ def _read_text(file: Path) -> str:
         return read_text(file)
     except OSError as error:
         raise CheckpointError(
-            f"{file} cannot be read", f"{error.strerror or error}.", "Check the file and its permissions."
+            f"{file} cannot be read",
+            f"{error.strerror or error}.",
+            "Check the file and its permissions.",
         ) from error
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{file} is not UTF-8", f"{error}.", "Fetch the file again.") from error
+        raise CheckpointError(
+            f"{file} is not UTF-8", f"{error}.", "Fetch the file again."
+        ) from error
 
 
 def parse_arguments(messages: list[dict[str, Any]]) -> None:
@@ -345,7 +368,9 @@ def _choose(found: Any, config: Path) -> str | None:
         named = {
             entry["name"]: entry["template"]
             for entry in found
-            if isinstance(entry, dict) and isinstance(entry.get("template"), str) and "name" in entry
+            if isinstance(entry, dict)
+            and isinstance(entry.get("template"), str)
+            and "name" in entry
         }
     if not named:
         raise CheckpointError(

@@ -138,7 +138,9 @@ class _Child:
             rest = rest[num_read:]
         return data
 
-    def _wait(self, transfer: Callable[[memoryview], int], data: memoryview, deadline: float) -> int:
+    def _wait(
+        self, transfer: Callable[[memoryview], int], data: memoryview, deadline: float
+    ) -> int:
         """The number of bytes sent or received; raises TimeoutError if there will be none."""
         while True:
             left_s = deadline - time.monotonic()
@@ -158,7 +160,9 @@ class _Child:
         return os.waitid(os.P_PID, self.process.pid, looks) is not None
 
     def end(self) -> int:
-        """What it died of: if its socket has closed, that is known, and killing it changes nothing."""
+        """What it died of: if its socket has closed, that is known, and killing it changes
+        nothing.
+        """
         self.process.kill()
         self._socket.close()
         return self.process.wait()
@@ -169,7 +173,9 @@ def _cause_of_death(status: int) -> Failure:
         return Failure("OutOfMemory")
     if status == -signal.SIGPROF:
         return Failure("OutOfTime")
-    status_name = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    status_name = (
+        f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    )
     return Failure("Died", f"it ended with {status_name}")
 
 

@@ -1,15 +1,17 @@
-"""The process in which chat templates run: compiles them and renders, under limits the kernel enforces.
+"""The process in which chat templates run: compiles them and renders, under limits the kernel
+enforces.
 
-Owns the Jinja dialect (minijinja with the filters and functions transformers gives templates) and the
-limits of one process: an address space that cannot grow, and a timer of CPU seconds that ends it. Started
-and spoken to by template_process.py. Knows no checkpoints and no errors of ours, and imports little, so that
-it starts in some 50 ms. Its standard input is a socket; when that closes, it ends.
+Owns the Jinja dialect (minijinja with the filters and functions transformers gives templates) and
+the limits of one process: an address space that cannot grow, and a timer of CPU seconds that ends
+it. Started and spoken to by template_process.py. Knows no checkpoints and no errors of ours, and
+imports little, so that it starts in some 50 ms. Its standard input is a socket; when that closes,
+it ends.
 
     frame = [length of the rest, 4 bytes big-endian | JSON]
 
-A task has all there is to know, so that a process that died is replaced without a word; what was compiled is
-kept. Its `context` is what to render with, or null to only compile. The answer has one of `text`,
-`variables` and `failure`.
+A task has all there is to know, so that a process that died is replaced without a word; what was
+compiled is kept. Its `context` is what to render with, or null to only compile. The answer has one
+of `text`, `variables` and `failure`.
 """
 
 from __future__ import annotations
@@ -89,7 +91,9 @@ def _answer(frame: bytearray) -> bytes:
         failure = _failure("OutOfMemory")
     except Exception as error:  # any error from a value or a filter's argument
         failure = _failure("BadValue", f"{type(error).__name__}: {error}")
-    except BaseException as panic:  # Rust's; without memory it finds null where Python's object should be
+    except (
+        BaseException
+    ) as panic:  # Rust's; without memory it finds null where Python's object should be
         failure = _failure("OutOfMemory" if "null" in str(panic) else "BadValue", f"{panic}")
     return _encode(failure)
 
@@ -126,7 +130,11 @@ def _render(task: dict[str, Any]) -> dict[str, Any]:
 def _compiled(source: str, special_tokens: tuple[tuple[str, str], ...]) -> minijinja.Environment:
     environment = minijinja.Environment(
         filters={"tojson": _to_json, "indent": _indent, "trim": _trim},
-        globals={**dict(special_tokens), "raise_exception": _raise_exception, "strftime_now": _strftime_now},
+        globals={
+            **dict(special_tokens),
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+        },
         trim_blocks=True,
         lstrip_blocks=True,
         pycompat=True,
@@ -174,7 +182,8 @@ def _check_indent(width: object) -> None:
     """Built-in filters would allocate whatever one number asks for."""
     if not isinstance(width, int) or width > MAX_INDENT:
         raise ValueError(
-            f"the template asks for an indent of {str(width)[:20]!r}; at most {MAX_INDENT} is allowed"
+            f"the template asks for an indent of {str(width)[:20]!r}; at most {MAX_INDENT} is "
+            "allowed"
         )
 
 

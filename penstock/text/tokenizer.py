@@ -116,7 +116,9 @@ class Tokenizer:
         except Exception as error:  # the library has no class of its own
             if known := impostor(file):
                 raise known from error
-            raise CheckpointError(f"{file} cannot be read", f"{error}.", "Fetch the file again.") from error
+            raise CheckpointError(
+                f"{file} cannot be read", f"{error}.", "Fetch the file again."
+            ) from error
         _check_ids(file, model)
         # Some files truncate or pad texts, for training. A prompt stays as it is.
         model.no_truncation()
@@ -198,7 +200,9 @@ class Tokenizer:
 
 
 class TokenizerPanic(Exception):
-    """A Rust library panicked. What it raises is not an `Exception`, and would pass every handler."""
+    """A Rust library panicked. What it raises is not an `Exception`, and would pass every
+    handler.
+    """
 
 
 @contextlib.contextmanager
@@ -231,7 +235,10 @@ def _remembering_encoder(model: tokenizers.Tokenizer) -> Encode:
 
     def encode_pieces(pieces: list[str]) -> list[list[int]]:
         with _panics_are_errors():
-            return [encoding.ids for encoding in model.encode_batch_fast(pieces, add_special_tokens=False)]
+            return [
+                encoding.ids
+                for encoding in model.encode_batch_fast(pieces, add_special_tokens=False)
+            ]
 
     segments = SegmentEncoder.of(model, encode_pieces)
     adds_tokens = model.num_special_tokens_to_add(is_pair=False) > 0
@@ -246,13 +253,16 @@ def _remembering_encoder(model: tokenizers.Tokenizer) -> Encode:
 
 def _byte_rule(model: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
     """How a token's name gives its bytes, and whether the first space of a text is dropped."""
-    steps = _decoder_steps(None if model.decoder is None else json.loads(model.decoder.__getstate__()))
+    steps = _decoder_steps(
+        None if model.decoder is None else json.loads(model.decoder.__getstate__())
+    )
     kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds:
         return _byte_level_bytes, False
     if kinds & {"ByteFallback", "Metaspace"}:
         strips = any(
-            step["type"] == "Strip" or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+            step["type"] == "Strip"
+            or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
             for step in steps
         )
         return _sentence_piece_bytes, strips
@@ -277,7 +287,9 @@ def _byte_alphabet() -> dict[str, int]:
     ..."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + i): byte for i, byte in enumerate(others)
+    }
 
 
 _BYTE_OF = _byte_alphabet()
@@ -303,7 +315,11 @@ def _eos_token_ids(model: tokenizers.Tokenizer, folder: Path) -> tuple[int, ...]
     """Every id that ends a reply. No single file of a checkpoint reliably names all of them."""
     config = read_json(folder / "config.json")
     found: list[Any] = []
-    for source in (read_json(folder / "generation_config.json"), config, config.get("text_config") or {}):
+    for source in (
+        read_json(folder / "generation_config.json"),
+        config,
+        config.get("text_config") or {},
+    ):
         ids = source.get("eos_token_id")
         found += ids if isinstance(ids, list) else [ids]
     named = read_json(folder / "tokenizer_config.json").get("eos_token")
@@ -324,19 +340,23 @@ def _check_ids(file: Path, model: tokenizers.Tokenizer) -> None:
     if largest > MAX_TOKEN_ID:
         raise CheckpointError(
             f"{file} has a token whose id is {largest:,}",
-            f"The limit is {MAX_TOKEN_ID:,}; the largest vocabularies have some hundred thousand tokens.",
+            f"The limit is {MAX_TOKEN_ID:,}; the largest vocabularies have some hundred thousand "
+            "tokens.",
             "Fetch the file again.",
         )
 
 
 def _vocab_size(model: tokenizers.Tokenizer) -> int:
     return max(
-        model.get_vocab_size(with_added_tokens=True), 1 + max(model.get_added_tokens_decoder(), default=-1)
+        model.get_vocab_size(with_added_tokens=True),
+        1 + max(model.get_added_tokens_decoder(), default=-1),
     )
 
 
 def _fast_encoder(model: tokenizers.Tokenizer) -> Encode | None:
-    """fastokens, some 80 times faster, if it is installed, reads this model and gives the same ids."""
+    """fastokens, some 80 times faster, if it is installed, reads this model and gives the same
+    ids.
+    """
     try:
         import fastokens
     except ImportError:
@@ -369,7 +389,8 @@ def _fast_encoder(model: tokenizers.Tokenizer) -> Encode | None:
         return None
     if differing:
         logger.warning(
-            "fastokens differs from tokenizers on %d of %d probes, first %r; encoding with tokenizers",
+            "fastokens differs from tokenizers on %d of %d probes, first %r; encoding with "
+            "tokenizers",
             len(differing),
             2 * len(PROBES),
             differing[0],

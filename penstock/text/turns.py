@@ -46,7 +46,10 @@ class Turns:
         self._clock = clock
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._waiting: dict[bool, list[_Turn]] = {True: [], False: []}  # heaps, by whether they are cheap
+        self._waiting: dict[bool, list[_Turn]] = {
+            True: [],
+            False: [],
+        }  # heaps, by whether they are cheap
         self._num_taken = {True: 0, False: 0}
 
     @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""Finds the files of a checkpoint and lists their tensors, or says everything that is wrong with them.
+"""Finds the files of a checkpoint and lists their tensors, or says everything that is wrong with
+them.
 
-One file or many: an index says which file holds which tensor, whatever the files are called. The formats
-are told apart by suffix; what the tensors are for is none of its business.
+One file or many: an index says which file holds which tensor, whatever the files are called. The
+formats are told apart by suffix; what the tensors are for is none of its business.
 """
 
 from __future__ import annotations
@@ -122,6 +123,8 @@ def damaged(path: Path, problems: list[CheckpointError]) -> CheckpointError:
     todos = dict.fromkeys(error.todo for error in problems if error.todo)
     return CheckpointError(
         f"The weights at {path} cannot be read",
-        "\n".join([*(f"  {problem}." for problem in listed), *(f"  {reason}" for reason in reasons)]),
+        "\n".join(
+            [*(f"  {problem}." for problem in listed), *(f"  {reason}" for reason in reasons)]
+        ),
         " ".join(todos) or "Download or copy these files again.",
     )

@@ -1,8 +1,8 @@
 """Quantised values as every file format can be read: codes, scales, and what is added to them.
 
-`dequantize` is the specification: float32, in the order of operations of the formats' own libraries, so
-that its results equal theirs bit for bit. Formats differ in which fields they fill; kernels store the same
-numbers in fewer bytes.
+`dequantize` is the specification: float32, in the order of operations of the formats' own
+libraries, so that its results equal theirs bit for bit. Formats differ in which fields they fill;
+kernels store the same numbers in fewer bytes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Codes:
     def _each_block(
         self, change: Callable[[Tensor, Tensor], Tensor], weight: Tensor, per_block: Tensor
     ) -> Tensor:
-        """Changes a weight by a number for each block; the last blocks may be cut off by the matrix's end."""
+        """Changes a weight by a number for each block; the last blocks may be cut off by the
+        matrix's end.
+        """
         num_rows, num_columns = weight.shape[-2:]
         rows, columns = min(self.block[0], num_rows), min(self.block[1], num_columns)
         if weight.numel() and num_rows % rows == 0 and num_columns % columns == 0:

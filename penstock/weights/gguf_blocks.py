@@ -1,7 +1,7 @@
 """The blocks of GGUF files as codes: one function for each type, from rows of bytes to `Codes`.
 
-A block is 32 or 256 elements of a row with their scales. In the K types (256) a block's scales and offsets
-are small integers, and one 16-bit float for all of them makes the second level of `Scales`.
+A block is 32 or 256 elements of a row with their scales. In the K types (256) a block's scales and
+offsets are small integers, and one 16-bit float for all of them makes the second level of `Scales`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,10 @@ def mxfp4(blocks: Blocks) -> Codes:
     # Half of 2 ** (e - 127), made of its bits: the two smallest are subnormal.
     bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
     return _codes(
-        _nibbles(blocks[..., 1:], 16), 4, Scales(bits.int().view(torch.float32)), levels=MXFP4_LEVELS
+        _nibbles(blocks[..., 1:], 16),
+        4,
+        Scales(bits.int().view(torch.float32)),
+        levels=MXFP4_LEVELS,
     )
 
 
@@ -138,7 +141,9 @@ def _half(blocks: Blocks, start: int) -> Tensor:  # [N, blocks] float16
 
 
 def _planes(data: Tensor, shifts: range | tuple[int, ...], run: int, mask: int) -> Tensor:
-    """Of every `run` bytes, first the bits at the first shift of all of them, then those at the next."""
+    """Of every `run` bytes, first the bits at the first shift of all of them, then those at the
+    next.
+    """
     amounts = torch.tensor(tuple(shifts), dtype=torch.uint8)[:, None]
     planes = data.unflatten(-1, (-1, 1, run)) >> amounts  # [..., runs, shifts, run]
     return (planes & mask).flatten(-3)

@@ -1,4 +1,5 @@
-"""Undoes what converters to GGUF do: each tensor of the checkpoint as a part of a tensor in the file.
+"""Undoes what converters to GGUF do: each tensor of the checkpoint as a part of a tensor in the
+file.
 
 They rename tensors, put rows and columns in another order and change some values. Opens no file.
 """
@@ -101,7 +102,9 @@ class Part:
 
 
 def parts_of(model: Header) -> list[Part]:
-    """Under the names that config_of's models know; what is not known keeps its name and is refused there."""
+    """Under the names that config_of's models know; what is not known keeps its name and is refused
+    there.
+    """
     config = config_of(model)
     return [
         part
@@ -116,13 +119,17 @@ def _parts(info: TensorInfo, architecture: str, config: dict[str, Any]) -> Itera
     match = _IN_LAYER.fullmatch(info.name)
     if match is None:
         name = GLOBALS.get(info.name, info.name)
-        yield Part(name, info, info.shape, convert=_minus_one if is_qwen3_5 and "norm" in name else None)
+        yield Part(
+            name, info, info.shape, convert=_minus_one if is_qwen3_5 and "norm" in name else None
+        )
         return
     layer, rest = int(match["layer"]), match["rest"]
     prefix = f"model.layers.{layer}."
     if is_qwen3_5 and layer == config["num_hidden_layers"]:
         if rest in IN_MTP:
-            yield Part(IN_MTP[rest], info, info.shape, convert=_minus_one if "norm" in rest else None)
+            yield Part(
+                IN_MTP[rest], info, info.shape, convert=_minus_one if "norm" in rest else None
+            )
             return
         prefix = "mtp.layers.0."
     stem, _, suffix = rest.rpartition(".")
@@ -141,7 +148,9 @@ def _parts(info: TensorInfo, architecture: str, config: dict[str, Any]) -> Itera
 
 
 def _experts(info: TensorInfo, prefix: str, names: tuple[str, ...]) -> Iterator[Part]:
-    """The experts of a layer lie in one tensor [E, N, K]; a fused one has gate's rows and then up's."""
+    """The experts of a layer lie in one tensor [E, N, K]; a fused one has gate's rows and then
+    up's.
+    """
     if len(info.shape) != 3 or info.shape[1] % len(names):
         yield Part(info.name, info, info.shape)
         return
@@ -154,7 +163,9 @@ def _experts(info: TensorInfo, prefix: str, names: tuple[str, ...]) -> Iterator[
 
 
 def _with_halves(part: Part, num_heads: int) -> Part:
-    """Llama's queries and keys: pairs that turn together lie side by side in the file, halves apart here."""
+    """Llama's queries and keys: pairs that turn together lie side by side in the file, halves apart
+    here.
+    """
     num_rows = part.shape[0]
     if num_heads < 1 or num_rows % (2 * num_heads):
         return part  # of another shape than the config's, which is said later
@@ -205,7 +216,9 @@ def _spread(heads: Tensor, width: int) -> Tensor:
 
 
 def _reordered(part: Part, order: Tensor | None, num_before: int = 0) -> Part:
-    """Rows after the first ones, which stay. Of another number than the config's: that is said later."""
+    """Rows after the first ones, which stay. Of another number than the config's: that is said
+    later.
+    """
     if order is None or part.shape[0] != num_before + len(order):
         return part
     return replace(part, order=torch.cat((torch.arange(num_before), num_before + order)))

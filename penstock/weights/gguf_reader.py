@@ -1,7 +1,9 @@
-"""Reads the weights of GGUF files: tensors under the names of the original checkpoint, in its order of rows.
+"""Reads the weights of GGUF files: tensors under the names of the original checkpoint, in its order
+of rows.
 
-The tools that write GGUF files rename tensors, reorder rows and change some values; gguf_layout.py says how.
-Here that is undone as a tensor is read. Packed types come as `Codes`, or expanded to float32.
+The tools that write GGUF files rename tensors, reorder rows and change some values; gguf_layout.py
+says how. Here that is undone as a tensor is read. Packed types come as `Codes`, or expanded to
+float32.
 """
 
 from __future__ import annotations
@@ -53,10 +55,14 @@ def _stored(part: Part) -> StoredTensor:
     kind = part.info.type.name
     num_bytes = part.num_rows * part.row_bytes
     if kind in DTYPES:
-        return StoredTensor(part.name, part.shape, DTYPES[kind], partial(_read, part), "", num_bytes)
+        return StoredTensor(
+            part.name, part.shape, DTYPES[kind], partial(_read, part), "", num_bytes
+        )
     has_codes = kind in READERS and part.convert is None
     codes = partial(_read_codes, part) if has_codes else None
-    return StoredTensor(part.name, part.shape, torch.float32, partial(_read, part), kind, num_bytes, codes)
+    return StoredTensor(
+        part.name, part.shape, torch.float32, partial(_read, part), kind, num_bytes, codes
+    )
 
 
 def _read(part: Part, rows: slice | None) -> Tensor:
@@ -108,25 +114,33 @@ def _ordered(weight: Tensor, columns: Tensor | None) -> Tensor:
 def _read_bytes(part: Part, rows: range | Tensor) -> Tensor:  # [rows, bytes of a row] uint8
     if len(rows) == 0:
         return torch.empty(0, part.row_bytes, dtype=torch.uint8)
-    first, last = (rows[0], rows[-1]) if isinstance(rows, range) else (int(rows.min()), int(rows.max()))
+    first, last = (
+        (rows[0], rows[-1]) if isinstance(rows, range) else (int(rows.min()), int(rows.max()))
+    )
     raw = torch.empty(last + 1 - first, part.row_bytes, dtype=torch.uint8)
     read_into(part.info.path, part.info.offset + first * part.row_bytes, raw.view(-1).numpy().data)
     return raw if isinstance(rows, range) else raw[rows - first]
 
 
 def _require_readable(path: Path, infos: Iterable[TensorInfo]) -> None:
-    """Says what is expanded by the gguf package and what that costs; refuses what nothing can read."""
+    """Says what is expanded by the gguf package and what that costs; refuses what nothing can
+    read.
+    """
     by_type: dict[BlockType, list[TensorInfo]] = defaultdict(list)
     for info in infos:
         if len(info.shape) == 1 and info.type.block_size > 1:
-            raise damaged(path, f"{info.name[:MAX_SHOWN]} is a vector, and packed as {info.type.name}")
+            raise damaged(
+                path, f"{info.name[:MAX_SHOWN]} is a vector, and packed as {info.type.name}"
+            )
         if info.type.name not in READERS and info.type.name not in DTYPES:
             by_type[info.type].append(info)
     for block_type, tensors in by_type.items():
         if not _package_expands(block_type):
             raise CheckpointError(
-                f"{path.name} has {tensors[0].name[:MAX_SHOWN]} as {block_type.name}, which cannot be read",
-                f"Read are {', '.join([*READERS, 'F32', 'F16', 'BF16'])}; the gguf package, where it is "
+                f"{path.name} has {tensors[0].name[:MAX_SHOWN]} as {block_type.name}, which cannot "
+                "be read",
+                f"Read are {', '.join([*READERS, 'F32', 'F16', 'BF16'])}; the gguf package, where "
+                "it is "
                 "installed, expands some others.",
                 "Install it (pip install 'penstock[gguf]'), or use a file with one of these types.",
             )

@@ -1,7 +1,8 @@
 """Builds a model and puts its weights in place, one tensor at a time.
 
-The model says where each checkpoint tensor goes (its placements); this file checks that table against what
-the checkpoint holds before a byte is read, then follows it. Knows no architecture and no file format.
+The model says where each checkpoint tensor goes (its placements); this file checks that table
+against what the checkpoint holds before a byte is read, then follows it. Knows no architecture and
+no file format.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def load_model(
 
 
 def resolve_dtype(dtype: str, config: Mapping[str, Any], device: str) -> torch.dtype:
-    """The dtype asked for; "auto" is the checkpoint's, and float32 on a CPU, where the others are slow."""
+    """The dtype asked for; "auto" is the checkpoint's, and float32 on a CPU, where the others are
+    slow.
+    """
     if dtype == "auto":
         if torch.device(device).type == "cpu":
             return torch.float32
@@ -105,7 +108,9 @@ def _check_fits(
     build: Callable[[torch.device], nn.Module],
     stored: list[StoredTensor],
 ) -> None:
-    """Before any memory is taken: a model that is too large would take the whole machine with it."""
+    """Before any memory is taken: a model that is too large would take the whole machine with
+    it.
+    """
     if device.type == "cuda":
         available, _ = torch.cuda.mem_get_info(device)
     elif device.type == "cpu":
@@ -138,7 +143,9 @@ def _check_fits(
 
 def _fill(model: nn.Module, seed: int, progress: _Progress) -> None:
     parameters = dict(model.named_parameters())
-    progress.start(sum(p.numel() * p.element_size() for p in parameters.values()), f"random, seed {seed}, ")
+    progress.start(
+        sum(p.numel() * p.element_size() for p in parameters.values()), f"random, seed {seed}, "
+    )
     for name, parameter in parameters.items():
         fill_parameter(name, parameter.data, seed)
         progress.advance(parameter.numel() * parameter.element_size())
@@ -160,7 +167,9 @@ def _copy(model: nn.Module, path: Path, stored: list[StoredTensor], progress: _P
         placement = placements[tensor.name]
         place = (placement.parameter, repr(placement.index))
         if place in filled_by:
-            _check_equal(path, filled_by[place], tensor, placement, parameters[placement.parameter].dtype)
+            _check_equal(
+                path, filled_by[place], tensor, placement, parameters[placement.parameter].dtype
+            )
         elif placement.parameter in quantized:
             quantized[placement.parameter].add(tensor, placement)
         else:
@@ -176,7 +185,9 @@ def _weights_that_stay_quantized(
 ) -> dict[str, WeightParts]:
     """On a CPU, those of which the checkpoint quantises any rows."""
     weights = {name: module for name, module in model.named_modules() if isinstance(module, Weight)}
-    names = {placements[tensor.name].parameter for tensor in wanted if tensor.read_codes is not None}
+    names = {
+        placements[tensor.name].parameter for tensor in wanted if tensor.read_codes is not None
+    }
     return {
         name: WeightParts(weights[name])
         for name in sorted(names & weights.keys())
@@ -204,14 +215,18 @@ def _without_idle_biases(
 
     def is_idle(tensor: StoredTensor) -> bool:
         module, _, kind = tensor.name.rpartition(".")
-        is_extra = kind == "bias" and tensor.name not in placements and f"{module}.weight" in quantized
+        is_extra = (
+            kind == "bias" and tensor.name not in placements and f"{module}.weight" in quantized
+        )
         return is_extra and not tensor.load().any()
 
     return [tensor for tensor in stored if not is_idle(tensor)]
 
 
 def _fill_place(target: Tensor, tensor: StoredTensor, placement: Placement) -> None:
-    """What is quantised grows up to sixteenfold when it is expanded: where it is needed, rows at a time."""
+    """What is quantised grows up to sixteenfold when it is expanded: where it is needed, rows at a
+    time.
+    """
     if tensor.read_codes is None or placement.convert is not None or placement.rows is not None:
         target.copy_(placement.converted(tensor.load(placement.rows)))
         return
@@ -223,14 +238,20 @@ def _fill_place(target: Tensor, tensor: StoredTensor, placement: Placement) -> N
 
 def targets_of(model: nn.Module) -> dict[str, Tensor]:
     """What placements name: parameters, and weights by their own names."""
-    return {name.removesuffix(".values"): parameter.data for name, parameter in model.named_parameters()}
+    return {
+        name.removesuffix(".values"): parameter.data for name, parameter in model.named_parameters()
+    }
 
 
 def _check_equal(
     path: Path, first: StoredTensor, second: StoredTensor, placement: Placement, dtype: torch.dtype
 ) -> None:
-    """Two tensors for one place (a tied head stored as well) are fine as long as they are the same."""
-    one, other = (placement.converted(tensor.load(placement.rows)).to(dtype) for tensor in (first, second))
+    """Two tensors for one place (a tied head stored as well) are fine as long as they are the
+    same.
+    """
+    one, other = (
+        placement.converted(tensor.load(placement.rows)).to(dtype) for tensor in (first, second)
+    )
     if not torch.equal(one, other):
         raise CheckpointError(
             f"{path} holds both {first.name} and {second.name}, and they differ",
@@ -245,10 +266,14 @@ def match_tensors(
     placements: Mapping[str, Placement],
     ignored: Iterable[str],
 ) -> list[StoredTensor]:
-    """The stored tensors the model has a place for, in file order; all that does not fit is one error."""
+    """The stored tensors the model has a place for, in file order; all that does not fit is one
+    error.
+    """
     skipped = re.compile("|".join(f"(?:{pattern})" for pattern in ignored) or r"(?!)")
     wanted = [tensor for tensor in stored if tensor.name in placements]
-    unexpected = [t.name for t in stored if t.name not in placements and not skipped.fullmatch(t.name)]
+    unexpected = [
+        t.name for t in stored if t.name not in placements and not skipped.fullmatch(t.name)
+    ]
     missing = sorted(placements.keys() - {tensor.name for tensor in stored})
     misshaped = [
         f"{tensor.name} is {list(tensor.shape)}, expected {list(placements[tensor.name].shape)}"
@@ -270,7 +295,9 @@ def match_tensors(
         raise CheckpointError(
             f"The weights at {path} are not those of its config.json",
             "\n".join(
-                f"  {len(names)} {kind}: {list_some(names)}." for kind, names in kinds.items() if names
+                f"  {len(names)} {kind}: {list_some(names)}."
+                for kind, names in kinds.items()
+                if names
             ),
             "Check that the download is complete, that config.json belongs to these weights, "
             "and that quantization_config says how they are quantised, if they are.",

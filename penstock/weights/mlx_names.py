@@ -1,7 +1,9 @@
-"""MLX checkpoints in the form in which the models were published: their names, and what MLX folds in.
+"""MLX checkpoints in the form in which the models were published: their names, and what MLX folds
+in.
 
-MLX stacks experts by projection, moves the taps of a convolution to the middle and, with them, stores the
-weight of a zero-centred norm as `1 + w`. Nothing here is about quantisation: its bf16 files are the same.
+MLX stacks experts by projection, moves the taps of a convolution to the middle and, with them,
+stores the weight of a zero-centred norm as `1 + w`. Nothing here is about quantisation: its bf16
+files are the same.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "model.norm", "q_norm", 
 
 
 def as_published(stored: list[StoredTensor]) -> list[StoredTensor]:
-    """The tensors under the names and in the shapes that placements know; others stay as they are."""
+    """The tensors under the names and in the shapes that placements know; others stay as they
+    are.
+    """
     is_folded = any(_has_taps_inside(tensor) for tensor in stored)
     return [
         published
@@ -33,7 +37,11 @@ def as_published(stored: list[StoredTensor]) -> list[StoredTensor]:
 
 
 def _has_taps_inside(tensor: StoredTensor) -> bool:
-    return tensor.name.endswith(".conv1d.weight") and tensor.shape[1:] != (1, 1) and tensor.shape[2:] == (1,)
+    return (
+        tensor.name.endswith(".conv1d.weight")
+        and tensor.shape[1:] != (1, 1)
+        and tensor.shape[2:] == (1,)
+    )
 
 
 def _published(tensor: StoredTensor, is_folded: bool) -> Iterator[StoredTensor]:
@@ -48,7 +56,9 @@ def _published(tensor: StoredTensor, is_folded: bool) -> Iterator[StoredTensor]:
         channels, taps, _ = tensor.shape
         read = _after(tensor, lambda values: values.transpose(1, 2))
         yield replace(tensor, shape=(channels, 1, taps), read=read)
-    elif is_folded and tensor.name.removesuffix(".weight").endswith(NORMS) and len(tensor.shape) == 1:
+    elif (
+        is_folded and tensor.name.removesuffix(".weight").endswith(NORMS) and len(tensor.shape) == 1
+    ):
         yield replace(tensor, read=_after(tensor, lambda values: values.float() - 1.0))
     else:
         yield tensor
@@ -78,8 +88,12 @@ def _one_of(tensor: StoredTensor, index: int, name: str) -> StoredTensor:
 def _matrix(stack: Codes, own: tuple[int, slice]) -> Codes:
     """MLX has a scale and a bias for each group of a row, and nothing else."""
     offsets = None if stack.offsets is None else Scales(stack.offsets.fine[own])
-    return replace(stack, values=stack.values[own], scales=Scales(stack.scales.fine[own]), offsets=offsets)
+    return replace(
+        stack, values=stack.values[own], scales=Scales(stack.scales.fine[own]), offsets=offsets
+    )
 
 
-def _after(tensor: StoredTensor, change: Callable[[Tensor], Tensor]) -> Callable[[slice | None], Tensor]:
+def _after(
+    tensor: StoredTensor, change: Callable[[Tensor], Tensor]
+) -> Callable[[slice | None], Tensor]:
     return lambda rows: change(tensor.load(rows))

@@ -1,4 +1,6 @@
-"""Codes of a file as the rows that ops multiply with: the same numbers, in the order that kernels read."""
+"""Codes of a file as the rows that ops multiply with: the same numbers, in the order that kernels
+read.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def _planes(values: Tensor, bits: int, order: Tensor) -> tuple[Tensor, Tensor | 
         own = order[first : first + num_rows]
         packed = pack_codes(values[..., own, :], bits)
         if planes is None:
-            planes = tuple(part if part is None else _new_plane(part, len(order)) for part in packed)
+            planes = tuple(
+                part if part is None else _new_plane(part, len(order)) for part in packed
+            )
         for plane, part in zip(planes, packed, strict=True):
             if plane is not None and part is not None:
                 plane[..., first : first + num_rows, :] = part
@@ -83,7 +87,9 @@ def _new_plane(first: Tensor, num_rows: int) -> Tensor:
 
 def _scales_by_row(scales: Scales, block_rows: int, order: Tensor) -> Scales:
     if scales.coarse is None or scales.divides:
-        return Scales(_by_row(scales.expand() if scales.divides else scales.fine, block_rows, order))
+        return Scales(
+            _by_row(scales.expand() if scales.divides else scales.fine, block_rows, order)
+        )
     fine = _by_row(scales.fine, block_rows, order)
     shape = (*scales.fine.shape[:-1], scales.coarse.shape[-1])
     coarse = _by_row(scales.coarse.float().expand(shape), block_rows, order)
@@ -158,10 +164,14 @@ def _kind_to_join(part: Part) -> object:
 
 
 def _row_order(placement: Placement) -> Tensor | None:
-    """The stored row of each of ours, if the conversion does nothing but put rows in another order."""
+    """The stored row of each of ours, if the conversion does nothing but put rows in another
+    order.
+    """
     if placement.convert is None or len(placement.shape) != 2:
         return None
     num_rows = len(range(placement.shape[0])[placement.rows or slice(None)])
     numbers = torch.arange(num_rows)[:, None]
     order = placement.convert(numbers)
-    return order.flatten() if order.shape == numbers.shape and not order.is_floating_point() else None
+    return (
+        order.flatten() if order.shape == numbers.shape and not order.is_floating_point() else None
+    )

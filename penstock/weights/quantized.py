@@ -1,7 +1,8 @@
-"""A quantised checkpoint as the models know it: parts go, and the weight that they make comes instead.
+"""A quantised checkpoint as the models know it: parts go, and the weight that they make comes
+instead.
 
-What the file holds decides which weights are quantised; config.json says how they are, and the shapes of the
-parts must agree with it. So a model's placements never see a packed format.
+What the file holds decides which weights are quantised; config.json says how they are, and the
+shapes of the parts must agree with it. So a model's placements never see a packed format.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def open_weights(source: ModelSource, format: Format | None) -> list[StoredTenso
 
 
 def find_format(source: ModelSource) -> Format | None:
-    """How the checkpoint is quantised; None: it is not. A format that is not known is refused by name."""
+    """How the checkpoint is quantised; None: it is not. A format that is not known is refused by
+    name.
+    """
     quantization = _find_config(source)
     if quantization is None:
         return None
@@ -56,7 +59,9 @@ def find_format(source: ModelSource) -> Format | None:
 
 
 def combine(path: Path, stored: list[StoredTensor], format: Format) -> list[StoredTensor]:
-    """The stored tensors, with each weight in the place of its parts, or one error with all that is wrong."""
+    """The stored tensors, with each weight in the place of its parts, or one error with all that is
+    wrong.
+    """
     parts_of, plain = _sort_parts(stored, format)
     combined = [tensor for tensor in plain if tensor.name not in parts_of]
     problems = []
@@ -74,7 +79,9 @@ def _sort_parts(
     stored: list[StoredTensor], format: Format
 ) -> tuple[dict[str, dict[str, StoredTensor]], list[StoredTensor]]:
     """The parts by the weight that they make, and the tensors that are no parts."""
-    endings = sorted(format.endings.items(), key=lambda item: -len(item[0]))  # the longest one counts
+    endings = sorted(
+        format.endings.items(), key=lambda item: -len(item[0])
+    )  # the longest one counts
     parts_of: dict[str, dict[str, StoredTensor]] = {}
     plain = []
     for tensor in stored:
@@ -98,7 +105,11 @@ def _find_config(source: ModelSource) -> Mapping[str, Any] | None:
     for level in (source.config, text_config if isinstance(text_config, dict) else {}):
         for key in CONFIG_KEYS:
             if quantization := level.get(key):
-                return quantization if isinstance(quantization, dict) else {"quant_method": quantization}
+                return (
+                    quantization
+                    if isinstance(quantization, dict)
+                    else {"quant_method": quantization}
+                )
     assert source.path is not None
     folder = source.path if source.path.is_dir() else source.path.parent
     beside = folder / MODELOPT_CONFIG

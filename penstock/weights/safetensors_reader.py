@@ -2,8 +2,9 @@
 
     [8 bytes: header length n | n bytes: JSON {name: dtype, shape, data_offsets} | data ......]
 
-Bytes are read into memory of the tensor's own size rather than mapped: a mapping keeps every page that was
-touched in the process, and on network disks it is read page by page. Knows files, not models.
+Bytes are read into memory of the tensor's own size rather than mapped: a mapping keeps every page
+that was touched in the process, and on network disks it is read page by page. Knows files, not
+models.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ DTYPES = {
 
 
 def open_safetensors(path: Path) -> list[StoredTensor]:
-    """What the file holds, checked against its size: a truncated file fails here, not hours later."""
+    """What the file holds, checked against its size: a truncated file fails here, not hours
+    later.
+    """
     size = path.stat().st_size
     header, data_start = _read_header(path, size)
     tensors = []
@@ -57,7 +60,8 @@ def open_safetensors(path: Path) -> list[StoredTensor]:
         dtype, shape, start, end = _parse_entry(path, name, entry)
         if data_start + end > size:
             raise CheckpointError(
-                f"{path.name} is truncated: {name} ends at byte {data_start + end:,}, the file at {size:,}"
+                f"{path.name} is truncated: {name} ends at byte {data_start + end:,}, the file at "
+                f"{size:,}"
             )
         read = _reader(path, data_start + start, dtype, shape)
         tensors.append(StoredTensor(name, shape, dtype, read))
@@ -76,26 +80,39 @@ def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
     try:
         header = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} is not safetensors: its header is not JSON ({error})") from error
+        raise CheckpointError(
+            f"{path.name} is not safetensors: its header is not JSON ({error})"
+        ) from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path.name} is not safetensors: its header is not a JSON object")
     return header, 8 + header_bytes
 
 
-def _parse_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+def _parse_entry(
+    path: Path, name: str, entry: Any
+) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     try:
-        dtype_name, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        dtype_name, shape, (start, end) = (
+            entry["dtype"],
+            tuple(entry["shape"]),
+            entry["data_offsets"],
+        )
     except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path.name} is damaged: its entry for {name} is {entry!r}") from error
+        raise CheckpointError(
+            f"{path.name} is damaged: its entry for {name} is {entry!r}"
+        ) from error
     numbers = (*shape, start, end)
     if not isinstance(dtype_name, str) or not all(isinstance(n, int) and n >= 0 for n in numbers):
         raise CheckpointError(f"{path.name} is damaged: its entry for {name} is {entry!r}")
     if dtype_name not in DTYPES:
-        raise CheckpointError(f"{path.name} stores {name} as {dtype_name!r}, which is not a known dtype")
+        raise CheckpointError(
+            f"{path.name} stores {name} as {dtype_name!r}, which is not a known dtype"
+        )
     dtype = DTYPES[dtype_name]
     if end - start != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(
-            f"{path.name} is damaged: {name} has {end - start:,} bytes for {dtype_name} {list(shape)}"
+            f"{path.name} is damaged: {name} has {end - start:,} bytes for {dtype_name} "
+            f"{list(shape)}"
         )
     return dtype, shape, start, end
 

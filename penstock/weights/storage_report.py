@@ -1,4 +1,6 @@
-"""How a checkpoint's files store its weights: by part of the model and by scheme, and how many bits each."""
+"""How a checkpoint's files store its weights: by part of the model and by scheme, and how many bits
+each.
+"""
 
 from __future__ import annotations
 

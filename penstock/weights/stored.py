@@ -1,4 +1,6 @@
-"""A tensor as a checkpoint describes it: known by name and shape at once, read only when asked for."""
+"""A tensor as a checkpoint describes it: known by name and shape at once, read only when asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,12 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[slice | None], Tensor]  # some rows of it, or all: a CPU tensor, the caller's alone
-    scheme: str = ""  # how its file stores it, such as "Q4_K" or "fp8 128x128"; "": as numbers of `dtype`
+    read: Callable[
+        [slice | None], Tensor
+    ]  # some rows of it, or all: a CPU tensor, the caller's alone
+    scheme: str = (
+        ""  # how its file stores it, such as "Q4_K" or "fp8 128x128"; "": as numbers of `dtype`
+    )
     stored_bytes: int | None = None  # that it takes in the file, where that is not the dtype's
     read_codes: Callable[[slice | None], Codes] | None = None  # of a quantised tensor
 

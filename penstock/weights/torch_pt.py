@@ -1,4 +1,6 @@
-"""Reads state dicts written by torch.save (.pt, .pth, .bin), without ever running what a pickle asks for."""
+"""Reads state dicts written by torch.save (.pt, .pth, .bin), without ever running what a pickle
+asks for.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,13 @@ def open_torch_file(path: Path) -> list[StoredTensor]:
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise CheckpointError(
-                f"{path.name} is not a flat state dict: {name!r} is a {type(value).__name__}, not a tensor"
+                f"{path.name} is not a flat state dict: {name!r} is a {type(value).__name__}, not "
+                "a tensor"
             )
         if kind := _odd_kind(value):
-            raise CheckpointError(f"{path.name} holds {name} as a {kind} tensor, not as plain numbers")
+            raise CheckpointError(
+                f"{path.name} holds {name} as a {kind} tensor, not as plain numbers"
+            )
     return [
         StoredTensor(name, tuple(tensor.shape), tensor.dtype, _reader(tensor))
         for name, tensor in content.items()

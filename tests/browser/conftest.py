@@ -19,7 +19,9 @@ WAIT_MS = 20_000
 @pytest.fixture(scope="package")  # its event loop must not outlive these tests
 def browser() -> Iterator[Any]:
     """Debian's Chromium if it is here, or else the one that Playwright has installed."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="make test-page installs Playwright")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="make test-page installs Playwright"
+    )
     found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUMS)), None)
     with playwright.sync_playwright() as running:
         yield running.chromium.launch(executable_path=found, args=["--no-sandbox"])
@@ -33,7 +35,9 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
-    """Opens an address in a context of its own; fails a test in whose pages anything went wrong unseen."""
+    """Opens an address in a context of its own; fails a test in whose pages anything went wrong
+    unseen.
+    """
     contexts: list[Any] = []
     wrong: list[str] = []
 
@@ -86,15 +90,21 @@ USAGE = {
 }
 
 
-def script_replies(page: Any, *replies: list[dict[str, Any]], done: bool = True) -> list[dict[str, Any]]:
-    """The model says these, one after the other, whatever is asked; returns the bodies as they come."""
+def script_replies(
+    page: Any, *replies: list[dict[str, Any]], done: bool = True
+) -> list[dict[str, Any]]:
+    """The model says these, one after the other, whatever is asked; returns the bodies as they
+    come.
+    """
     asked: list[dict[str, Any]] = []
 
     def answer(route: Any) -> None:
         reply = replies[min(len(asked), len(replies) - 1)]
         asked.append(json.loads(route.request.post_data))
         events = [f"data: {json.dumps(event)}\n\n" for event in reply]
-        route.fulfill(content_type="text/event-stream", body="".join([*events, "data: [DONE]\n\n" * done]))
+        route.fulfill(
+            content_type="text/event-stream", body="".join([*events, "data: [DONE]\n\n" * done])
+        )
 
     page.route("**/v1/chat/completions", answer)
     return asked
@@ -108,6 +118,7 @@ def say(page: Any, text: str) -> None:
 def wait_answer(page: Any, number: int = 1) -> Any:
     """The last of so many answers, complete."""
     page.wait_for_function(
-        "(n) => document.querySelectorAll('.message.assistant[aria-busy=false]').length >= n", arg=number
+        "(n) => document.querySelectorAll('.message.assistant[aria-busy=false]').length >= n",
+        arg=number,
     )
     return page.locator(".message.assistant").last

@@ -1,6 +1,8 @@
-"""Measures the page in Chromium and takes its pictures: `PYTHONPATH=.:tests python -m browser.measure_page`.
+"""Measures the page in Chromium and takes its pictures: `PYTHONPATH=.:tests python -m
+browser.measure_page`.
 
-Writes results/cpu/page.json and docs/page/*.png. Replies in the pictures are scripted, to show what is drawn.
+Writes results/cpu/page.json and docs/page/*.png. Replies in the pictures are scripted, to show what
+is drawn.
 """
 
 from __future__ import annotations
@@ -105,7 +107,9 @@ def measure_sizes() -> dict[str, int]:
     return {
         "files": len(files),
         "bytes": sum(map(len, files.values())),
-        "bytes_of_libraries": sum(len(data) for name, data in files.items() if name.startswith("vendor/")),
+        "bytes_of_libraries": sum(
+            len(data) for name, data in files.items() if name.startswith("vendor/")
+        ),
         "bytes_as_sent": sum(len(gzip.compress(data)) for data in files.values()),
     }
 
@@ -124,7 +128,9 @@ def measure_loads(browser: Any, url: str) -> dict[str, Any]:
 
 
 def measure_first_token(browser: Any, url: str) -> dict[str, float]:
-    """From the arrival of the first text in the page to the end of the frame that shows it, in ms."""
+    """From the arrival of the first text in the page to the end of the frame that shows it, in
+    ms.
+    """
     page = new_page(browser, url)
     page.evaluate(WATCH)
     waits = []
@@ -139,12 +145,15 @@ def measure_first_token(browser: Any, url: str) -> dict[str, float]:
 
 
 def measure_long_answer(browser: Any, url: str) -> dict[str, Any]:
-    """About 10,000 tokens of Markdown: how long the page is held up while it streams, and scrolling."""
+    """About 10,000 tokens of Markdown: how long the page is held up while it streams, and
+    scrolling.
+    """
     page = new_page(browser, url)
     text = (REPLY + "\n\n") * (4 * NUM_TOKENS // len(REPLY))
     pieces = [chunk(content=text[at : at + 4]) for at in range(0, len(text), 4)]
     page.evaluate(
-        "() => { window.held = []; new PerformanceObserver((found) => held.push(...found.getEntries()"
+        "() => { window.held = []; new PerformanceObserver((found) => "
+        "held.push(...found.getEntries()"
         ".map((one) => one.duration))).observe({ entryTypes: ['longtask'] }); }"
     )
     script_replies(page, [*pieces, USAGE])
@@ -167,7 +176,9 @@ def measure_long_answer(browser: Any, url: str) -> dict[str, Any]:
 
 
 def measure_live(url: str) -> dict[str, Any]:
-    """How long the server takes for one look at its numbers, which is all that watching costs it a second."""
+    """How long the server takes for one look at its numbers, which is all that watching costs it a
+    second.
+    """
     client = HttpClient(url, timeout_s=30.0)
     waits = []
     for _ in range(NUM_REPLIES):

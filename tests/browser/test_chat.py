@@ -21,7 +21,9 @@ SUM_TOOL = {
     "code": "({ a, b }) => a + b",
 }
 CALL = chunk(
-    tool_calls=[{"index": 0, "id": "call_1", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}]
+    tool_calls=[
+        {"index": 0, "id": "call_1", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+    ]
 )
 
 
@@ -49,7 +51,9 @@ def test_the_draft_is_counted_in_tokens_of_the_whole_prompt(page: Any) -> None:
         "() => /^\\d+ of 4,096 tokens$/.test(document.querySelector('#draft-note').textContent)"
     )
     page.fill("#draft", "river " * 5000)
-    page.wait_for_function("() => document.querySelector('#draft-note').textContent.includes('too long')")
+    page.wait_for_function(
+        "() => document.querySelector('#draft-note').textContent.includes('too long')"
+    )
 
 
 def test_an_answer_can_be_stopped_and_continued(page: Any) -> None:
@@ -57,7 +61,9 @@ def test_an_answer_can_be_stopped_and_continued(page: Any) -> None:
     page.get_by_label("Longest answer").fill("4000")
     page.route("**/v1/chat/completions", with_fields(ignore_eos=True))
     say(page, "Tell me about rivers.")
-    page.wait_for_function("() => document.querySelector('.message.assistant .prose')?.innerText.length > 5")
+    page.wait_for_function(
+        "() => document.querySelector('.message.assistant .prose')?.innerText.length > 5"
+    )
     assert page.locator("#send").inner_text() == "Stop"
     page.keyboard.press("Escape")
     answer = wait_answer(page)
@@ -75,13 +81,16 @@ def test_an_answer_can_be_stopped_and_continued(page: Any) -> None:
 def test_an_answer_goes_on_while_another_conversation_is_looked_at(page: Any) -> None:
     page.route("**/v1/chat/completions", with_fields(ignore_eos=True, max_tokens=150))
     say(page, "Tell me about rivers.")
-    page.wait_for_function("() => document.querySelector('.message.assistant .prose')?.innerText.length > 5")
+    page.wait_for_function(
+        "() => document.querySelector('.message.assistant .prose')?.innerText.length > 5"
+    )
     page.keyboard.press("Alt+n")
     assert page.locator(".message").count() == 0
     page.locator("#talks .open").click()
     before = page.locator(".message.assistant .prose").text_content()
     page.wait_for_function(
-        "(n) => document.querySelector('.message.assistant .prose').textContent.length > n", arg=len(before)
+        "(n) => document.querySelector('.message.assistant .prose').textContent.length > n",
+        arg=len(before),
     )
     wait_answer(page)
     assert "150 tokens" in page.locator(".message.assistant footer small").text_content()
@@ -95,7 +104,9 @@ def test_an_edited_question_is_a_branch_and_the_first_one_stays(page: Any) -> No
     page.keyboard.press("ArrowUp")
     page.locator("textarea.edit").fill("What is 20 + 3? Reply with just the number.")
     page.keyboard.press("Enter")
-    page.wait_for_function("() => document.querySelector('.message.assistant .prose')?.innerText === '23'")
+    page.wait_for_function(
+        "() => document.querySelector('.message.assistant .prose')?.innerText === '23'"
+    )
     assert "2 of 2" in page.locator(".message.user .branches").inner_text()
     page.get_by_label("Previous branch").click()
     assert page.locator(".message.assistant .prose").text_content() == "43"
@@ -248,7 +259,9 @@ def test_a_function_that_ends_late_answers_in_no_other_conversation(page: Any) -
     ],
 )
 def test_a_function_of_a_tool_reaches_nothing_and_ends(page: Any, code: str, result: str) -> None:
-    answered = page.evaluate("async (code) => (await import('/page/tools.js')).runTool(code, '{}')", code)
+    answered = page.evaluate(
+        "async (code) => (await import('/page/tools.js')).runTool(code, '{}')", code
+    )
     assert result in answered
 
 
@@ -297,7 +310,9 @@ def test_what_one_tab_keeps_another_shows_and_does_not_overwrite(page: Any, serv
     assert wait_answer(page, 3).locator(".prose").text_content() == "Third."
 
 
-def test_a_text_file_is_sent_along_and_another_is_refused_by_name(page: Any, tmp_path: Path) -> None:
+def test_a_text_file_is_sent_along_and_another_is_refused_by_name(
+    page: Any, tmp_path: Path
+) -> None:
     asked = script_replies(page, [chunk(content="Read."), USAGE])
     (tmp_path / "notes.txt").write_text("remember the milk")
     (tmp_path / "<img src=x onerror=alert(1)>.bin").write_bytes(b"\0\1\2")
@@ -307,7 +322,10 @@ def test_a_text_file_is_sent_along_and_another_is_refused_by_name(page: Any, tmp
     assert "is not a text file" in page.locator("#announcer").inner_text()
     say(page, "What should I buy?")
     wait_answer(page)
-    assert asked[0]["messages"][-1]["content"] == "notes.txt:\n\nremember the milk\n\nWhat should I buy?"
+    assert (
+        asked[0]["messages"][-1]["content"]
+        == "notes.txt:\n\nremember the milk\n\nWhat should I buy?"
+    )
 
 
 def test_what_was_asked_can_be_copied_as_code(page: Any, server: Server) -> None:

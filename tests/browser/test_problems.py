@@ -62,11 +62,15 @@ def test_a_busy_server_is_asked_again_by_itself_after_the_time_it_names(
     script_failure(page, 429, "overloaded", **{"retry-after": "1"})
     say(page, "Hello")
     assert "asks for 1 s of patience" in problem_of(page).inner_text()
-    page.wait_for_function("() => document.querySelector('.message.assistant .prose')?.innerText === 'Now.'")
+    page.wait_for_function(
+        "() => document.querySelector('.message.assistant .prose')?.innerText === 'Now.'"
+    )
 
 
 @pytest.mark.parametrize("has_event", [True, False])
-def test_an_answer_that_breaks_off_keeps_what_came_and_can_be_continued(page: Any, has_event: bool) -> None:
+def test_an_answer_that_breaks_off_keeps_what_came_and_can_be_continued(
+    page: Any, has_event: bool
+) -> None:
     error = {"error": {"message": "Two engines failed.", "code": "engines_lost"}}
     script_replies(page, [chunk(content="The river "), *([error] if has_event else [])], done=False)
     say(page, "Go on")
@@ -75,7 +79,8 @@ def test_an_answer_that_breaks_off_keeps_what_came_and_can_be_continued(page: An
     asked = script_replies(page, [chunk(content="flows."), USAGE])
     problem.get_by_role("button", name="Continue the answer").click()
     page.wait_for_function(
-        "() => document.querySelector('.message.assistant .prose')?.innerText === 'The river flows.'"
+        "() => document.querySelector('.message.assistant .prose')?.innerText === 'The river "
+        "flows.'"
     )
     assert asked[0]["messages"][-1] == {"role": "assistant", "content": "The river "}
     assert asked[0]["continue_final_message"] is True
@@ -87,7 +92,8 @@ def test_a_server_that_starts_says_its_phase_and_one_that_is_gone_that_it_is(
     page = open_page(server.url, expect_errors=True)
     phase = {"name": "weights", "detail": "2 GB", "fraction": 0.4, "seconds": None}
     page.route(
-        "**/health", lambda route: route.fulfill(status=503, json={"status": "starting", "phase": phase})
+        "**/health",
+        lambda route: route.fulfill(status=503, json={"status": "starting", "phase": phase}),
     )
     page.reload()
     page.wait_for_selector("#notice:not([hidden])")
@@ -159,7 +165,8 @@ def assert_harmless(page: Any, fetched: list[str]) -> None:
     page.wait_for_timeout(300)
     assert page.evaluate("window.pwned") is None
     found = (
-        "#messages :is(script, style, iframe, object, embed, base, img, svg, [onerror], [onclick], [onload])"
+        "#messages :is(script, style, iframe, object, embed, base, img, svg, [onerror], "
+        "[onclick], [onload])"
     )
     assert page.locator(found).count() == 0
     links = page.eval_on_selector_all("#messages a", "(all) => all.map((a) => a.href)")
@@ -204,10 +211,16 @@ def test_hostile_calls_results_names_and_files_are_shown_and_never_run(page: Any
 def test_a_hostile_import_is_refused_or_harmless(page: Any) -> None:
     said: list[str] = []
     page.on("dialog", lambda dialog: (said.append(dialog.message), dialog.accept()))
-    loop = {"messages": {"a": {"role": "user", "parent": "b"}, "b": {"role": "user", "parent": "a"}}}
+    loop = {
+        "messages": {"a": {"role": "user", "parent": "b"}, "b": {"role": "user", "parent": "a"}}
+    }
     odd = {"title": HOSTILE, "leaf": "__proto__", "settings": {"system": 3, "tools": "x"}}
-    odd["messages"] = {"__proto__": {"role": "user", "content": HOSTILE, "calls": [None], "files": "x"}}
-    for number, content in enumerate((b"not json", b"[]", b'{"messages": 3}', json.dumps(loop).encode())):
+    odd["messages"] = {
+        "__proto__": {"role": "user", "content": HOSTILE, "calls": [None], "files": "x"}
+    }
+    for number, content in enumerate(
+        (b"not json", b"[]", b'{"messages": 3}', json.dumps(loop).encode())
+    ):
         file = {"name": f"<b>{number}.json", "mimeType": "application/json", "buffer": content}
         page.set_input_files("#import-input", files=[file])
         page.wait_for_timeout(100)

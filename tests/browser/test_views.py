@@ -1,4 +1,6 @@
-"""The page as people see it: light and dark, small screens, without a mouse, and its other two views."""
+"""The page as people see it: light and dark, small screens, without a mouse, and its other two
+views.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from serving import FREE, MESSAGES, Server
 pytestmark = pytest.mark.browser
 PHONE = {"viewport": {"width": 375, "height": 667}, "is_mobile": True, "has_touch": True}
 LONG = (
-    "A line with code:\n\n```\n" + "x" * 300 + "\n```\n\n| a | b | c | d |\n|---|---|---|---|\n| " + "w" * 200
+    "A line with code:\n\n```\n"
+    + "x" * 300
+    + "\n```\n\n| a | b | c | d |\n|---|---|---|---|\n| "
+    + "w" * 200
 )
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
@@ -73,7 +78,9 @@ def test_an_automated_check_finds_nothing_that_keeps_people_out(
 ) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     page = open_page(server.url, **(PHONE if kind == "phone" else {"color_scheme": kind}))
-    script_replies(page, [chunk(reasoning_content="Hm."), chunk(content="# Hi\n\n```py\nx = 1\n```"), USAGE])
+    script_replies(
+        page, [chunk(reasoning_content="Hm."), chunk(content="# Hi\n\n```py\nx = 1\n```"), USAGE]
+    )
     say(page, "Hello")
     wait_answer(page)
     page.click("#toggle-settings")
@@ -108,10 +115,14 @@ def test_tokens_and_template_show_what_the_model_sees(page: Any) -> None:
     page.get_by_role("button", name="Tokens").click()
     page.get_by_label("Text", exact=True).fill("two rivers")
     page.wait_for_selector(".token.striped")
-    assert "".join(page.locator(".token.striped").all_inner_texts()).replace("Ġ", " ") == "two rivers"
+    assert (
+        "".join(page.locator(".token.striped").all_inner_texts()).replace("Ġ", " ") == "two rivers"
+    )
     page.get_by_role("button", name="Template").click()
     page.get_by_role("button", name="Show what the model sees").click()
-    page.wait_for_function("() => document.querySelector('pre.output').textContent.includes('Hello!')")
+    page.wait_for_function(
+        "() => document.querySelector('pre.output').textContent.includes('Hello!')"
+    )
     assert "<|im_start|>user" in page.locator("pre.output").inner_text()
 
 

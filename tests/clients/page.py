@@ -70,7 +70,11 @@ def _rows(client: dict[str, Any], columns: list[str]) -> list[str]:
     version = next(iter(client["packages"].values()))
     rows = []
     for api in dict.fromkeys(feature["api"] for feature in client["features"]):
-        marks = {one["feature"]: "+" if one["ok"] else "-" for one in client["features"] if one["api"] == api}
+        marks = {
+            one["feature"]: "+" if one["ok"] else "-"
+            for one in client["features"]
+            if one["api"] == api
+        }
         cells = [marks.get(name, "") for name in columns]
         also = ", ".join(f"{name} {mark}" for name, mark in marks.items() if name not in columns)
         rows.append(f"| {title} | {version} | {api} | {' | '.join(cells)} | {also} |\n")
@@ -99,7 +103,11 @@ def _quoted(text: str) -> str:
 def _versions(clients: Any) -> str:
     text = "\n## Versions\n\n| client | packages | run | answers by status |\n|---|---|---|---|\n"
     for client in clients:
-        packages = ", ".join(f"{name} {version}" for name, version in client.get("packages", {}).items())
-        answers = ", ".join(f"{status}: {n}" for status, n in client.get("answers_by_status", {}).items())
+        packages = ", ".join(
+            f"{name} {version}" for name, version in client.get("packages", {}).items()
+        )
+        answers = ", ".join(
+            f"{status}: {n}" for status, n in client.get("answers_by_status", {}).items()
+        )
         text += f"| {client['title']} | {packages} | {client['date']}, {client['commit']} | {answers} |\n"
     return text

@@ -1,9 +1,12 @@
-"""Runs real clients against a real server on the embedded model, and records which of their features work.
+"""Runs real clients against a real server on the embedded model, and records which of their
+features work.
 
-    python -m tests.clients.run [--only NAME ...] [--output results/cpu/clients.json] [--docs docs/clients.md]
+    python -m tests.clients.run [--only NAME ...] [--output results/cpu/clients.json] [--docs
+    docs/clients.md]
 
-Each client gets an environment of its own in --cache, by pip or npm, and a program in programs/ that prints a
-JSON line per feature. Results are written after each client; those of clients that did not run are kept.
+Each client gets an environment of its own in --cache, by pip or npm, and a program in programs/
+that prints a JSON line per feature. Results are written after each client; those of clients that
+did not run are kept.
 """
 
 from __future__ import annotations
@@ -54,7 +57,14 @@ def install(client: Client, folder: Path) -> dict[str, str]:
             _install_step([*command, "--prefix", str(folder), *client.packages])
         else:
             _install_step([sys.executable, "-m", "venv", str(folder / "venv")])
-            pip = [str(python_of(folder)), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+            pip = [
+                str(python_of(folder)),
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--disable-pip-version-check",
+            ]
             _install_step([*pip, *client.packages])
         done.write_text(wanted)
     names = [match.group() for package in client.packages if (match := PACKAGE_NAME.match(package))]
@@ -72,19 +82,27 @@ def _install_step(command: list[str]) -> None:
         raise InstallError(str(error)) from error
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-        raise InstallError(" ".join(lines[:3])[:300] or f"{command[0]} ended with status {done.returncode}")
+        raise InstallError(
+            " ".join(lines[:3])[:300] or f"{command[0]} ended with status {done.returncode}"
+        )
 
 
 def _version(client: Client, folder: Path, package: str) -> str:
     if client.is_npm:
-        return str(json.loads((folder / "node_modules" / package / "package.json").read_text())["version"])
+        return str(
+            json.loads((folder / "node_modules" / package / "package.json").read_text())["version"]
+        )
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
-    done = subprocess.run([python_of(folder), "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [python_of(folder), "-c", code], capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 
 def run_program(client: Client, folder: Path, url: str) -> list[dict[str, Any]]:
-    """What the client's program reports; as it is without the features after which it was stopped."""
+    """What the client's program reports; as it is without the features after which it was
+    stopped.
+    """
     program = PROGRAMS / client.program
     if client.is_agent:
         command = [sys.executable, str(program)]
@@ -170,7 +188,9 @@ def answers_by_status(server: Server) -> dict[str, int]:
 
 @contextlib.contextmanager
 def long_model() -> Iterator[Path]:
-    """The embedded model with positions enough for an agent's prompt; beyond 8,192 it says nonsense."""
+    """The embedded model with positions enough for an agent's prompt; beyond 8,192 it says
+    nonsense.
+    """
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, "penstock-tiny")
         shutil.copytree(default_model(), folder)
@@ -183,7 +203,12 @@ def long_model() -> Iterator[Path]:
 @contextlib.contextmanager
 def matrix_server() -> Iterator[Server]:
     with long_model() as model:
-        engine = {"model": str(model), "max_model_len": MAX_MODEL_LEN, "memory_gb": 1.0, "page_size": 64}
+        engine = {
+            "model": str(model),
+            "max_model_len": MAX_MODEL_LEN,
+            "memory_gb": 1.0,
+            "page_size": 64,
+        }
         serve = {"api_key": [API_KEY], "batch_folder": str(model.with_name("batches"))}
         with start_server(engine, {**serve, "request_timeout": REQUEST_TIMEOUT_S}) as server:
             yield server
@@ -209,7 +234,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     results: dict[str, Any] = {
-        "what": "features of real clients against one server with a key, the embedded model on a CPU",
+        "what": "features of real clients against one server with a key, the embedded model on a "
+        "CPU",
         "command": "python -m tests.clients.run",
         "clients": {},
     }

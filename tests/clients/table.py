@@ -36,7 +36,13 @@ CLIENTS = (
         ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod"),
         "vercel_ai_sdk.mjs",
     ),
-    Client("claude-code", "Claude Code", ("@anthropic-ai/claude-code",), "agent_claude_code.py", SCRIPTED),
+    Client(
+        "claude-code",
+        "Claude Code",
+        ("@anthropic-ai/claude-code",),
+        "agent_claude_code.py",
+        SCRIPTED,
+    ),
     Client("codex", "Codex", ("@openai/codex",), "agent_codex.py", SCRIPTED),
     Client(
         "langchain",
@@ -45,7 +51,9 @@ CLIENTS = (
         "langchain_all.py",
     ),
     Client("litellm", "litellm", ("litellm", "mcp"), "litellm_all.py"),
-    Client("pydantic-ai", "pydantic-ai", ("pydantic-ai-slim[openai,anthropic]",), "pydantic_ai_all.py"),
+    Client(
+        "pydantic-ai", "pydantic-ai", ("pydantic-ai-slim[openai,anthropic]",), "pydantic_ai_all.py"
+    ),
     Client("openai-agents", "openai-agents", ("openai-agents",), "openai_agents.py"),
     Client("opencode", "opencode", ("opencode-ai",), "agent_opencode.py", SCRIPTED),
     Client("qwen-code", "qwen-code", ("@qwen-code/qwen-code",), "agent_qwen_code.py", SCRIPTED),

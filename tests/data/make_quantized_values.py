@@ -1,8 +1,9 @@
-"""Makes quantized_values.safetensors: small weights of every packed format, and what its own library reads.
+"""Makes quantized_values.safetensors: small weights of every packed format, and what its own
+library reads.
 
-Run where compressed-tensors, mlx and auto-gptq are installed (its file of torch code is enough: give its
-path). Each case is a weight's parts under "CASE/", the values under "CASE/expected", and its
-quantization_config in the metadata.
+Run where compressed-tensors, mlx and auto-gptq are installed (its file of torch code is enough:
+give its path). Each case is a weight's parts under "CASE/", the values under "CASE/expected", and
+its quantization_config in the metadata.
 
     python tests/data/make_quantized_values.py PATH/TO/auto_gptq/nn_modules/qlinear/qlinear_cuda.py
 """
@@ -43,7 +44,9 @@ def scales(*shape: int) -> Tensor:
     return (torch.rand(shape, generator=generator) * 0.02 + 0.001).bfloat16()
 
 
-def add_compressed(case: str, format: str, weights: dict[str, Any], shape: tuple[int, int] = (N, K)) -> None:
+def add_compressed(
+    case: str, format: str, weights: dict[str, Any], shape: tuple[int, int] = (N, K)
+) -> None:
     """A random weight, compressed and read again by the library, with its scales as float32."""
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     compressor = BaseCompressor.get_value_from_registry(format)
@@ -55,22 +58,31 @@ def add_compressed(case: str, format: str, weights: dict[str, Any], shape: tuple
     if strategy == "block":
         height, width = weights["block_structure"]
         sizes = (-(-num_rows // height), -(-num_columns // width))
-    state = {"weight": torch.randn(shape, generator=generator), "weight_scale": scales(*sizes).float()}
+    state = {
+        "weight": torch.randn(shape, generator=generator),
+        "weight_scale": scales(*sizes).float(),
+    }
     if format.startswith("mx"):
         state["weight_scale"] = 2.0 ** torch.randint(-9, -2, sizes, generator=generator).float()
     if format.startswith("nvfp4"):
         state["weight_global_scale"] = torch.tensor([1234.5])
-        state["weight_scale"] = (torch.rand(sizes, generator=generator) * 400 + 1).to(torch.float8_e4m3fn)
+        state["weight_scale"] = (torch.rand(sizes, generator=generator) * 400 + 1).to(
+            torch.float8_e4m3fn
+        )
         state["weight_scale"] = state["weight_scale"].float()
     if weights["type"] == "int" and not weights["symmetric"]:
         half = 2 ** (weights["num_bits"] - 1)
         zeros = torch.randint(-half, half, sizes, generator=generator)
         state["weight_zero_point"] = zeros.to(torch.int8)
     stored = compressor.compress(dict(state), scheme)
-    if format.startswith("nvfp4"):  # which the library reads in bfloat16, unless it is asked piece by piece
+    if format.startswith(
+        "nvfp4"
+    ):  # which the library reads in bfloat16, unless it is asked piece by piece
         codes = unpack_fp4_from_uint8(stored["weight_packed"], num_rows, num_columns, torch.float32)
         own = stored["weight_scale"].float()
-        expected = dequantize(codes, own, args=scheme.weights, global_scale=stored["weight_global_scale"])
+        expected = dequantize(
+            codes, own, args=scheme.weights, global_scale=stored["weight_global_scale"]
+        )
     else:
         expected = compressor.decompress(dict(stored), scheme)["weight"]
     if format not in ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"):
@@ -87,8 +99,22 @@ def add_compressed(case: str, format: str, weights: dict[str, Any], shape: tuple
 
 def add_all_compressed() -> None:
     for bits, group, symmetric in (
-        *((4, 32, True), (4, 64, True), (4, 128, True), (4, 64, False), (4, None, True), (4, None, False)),
-        *((8, 128, True), (8, None, True), (8, 32, False), (2, 64, True), (3, 64, False), (6, 64, True)),
+        *(
+            (4, 32, True),
+            (4, 64, True),
+            (4, 128, True),
+            (4, 64, False),
+            (4, None, True),
+            (4, None, False),
+        ),
+        *(
+            (8, 128, True),
+            (8, None, True),
+            (8, 32, False),
+            (2, 64, True),
+            (3, 64, False),
+            (6, 64, True),
+        ),
     ):
         strategy = "group" if group else "channel"
         weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy}
@@ -97,7 +123,11 @@ def add_all_compressed() -> None:
         add_compressed(case, "pack-quantized", weights)
     for format, strategy in (
         *(("int-quantized", "channel"), ("int-quantized", "tensor"), ("naive-quantized", "group")),
-        *(("float-quantized", "tensor"), ("float-quantized", "channel"), ("float-quantized", "block")),
+        *(
+            ("float-quantized", "tensor"),
+            ("float-quantized", "channel"),
+            ("float-quantized", "block"),
+        ),
     ):
         kind = "float" if format.startswith("float") else "int"
         weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy}
@@ -108,9 +138,17 @@ def add_all_compressed() -> None:
         shape = (130, 140) if strategy == "block" else (N, K)  # no multiple of the block
         add_compressed(f"{format} {strategy}", format, weights, shape)
     fp4 = {"num_bits": 4, "type": "float", "symmetric": True}
-    add_compressed("nvfp4", "nvfp4-pack-quantized", {**fp4, "strategy": "tensor_group", "group_size": 16})
+    add_compressed(
+        "nvfp4", "nvfp4-pack-quantized", {**fp4, "strategy": "tensor_group", "group_size": 16}
+    )
     add_compressed("mxfp4", "mxfp4-pack-quantized", {**fp4, "strategy": "group", "group_size": 32})
-    mxfp8 = {**fp4, "num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    mxfp8 = {
+        **fp4,
+        "num_bits": 8,
+        "strategy": "group",
+        "group_size": 32,
+        "scale_dtype": "torch.uint8",
+    }
     add_compressed("mxfp8", "mxfp8-quantized", mxfp8)
 
 
@@ -132,7 +170,13 @@ def add_gptq(linear: Any, bits: int, group: int, desc_act: bool) -> None:
     module = linear(bits, group, K, 32, bias=False, weight_dtype=torch.float32)
     module.load_state_dict({**parts, "scales": parts["scales"].float()})
     expected = module(torch.eye(K)).t()
-    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": desc_act, "sym": False}
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "desc_act": desc_act,
+        "sym": False,
+    }
     add(f"gptq int{bits} {group}{' desc_act' if desc_act else ''}", config, parts, expected)
 
 
@@ -143,12 +187,28 @@ def add_awq(group: int) -> None:
         "scales": scales(K // group, 32).half(),
     }
     converter = AutoAWQConverter(group_size=group, ignore=())
-    state = {f"x.{name}": part for name, part in {**parts, "scales": parts["scales"].float()}.items()}
+    state = {
+        f"x.{name}": part for name, part in {**parts, "scales": parts["scales"].float()}.items()
+    }
     stored = {name.removeprefix("x."): part for name, part in converter.process(state).items()}
-    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": group}
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": False,
+        "strategy": "group",
+        "group_size": group,
+    }
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
-    expected = BaseCompressor.get_value_from_registry("pack-quantized").decompress(stored, scheme)["weight"]
-    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    expected = BaseCompressor.get_value_from_registry("pack-quantized").decompress(stored, scheme)[
+        "weight"
+    ]
+    config = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "zero_point": True,
+        "version": "gemm",
+    }
     add(f"awq int4 {group}", config, parts, expected)
 
 

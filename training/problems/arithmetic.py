@@ -1,7 +1,8 @@
-"""Calculations written out as far as a tiny model needs them to be exact, one digit after the other.
+"""Calculations written out as far as a tiny model needs them to be exact, one digit after the
+other.
 
-Sums, differences and exact quotients are done in one go; a product goes by the digits of its larger factor:
-23 * 4 = 80 + 12 = 92. Each function returns the text, which ends in the value.
+Sums, differences and exact quotients are done in one go; a product goes by the digits of its larger
+factor: 23 * 4 = 80 + 12 = 92. Each function returns the text, which ends in the value.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def multiply(a: int, b: int) -> str:
     text = f"{a} * {b} = "
     if larger <= KNOWN_BY_HEART or smaller <= 1:
         return text + str(a * b)
-    if larger < 100 <= smaller * 10:  # two digits times two: by the parts of the smaller, 24 * 15 = 240 + 120
+    if (
+        larger < 100 <= smaller * 10
+    ):  # two digits times two: by the parts of the smaller, 24 * 15 = 240 + 120
         larger, smaller = smaller, larger
     digits = str(larger)
     parts = [

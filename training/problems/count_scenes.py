@@ -31,7 +31,10 @@ def groups(d: Draft) -> None:
         d.ask(("How many {things} are there in all?", "How many {things} is that altogether?"))
         return
     gone = d.number(2, min(k * n, 60))
-    d.say(("{m} of them are sold.", "{m} {things} are given away.", "{m} of the {things} are bad."), m=gone)
+    d.say(
+        ("{m} of them are sold.", "{m} {things} are given away.", "{m} of the {things} are bad."),
+        m=gone,
+    )
     d.ask(("How many {things} are left?", "How many {things} remain?"))
     d.work(f"Then {subtract(k * n, gone)} {d.name_unit(k * n - gone)} are left.", k * n - gone)
 
@@ -132,7 +135,10 @@ def more_or_fewer(d: Draft) -> None:
         d.ask(("How many {things} does {friend} have?", "How many {things} are {friend}'s?"))
         return
     d.ask(
-        ("How many {things} do they have together?", "How many {things} do {name} and {friend} have in all?")
+        (
+            "How many {things} do they have together?",
+            "How many {things} do {name} and {friend} have in all?",
+        )
     )
     d.work(f"{name} and {friend} have {add(n, other)} {d.unit[1]}.", n + other)
 
@@ -155,7 +161,12 @@ def times_as_many(d: Draft) -> None:
     if luck < 0.35:
         d.ask(("How many {things} does {friend} have?",))
     elif luck < 0.75:
-        d.ask(("How many {things} do they have together?", "How many {things} do the two have in all?"))
+        d.ask(
+            (
+                "How many {things} do they have together?",
+                "How many {things} do the two have in all?",
+            )
+        )
         d.work(f"Together they have {add(n, n * k)} {d.unit[1]}.", n + n * k)
     else:
         d.ask(("How many more {things} than {name} does {friend} have?",))
@@ -235,7 +246,9 @@ def three_days(d: Draft) -> None:
         k=k,
         m=fewer,
     )
-    d.ask(("How many {things} is that in total?", "How many {things} is that in all three together?"))
+    d.ask(
+        ("How many {things} is that in total?", "How many {things} is that in all three together?")
+    )
     d.work(f"The second is {multiply(n, k)}.", n * k)
     d.work(f"The third is {subtract(n, fewer)}.", n - fewer)
     total = n + n * k + n - fewer

@@ -1,4 +1,6 @@
-"""Tools of everyday life: weather, home, timers, travel, food, music. A table; tool.py says what it means."""
+"""Tools of everyday life: weather, home, timers, travel, food, music. A table; tool.py says what it
+means.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,11 @@ DAILY_TOOLS = (
     tool(
         "set_light",
         "Switch the light of a room on or off.",
-        {"room": text(from_list(ROOMS)), "on": switch(), "colour": optional(text(from_list(COLOURS)))},
+        {
+            "room": text(from_list(ROOMS)),
+            "on": switch(),
+            "colour": optional(text(from_list(COLOURS))),
+        },
         (
             ("Turn on the light in the {room}.", {"on": True}),
             ("Switch the {room} light off.", {"on": False}),
@@ -99,7 +105,10 @@ DAILY_TOOLS = (
     tool(
         "lock_door",
         "Lock or unlock a door.",
-        {"door": text(from_list(["front", "back", "garage", "cellar", "side"])), "locked": switch()},
+        {
+            "door": text(from_list(["front", "back", "garage", "cellar", "side"])),
+            "locked": switch(),
+        },
         (
             ("Lock the {door} door.", {"locked": True}),
             ("Please unlock the {door} door.", {"locked": False}),
@@ -134,7 +143,10 @@ DAILY_TOOLS = (
         "order_food",
         "Order a dish from a restaurant.",
         {"dish": text(FOOD), "quantity": whole(1, 9), "address": optional(text(place(CITIES)))},
-        ("Order {quantity} portions of {dish}.", "I would like {quantity} times {dish}, to {address}."),
+        (
+            "Order {quantity} portions of {dish}.",
+            "I would like {quantity} times {dish}, to {address}.",
+        ),
         {"order_id": code, "minutes": integer(10, 70)},
         "Order {order_id} with {quantity} x {dish} comes in {minutes} minutes.",
     ),
@@ -179,7 +191,10 @@ DAILY_TOOLS = (
         "call_taxi",
         "Order a taxi to an address.",
         {"address": text(place(CITIES)), "passengers": whole(1, 6)},
-        ("Get me a taxi to {address} for {passengers} people.", "Call a cab for {passengers} to {address}."),
+        (
+            "Get me a taxi to {address} for {passengers} people.",
+            "Call a cab for {passengers} to {address}.",
+        ),
         {"plate": code, "minutes": integer(2, 30)},
         "The taxi {plate} is there in {minutes} minutes.",
     ),
@@ -218,7 +233,10 @@ DAILY_TOOLS = (
         "water_plants",
         "Water the plants of a zone.",
         {"zone": whole(1, 12), "liters": decimal(1, 20)},
-        ("Water zone {zone} with {liters} liters.", "Give {liters} liters of water to zone {zone}."),
+        (
+            "Water zone {zone} with {liters} liters.",
+            "Give {liters} liters of water to zone {zone}.",
+        ),
         {"moisture": integer(10, 90)},
         "Zone {zone} is watered; moisture is {moisture} percent.",
     ),

@@ -1,4 +1,5 @@
-"""A word problem while it is being written: its cast, its sentences, the lines of its solution, its value.
+"""A word problem while it is being written: its cast, its sentences, the lines of its solution, its
+value.
 
 Scenes and tales fill a draft; word_problems.py turns it into a conversation.
 """
@@ -17,7 +18,9 @@ def with_article(word: str) -> str:
 
 
 class Draft:
-    """`words` fills the patterns; `key` names the combination of patterns and numbers, not of names."""
+    """`words` fills the patterns; `key` names the combination of patterns and numbers, not of
+    names.
+    """
 
     __slots__ = ("key", "lines", "question", "rng", "sentences", "unit", "value", "words")
 

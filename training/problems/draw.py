@@ -23,5 +23,7 @@ def pick_two(rng: Random, items: Sequence[Item]) -> tuple[Item, Item]:
 
 
 def is_held_out(key: str) -> bool:
-    """Whether training must never see this combination. Stable over processes, versions and machines."""
+    """Whether training must never see this combination. Stable over processes, versions and
+    machines.
+    """
     return zlib.crc32(key.encode()) % HELD_OUT_ONE_IN == 0

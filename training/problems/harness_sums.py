@@ -1,11 +1,13 @@
-"""Sums as other harnesses ask them in between: round numbers, three at once, and wordings of every kind.
+"""Sums as other harnesses ask them in between: round numbers, three at once, and wordings of every
+kind.
 
-`spot_checks` are our own harness's; these are everybody else's. Whole wordings are held out besides numbers,
-so that a right answer shows reading and not a wording known by heart.
+`spot_checks` are our own harness's; these are everybody else's. Whole wordings are held out besides
+numbers, so that a right answer shows reading and not a wording known by heart.
 
-The gate asks what one would do in the head: three round or small numbers added, a difference from a round
-number, two small or round numbers added, products of the table or of a digit, quotients that come out.
-Training has a tail of harder ones (`draw_harder`) so that they stay possible; no gate asks for them.
+The gate asks what one would do in the head: three round or small numbers added, a difference from a
+round number, two small or round numbers added, products of the table or of a digit, quotients that
+come out. Training has a tail of harder ones (`draw_harder`) so that they stay possible; no gate
+asks for them.
 """
 
 from __future__ import annotations
@@ -134,8 +136,14 @@ TRAINED = Wordings(
             "What number is {b} less than {a}?",
             "I have {a} and give away {b}. How many are left?",
         ),
-        "a-b-c": ("Start with {a}, subtract {b}, then subtract {c}.", "Take {b} and {c} away from {a}."),
-        "a+b-c": ("Add {a} and {b}, then subtract {c}.", "Start with {a}, add {b}, then subtract {c}."),
+        "a-b-c": (
+            "Start with {a}, subtract {b}, then subtract {c}.",
+            "Take {b} and {c} away from {a}.",
+        ),
+        "a+b-c": (
+            "Add {a} and {b}, then subtract {c}.",
+            "Start with {a}, add {b}, then subtract {c}.",
+        ),
         "a*b": (
             "Multiply {a} by {b}.",
             "Multiply {a} and {b}.",
@@ -236,7 +244,9 @@ def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Convers
     wordings = HELD_OUT if is_new_wording else TRAINED
     while True:
         is_harder = not held_out and rng.random() < HARDER_SHARE
-        drawn = draw_harder(rng) if is_harder else draw_sum(rng, three_share=0.4 if held_out else 0.7)
+        drawn = (
+            draw_harder(rng) if is_harder else draw_sum(rng, three_share=0.4 if held_out else 0.7)
+        )
         question = word(rng, drawn, wordings)
         if is_new_wording or is_held_out(question) == held_out:
             break
@@ -360,7 +370,10 @@ def _product(rng: Random) -> Sum:
 def _quotient(rng: Random) -> Sum:
     b, value = between(rng, 1, 12), between(rng, 1, 12)
     if rng.random() < 0.4:
-        value, b = pick(rng, (10, 20, 25, 50, 100, 125, 200, 250, 500)), pick(rng, (2, 2, 4, 5, 8, 10))
+        value, b = (
+            pick(rng, (10, 20, 25, 50, 100, 125, 200, 250, 500)),
+            pick(rng, (2, 2, 4, 5, 8, 10)),
+        )
     return Sum("a/b", (b * value, b), divide(b * value, b), value)
 
 

@@ -1,4 +1,5 @@
-"""Writes the problems that gates ask: held out from training, 200 of each kind, one JSON line a problem.
+"""Writes the problems that gates ask: held out from training, 200 of each kind, one JSON line a
+problem.
 
     python -m training.problems.held_out
 

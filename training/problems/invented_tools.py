@@ -1,4 +1,6 @@
-"""Tools made up on the spot from verbs, nouns and parameters: their schemas must be read, not remembered."""
+"""Tools made up on the spot from verbs, nouns and parameters: their schemas must be read, not
+remembered.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,13 @@ def invent_tool(rng: Random) -> Tool:
         name,
         function_schema(name, "{Verb} {a_noun}.".format(**said), parameters),
         parameters,
-        (Request(f"{opening} with {given}{'?' if opening.startswith('Can') else '.'}", tuple(labels), {}),),
+        (
+            Request(
+                f"{opening} with {given}{'?' if opening.startswith('Can') else '.'}",
+                tuple(labels),
+                {},
+            ),
+        ),
         RETURNS,
         f"The {noun} is {{status}}, number {{number}}.",
     )

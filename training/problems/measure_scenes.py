@@ -29,7 +29,13 @@ def buy(d: Draft) -> None:
     d.work(f"The cost is {multiply(k, price)} dollars.", k * price)
     luck = d.rng.random()
     if luck < 0.35:
-        d.ask(("How much does {name} pay?", "How many dollars does {he} spend?", "What is the total price?"))
+        d.ask(
+            (
+                "How much does {name} pay?",
+                "How many dollars does {he} spend?",
+                "What is the total price?",
+            )
+        )
     elif luck < 0.7:
         paid = next(bill for bill in (20, 50, 100, 200, 500, 1000) if bill > k * price)
         d.say(("{He} pays with ${m}.", "{name} gives the cashier {m} dollars."), m=paid)
@@ -37,7 +43,9 @@ def buy(d: Draft) -> None:
         d.work(f"The change is {subtract(paid, k * price)} dollars.", paid - k * price)
     else:
         off = d.number(2, min(20, k * price - 1))
-        d.say(("{He} has a coupon for ${m} off.", "The shop takes {m} dollars off the total."), m=off)
+        d.say(
+            ("{He} has a coupon for ${m} off.", "The shop takes {m} dollars off the total."), m=off
+        )
         d.ask(("How much does {name} pay?", "How many dollars does {he} have to pay?"))
         d.work(f"With the discount it is {subtract(k * price, off)} dollars.", k * price - off)
 
@@ -103,7 +111,9 @@ def wages(d: Draft) -> None:
         d.ask(("How much does {he} earn?", "How many dollars does {name} get?"))
     elif luck < 0.65:
         spent = d.number(2, earned - 1)
-        d.say(("{He} spends ${m} on food.", "Of that, {he} pays {m} dollars for {a_other}."), m=spent)
+        d.say(
+            ("{He} spends ${m} on food.", "Of that, {he} pays {m} dollars for {a_other}."), m=spent
+        )
         d.ask(("How much is left?", "How many dollars does {he} have left?"))
         d.work(f"Left are {subtract(earned, spent)} dollars.", earned - spent)
     else:
@@ -195,7 +205,10 @@ def ages(d: Draft) -> None:
     else:
         later = d.number(2, 20)
         d.ask(
-            ("How old will {friend} be in {j} years?", "What will be {friend}'s age {j} years from now?"),
+            (
+                "How old will {friend} be in {j} years?",
+                "What will be {friend}'s age {j} years from now?",
+            ),
             j=later,
         )
         d.work(f"In {later} years {friend} will be {add(old, later)}.", old + later)
@@ -219,7 +232,9 @@ def travel(d: Draft) -> None:
         d.ask(("How many kilometers is that?", "How far is that in kilometers?"))
         return
     whole = way + d.number(2, 90)
-    d.say(("The whole way is {m} kilometers.", "The goal is {m} kilometers from the start."), m=whole)
+    d.say(
+        ("The whole way is {m} kilometers.", "The goal is {m} kilometers from the start."), m=whole
+    )
     d.ask(("How many kilometers are still to go?", "How far is it still?"))
     d.work(f"Still to go are {subtract(whole, way)} kilometers.", whole - way)
 
@@ -234,7 +249,9 @@ def speed_of(d: Draft) -> None:
         n=speed * hours,
         k=hours,
     )
-    d.ask(("How many kilometers is that per hour?", "How many kilometers does that make in one hour?"))
+    d.ask(
+        ("How many kilometers is that per hour?", "How many kilometers does that make in one hour?")
+    )
     d.work(f"In one hour it is {divide(speed * hours, hours)} kilometers.", speed)
     d.unit = ("kilometer", "kilometers")
 
@@ -375,7 +392,10 @@ def tank(d: Draft) -> None:
     )
     if is_full:
         d.say(
-            ("Every hour {m} liters run out, for {k} hours.", "{k} buckets of {m} liters are taken out."),
+            (
+                "Every hour {m} liters run out, for {k} hours.",
+                "{k} buckets of {m} liters are taken out.",
+            ),
             m=rate,
             k=k,
         )

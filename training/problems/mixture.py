@@ -1,4 +1,6 @@
-"""What training sees: every kind with its share, now and then with exchanges of another kind before it."""
+"""What training sees: every kind with its share, now and then with exchanges of another kind before
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from training.problems.draw import between, pick
 
 Sample = Callable[[Random, bool], Conversation]
 
-# Shares of conversations. By tokens, a call is four times a word problem and a spot check half of one, but
-# the table that spot checks must know by heart needs many of them.
+# Shares of conversations. By tokens, a call is four times a word problem and a spot check half of
+# one, but the table that spot checks must know by heart needs many of them.
 SHARES: Mapping[str, tuple[Sample, float]] = {
     "word_problems": (word_problems.sample, 0.31),
     "spot_checks": (spot_checks.sample, 0.15),

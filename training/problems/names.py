@@ -1,4 +1,5 @@
-"""The words problems are filled with: people, things, places, and made-up words nobody can know by heart.
+"""The words problems are filled with: people, things, places, and made-up words nobody can know by
+heart.
 
 Only word lists and draws from them; no sentence is written here.
 """
@@ -39,7 +40,14 @@ _MEN = words(
 
 def _person(name: str, is_woman: bool) -> Person:
     he, his, him = ("she", "her", "her") if is_woman else ("he", "his", "him")
-    return {"name": name, "he": he, "He": he.capitalize(), "his": his, "His": his.capitalize(), "him": him}
+    return {
+        "name": name,
+        "he": he,
+        "He": he.capitalize(),
+        "his": his,
+        "His": his.capitalize(),
+        "him": him,
+    }
 
 
 PEOPLE = tuple([_person(name, True) for name in _WOMEN] + [_person(name, False) for name in _MEN])
@@ -60,7 +68,9 @@ _COUNTABLE = words(
     """
 )
 
-THINGS = tuple((word.partition(":")[0], word.partition(":")[2] or word + "s") for word in _COUNTABLE)
+THINGS = tuple(
+    (word.partition(":")[0], word.partition(":")[2] or word + "s") for word in _COUNTABLE
+)
 
 COLOURS = words(
     """
@@ -87,7 +97,9 @@ COUNTRIES = words(
     """
 )
 
-ANIMALS = words("dog cat hamster parrot rabbit turtle goldfish pony lizard canary mouse goat duck snake")
+ANIMALS = words(
+    "dog cat hamster parrot rabbit turtle goldfish pony lizard canary mouse goat duck snake"
+)
 
 FOODS = words(
     """
@@ -98,9 +110,13 @@ FOODS = words(
 
 WEEKDAYS = words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 
-MONTHS = words("January February March April May June July August September October November December")
+MONTHS = words(
+    "January February March April May June July August September October November December"
+)
 
-ROOMS = words("kitchen bedroom bathroom office garage hallway cellar attic garden library studio nursery")
+ROOMS = words(
+    "kitchen bedroom bathroom office garage hallway cellar attic garden library studio nursery"
+)
 
 _ONSETS = words("b br c cl d dr f fl g gr h j k kr l m n p pl qu r s sh sk st t th tr v w y z")
 _VOWELS = words("a e i o u a e i o u ai ea")
@@ -130,7 +146,9 @@ def invented_code(rng: Random) -> str:
 
 def person(rng: Random) -> Person:
     """A name with its pronouns; one in ten has a name nobody has."""
-    return _person(invented_word(rng), rng.random() < 0.5) if rng.random() < 0.1 else pick(rng, PEOPLE)
+    return (
+        _person(invented_word(rng), rng.random() < 0.5) if rng.random() < 0.1 else pick(rng, PEOPLE)
+    )
 
 
 def thing(rng: Random) -> tuple[str, str]:

@@ -1,4 +1,6 @@
-"""Tools of work: calendar, messages, money, files, shops, machines. A table; tool.py says what it means."""
+"""Tools of work: calendar, messages, money, files, shops, machines. A table; tool.py says what it
+means.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,11 @@ OFFICE_TOOLS = (
     tool(
         "get_stock_price",
         "Get the price of a stock.",
-        {"symbol": text(from_list(["ABX", "QRT", "MNO", "ZLK", "TVW", "PEX", "KLU", "HYD", "JAR"]))},
+        {
+            "symbol": text(
+                from_list(["ABX", "QRT", "MNO", "ZLK", "TVW", "PEX", "KLU", "HYD", "JAR"])
+            )
+        },
         ("What is the stock price of {symbol}?", "How is {symbol} doing on the market?"),
         {"price": integer(2, 900)},
         "{symbol} is at {price} dollars.",
@@ -132,7 +138,11 @@ OFFICE_TOOLS = (
         "web_search",
         "Search the web.",
         {"query": text(TOPICS), "max_results": optional(whole(2, 20))},
-        ("Search the web for {query}.", "Look up {query} online.", "Find {max_results} pages about {query}."),
+        (
+            "Search the web for {query}.",
+            "Look up {query} online.",
+            "Find {max_results} pages about {query}.",
+        ),
         {"title": TOPICS, "hits": integer(3, 900)},
         "I found {hits} pages; the first is about {title}.",
     ),
@@ -147,7 +157,10 @@ OFFICE_TOOLS = (
     tool(
         "create_ticket",
         "Open a support ticket.",
-        {"title": text(place(["broken screen", "no network"])), "priority": choice("low", "medium", "high")},
+        {
+            "title": text(place(["broken screen", "no network"])),
+            "priority": choice("low", "medium", "high"),
+        },
         (
             "Open a {priority} priority ticket: {title}.",
             "Create a ticket called {title} with {priority} priority.",
@@ -167,7 +180,11 @@ OFFICE_TOOLS = (
         "read_file",
         "Read a file.",
         {"path": text(lambda rng: f"{code(rng)}.txt"), "lines": optional(whole(1, 90))},
-        ("What is in the file {path}?", "Show me the first {lines} lines of {path}.", "Open {path}."),
+        (
+            "What is in the file {path}?",
+            "Show me the first {lines} lines of {path}.",
+            "Open {path}.",
+        ),
         {"content": TOPICS},
         "The file {path} says: {content}.",
     ),

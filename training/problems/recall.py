@@ -1,7 +1,7 @@
 """Facts told in a conversation and asked for later, with up to two thousand tokens in between.
 
-Each fact is an owner, a label and a value that cannot be guessed. Between telling and asking stand other
-facts, small stories and exchanges of the other kinds.
+Each fact is an owner, a label and a value that cannot be guessed. Between telling and asking stand
+other facts, small stories and exchanges of the other kinds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from training.problems.turns import assistant, decide_thinking, sometimes_system
 THE_USERS = "The user's"
 MAX_FILLER_CHARS = 6_600
 FAR_CHARS = 8_000
-# How long the filler is at most, and the share of conversations up to there; a token has four characters.
+# How long the filler is at most, and the share of conversations up to there; a token has four
+# characters.
 FILLER_CHARS = ((0, 0.2), (350, 0.6), (1_200, 0.82), (3_200, 0.93), (MAX_FILLER_CHARS, 1.0))
 
 _COLOUR, _FOOD, _CITY = from_list(COLOURS), from_list(FOODS), place(CITIES)
@@ -150,7 +151,9 @@ def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Convers
     else:
         thought = "I was not told this."
         answer = f"You have not told me {asked.subject}."
-    others = {fact.value for fact in told if fact.value not in answer}  # an owner's name may be a value too
+    others = {
+        fact.value for fact in told if fact.value not in answer
+    }  # an owner's name may be a value too
     return Conversation(
         kind="recall",
         messages=(
@@ -178,7 +181,9 @@ def sample_far(rng: Random, held_out: bool) -> Conversation:
 
 
 def draw_facts(rng: Random, held_out: bool) -> list[Fact]:
-    """Facts with different questions; the first is the one to ask for, and decides what is held out."""
+    """Facts with different questions; the first is the one to ask for, and decides what is held
+    out.
+    """
     asked = _draw_fact(rng)
     while is_held_out(f"{asked.owner}{asked.label}{asked.value}") != held_out:
         asked = _draw_fact(rng)
@@ -202,7 +207,9 @@ def _draw_fact(rng: Random, owner: str = "") -> Fact:
 
 
 def _history(rng: Random, held_out: bool, facts: Sequence[Fact]) -> tuple[Message, ...]:
-    """The facts, told in some order in turns of their own, together, or by the system, among fillers."""
+    """The facts, told in some order in turns of their own, together, or by the system, among
+    fillers.
+    """
     facts = sorted(facts, key=lambda _: rng.random())
     turns = _draw_filler(rng, held_out)
     head = sometimes_system(rng)
@@ -215,7 +222,10 @@ def _history(rng: Random, held_out: bool, facts: Sequence[Fact]) -> tuple[Messag
     else:
         for fact in facts:
             turns.insert(_early(rng, len(turns)), tell(rng, fact))
-    return (*head, *(message for said, answer in turns for message in (user(said), assistant(answer))))
+    return (
+        *head,
+        *(message for said, answer in turns for message in (user(said), assistant(answer))),
+    )
 
 
 def tell(rng: Random, fact: Fact) -> tuple[str, str]:
@@ -240,7 +250,11 @@ def _acknowledge(rng: Random, held_out: bool, is_thinking: bool) -> Conversation
         (said, answer), thought = narrate(rng, between(rng, 1, 4)), "The user tells me a story."
     return Conversation(
         kind="recall",
-        messages=(*sometimes_system(rng), user(said), assistant(answer, thought if is_thinking else None)),
+        messages=(
+            *sometimes_system(rng),
+            user(said),
+            assistant(answer, thought if is_thinking else None),
+        ),
         check=Mentions((facts[0].value,) if luck < 0.6 else ()),
         enable_thinking=is_thinking,
     )
@@ -287,7 +301,10 @@ def narrate(rng: Random, num_sentences: int) -> tuple[str, str]:
     # A stride without a common factor with their number never tells the same sentence twice.
     start, stride = between(rng, 0, len(NARRATIONS) - 1), pick(rng, (5, 7, 11))
     text = " ".join(
-        [NARRATIONS[(start + n * stride) % len(NARRATIONS)].format_map(words) for n in range(num_sentences)]
+        [
+            NARRATIONS[(start + n * stride) % len(NARRATIONS)].format_map(words)
+            for n in range(num_sentences)
+        ]
     )
     return text, "Thank you for telling me."
 

@@ -14,7 +14,9 @@ from training.problems.turns import assistant, decide_thinking, user
 
 REFUSAL = "I am sorry, I cannot do that with what I have here."
 REFUSING_THOUGHT = "None of the tools can do this."
-ANSWERED_BY_TALK = frozenset(question for question, _ in UNKNOWN)  # with "I do not know", tools or not
+ANSWERED_BY_TALK = frozenset(
+    question for question, _ in UNKNOWN
+)  # with "I do not know", tools or not
 
 
 def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Conversation:

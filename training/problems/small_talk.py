@@ -1,4 +1,6 @@
-"""Greetings, questions about the model and about Penstock, tiny skills, stories, and "I do not know"."""
+"""Greetings, questions about the model and about Penstock, tiny skills, stories, and "I do not
+know".
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Convers
     is_thinking = decide_thinking(rng, thinking)
     return Conversation(
         kind="small_talk",
-        messages=(*sometimes_system(rng), user(said), assistant(answer, thought if is_thinking else None)),
+        messages=(
+            *sometimes_system(rng),
+            user(said),
+            assistant(answer, thought if is_thinking else None),
+        ),
         check=ExactText(answer),
         enable_thinking=is_thinking,
     )
@@ -93,7 +99,9 @@ def _words(rng: Random) -> dict[str, str]:
 
 def _repeat(rng: Random) -> Talk:
     words = " ".join(invented_word(rng).lower() for _ in range(between(rng, 1, 4)))
-    form = pick(rng, ("Repeat after me: {}", "Say exactly this: {}", "Repeat: {}", "Please write: {}"))
+    form = pick(
+        rng, ("Repeat after me: {}", "Say exactly this: {}", "Repeat: {}", "Please write: {}")
+    )
     return form.format(words), "I repeat the words.", words
 
 
@@ -105,7 +113,9 @@ def _greet(rng: Random) -> Talk:
 
 def _meet(rng: Random) -> Talk:
     name = person(rng)["name"]
-    form = pick(rng, ("My name is {}.", "I am {}.", "Hi, I am {}.", "Hello, my name is {}.", "Call me {}."))
+    form = pick(
+        rng, ("My name is {}.", "I am {}.", "Hi, I am {}.", "Hello, my name is {}.", "Call me {}.")
+    )
     return form.format(name), f"The user is called {name}.", f"Nice to meet you, {name}!"
 
 
@@ -113,7 +123,8 @@ def _count(rng: Random) -> Talk:
     start = between(rng, 0, 90)
     end = start + between(rng, 2, 9)
     form = pick(
-        rng, ("Count from {} to {}.", "Please count from {} to {}.", "List the numbers from {} to {}.")
+        rng,
+        ("Count from {} to {}.", "Please count from {} to {}.", "List the numbers from {} to {}."),
     )
     return form.format(start, end), "I count.", ", ".join(map(str, range(start, end + 1)))
 
@@ -124,7 +135,12 @@ def _compare(rng: Random) -> Talk:
     while b == a:
         b = between(rng, 0, 999)
     form = pick(
-        rng, ("Which is larger, {} or {}?", "What is larger: {} or {}?", "Which number is bigger, {} or {}?")
+        rng,
+        (
+            "Which is larger, {} or {}?",
+            "What is larger: {} or {}?",
+            "Which number is bigger, {} or {}?",
+        ),
     )
     larger, smaller = max(a, b), min(a, b)
     return form.format(a, b), f"{larger} > {smaller}.", str(larger)
@@ -134,7 +150,12 @@ def _neighbour(rng: Random) -> Talk:
     number = between(rng, 1, 998)
     if rng.random() < 0.5:
         form = pick(
-            rng, ("What comes after {}?", "Which number comes after {}?", "What is the next number after {}?")
+            rng,
+            (
+                "What comes after {}?",
+                "Which number comes after {}?",
+                "What is the next number after {}?",
+            ),
         )
         return form.format(number), f"{number} + 1 = {number + 1}.", str(number + 1)
     form = pick(rng, ("What comes before {}?", "Which number comes before {}?"))

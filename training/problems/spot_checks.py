@@ -11,7 +11,12 @@ from training.problems.arithmetic import add, divide, multiply, subtract
 from training.problems.draw import is_held_out
 from training.problems.turns import assistant, decide_thinking, sometimes_system, user
 
-WORK: Mapping[str, Callable[[int, int], str]] = {"+": add, "-": subtract, "*": multiply, "/": divide}
+WORK: Mapping[str, Callable[[int, int], str]] = {
+    "+": add,
+    "-": subtract,
+    "*": multiply,
+    "/": divide,
+}
 
 
 def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Conversation:
@@ -24,7 +29,9 @@ def sample(rng: Random, held_out: bool, thinking: bool | None = None) -> Convers
         messages=(
             *sometimes_system(rng),
             user(check.question),
-            assistant(str(check.value), f"{WORK[check.sign](check.a, check.b)}." if is_thinking else None),
+            assistant(
+                str(check.value), f"{WORK[check.sign](check.a, check.b)}." if is_thinking else None
+            ),
         ),
         check=ExactText(str(check.value)),
         enable_thinking=is_thinking,

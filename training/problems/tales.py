@@ -1,4 +1,5 @@
-"""Problems that follow one amount through events: things or money are had, gained, lost, doubled and shared.
+"""Problems that follow one amount through events: things or money are had, gained, lost, doubled
+and shared.
 
 An opening, up to three events and a question, each from many sentences; any order makes sense.
 """

@@ -1,7 +1,8 @@
-"""One tool as problems use it: its schema, the ways people ask for it, what it returns and how that is told.
+"""One tool as problems use it: its schema, the ways people ask for it, what it returns and how that
+is told.
 
-A request pattern names the parameters it gives in braces; the call has exactly those, in the schema's order.
-Nothing here decides which tools a conversation has.
+A request pattern names the parameters it gives in braces; the call has exactly those, in the
+schema's order. Nothing here decides which tools a conversation has.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One way to ask: the text, the parameters it names, and those it settles without naming a value."""
+    """One way to ask: the text, the parameters it names, and those it settles without naming a
+    value.
+    """
 
     pattern: str
     named: tuple[str, ...]
@@ -66,7 +69,9 @@ def tool(
     )
 
 
-def function_schema(name: str, description: str, parameters: Mapping[str, Parameter]) -> dict[str, Any]:
+def function_schema(
+    name: str, description: str, parameters: Mapping[str, Parameter]
+) -> dict[str, Any]:
     return {
         "type": "function",
         "function": {
@@ -74,8 +79,12 @@ def function_schema(name: str, description: str, parameters: Mapping[str, Parame
             "description": description,
             "parameters": {
                 "type": "object",
-                "properties": {label: dict(parameter.schema) for label, parameter in parameters.items()},
-                "required": [label for label, parameter in parameters.items() if parameter.is_required],
+                "properties": {
+                    label: dict(parameter.schema) for label, parameter in parameters.items()
+                },
+                "required": [
+                    label for label, parameter in parameters.items() if parameter.is_required
+                ],
             },
         },
     }
@@ -102,7 +111,8 @@ def whole(lowest: int, highest: int, description: str = "") -> Parameter:
 def decimal(lowest: int, highest: int) -> Parameter:
     """A number with one digit after the point, never a whole one: its type is plain to see."""
     return Parameter(
-        {"type": "number"}, lambda rng: float(f"{between(rng, lowest, highest)}.{between(rng, 1, 9)}")
+        {"type": "number"},
+        lambda rng: float(f"{between(rng, lowest, highest)}.{between(rng, 1, 9)}"),
     )
 
 

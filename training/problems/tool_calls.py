@@ -1,7 +1,9 @@
-"""Requests that an offered tool fulfils, and turns around them: two calls, results to tell, no tool needed.
+"""Requests that an offered tool fulfils, and turns around them: two calls, results to tell, no tool
+needed.
 
-One to four tools are offered, some of them made up on the spot; the right one is called with the request's
-own values, typed as its schema says. Requests whose tool is not offered are refusals.py's.
+One to four tools are offered, some of them made up on the spot; the right one is called with the
+request's own values, typed as its schema says. Requests whose tool is not offered are
+refusals.py's.
 """
 
 from __future__ import annotations
@@ -44,7 +46,14 @@ ANNOUNCING_SYSTEMS = (
 )
 # Small talk says it does not know what these could find out.
 INFORMING = frozenset({"get_weather", "get_forecast", "find_contact", "web_search", "get_route"})
-ERRORS = ("not available", "not found", "no connection", "try again later", "access denied", "timed out")
+ERRORS = (
+    "not available",
+    "not found",
+    "no connection",
+    "try again later",
+    "access denied",
+    "timed out",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +113,9 @@ def fulfil(rng: Random, errand: Errand) -> Errand:
         result = {name: draw(rng) for name, draw in errand.tool.returns.items()}
         words = {**errand.call.arguments, **result}
         answer = errand.tool.answer.format_map(words)
-        told = tuple(str(value) for name, value in result.items() if f"{{{name}}}" in errand.tool.answer)
+        told = tuple(
+            str(value) for name, value in result.items() if f"{{{name}}}" in errand.tool.answer
+        )
     return replace(errand, result=json.dumps(result), answer=answer, told=told)
 
 
@@ -149,7 +160,9 @@ def _tell_result(rng: Random, held_out: bool, is_thinking: bool) -> Conversation
         messages=(
             *system_turn(rng),
             user(text),
-            assistant("", _calling_thought(errands) if is_thinking else None, [e.call for e in errands]),
+            assistant(
+                "", _calling_thought(errands) if is_thinking else None, [e.call for e in errands]
+            ),
             *(_result_turn(number, errand.result) for number, errand in enumerate(errands, 1)),
             assistant(answer, thought),
         ),
@@ -214,7 +227,9 @@ def _result_turn(number: int, result: str) -> Message:
     return {"role": "tool", "tool_call_id": f"call_{number}", "content": result}
 
 
-def offer(rng: Random, tools: Sequence[Tool], never: Set[str] = frozenset()) -> tuple[dict[str, Any], ...]:
+def offer(
+    rng: Random, tools: Sequence[Tool], never: Set[str] = frozenset()
+) -> tuple[dict[str, Any], ...]:
     """The tools and some others, in any order."""
     names = {*never, *(tool.name for tool in tools)}
     offered = [tool.schema for tool in tools]

@@ -1,8 +1,9 @@
-"""Requests to tools under changing names: the fitting one is called as it is named here, or is missing.
+"""Requests to tools under changing names: the fitting one is called as it is named here, or is
+missing.
 
-A model that knows tools by heart calls what it knows, offered or not. Here the name must be read from the
-offer, so that every call teaches to look for the tool. The same requests come with the fitting tool and
-without it; without it, right is to say so.
+A model that knows tools by heart calls what it knows, offered or not. Here the name must be read
+from the offer, so that every call teaches to look for the tool. The same requests come with the
+fitting tool and without it; without it, right is to say so.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def _conversation(
 
 
 def rename(rng: Random, errand: Errand) -> Errand:
-    """The errand with its tool under another name half of the time; a name that the request says stays."""
+    """The errand with its tool under another name half of the time; a name that the request says
+    stays.
+    """
     if errand.tool.name in errand.text or rng.random() < 0.5:
         return errand
     tool = _renamed(rng, errand.tool)
@@ -100,7 +103,9 @@ def _others(rng: Random, taken: Container[str], num: int) -> list[dict[str, Any]
 def _renamed(rng: Random, tool: Tool) -> Tool:
     name = _other_name(rng, tool.name)
     return replace(
-        tool, name=name, schema={**tool.schema, "function": {**tool.schema["function"], "name": name}}
+        tool,
+        name=name,
+        schema={**tool.schema, "function": {**tool.schema["function"], "name": name}},
     )
 
 
@@ -109,7 +114,9 @@ def _other_name(rng: Random, name: str) -> str:
     luck = rng.random()
     if luck < 0.2:
         return (
-            first + "".join(part.capitalize() for part in rest) if rest else f"{first}_{pick(rng, SUFFIXES)}"
+            first + "".join(part.capitalize() for part in rest)
+            if rest
+            else f"{first}_{pick(rng, SUFFIXES)}"
         )
     if luck < 0.4:
         return f"{pick(rng, PREFIXES)}_{name}"

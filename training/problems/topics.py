@@ -1,6 +1,8 @@
-"""What small talk is about: ways to say a thing, the one answer to it, and the thought before that answer.
+"""What small talk is about: ways to say a thing, the one answer to it, and the thought before that
+answer.
 
-One answer a topic: a tiny model should be sure of what it says. What is said of Penstock must be true.
+One answer a topic: a tiny model should be sure of what it says. What is said of Penstock must be
+true.
 """
 
 from __future__ import annotations

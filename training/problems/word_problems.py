@@ -1,6 +1,8 @@
-"""Grade-school word problems: a few sentences, one short line of work for each step, and `#### n` at the end.
+"""Grade-school word problems: a few sentences, one short line of work for each step, and `#### n`
+at the end.
 
-Puts drafts together from tales and scenes, adds distractors and instructions, and decides what is held out.
+Puts drafts together from tales and scenes, adds distractors and instructions, and decides what is
+held out.
 """
 
 from __future__ import annotations

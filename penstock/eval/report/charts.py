@@ -46,7 +46,13 @@ THEMES: Mapping[str, Mapping[str, str]] = {
     name: {line.split()[0]: line.split()[column] for line in COLOURS.strip().splitlines()}
     for column, name in ((1, "light"), (2, "dark"))
 }
-ROLES = ("ours", "rival", "other", "bound", "goal")  # rival: the one to compare with; bound: the floor
+ROLES = (
+    "ours",
+    "rival",
+    "other",
+    "bound",
+    "goal",
+)  # rival: the one to compare with; bound: the floor
 Theme = Mapping[str, str]
 
 
@@ -197,7 +203,12 @@ def as_svg(chart: Chart, width: int) -> str:
         for mark, (x, y) in zip(group.iter("use"), line.points):
             ElementTree.SubElement(mark, "title").text = f"{line.name}: {short(y)} at {x:,g}"
     box, names = root.attrib["viewBox"], (f"{name}-title", f"{name}-about")
-    root.attrib = {"class": "chart", "viewBox": box, "role": "img", "aria-labelledby": " ".join(names)}
+    root.attrib = {
+        "class": "chart",
+        "viewBox": box,
+        "role": "img",
+        "aria-labelledby": " ".join(names),
+    }
     for place, tag, words in ((0, "title", chart.title), (1, "desc", chart.about)):
         element = ElementTree.Element(tag, id=names[place])
         element.text = NOT_XML.sub(" ", words)
@@ -345,7 +356,9 @@ def _label_lines(chart: LineChart, axes: Any, theme: Theme, is_wide: bool) -> No
         look = {"color": theme[series.role], "fontsize": PLAIN, "fontweight": weight}
         y = places.get(id(series))
         if y is None:
-            axes.annotate(text, series.points[-1], (4, 8), textcoords="offset points", ha="right", **look)
+            axes.annotate(
+                text, series.points[-1], (4, 8), textcoords="offset points", ha="right", **look
+            )
             continue
         axes.annotate(text, (1, y), (8, 3 if series.note else -4), **look, **OUTSIDE)
         if series.note:
@@ -362,7 +375,9 @@ def _draw_bars(chart: BarChart, axes: Any, theme: Theme) -> None:
         _name_row(bar.label, bar.text, y, axes, theme)
         bars = {"height": 0.26, "clip_on": False}
         axes.barh(y + 0.2, chart.full or longest, color=theme["track"], **bars)
-        axes.barh(y + 0.2, bar.value, color=theme[bar.role], alpha=0.45 if bar.is_dashed else None, **bars)
+        axes.barh(
+            y + 0.2, bar.value, color=theme[bar.role], alpha=0.45 if bar.is_dashed else None, **bars
+        )
         if bar.mark is not None:
             mark, span = [bar.mark] * 2, [y + 0.03, y + 0.37]
             axes.plot(mark, span, color=theme["paper"], linewidth=6, clip_on=False)

@@ -290,7 +290,9 @@ class Latency(File, kw_only=True):
 
     def __post_init__(self) -> None:
         found = self.sizes
-        self.sizes = [each for each in found if each.prompt_tokens and each.reply_tokens and each.median_ms]
+        self.sizes = [
+            each for each in found if each.prompt_tokens and each.reply_tokens and each.median_ms
+        ]
 
 
 class Score(File, kw_only=True):

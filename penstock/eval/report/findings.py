@@ -160,7 +160,9 @@ def throughput(results: Results, others: Results) -> Section:
         points = tuple((level.concurrency, level.tok_s) for level in projected)
         series.append(Series(base.name, f"{NUM_GPUS} GPUs, projected", points, "ours", True))
     ends = [(each.label, each.points[-1]) for each in series]
-    about = "; ".join(f"{label}: {short(y)} tokens a second with {x:g} at a time" for label, (x, y) in ends)
+    about = "; ".join(
+        f"{label}: {short(y)} tokens a second with {x:g} at a time" for label, (x, y) in ends
+    )
     title, y_label = "Throughput by requests at a time", "tokens a second, prompts and replies"
     chart = LineChart("throughput", title, about, "requests at a time", y_label, tuple(series))
     order = sorted(series, key=lambda each: each.role != "ours")
@@ -212,7 +214,9 @@ def waiting(results: Results) -> Section:
         files = [run.file for run in runs for _ in run.timed]
         names = [f"{name}, {file}" for name, file in zip(names, files)]
     charts = [
-        _range_chart("ttft", "Time to the first token, ms", names, [level.ttft for level in levels]),
+        _range_chart(
+            "ttft", "Time to the first token, ms", names, [level.ttft for level in levels]
+        ),
         _range_chart("itl", "Time between tokens, ms", names, [level.itl for level in levels]),
     ]
     return {
@@ -220,7 +224,9 @@ def waiting(results: Results) -> Section:
         "file": source.file,
         "first": _soonest(source.timed),
         "between": max(
-            (level for level in source.timed if level.itl), key=lambda each: each.concurrency, default=None
+            (level for level in source.timed if level.itl),
+            key=lambda each: each.concurrency,
+            default=None,
         ),
         "lengths": levels[0] if len({level.lengths for level in levels}) == 1 else None,
         "num_failed": sum(level.errors or level.failed or 0 for level in levels),
@@ -251,13 +257,19 @@ def main_decode(results: Results) -> MainDecode | None:
     for bench in results.all(Steps):
         if bench.kind == "step" and not bench.sampled and not bench.deterministic:
             for model, context in dict.fromkeys((step.model, step.context) for step in bench.rows):
-                steps = [step for step in bench.rows if (step.model, step.context) == (model, context)]
-                found.append(MainDecode(bench, model, context, sorted(steps, key=lambda each: each.batch)))
+                steps = [
+                    step for step in bench.rows if (step.model, step.context) == (model, context)
+                ]
+                found.append(
+                    MainDecode(bench, model, context, sorted(steps, key=lambda each: each.batch))
+                )
     return max(found, key=lambda decode: len(decode.steps), default=None)
 
 
 def _goals(model: str | None, gpu: str | None, others: Results) -> Goals:
-    fitting = (each for each in others.all(Goals) if same_model(each.model, model) and each.gpu == gpu)
+    fitting = (
+        each for each in others.all(Goals) if same_model(each.model, model) and each.gpu == gpu
+    )
     return next(fitting, Goals())
 
 
@@ -266,14 +278,24 @@ def decode_steps(results: Results, others: Results) -> Section:
     if main is None:
         return {}
     steps, first, last = main.steps, main.steps[0], main.steps[-1]
-    goals = {goal.batch: goal.ms for goal in _goals(main.model, main.bench.gpu, others).decode if goal.ms}
-    rivals = [each for each in others.all(OtherDecode) if same_model(each.model, main.model) and each.ms]
+    goals = {
+        goal.batch: goal.ms for goal in _goals(main.model, main.bench.gpu, others).decode if goal.ms
+    }
+    rivals = [
+        each for each in others.all(OtherDecode) if same_model(each.model, main.model) and each.ms
+    ]
     lines = {
-        ("memory's floor", "bound"): [(step.batch, step.floor_ms) for step in steps if step.floor_ms],
-        ("goal", "goal"): [(step.batch, goals[step.batch]) for step in steps if step.batch in goals],
+        ("memory's floor", "bound"): [
+            (step.batch, step.floor_ms) for step in steps if step.floor_ms
+        ],
+        ("goal", "goal"): [
+            (step.batch, goals[step.batch]) for step in steps if step.batch in goals
+        ],
         ("Penstock", "ours"): [(step.batch, step.ms or 0.0) for step in steps],
     }
-    series = [Series(name, "", tuple(points), role) for (name, role), points in lines.items() if points]
+    series = [
+        Series(name, "", tuple(points), role) for (name, role), points in lines.items() if points
+    ]
     series += [Series(rival.name, "", tuple(sorted(rival.ms.items())), "other") for rival in rivals]
     about = (
         f"Milliseconds of one decode step by batch. {short(first.ms)} ms at batch {first.batch}, "
@@ -281,7 +303,9 @@ def decode_steps(results: Results, others: Results) -> Section:
     )
     x_label, y_label = "requests in the step", "ms, lower is better"
     return {
-        "chart": LineChart("decode", "A decode step by batch", about, x_label, y_label, tuple(series)),
+        "chart": LineChart(
+            "decode", "A decode step by batch", about, x_label, y_label, tuple(series)
+        ),
         "main": main,
         "goals": goals,
         "num_met": sum((step.ms or 0.0) <= goals.get(step.batch, 0.0) for step in steps),
@@ -320,7 +344,11 @@ def prefill(results: Results, others: Results) -> Section:
         for step in bench.rows:
             if step.tok_s and step.context:
                 goals = _goals(step.model, bench.gpu, others).prefill
-                same = [each for each in goals if (each.batch, each.context) == (step.batch, step.context)]
+                same = [
+                    each
+                    for each in goals
+                    if (each.batch, each.context) == (step.batch, step.context)
+                ]
                 goal_ms = next((goal.time_ms for goal in same if goal.time_ms), None)
                 mark = 1e3 * step.batch * step.context / goal_ms if goal_ms else None
                 label = f"{step.batch} × {step.context:,}"
@@ -332,7 +360,12 @@ def prefill(results: Results, others: Results) -> Section:
     about = "Prompt tokens a second by number and length of the prompts in one pass."
     chart = BarChart("prefill", "Prompt tokens a second", about, tuple(bars), key)
     fastest = max(rows, key=lambda row: row[1].tok_s or 0.0)
-    return {"chart": chart, "rows": rows, "fastest": fastest, "files": [each.file for each in benches]}
+    return {
+        "chart": chart,
+        "rows": rows,
+        "fastest": fastest,
+        "files": [each.file for each in benches],
+    }
 
 
 def kernels(results: Results) -> Section:
@@ -373,7 +406,11 @@ def replies(results: Results) -> Section:
     key = "line: published" if any(bar.mark for bar in bars) else ""
     about = "Milliseconds of one whole reply to one client, by tokens of prompt and reply."
     chart = BarChart("replies", "Milliseconds of a reply", about, bars, key, mark_role="rival")
-    return {"chart": chart, "found": found, "fastest": min(found, key=lambda pair: pair[0].median_ms or 0.0)}
+    return {
+        "chart": chart,
+        "found": found,
+        "fastest": min(found, key=lambda pair: pair[0].median_ms or 0.0),
+    }
 
 
 def correctness(results: Results) -> Section:
@@ -382,7 +419,12 @@ def correctness(results: Results) -> Section:
         return {}
     has_kinds = len({run.kind for run in runs}) > 1
     bars = tuple(
-        Bar(f"{run.kind}: {gate.task}" if has_kinds else gate.task, share, percent(share), mark=gate.needed)
+        Bar(
+            f"{run.kind}: {gate.task}" if has_kinds else gate.task,
+            share,
+            percent(share),
+            mark=gate.needed,
+        )
         for run in runs
         for gate in run.gates
         if (share := gate.share) is not None

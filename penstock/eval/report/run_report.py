@@ -19,7 +19,16 @@ import minijinja
 
 from penstock.config import setting
 from penstock.errors import PenstockError
-from penstock.eval.report.charts import THEMES, Chart, as_svg, has_matplotlib, percent, save_png, short, whole
+from penstock.eval.report.charts import (
+    THEMES,
+    Chart,
+    as_svg,
+    has_matplotlib,
+    percent,
+    save_png,
+    short,
+    whole,
+)
 from penstock.eval.report.data import Results, read_all
 from penstock.eval.report.findings import find
 from penstock.eval.results import prepare_output
@@ -35,7 +44,9 @@ class ReportSettings:
     """What is read, and where the page goes."""
 
     results: tuple[str, ...] = setting(("results",), "folders and files with results")
-    baseline: str | None = setting(None, "what others reach, and goals (default: the folder baseline)")
+    baseline: str | None = setting(
+        None, "what others reach, and goals (default: the folder baseline)"
+    )
     output: str = setting("report.html", "the page")
     png: str | None = setting(None, "also draw the charts into this folder (matplotlib)")
 
@@ -96,7 +107,10 @@ def save_pictures(findings: Mapping[str, Any], folder: Path) -> Iterator[Path]:
     """NAME-light.png and NAME-dark.png for every chart, and `hero` if both its charts exist."""
     found = [section for section in findings.values() if isinstance(section, dict)]
     charts: list[Chart] = [
-        chart for section in found for chart in section.get("charts") or [section.get("chart")] if chart
+        chart
+        for section in found
+        for chart in section.get("charts") or [section.get("chart")]
+        if chart
     ]
     pictures = {chart.slug: [chart] for chart in charts}
     if all(slug in pictures for slug in HERO):

@@ -40,7 +40,9 @@ class Cache:
             for index in range(len(self.pages[slot]), -(-length // PAGE_SIZE))
         ]
         if len(needed) > len(self.free_pages):
-            raise MemoryError(f"{len(needed)} more pages are needed; {len(self.free_pages)} are free")
+            raise MemoryError(
+                f"{len(needed)} more pages are needed; {len(self.free_pages)} are free"
+            )
         if not needed:
             return
         pages = self.free_pages[: -len(needed) - 1 : -1]

@@ -24,7 +24,9 @@ def run_tokens(model: Model, tokens: Tensor, slots: list[int], positions: list[i
             cache.values[layer, slot, :, position] = value[row]
             keys = cache.keys[layer, slot, :, : position + 1]  # [Hkv, L, D]
             values = cache.values[layer, slot, :, : position + 1]
-            seen = F.scaled_dot_product_attention(query[row, :, None], keys, values, enable_gqa=is_grouped)
+            seen = F.scaled_dot_product_attention(
+                query[row, :, None], keys, values, enable_gqa=is_grouped
+            )
             mixed[row] = seen.squeeze(1)
         return mixed.flatten(-2)
 

@@ -1,4 +1,6 @@
-"""Decode: one pair of batched products for all rows; the queries of a key head are the rows of a matrix."""
+"""Decode: one pair of batched products for all rows; the queries of a key head are the rows of a
+matrix.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from penstock.forge.fragments.rope_pairs import rotate
 def run_tokens(model: Model, tokens: Tensor, slots: list[int], positions: list[int]) -> Tensor:
     """One token for each row: tokens [R] -> logits [R, V]
 
-    The queries that share a key head are the rows of one matrix: no key is read twice. Slots that follow
-    each other are looked at where they lie, others are gathered.
+    The queries that share a key head are the rows of one matrix: no key is read twice. Slots that
+    follow each other are looked at where they lie, others are gathered.
     """
     shape, cache, device = model.shape, model.cache, tokens.device
     longest = max(positions) + 1
@@ -24,7 +26,9 @@ def run_tokens(model: Model, tokens: Tensor, slots: list[int], positions: list[i
     unseen = None  # rows as long as each other see every key
     if min(positions) + 1 < longest:
         unseen = torch.zeros(len(slots), 1, 1, longest, device=device, dtype=cache.keys.dtype)
-        unseen.masked_fill_(torch.arange(longest, device=device) > places[:, None, None, None], -torch.inf)
+        unseen.masked_fill_(
+            torch.arange(longest, device=device) > places[:, None, None, None], -torch.inf
+        )
     scale = shape.head_dim**-0.5
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Attention of a decode step: one program per row, key head and split; a second kernel merges the splits."""
+"""Attention of a decode step: one program per row, key head and split; a second kernel merges the
+splits.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,18 @@ def run_tokens(model: Model, tokens: Tensor, slots: list[int], positions: list[i
     return run_step(model, tokens, rows[0], rows[1], is_long=max(positions) >= SPLIT_KEYS)
 
 
-def run_step(model: Model, tokens: Tensor, slots: Tensor, positions: Tensor, *, is_long: bool) -> Tensor:
-    """The same with all inputs on the device, [R] each. Long rows are split, so that all processors work."""
+def run_step(
+    model: Model, tokens: Tensor, slots: Tensor, positions: Tensor, *, is_long: bool
+) -> Tensor:
+    """The same with all inputs on the device, [R] each. Long rows are split, so that all processors
+    work.
+    """
     num_splits = count_splits(model, len(tokens)) if is_long else 1
 
     def attend(layer: int, turned: Tensor, qkv: Tensor) -> Tensor:
-        return decode_attention(turned, model.cache, layer, slots, positions, model.shape, num_splits)
+        return decode_attention(
+            turned, model.cache, layer, slots, positions, model.shape, num_splits
+        )
 
     return compute_logits(model, run_layers(model, tokens, slots, positions, attend))
 
@@ -67,7 +75,9 @@ def decode_attention(
         log_sums = torch.empty(num_rows, shape.num_heads, num_splits, device=device)
     padded_dim = max(16, next_power_of_2(head_dim))
     page_size = cache.keys.shape[3]
-    block_keys = math.gcd(page_size, min(max(BLOCK_BYTES // (padded_dim * turned.dtype.itemsize), 16), 64))
+    block_keys = math.gcd(
+        page_size, min(max(BLOCK_BYTES // (padded_dim * turned.dtype.itemsize), 16), 64)
+    )
     min_share = max(1, SPLIT_KEYS // 4 // block_keys)
     launch(decode_attention_kernel, (shape.num_kv_heads, num_rows, num_splits))(
         turned,
@@ -140,7 +150,9 @@ def find_block(
     return ((page * NUM_KV_HEADS + i_kv_head) * PAGE_SIZE + position % PAGE_SIZE) * HEAD_DIM
 
 
-@triton.jit(do_not_specialize=["min_share"], do_not_specialize_on_alignment=["p_slots", "p_positions"])
+@triton.jit(
+    do_not_specialize=["min_share"], do_not_specialize_on_alignment=["p_slots", "p_positions"]
+)
 def decode_attention_kernel(
     p_turned,
     p_keys,
@@ -165,8 +177,8 @@ def decode_attention_kernel(
 ):
     """The query heads of one key head against one split of the row's keys.
 
-    Keys and values of earlier steps are read before the wait. From then on the next block's keys are asked
-    for when this one's are used up, and so are its values.
+    Keys and values of earlier steps are read before the wait. From then on the next block's keys
+    are asked for when this one's are used up, and so are its values.
     """
     let_next_start(PDL)
     i_kv_head, i_row, i_split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -236,7 +248,9 @@ def decode_attention_kernel(
         b_weights = tl.exp2(b_scores - b_new_max[:, None])
         b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
         b_max = b_new_max
-        b_out = tl.dot(b_weights.to(b_v.dtype), b_v, b_out * b_decay[:, None], input_precision="ieee")
+        b_out = tl.dot(
+            b_weights.to(b_v.dtype), b_v, b_out * b_decay[:, None], input_precision="ieee"
+        )
         b_v = tl.load(p_values + place + in_block, mask=is_next, other=0.0)
 
     b_out = b_out / b_sum[:, None]
@@ -249,7 +263,9 @@ def decode_attention_kernel(
         tl.store(p_to, b_out.to(p_out.dtype.element_ty), mask=is_output)
 
 
-@triton.jit(do_not_specialize=["min_share", "num_splits"], do_not_specialize_on_alignment=["p_positions"])
+@triton.jit(
+    do_not_specialize=["min_share", "num_splits"], do_not_specialize_on_alignment=["p_positions"]
+)
 def merge_splits_kernel(
     p_partial,
     p_log_sums,

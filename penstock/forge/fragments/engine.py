@@ -47,7 +47,9 @@ class Engine:
         slots = cache.take_slots(len(lengths))
         try:
             cache.reserve(slots, lengths)  # forge: when cache=pages
-            logits = run_prompts(self.model, tokens, lengths, slots)  # forge: when graphs=none|decode
+            logits = run_prompts(
+                self.model, tokens, lengths, slots
+            )  # forge: when graphs=none|decode
             logits = self.prompt_passes.launch(tokens, lengths, slots)  # forge: when graphs=all
         except BaseException:  # memory may run out; who was to be replaced still has its own slot
             for slot in slots:
@@ -67,7 +69,10 @@ class Engine:
         requests = [self._known(id) for id in request_ids]
         for id, request in zip(request_ids, requests):
             self._check_length(id, request.length + 1)
-        slots, positions = [request.slot for request in requests], [request.length for request in requests]
+        slots, positions = (
+            [request.slot for request in requests],
+            [request.length for request in requests],
+        )
         # forge: when graphs=none
         check_range(tokens, self.model.shape.vocab_size)
         self.model.cache.reserve(slots, [at + 1 for at in positions])  # forge: when cache=pages
@@ -105,7 +110,9 @@ class Engine:
         prompts = [torch.as_tensor(prompt) for prompt in input_ids]
         for id, prompt in zip(request_ids, prompts):
             if prompt.ndim != 1 or len(prompt) == 0:
-                raise ValueError(f"the prompt of {id!r} has shape {list(prompt.shape)}; one row is meant")
+                raise ValueError(
+                    f"the prompt of {id!r} has shape {list(prompt.shape)}; one row is meant"
+                )
             self._check_length(id, len(prompt))
         tokens = torch.cat([prompt.to(prompts[0].device) for prompt in prompts])
         check_range(tokens, self.model.shape.vocab_size)
@@ -114,12 +121,15 @@ class Engine:
     def _check_length(self, id: Hashable, length: int) -> None:
         if length > self.model.shape.max_len:
             raise ValueError(
-                f"request {id!r} would have {length} tokens; the model holds {self.model.shape.max_len}"
+                f"request {id!r} would have {length} tokens; the model holds "
+                f"{self.model.shape.max_len}"
             )
 
 
 class CopiedTokens:
-    """Tokens on their way from the device: waiting for them is waiting for what came before the step."""
+    """Tokens on their way from the device: waiting for them is waiting for what came before the
+    step.
+    """
 
     def __init__(self, tokens: Tensor) -> None:
         check_type(tokens)
@@ -160,7 +170,9 @@ def check_type(tokens: Tensor) -> None:
 
 def check_bounds(smallest: int, largest: int, vocab_size: int) -> None:
     if smallest < 0 or largest >= vocab_size:
-        raise ValueError(f"token ids reach from {smallest} to {largest}; the vocabulary has {vocab_size}")
+        raise ValueError(
+            f"token ids reach from {smallest} to {largest}; the vocabulary has {vocab_size}"
+        )
 
 
 def create_engine(model_config: dict[str, Any], weight_dir: str, device: str = "cuda") -> Engine:
@@ -169,7 +181,9 @@ def create_engine(model_config: dict[str, Any], weight_dir: str, device: str = "
     place = torch.device(device)
     # forge: when layers=kernels
     if place.type == "cuda" and place.index not in (None, torch.cuda.current_device()):
-        raise ValueError(f"kernels start on cuda:{torch.cuda.current_device()}; make {device} current first")
+        raise ValueError(
+            f"kernels start on cuda:{torch.cuda.current_device()}; make {device} current first"
+        )
     # forge: end
     shape, dtype = read_shape(model_config), pick_dtype(model_config, place)
     with torch.inference_mode():
@@ -180,8 +194,9 @@ def create_engine(model_config: dict[str, Any], weight_dir: str, device: str = "
 
 
 def warm_up(engine: Engine) -> Engine:
-    """One request, with tokens from either place: the first call of others finds everything loaded. Memory
-    that was kept for passes no graph is made for, captures have given back."""
+    """One request, with tokens from either place: the first call of others finds everything loaded.
+    Memory that was kept for passes no graph is made for, captures have given back.
+    """
     engine.decode_steps.run_large_pass()
     length = min(WARM_UP_TOKENS, engine.model.shape.max_len - 1)
     for place in {torch.device("cpu"), engine.device}:

@@ -1,4 +1,6 @@
-"""The layers in plain torch. Where keys are stored and who attends to them is the caller's business."""
+"""The layers in plain torch. Where keys are stored and who attends to them is the caller's
+business.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Steps captured once and replayed: what is launched and on which memory is fixed, the numbers are not."""
+"""Steps captured once and replayed: what is launched and on which memory is fixed, the numbers are
+not.
+"""
 
 from __future__ import annotations
 

@@ -17,15 +17,19 @@ PROMPT_TOKENS = 2048  # of each of four prompts that no graph is made for
 
 
 class DecodeStep:
-    """One token for each of `size` rows, from inputs that lie still. Every step advances its rows: one that
-    goes on with the same rows is told their tokens, and nothing else."""
+    """One token for each of `size` rows, from inputs that lie still. Every step advances its rows:
+    one that goes on with the same rows is told their tokens, and nothing else.
+    """
 
     def __init__(self, model: Model, size: int) -> None:
         self.model = model
         self.inputs = torch.zeros(4, size, dtype=torch.int64, device=model.rope.device)
         self.inputs[1] = model.cache.spare
         self.tokens, self.slots, self.positions, self.advance = self.inputs.unbind()
-        self.expected: tuple[list[int], list[int]] = ([], [])  # slots, and where they are after the last step
+        self.expected: tuple[list[int], list[int]] = (
+            [],
+            [],
+        )  # slots, and where they are after the last step
 
     def fill(self, tokens: Tensor, slots: list[int], positions: list[int]) -> None:
         num_rows, padding = len(slots), len(self.tokens) - len(slots)
@@ -58,8 +62,12 @@ class DecodeGraphs:
         compile_at_once([*runs, self.run_large_pass], model.rope.device)
         pool = torch.cuda.graph_pool_handle() if model.rope.is_cuda else None
         # The largest first: the others fit into its memory.
-        self.short = {size: capture(self.steps[size].run_short, pool) for size in reversed(STEP_SIZES)}
-        self.long = {size: capture(self.steps[size].run_long, pool) for size in reversed(STEP_SIZES)}
+        self.short = {
+            size: capture(self.steps[size].run_short, pool) for size in reversed(STEP_SIZES)
+        }
+        self.long = {
+            size: capture(self.steps[size].run_long, pool) for size in reversed(STEP_SIZES)
+        }
 
     def run_large_pass(self) -> Tensor:
         """As large as any: later ones find libraries, and memory, ready."""

@@ -23,7 +23,9 @@ SPREAD_TOKENS = 128
 
 
 class PromptPass:
-    """Up to `size` tokens of up to 16 prompts. All that is told of a prompt is its slot and where it ends."""
+    """Up to `size` tokens of up to 16 prompts. All that is told of a prompt is its slot and where
+    it ends.
+    """
 
     def __init__(self, model: Model, size: int) -> None:
         self.model = model
@@ -73,8 +75,9 @@ def spread_kernel(
     TILE_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What each token, and each tile, has to know of its prompt. Without one they are the spare slot's, and
-    tiles without length do nothing."""
+    """What each token, and each tile, has to know of its prompt. Without one they are the spare
+    slot's, and tiles without length do nothing.
+    """
     prompts, places = tl.arange(0, PROMPTS), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_ends = tl.load(p_prompts + prompts)
     b_starts = tl.load(p_prompts + prompts - 1, mask=prompts > 0, other=0)
@@ -91,14 +94,18 @@ def spread_kernel(
     is_its = (places[:, None] >= b_first_tiles[None, :]) & (places[:, None] < b_end_tiles[None, :])
     starts = tl.sum(tl.where(is_its, b_starts[None, :], 0), axis=1)
     lengths = tl.sum(tl.where(is_its, (b_ends - b_starts)[None, :], 0), axis=1)
-    firsts = tl.sum(tl.where(is_its, places[:, None] - b_first_tiles[None, :], 0), axis=1) * TILE_TOKENS
+    firsts = (
+        tl.sum(tl.where(is_its, places[:, None] - b_first_tiles[None, :], 0), axis=1) * TILE_TOKENS
+    )
     tl.store(p_tiles + places * 3, starts, mask=places < num_tiles)
     tl.store(p_tiles + places * 3 + 1, lengths, mask=places < num_tiles)
     tl.store(p_tiles + places * 3 + 2, firsts, mask=places < num_tiles)
 
 
 def pass_sizes(longest: int) -> list[int]:
-    """Each twice the one before, and from 2048 on by a quarter at most: there padding takes time."""
+    """Each twice the one before, and from 2048 on by a quarter at most: there padding takes
+    time.
+    """
     sizes = [32]
     while sizes[-1] < longest:
         size = sizes[-1]
@@ -113,7 +120,9 @@ class PrefillGraphs:
         self.passes = {size: PromptPass(model, size) for size in self.sizes}
         pool = torch.cuda.graph_pool_handle() if model.rope.is_cuda else None
         # The largest first: the others fit into its memory.
-        self.captured = {size: capture(self.passes[size].run, pool) for size in reversed(self.sizes)}
+        self.captured = {
+            size: capture(self.passes[size].run, pool) for size in reversed(self.sizes)
+        }
 
     def launch(self, tokens: Tensor, lengths: list[int], slots: list[int]) -> Tensor:
         """tokens [T], prompts end to end -> logits [R, V]"""

@@ -30,15 +30,21 @@ def embed(tokens: Tensor, embedding: Tensor) -> Tensor:
 
     A token that is out of range, which is refused later, must not be read.
     """
-    out = torch.empty(len(tokens), embedding.shape[1], dtype=embedding.dtype, device=embedding.device)
+    out = torch.empty(
+        len(tokens), embedding.shape[1], dtype=embedding.dtype, device=embedding.device
+    )
     vocab_size, hidden_size = embedding.shape
     grid = (len(tokens), cdiv(hidden_size, COLUMNS_AT_ONCE))
-    launch(embed_kernel, grid)(tokens, embedding, out, vocab_size, WIDTH=hidden_size, BLOCK=COLUMNS_AT_ONCE)
+    launch(embed_kernel, grid)(
+        tokens, embedding, out, vocab_size, WIDTH=hidden_size, BLOCK=COLUMNS_AT_ONCE
+    )
     return out
 
 
 @triton.jit(do_not_specialize_on_alignment=["p_tokens"])
-def embed_kernel(p_tokens, p_embedding, p_out, vocab_size, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def embed_kernel(
+    p_tokens, p_embedding, p_out, vocab_size, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
     i_token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(p_tokens + i_token).to(tl.int64)
@@ -48,7 +54,9 @@ def embed_kernel(p_tokens, p_embedding, p_out, vocab_size, WIDTH: tl.constexpr, 
 
 
 def scale_rows(x: Tensor, eps: float) -> Tensor:
-    """x / rms(x): [T, H] -> [T, H], in float32 inside. The norm's weight is part of the weights behind it."""
+    """x / rms(x): [T, H] -> [T, H], in float32 inside. The norm's weight is part of the weights
+    behind it.
+    """
     out = torch.empty_like(x)
     block = next_power_of_2(x.shape[1])
     num_warps = max(1, min(block // 256, 16))
@@ -144,7 +152,9 @@ def turn_and_store_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A few heads of a token. A dimension becomes x * cos + partner * sin; the partner is read once more."""
+    """A few heads of a token. A dimension becomes x * cos + partner * sin; the partner is read once
+    more.
+    """
     let_next_start(PDL)
     i_token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -161,7 +171,9 @@ def turn_and_store_kernel(
     b_sin = tl.load(p_angles + HEAD_DIM // 2 + dims // 2, mask=inside, other=0.0)
     b_sin = tl.where(dims % 2 == 0, -b_sin, b_sin)
     wait_for_previous(PDL)
-    p_heads = p_qkv + i_token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + heads[:, None] * HEAD_DIM
+    p_heads = (
+        p_qkv + i_token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + heads[:, None] * HEAD_DIM
+    )
     b_x = tl.load(p_heads + dims, mask=inside, other=0.0).to(tl.float32)
     b_partner = tl.load(p_heads + (dims ^ 1), mask=inside, other=0.0).to(tl.float32)
     b_x = (b_x * b_cos + b_partner * b_sin).to(p_turned.dtype.element_ty)

@@ -1,5 +1,6 @@
-"""How kernels are launched: at once, or compiled first, many at a time. How one follows the other is as in
-`ops/triton/launch.py`, out of which the linker takes it."""
+"""How kernels are launched: at once, or compiled first, many at a time. How one follows the other
+is as in `ops/triton/launch.py`, out of which the linker takes it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from torch import Tensor
 
 
 class Compilers:
-    """Kernels on their way: each form once, in threads, because compilers work without Python's lock."""
+    """Kernels on their way: each form once, in threads, because compilers work without Python's
+    lock.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -21,12 +24,16 @@ class Compilers:
         self.asked: set[str] = set()
 
     def ask(self, kernel: Any, grid: Any, *words: Any, **options: Any) -> None:
-        form = str((kernel, options, [word.dtype if isinstance(word, Tensor) else word for word in words]))
+        form = str(
+            (kernel, options, [word.dtype if isinstance(word, Tensor) else word for word in words])
+        )
         if form not in self.asked:
             self.asked.add(form)
             self.threads.submit(self._compile, kernel, grid, words, options)
 
-    def _compile(self, kernel: Any, grid: Any, words: Sequence[Any], options: dict[str, Any]) -> None:
+    def _compile(
+        self, kernel: Any, grid: Any, words: Sequence[Any], options: dict[str, Any]
+    ) -> None:
         """What fails here fails again, and is told, where the kernel is launched."""
         with torch.cuda.device(self.device):
             kernel.warmup(*words, grid=grid, **options)[grid]  # asked for a grid, it is loaded too

@@ -16,7 +16,9 @@ def attend_pack(turned: Tensor, qkv: Tensor, pack: Pack, shape: Shape) -> Tensor
     heads = turned.unflatten(1, (-1, shape.head_dim))
     query, key = heads[:, : shape.num_heads], heads[:, shape.num_heads :]
     value = qkv.unflatten(1, (-1, shape.head_dim))[:, -shape.num_kv_heads :]
-    starts = torch.tensor([0, *accumulate(pack.lengths)], dtype=torch.int32).to(qkv.device, non_blocking=True)
+    starts = torch.tensor([0, *accumulate(pack.lengths)], dtype=torch.int32).to(
+        qkv.device, non_blocking=True
+    )
     longest = max(pack.lengths)
     mixed = torch.ops.aten._flash_attention_forward(
         query, key, value, starts, starts, longest, longest, 0.0, True, False

@@ -1,5 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Attention of packed prompts: a program takes a tile of a prompt's tokens and heads of one key head."""
+"""Attention of packed prompts: a program takes a tile of a prompt's tokens and heads of one key
+head.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class Pack(NamedTuple):
     slots: Tensor  # [T]
     positions: Tensor  # [T]
     lasts: Tensor  # [R]  where the last token of each prompt is
-    tiles: Tensor  # [N, 3]  start and length of the prompt, and which of its tokens the tile starts with
+    # [N, 3]  start and length of the prompt, and which of its tokens the tile starts with
+    tiles: Tensor
 
 
 def pack_prompts(lengths: list[int], slots: list[int], device: torch.device) -> Pack:
@@ -49,7 +52,9 @@ def pack_prompts(lengths: list[int], slots: list[int], device: torch.device) -> 
     ]
     lasts = torch.tensor(ends) - 1
     packed = torch.cat([per_token, positions, lasts, torch.tensor(tiles).flatten()]).to(device)
-    per_token, positions, lasts, flat = packed.split((ends[-1], ends[-1], len(lengths), 3 * len(tiles)))
+    per_token, positions, lasts, flat = packed.split(
+        (ends[-1], ends[-1], len(lengths), 3 * len(tiles))
+    )
     return Pack(per_token, positions, lasts, flat.view(-1, 3))
 
 
@@ -59,7 +64,9 @@ def attend_pack(turned: Tensor, qkv: Tensor, pack: Pack, shape: Shape) -> Tensor
     group = shape.num_heads // shape.num_kv_heads
     padded_dim = max(16, next_power_of_2(shape.head_dim))
     block_heads, block_keys = choose_blocks(group, padded_dim, qkv.dtype, qkv.device)
-    launch(prefill_attention_kernel, (shape.num_kv_heads * cdiv(group, block_heads), len(pack.tiles)))(
+    launch(
+        prefill_attention_kernel, (shape.num_kv_heads * cdiv(group, block_heads), len(pack.tiles))
+    )(
         turned,
         qkv,
         pack.tiles,
@@ -72,7 +79,8 @@ def attend_pack(turned: Tensor, qkv: Tensor, pack: Pack, shape: Shape) -> Tensor
         BLOCK_HEADS=block_heads,
         BLOCK_KEYS=block_keys,
         BLOCK_D=padded_dim,
-        num_warps=4 * block_heads,  # 4 warps for 64 rows of the tile: whom the tensor cores of Hopper obey
+        num_warps=4
+        * block_heads,  # 4 warps for 64 rows of the tile: whom the tensor cores of Hopper obey
         num_stages=2,
         **launch_options(qkv.device),
     )
@@ -80,8 +88,12 @@ def attend_pack(turned: Tensor, qkv: Tensor, pack: Pack, shape: Shape) -> Tensor
 
 
 @functools.cache
-def choose_blocks(group: int, padded_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
-    """The largest of a few tiles whose queries, and two blocks of keys and values, fit into shared memory."""
+def choose_blocks(
+    group: int, padded_dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[int, int]:
+    """The largest of a few tiles whose queries, and two blocks of keys and values, fit into shared
+    memory.
+    """
     if dtype == torch.float32:
         return 1, max(16, min(64, 4096 // padded_dim))
     for heads, keys in ((2, 64), (2, 32), (1, 64)):
@@ -107,10 +119,12 @@ def prefill_attention_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The queries of several heads are the rows of one tile, so that keys are read once for all of them.
+    """The queries of several heads are the rows of one tile, so that keys are read once for all of
+    them.
 
-    The values of a block meet its weights one turn after they are known: the tensor cores have something to
-    multiply while the weights of the next block are computed. The last turn has no keys of its own.
+    The values of a block meet its weights one turn after they are known: the tensor cores have
+    something to multiply while the weights of the next block are computed. The last turn has no
+    keys of its own.
     """
     let_next_start(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -140,7 +154,9 @@ def prefill_attention_kernel(
     is_output = ((base + tokens < length) & (members < GROUP))[:, None] & is_dim
     in_head = heads[:, None] * HEAD_DIM + dims[None, :]
     b_q = tl.load(
-        p_turned + (start + base + tokens)[:, None] * TURNED_WIDTH + in_head, mask=is_output, other=0.0
+        p_turned + (start + base + tokens)[:, None] * TURNED_WIDTH + in_head,
+        mask=is_output,
+        other=0.0,
     )
 
     p_keys = p_turned + start * TURNED_WIDTH + (NUM_HEADS + i_kv_head) * HEAD_DIM
@@ -152,7 +168,8 @@ def prefill_attention_kernel(
     b_decay = tl.zeros((BLOCK_M,), tl.float32)
     b_weights = tl.zeros((BLOCK_M, BLOCK_KEYS), tl.float32)
     b_out = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # There is always a block. A compiler that does not know it keeps the tensor cores waiting in every turn.
+    # There is always a block. A compiler that does not know it keeps the tensor cores waiting in
+    # every turn.
     for block in range(tl.maximum(num_blocks, 1) + 1):
         first = block * BLOCK_KEYS
         far = tl.cast(first, tl.int64)  # a prompt's rows may be more than 2 ** 31 numbers
@@ -161,11 +178,17 @@ def prefill_attention_kernel(
         b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         before = first - BLOCK_KEYS
         is_value = (keys < tl.where(block > 0, end_key - before, 0))[:, None] & is_dim
-        b_v = tl.load(p_values + (far - BLOCK_KEYS) * QKV_WIDTH + in_values, mask=is_value, other=0.0)
-        b_out = tl.dot(b_weights.to(b_v.dtype), b_v, b_out * b_decay[:, None], input_precision="ieee")
+        b_v = tl.load(
+            p_values + (far - BLOCK_KEYS) * QKV_WIDTH + in_values, mask=is_value, other=0.0
+        )
+        b_out = tl.dot(
+            b_weights.to(b_v.dtype), b_v, b_out * b_decay[:, None], input_precision="ieee"
+        )
         if first + BLOCK_KEYS > tl.minimum(base, end_key):
             b_last_key = tl.minimum(base + tokens, end_key - 1)
-            b_scores = tl.where(keys[None, :] <= (b_last_key - first)[:, None], b_scores, float("-inf"))
+            b_scores = tl.where(
+                keys[None, :] <= (b_last_key - first)[:, None], b_scores, float("-inf")
+            )
         b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1) * scale)
         b_decay = tl.exp2(b_max - b_new_max)
         b_weights = tl.exp2(b_scores * scale - b_new_max[:, None])

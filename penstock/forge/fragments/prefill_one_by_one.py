@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.forge.fragments.forward_torch import Model, attend_causally, compute_logits, run_layers
+from penstock.forge.fragments.forward_torch import (
+    Model,
+    attend_causally,
+    compute_logits,
+    run_layers,
+)
 from penstock.forge.fragments.rope_pairs import rotate
 
 

@@ -19,8 +19,8 @@ from penstock.forge.fragments.rope_pairs import rotate
 def run_prompts(model: Model, tokens: Tensor, lengths: list[int], slots: list[int]) -> Tensor:
     """The logits after each prompt, [R, V]. tokens [T] are those of all prompts, end to end.
 
-    Prompts are padded at their end, where causal attention does not look. What the padding leaves in a slot
-    lies behind the request's length, and is overwritten before it is seen.
+    Prompts are padded at their end, where causal attention does not look. What the padding leaves
+    in a slot lies behind the request's length, and is overwritten before it is seen.
     """
     device, longest = tokens.device, max(lengths)
     padded = pad_sequence(tokens.split(lengths), batch_first=True)  # [R, longest]

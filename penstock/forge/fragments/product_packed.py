@@ -1,4 +1,6 @@
-"""Products on a CPU by oneDNN, with weights packed once. A BLAS packs them anew for every product."""
+"""Products on a CPU by oneDNN, with weights packed once. A BLAS packs them anew for every
+product.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ LEAST_ELEMENTS = 1 << 17  # of a weight: for a smaller one the call costs more t
 
 def pack(weight: Tensor) -> Tensor:
     """[N, K] as oneDNN reads it fastest; unchanged where torch has no oneDNN, and on a GPU"""
-    is_possible = weight.is_cpu and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    is_possible = (
+        weight.is_cpu and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    )
     if not is_possible or weight.numel() < LEAST_ELEMENTS:
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, USUAL_ROWS)
@@ -23,5 +27,7 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
     """x [.., K] by weight [N, K] -> [.., N]"""
     if not weight.is_mkldnn:
         return F.linear(x, weight)
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, None, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(
+        x.contiguous(), weight, None, "none", [], ""
+    )
     return product

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
-"""The products of a decode step: every weight is read once, and norms and activations are part of them.
+"""The products of a decode step: every weight is read once, and norms and activations are part of
+them.
 
-Very few rows are multiplied in registers, a batch on tensor cores, and many rows, where arithmetic and not
-the weight's bytes sets the pace, by the library.
+Very few rows are multiplied in registers, a batch on tensor cores, and many rows, where arithmetic
+and not the weight's bytes sets the pace, by the library.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def project_gated(x: Tensor, eps: float, weight: Tensor) -> Tensor:
 
 
 def project_onto(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """residual [T, N] + x [T, M] by weight [N, M]. The residual is given up: the sum may take its place."""
+    """residual [T, N] + x [T, M] by weight [N, M]. The residual is given up: the sum may take its
+    place.
+    """
     if len(x) > TENSOR_ROWS:
         return residual.addmm_(x, weight.t())
     if len(x) <= VECTOR_ROWS:
@@ -68,7 +71,9 @@ def project_onto(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 @triton.jit
 def place_rows(rows, N, IS_GATED: tl.constexpr):
-    """Which rows of the weight a program multiplies: of a gated one pairs, each of a gate and its up."""
+    """Which rows of the weight a program multiplies: of a gated one pairs, each of a gate and its
+    up.
+    """
     source = rows // 2 + rows % 2 * (N // 2) if IS_GATED else rows
     return tl.minimum(source, N - 1).to(tl.int64)
 
@@ -119,8 +124,9 @@ class VectorTile(NamedTuple):
 
 
 def choose_vector_tile(weight: Tensor, num_rows: int) -> VectorTile:
-    """Many rows of a weight spare inputs; fewer where those can be held whole, or the device is to be filled:
-    at least three programs a processor."""
+    """Many rows of a weight spare inputs; fewer where those can be held whole, or the device is to
+    be filled: at least three programs a processor.
+    """
     N, M = weight.shape
     tiles = [vector_tile(block_n, M, num_rows) for block_n in (8, 4, 2)]
     is_whole = [tile.held * tile.block_m >= M for tile in tiles]
@@ -131,13 +137,21 @@ def choose_vector_tile(weight: Tensor, num_rows: int) -> VectorTile:
 
 
 def vector_tile(block_n: int, M: int, num_rows: int) -> VectorTile:
-    width = 1024 if M % 1024 == 0 or M > 4096 else 512 if M % 512 == 0 else min(1024, next_power_of_2(M))
+    width = (
+        1024
+        if M % 1024 == 0 or M > 4096
+        else 512
+        if M % 512 == 0
+        else min(1024, next_power_of_2(M))
+    )
     width = max(64, width)
     num_warps = min(4, max(1, width // WARP_COLUMNS))
     num_chunks = cdiv(M, width)
     elements = block_n * width // (32 * num_warps)  # of a chunk, in one thread
     most = min(max(1, HELD_ELEMENTS[next_power_of_2(num_rows)] // elements), num_chunks)
-    held = min(range(most, most // 2, -1), key=lambda held: -num_chunks % held)  # few empty chunks at the end
+    held = min(
+        range(most, most // 2, -1), key=lambda held: -num_chunks % held
+    )  # few empty chunks at the end
     return VectorTile(block_n, width, held, num_warps)
 
 
@@ -158,11 +172,15 @@ def vector_product_kernel(
     HELD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A few rows of the weight in chunks of columns. The first HELD chunks are under way before the wait."""
+    """A few rows of the weight in chunks of columns. The first HELD chunks are under way before the
+    wait.
+    """
     let_next_start(PDL)
     STRIDE: tl.constexpr = HELD * BLOCK_M
     IS_WHOLE: tl.constexpr = M % STRIDE == 0
-    GROUP: tl.constexpr = 128 // p_weight.dtype.element_ty.primitive_bitwidth  # elements of a 16-byte load
+    GROUP: tl.constexpr = (
+        128 // p_weight.dtype.element_ty.primitive_bitwidth
+    )  # elements of a 16-byte load
     NUM_GROUPS: tl.constexpr = BLOCK_M // GROUP
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     p_rows = p_weight + place_rows(rows, N, IS_GATED)[:, None] * M
@@ -173,12 +191,17 @@ def vector_product_kernel(
 
     WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
     out_width = N // 2 if IS_GATED else N
-    tokens, places = tl.arange(0, BLOCK_T)[:, None], (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH))[None, :]
+    tokens, places = (
+        tl.arange(0, BLOCK_T)[:, None],
+        (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH))[None, :],
+    )
     inside = (tokens < num_rows) & (places < out_width)
     wait_for_previous(PDL)
     b_added = tl.zeros([BLOCK_T, WIDTH], tl.float32)
     if p_residual is not None:
-        b_added += tl.load(p_residual + tokens * out_width + places, mask=inside, other=0.0).to(tl.float32)
+        b_added += tl.load(p_residual + tokens * out_width + places, mask=inside, other=0.0).to(
+            tl.float32
+        )
 
     sums = ()
     squares = ()
@@ -193,10 +216,14 @@ def vector_product_kernel(
             new_sums = ()
             new_squares = ()
             for t in tl.static_range(BLOCK_T):
-                b_x = load_inside(p_x + tl.minimum(t, num_rows - 1) * M + columns, columns < M, IS_WHOLE)
+                b_x = load_inside(
+                    p_x + tl.minimum(t, num_rows - 1) * M + columns, columns < M, IS_WHOLE
+                )
                 b_x = b_x.to(tl.float32)
                 if norm_eps is not None:
-                    new_squares += (squares[t] + tl.sum(tl.reshape(b_x * b_x, [NUM_GROUPS, GROUP]), axis=1),)
+                    new_squares += (
+                        squares[t] + tl.sum(tl.reshape(b_x * b_x, [NUM_GROUPS, GROUP]), axis=1),
+                    )
                 b_products = tl.reshape(b_weight * b_x[None, :], [BLOCK_N, NUM_GROUPS, GROUP])
                 new_sums += (sums[t] + tl.sum(b_products, axis=2),)
             sums = new_sums
@@ -209,13 +236,19 @@ def vector_product_kernel(
             weights = next_weights
 
     # All rows at once: a sum across the program's threads takes them to a barrier.
-    b_out = tl.trans(tl.sum(tl.reshape(_stack(sums, BLOCK_T), [BLOCK_N, NUM_GROUPS, BLOCK_T]), axis=1))
+    b_out = tl.trans(
+        tl.sum(tl.reshape(_stack(sums, BLOCK_T), [BLOCK_N, NUM_GROUPS, BLOCK_T]), axis=1)
+    )
     if norm_eps is not None:
         b_squares = tl.sum(tl.reshape(_stack(squares, BLOCK_T), [NUM_GROUPS, BLOCK_T]), axis=0)
         b_out = b_out * tl.rsqrt(b_squares / M + norm_eps)[:, None]
     if IS_GATED:
         b_out = gate_pairs(b_out, BLOCK_T, BLOCK_N)
-    tl.store(p_out + tokens * out_width + places, (b_out + b_added).to(p_out.dtype.element_ty), mask=inside)
+    tl.store(
+        p_out + tokens * out_width + places,
+        (b_out + b_added).to(p_out.dtype.element_ty),
+        mask=inside,
+    )
 
 
 class Tile(NamedTuple):
@@ -227,15 +260,20 @@ class Tile(NamedTuple):
 
 
 def choose_tile(weight: Tensor, num_rows: int, can_split: bool) -> Tile:
-    """Where the rows of a weight make too few programs, its columns are split. Programs that have a processor
-    to themselves have its shared memory too, and as much more under way."""
+    """Where the rows of a weight make too few programs, its columns are split. Programs that have a
+    processor to themselves have its shared memory too, and as much more under way.
+    """
     N, M = weight.shape
     block_t = max(16, next_power_of_2(num_rows))
     block_m = 256 // weight.dtype.itemsize
     num_programs, filling = cdiv(N, WEIGHT_ROWS), num_processors(weight.device)
-    most_splits = max(1, M // (4 * block_m)) if can_split else 1  # fewer than four steps fill no pipeline
+    most_splits = (
+        max(1, M // (4 * block_m)) if can_split else 1
+    )  # fewer than four steps fill no pipeline
     num_splits = min(max(1, round(filling / num_programs)), most_splits)
-    room = (shared_memory(weight.device) - SPARED_BYTES) // (1 if num_programs * num_splits <= filling else 2)
+    room = (shared_memory(weight.device) - SPARED_BYTES) // (
+        1 if num_programs * num_splits <= filling else 2
+    )
     num_stages = max(2, min(MAX_STAGES, room // ((WEIGHT_ROWS + block_t) * 256)))
     return Tile(block_t, WEIGHT_ROWS, block_m, num_splits, num_stages)
 
@@ -310,11 +348,12 @@ def tensor_product_kernel(
     PREFETCHED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The weight is the left operand: its rows fill an instruction, whose other side is narrow as the batch.
+    """The weight is the left operand: its rows fill an instruction, whose other side is narrow as
+    the batch.
 
-    Inputs are multiplied as they were loaded: tensor cores then take them where the copies put them, and what
-    a norm divides by is known in time for the sums. With several splits the output is one part each,
-    [NUM_SPLITS, T, N].
+    Inputs are multiplied as they were loaded: tensor cores then take them where the copies put
+    them, and what a norm divides by is known in time for the sums. With several splits the output
+    is one part each, [NUM_SPLITS, T, N].
     """
     let_next_start(PDL)
     IS_WHOLE: tl.constexpr = M % BLOCK_M == 0
@@ -323,8 +362,12 @@ def tensor_product_kernel(
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.program_id(1) * SPLIT
     p_rows = p_weight + place_rows(rows, N, IS_GATED)[:, None] * M
-    LINE: tl.constexpr = 1024 // p_weight.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
-    ask_for(p_rows + tl.minimum(start + tl.arange(0, PREFETCHED // 128) * LINE, M - 1)[None, :], PDL)
+    LINE: tl.constexpr = (
+        1024 // p_weight.dtype.element_ty.primitive_bitwidth
+    )  # elements of 128 bytes
+    ask_for(
+        p_rows + tl.minimum(start + tl.arange(0, PREFETCHED // 128) * LINE, M - 1)[None, :], PDL
+    )
     wait_for_previous(PDL)
 
     b_sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -350,4 +393,6 @@ def tensor_product_kernel(
         p_taken = p_residual + tokens[None, :] * out_width + places
         b_sums += tl.load(p_taken, mask=inside, other=0.0).to(tl.float32)
     i_row = tl.program_id(1) * num_rows + tokens
-    tl.store(p_out + i_row[None, :] * out_width + places, b_sums.to(p_out.dtype.element_ty), mask=inside)
+    tl.store(
+        p_out + i_row[None, :] * out_width + places, b_sums.to(p_out.dtype.element_ty), mask=inside
+    )

@@ -1,5 +1,7 @@
-"""Rotation of the two halves of a head. The rows of the projections are reordered once, at loading: scores do
-not change when queries and keys are reordered alike, and halves are contiguous where pairs are not."""
+"""Rotation of the two halves of a head. The rows of the projections are reordered once, at loading:
+scores do not change when queries and keys are reordered alike, and halves are contiguous where
+pairs are not.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from penstock.forge.fragments.shape import Shape, rope_angles
 
 
 def swap_pairs_for_halves(weight: Tensor, head_dim: int) -> Tensor:
-    """[heads * D, H] with the even rows of every head before its odd ones: rotation then turns halves.
+    """[heads * D, H] with the even rows of every head before its odd ones: rotation then turns
+    halves.
 
     Scores stay the same, since queries and keys are reordered alike.
     """

@@ -28,21 +28,29 @@ class StateDict:
 
     def __init__(self, weight_dir: str, dtype: torch.dtype, device: torch.device) -> None:
         path = os.path.join(weight_dir, "model.pt")
-        self.tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        self.tensors: dict[str, Tensor] = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=True
+        )
         self.dtype = dtype
         self.device = device
 
     def take(self, name: str, *shape: int) -> Tensor:
         spellings = (f"{name}.weight", name, f"model.{name}.weight", f"model.{name}")
-        stored = next((self.tensors[spelled] for spelled in spellings if spelled in self.tensors), None)
+        stored = next(
+            (self.tensors[spelled] for spelled in spellings if spelled in self.tensors), None
+        )
         if stored is None:
             raise KeyError(f"model.pt has no tensor {name}.weight")
         if stored.shape != shape:
-            raise ValueError(f"{name} has shape {list(stored.shape)}; the config says {list(shape)}")
+            raise ValueError(
+                f"{name} has shape {list(stored.shape)}; the config says {list(shape)}"
+            )
         return stored.to(self.device).to(self.dtype)
 
 
-def load_weights(shape: Shape, weight_dir: str, dtype: torch.dtype, device: torch.device) -> Weights:
+def load_weights(
+    shape: Shape, weight_dir: str, dtype: torch.dtype, device: torch.device
+) -> Weights:
     state = StateDict(weight_dir, dtype, device)
     embedding = state.take("embed_tokens", shape.vocab_size, shape.hidden_size)
     prefixes = [f"layers.{index}." for index in range(shape.num_layers)]

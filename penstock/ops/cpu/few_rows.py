@@ -1,4 +1,6 @@
-"""Products of a few tokens with a bf16 weight on a CPU (`few_rows.cpp`), rounded once or not at all."""
+"""Products of a few tokens with a bf16 weight on a CPU (`few_rows.cpp`), rounded once or not at
+all.
+"""
 
 from __future__ import annotations
 

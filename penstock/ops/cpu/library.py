@@ -1,7 +1,7 @@
 """A C++ source, compiled for the CPU it runs on, as a loaded library. Knows no tensor and no shape.
 
-Compiling takes the machine's own compiler a second or two; results are kept on disk, by source, compiler and
-kind of CPU. Without a compiler there is no library, and nobody has to know.
+Compiling takes the machine's own compiler a second or two; results are kept on disk, by source,
+compiler and kind of CPU. Without a compiler there is no library, and nobody has to know.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 from penstock.ops.cache_folder import cache_folder, write_whole
 
 LONGEST_COMPILE = 60.0  # seconds
-# What torch itself uses of the CPU, which a user can limit (ATEN_CPU_CAPABILITY): our kernels keep to it.
+# What torch itself uses of the CPU, which a user can limit (ATEN_CPU_CAPABILITY): our kernels keep
+# to it.
 TARGETS = {"AVX512": ("-march=native",), "AVX2": ("-march=native", "-mno-avx512f")}
 log = logging.getLogger(__name__)
 

@@ -1,5 +1,6 @@
-"""Memory of large weights on huge pages. A step reads all weights once, and with pages of 4 KB a tenth of its
-time and more goes into finding them. Where the system has no huge pages, they stay small.
+"""Memory of large weights on huge pages. A step reads all weights once, and with pages of 4 KB a
+tenth of its time and more goes into finding them. Where the system has no huge pages, they stay
+small.
 """
 
 from __future__ import annotations
@@ -24,4 +25,8 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
     pages = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(pages)) % HUGE_PAGE
-    return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start).view(dtype).view(shape)
+    return (
+        torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start)
+        .view(dtype)
+        .view(shape)
+    )

@@ -1,4 +1,6 @@
-"""Products of a few tokens with quantised rows on a CPU (`quantized.cpp`), and rows of them in float32."""
+"""Products of a few tokens with quantised rows on a CPU (`quantized.cpp`), and rows of them in
+float32.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,26 @@ from torch import Tensor
 from penstock.ops.cpu import library
 from penstock.ops.quantized import QuantizedRows, Scales
 
-MOST_TOKENS = {"AVX512": 256, "AVX2": 64}  # for more, expanding the rows costs less than their codes
+MOST_TOKENS = {
+    "AVX512": 256,
+    "AVX2": 64,
+}  # for more, expanding the rows costs less than their codes
 MOST_FLOAT_TOKENS = 32  # of FP8, which is multiplied as float32 either way
 BLOCK = 128  # columns that a step of the kernel takes
-UNITS = (128, 64, 32, 16)  # columns that share a scale, as kernels are compiled; groups are multiples
-TYPES = {None: 0, torch.uint8: 1, torch.int8: 2, torch.float16: 3, torch.bfloat16: 4, torch.float32: 5}
+UNITS = (
+    128,
+    64,
+    32,
+    16,
+)  # columns that share a scale, as kernels are compiled; groups are multiples
+TYPES = {
+    None: 0,
+    torch.uint8: 1,
+    torch.int8: 2,
+    torch.float16: 3,
+    torch.bfloat16: 4,
+    torch.float32: 5,
+}
 WEIGHT_TYPES: list[Any] = [
     *(c_void_p, c_void_p),  # planes
     *(c_void_p, c_int, c_void_p, c_int),  # scales
@@ -54,7 +71,8 @@ def _most_tokens() -> int:
 
 
 def multiply(x: Tensor, rows: QuantizedRows, out: Tensor) -> None:
-    """x [T, K] float32 times rows [N, K] into out [T, N] float32, which may be columns of a wider tensor.
+    """x [T, K] float32 times rows [N, K] into out [T, N] float32, which may be columns of a wider
+    tensor.
 
     Inputs are rounded to 16 bits, with a scale for each 128 columns."""
     x = (x if rows.columns is None else x[:, rows.columns]).contiguous()
@@ -87,7 +105,9 @@ def expand(rows: QuantizedRows, first: int, count: int) -> Tensor:  # [count, K]
 
 
 def _kind(rows: QuantizedRows) -> tuple[int, int, bool, bool]:
-    """What a library is compiled for: bits, columns that share a scale, a table, whether codes are floats."""
+    """What a library is compiled for: bits, columns that share a scale, a table, whether codes are
+    floats.
+    """
     unit = next(unit for unit in UNITS if _group(rows) % unit == 0)
     has_levels = rows.levels is not None
     return rows.bits, unit, has_levels and rows.bits < 8, has_levels and rows.bits == 8
@@ -105,7 +125,10 @@ def _levels_as_bytes(levels: tuple[float, ...]) -> Meaning | None:
     for unit in (1.0, 0.5):
         whole = [level / unit for level in levels]
         bias = max(0, -int(min(whole)))
-        if all(value.is_integer() and 0 <= value + bias < 256 for value in whole) and len(whole) <= 16:
+        if (
+            all(value.is_integer() and 0 <= value + bias < 256 for value in whole)
+            and len(whole) <= 16
+        ):
             values = [int(value) + bias for value in whole] + [0] * (16 - len(whole))
             return Meaning(torch.tensor(values, dtype=torch.uint8), bias, unit)
     return None
@@ -142,7 +165,12 @@ def _arguments(rows: QuantizedRows) -> list[object]:
 def _scale_arguments(scales: Scales | None) -> list[object]:
     if scales is None:
         return [None, TYPES[None], None, 1]
-    return [scales.fine.data_ptr(), TYPES[scales.fine.dtype], _pointer(scales.coarse), scales.repeat]
+    return [
+        scales.fine.data_ptr(),
+        TYPES[scales.fine.dtype],
+        _pointer(scales.coarse),
+        scales.repeat,
+    ]
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

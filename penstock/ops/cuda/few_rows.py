@@ -1,6 +1,8 @@
-"""Products of up to 8 tokens and a dense weight whose bytes go straight from memory to the tensor cores.
+"""Products of up to 8 tokens and a dense weight whose bytes go straight from memory to the tensor
+cores.
 
-How the kernel works is told in `few_rows.cu`. Here: which products it is made for, its tiles, its launch.
+How the kernel works is told in `few_rows.cu`. Here: which products it is made for, its tiles, its
+launch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ STEP_COLUMNS = 32  # that a warp multiplies at a time
 TILE_ROWS = 16  # of one instruction
 MOST_HELD = 16  # steps of one tile of rows: 128 registers of a thread
 WIDE_ROWS = 1 << 12
-MAX_NORMED = 1 << 13  # columns of a norm that fit beside the sums in what memory a block has without asking
+MAX_NORMED = (
+    1 << 13
+)  # columns of a norm that fit beside the sums in what memory a block has without asking
 REGISTERS = 65536  # of a multiprocessor
 DTYPES = (torch.bfloat16, torch.float16)
 SOURCE = Path(__file__).with_name("few_rows.cu")
@@ -88,8 +92,10 @@ def _address(tensor: Tensor | None) -> ctypes._SimpleCData[Any]:
 
 
 def few_rows_rule(shape: tuple[int, int]) -> Tile | None:
-    """Where there are rows for one block on each processor only, many warps that ask for everything at once;
-    else several small blocks, with more rows for each byte of the tokens. None: the columns do not divide."""
+    """Where there are rows for one block on each processor only, many warps that ask for everything
+    at once; else several small blocks, with more rows for each byte of the tokens. None: the
+    columns do not divide.
+    """
     is_wide = shape[0] > WIDE_ROWS
     row_tiles, num_warps, held, blocks = (2, 4, 4, 3) if is_wide else (1, 8, 16, 1)
     if shape[1] % (num_warps * STEP_COLUMNS):
@@ -98,7 +104,9 @@ def few_rows_rule(shape: tuple[int, int]) -> Tile | None:
 
 
 def few_rows_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """Warps that share the columns evenly, steps that they hold, and blocks that these leave room for."""
+    """Warps that share the columns evenly, steps that they hold, and blocks that these leave room
+    for.
+    """
     if num_tokens > MAX_TOKENS:
         return []
     tiles: list[Tile] = []
@@ -108,7 +116,9 @@ def few_rows_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
             continue
         most = _most_blocks(row_tiles, num_warps, held)
         for blocks in sorted({most, max(1, most - 1)}):
-            tiles.append({"row_tiles": row_tiles, "num_warps": num_warps, "held": held, "blocks": blocks})
+            tiles.append(
+                {"row_tiles": row_tiles, "num_warps": num_warps, "held": held, "blocks": blocks}
+            )
     return tiles
 
 
@@ -119,10 +129,28 @@ def _most_blocks(row_tiles: int, num_warps: int, held: int) -> int:
 
 
 def compile_cases() -> list[dict[str, int]]:
-    """Constants of the kernel as Qwen3.5-35B-A3B needs it in bf16, a model in fp16, and one with biases."""
+    """Constants of the kernel as Qwen3.5-35B-A3B needs it in bf16, a model in fp16, and one with
+    biases.
+    """
     plain = dict.fromkeys(("HAS_NORM", "HAS_BIAS", "HAS_RESIDUAL", "IS_OUT_FLOAT"), 0)
-    wide = {"COLUMNS": 2048, "ROW_TILES": 2, "WARPS": 4, "HELD": 4, "BLOCKS": 3, **plain, "IS_BFLOAT": 1}
-    few = {"COLUMNS": 4096, "ROW_TILES": 1, "WARPS": 8, "HELD": 16, "BLOCKS": 1, **plain, "IS_BFLOAT": 1}
+    wide = {
+        "COLUMNS": 2048,
+        "ROW_TILES": 2,
+        "WARPS": 4,
+        "HELD": 4,
+        "BLOCKS": 3,
+        **plain,
+        "IS_BFLOAT": 1,
+    }
+    few = {
+        "COLUMNS": 4096,
+        "ROW_TILES": 1,
+        "WARPS": 8,
+        "HELD": 16,
+        "BLOCKS": 1,
+        **plain,
+        "IS_BFLOAT": 1,
+    }
     return [
         {**wide, "HAS_NORM": 1},
         {**wide, "HAS_NORM": 1, "IS_OUT_FLOAT": 1, "IS_BFLOAT": 0},

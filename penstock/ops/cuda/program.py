@@ -1,8 +1,8 @@
 """A CUDA C++ source, compiled for given constants, and its launch. Knows no tensor and no shape.
 
-Compiling takes NVRTC, which comes with PyTorch's CUDA builds, some tenths of a second; results are kept on
-disk. Launching goes through the driver, because only there a kernel may be told to start while the one before
-it still runs (see `ops/triton/launch.py`).
+Compiling takes NVRTC, which comes with PyTorch's CUDA builds, some tenths of a second; results are
+kept on disk. Launching goes through the driver, because only there a kernel may be told to start
+while the one before it still runs (see `ops/triton/launch.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def is_available(device: torch.device) -> bool:
 
 
 class Program:
-    """One kernel on one device. Its arguments are given as ctypes values, in the order of its signature."""
+    """One kernel on one device. Its arguments are given as ctypes values, in the order of its
+    signature.
+    """
 
     def __init__(
         self, source: Path, name: str, constants: tuple[tuple[str, int], ...], device: torch.device
@@ -66,7 +68,9 @@ class Program:
         self._module, self._function = c_void_p(), c_void_p()
         torch.cuda.current_stream(device)  # a thread that has done nothing yet has no context
         self._check(self._driver.cuModuleLoadData(byref(self._module), image))
-        self._check(self._driver.cuModuleGetFunction(byref(self._function), self._module, name.encode()))
+        self._check(
+            self._driver.cuModuleGetFunction(byref(self._function), self._module, name.encode())
+        )
         self._attributes = (_Attribute * 1)(_Attribute(START_EARLY, 0, 1))
         self._num_attributes = int(has_dependent_launch(device))
 
@@ -79,7 +83,9 @@ class Program:
             self._attributes,
             self._num_attributes,
         )
-        pointers = (c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
+        pointers = (c_void_p * len(arguments))(
+            *(ctypes.addressof(argument) for argument in arguments)
+        )
         self._check(self._driver.cuLaunchKernelEx(byref(launch), self._function, pointers, None))
 
     def _check(self, code: int) -> None:
@@ -91,7 +97,9 @@ class Program:
 
 
 @functools.cache
-def program(source: Path, name: str, constants: tuple[tuple[str, int], ...], device: torch.device) -> Program:
+def program(
+    source: Path, name: str, constants: tuple[tuple[str, int], ...], device: torch.device
+) -> Program:
     return Program(source, name, constants, device)
 
 
@@ -104,7 +112,10 @@ def compile_source(source: str, constants: Mapping[str, int], architecture: str)
     major, minor = c_int(), c_int()
     compiler.nvrtcVersion(byref(major), byref(minor))
     told = "\n".join([f"{major.value}.{minor.value}", *options, source])
-    path = cache_folder("kernels") / f"{hashlib.blake2b(told.encode(), digest_size=16).hexdigest()}.cubin"
+    path = (
+        cache_folder("kernels")
+        / f"{hashlib.blake2b(told.encode(), digest_size=16).hexdigest()}.cubin"
+    )
     if path.exists():
         return path.read_bytes()
     image = _compile(compiler, source, options)

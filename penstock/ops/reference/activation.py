@@ -1,8 +1,8 @@
 """Smooth activations in float32. Knows no layer.
 
-torch's own CPU sigmoid, silu and softplus round differently in a vector's tail than inside it, so a value
-changes in its last bit with its place in the batch; `exp` and `log1p` do not. `deterministic` builds on these
-two alone, at several times the cost.
+torch's own CPU sigmoid, silu and softplus round differently in a vector's tail than inside it, so a
+value changes in its last bit with its place in the batch; `exp` and `log1p` do not. `deterministic`
+builds on these two alone, at several times the cost.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Causal attention over paged keys and values. Knows pages and rows, not sequences.
 
-Decode rows are one batched computation over the pages they own. Rows of several tokens go block by block of
-64 queries, aligned to absolute positions: a token meets the same shapes however its prompt was split, so the
-result is the same to the bit. With `deterministic` decode rows take that road as well.
+Decode rows are one batched computation over the pages they own. Rows of several tokens go block by
+block of 64 queries, aligned to absolute positions: a token meets the same shapes however its prompt
+was split, so the result is the same to the bit. With `deterministic` decode rows take that road as
+well.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def paged_attention(
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
     # query_start and chunks serve kernels; here the spans say the same on the host.
     if one_token.is_alone(q, deterministic) and len(spans) == 1:
-        alone = one_token.attend(q, keys, values, page_table[0], spans[0].context_len, scale, window)
+        alone = one_token.attend(
+            q, keys, values, page_table[0], spans[0].context_len, scale, window
+        )
         return alone if gate is None else alone.mul_(sigmoid(gate, deterministic))
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     for piece in cut_rows(spans, batch_decodes=not deterministic):
@@ -137,7 +140,9 @@ def _attend_row(
     blocks = F.pad(q.float(), padding).unflatten(0, (-1, QUERY_BLOCK))  # [blocks, 64, Hq, D]
     outputs = []
     for index, block in enumerate(blocks, start=first_block):
-        visible = slice(_first_key(index, window) - first_key, (index + 1) * QUERY_BLOCK - first_key)
+        visible = slice(
+            _first_key(index, window) - first_key, (index + 1) * QUERY_BLOCK - first_key
+        )
         # [Hkv, G * 64, D]: the query heads that share a key head multiply it together
         grouped = block.permute(1, 0, 2).reshape(num_kv_heads, -1, head_dim)
         scores = (grouped @ k[:, visible].transpose(1, 2)).unflatten(1, (-1, QUERY_BLOCK)) * scale

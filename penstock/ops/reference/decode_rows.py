@@ -1,7 +1,8 @@
-"""The head of a decode step: from row numbers and positions to all that a step of one token a row needs.
+"""The head of a decode step: from row numbers and positions to all that a step of one token a row
+needs.
 
-What a row keeps between steps (its last token, its pages) stays in tables on the device; the host sends
-four integers a row.
+What a row keeps between steps (its last token, its pages) stays in tables on the device; the host
+sends four integers a row.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ def decode_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """token_ids [R], kv_index [R], context_lens [R], all int64, and row_pages [R, P] int32.
 
-    Pages that the row has not reached are zero in `row_pages`. The slots are passed through by the caller.
+    Pages that the row has not reached are zero in `row_pages`. The slots are passed through by the
+    caller.
     """
     rows, positions = packed[0], packed[1]
     pages = page_table[rows]  # [R, P]

@@ -1,13 +1,15 @@
-"""The Gated DeltaNet mixer: causal convolution, gates, the delta rule, and the gated norm of its output.
+"""The Gated DeltaNet mixer: causal convolution, gates, the delta rule, and the gated norm of its
+output.
 
-Rows of one token take the recurrence, all of them at once; rows of several tokens take the chunked form, in
-chunks of 64 aligned to absolute positions, so that a prompt split at a multiple of 64 gives the same bits.
-With `deterministic` every row is computed alone, and a token at such a position always in the chunked form.
+Rows of one token take the recurrence, all of them at once; rows of several tokens take the chunked
+form, in chunks of 64 aligned to absolute positions, so that a prompt split at a multiple of 64
+gives the same bits. With `deterministic` every row is computed alone, and a token at such a
+position always in the chunked form.
 
-State is read from the initial slots and written to the state and checkpoint slots only; it is computed in
-float32 and rounded to what the slots hold. The inputs of the convolution are kept as a ring: the input of
-position p lies at p % W, so a step writes its own tokens' entries and no other, unless the row moves to
-another slot. Positions before 0 count as zero, whatever the ring holds.
+State is read from the initial slots and written to the state and checkpoint slots only; it is
+computed in float32 and rounded to what the slots hold. The inputs of the convolution are kept as a
+ring: the input of position p lies at p % W, so a step writes its own tokens' entries and no other,
+unless the row moves to another slot. Positions before 0 count as zero, whatever the ring holds.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def gated_delta_net(
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
-    is_alone = one_token.is_alone(mixed, deterministic) and len(spans) == 1 and not spans[0].checkpoints
+    is_alone = (
+        one_token.is_alone(mixed, deterministic) and len(spans) == 1 and not spans[0].checkpoints
+    )
     if is_alone and recurrent.dtype == torch.float32:
         position = spans[0].context_len - 1
         weights, slots = (conv_weight, a_log, dt_bias, norm_weight), (state_slots, initial_slots)
@@ -59,7 +63,9 @@ def gated_delta_net(
     beta = sigmoid(b, deterministic)  # [T, Hv]
     log_decay = -a_log.exp() * softplus(a.float() + dt_bias, deterministic)  # [T, Hv]
     starts = context_lens - query_start.diff()  # [R]  tokens that came before this step
-    out = torch.empty(len(mixed), num_value_heads, value_dim, dtype=torch.float32, device=mixed.device)
+    out = torch.empty(
+        len(mixed), num_value_heads, value_dim, dtype=torch.float32, device=mixed.device
+    )
     for piece in cut_rows(spans, batch_decodes=not deterministic):
         rows, tokens = piece.rows, piece.tokens
         state = _initial(recurrent, initial_slots[rows], starts[rows] == 0)
@@ -70,7 +76,14 @@ def gated_delta_net(
         q, k, v = _split_heads(convolved, num_key_heads, num_value_heads, value_dim)
         if _takes_chunks(piece.span):
             out[tokens], states = _chunked_row(
-                q[0], k[0], v[0], log_decay[tokens], beta[tokens], state[0], piece.span, deterministic
+                q[0],
+                k[0],
+                v[0],
+                log_decay[tokens],
+                beta[tokens],
+                state[0],
+                piece.span,
+                deterministic,
             )
             state = states[piece.span.num_tokens][None]
         else:
@@ -87,7 +100,9 @@ def gated_delta_net(
 
 
 def _takes_chunks(span: Span | None) -> TypeGuard[Span]:
-    """Several tokens, or one that another split of its prompt would have put at the start of a chunk."""
+    """Several tokens, or one that another split of its prompt would have put at the start of a
+    chunk.
+    """
     return span is not None and (span.num_tokens > 1 or span.context_len % CHUNK == 1)
 
 
@@ -107,7 +122,9 @@ def _rounded(state: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _history(rings: Tensor, starts: Tensor, num_inputs: int) -> Tensor:
     """The last inputs before each row's start: rings [n, W, C] -> [n, num_inputs, C]."""
-    positions = starts[:, None] + torch.arange(-num_inputs, 0, device=rings.device)  # [n, num_inputs]
+    positions = starts[:, None] + torch.arange(
+        -num_inputs, 0, device=rings.device
+    )  # [n, num_inputs]
     rows = torch.arange(len(rings), device=rings.device)[:, None]
     history = rings[rows, positions % rings.shape[1]]
     return history.masked_fill_((positions < 0)[..., None], 0.0)
@@ -122,7 +139,9 @@ def _add_to_rings(rings: Tensor, inputs: Tensor, starts: Tensor) -> Tensor:
 
 
 def _convolve(inputs: Tensor, history: Tensor, weight: Tensor, deterministic: bool) -> Tensor:
-    """inputs [n, t, C] after history [n, Kc - 1, C] -> silu of the causal convolution [n, t, C] float32."""
+    """inputs [n, t, C] after history [n, Kc - 1, C] -> silu of the causal convolution [n, t, C]
+    float32.
+    """
     windows = torch.cat((history, inputs), dim=1)
     num_tokens = inputs.shape[1]
     taps = weight.float()
@@ -158,7 +177,9 @@ def _recurrence(
     beta: Tensor,  # [n, Hv]
     state: Tensor,  # [n, Hv, K, V]  consumed
 ) -> tuple[Tensor, Tensor]:  # [n, Hv, V], [n, Hv, K, V]
-    """One token of every row: decay, replace what the state holds under the key, read with the query."""
+    """One token of every row: decay, replace what the state holds under the key, read with the
+    query.
+    """
     heads_a_key = v.shape[1] // k.shape[1]
     q, k = (x.repeat_interleave(heads_a_key, dim=1).flatten(0, 1).unsqueeze(1) for x in (q, k))
     held = state.mul_(log_decay.exp()[..., None, None]).flatten(0, 1)  # [n * Hv, K, V]
@@ -174,7 +195,9 @@ class _Prepared(NamedTuple):
     k: Tensor  # [chunks, Hk, 1, 64, K]
     scores: Tensor  # [chunks, Hk, r, 64, 64]  q k^T, causal, decayed between the two tokens
     values: Tensor  # [chunks, Hk, r, 64, V]  corrected for the chunk's own earlier tokens
-    readers: Tensor  # [chunks, Hk, r, 64, K]  what the corrections read from the state before the chunk
+    readers: (
+        Tensor  # [chunks, Hk, r, 64, K]  what the corrections read from the state before the chunk
+    )
     log_decay: Tensor  # [chunks, Hk, r, 64]  since the chunk began
 
 
@@ -190,7 +213,9 @@ def _chunked_row(
 ) -> tuple[Tensor, dict[int, Tensor]]:  # [t, Hv, V], states after the wanted numbers of tokens
     offset = (span.context_len - span.num_tokens) % CHUNK  # of the first token in its chunk
     wanted = {num_tokens for num_tokens, _ in span.checkpoints} | {span.num_tokens}
-    padded = [_in_chunks(x, offset, k.shape[1]) for x in (q, k, v, log_decay[..., None], beta[..., None])]
+    padded = [
+        _in_chunks(x, offset, k.shape[1]) for x in (q, k, v, log_decay[..., None], beta[..., None])
+    ]
     num_chunks = len(padded[0])
     at_once = 1 if deterministic else num_chunks
     held = state.unflatten(0, (k.shape[1], -1))  # [Hk, r, K, V]

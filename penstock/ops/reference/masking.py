@@ -1,4 +1,6 @@
-"""Forbids tokens by a bitmap, one a row: what a grammar allows, found while the logits were computed."""
+"""Forbids tokens by a bitmap, one a row: what a grammar allows, found while the logits were
+computed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ WORD_BITS = 32
 def mask_logits(
     logits: Tensor,  # [L, vocab] float32, changed in place
     rows: Tensor,  # [N] int64  rows of the logits, each at most once; the others stay as they are
-    allowed: Tensor,  # [N, words] int32  token t of row i may come if bit t % 32 of allowed[i, t // 32] is 1
+    # [N, words] int32  token t of row i may come if bit t % 32 of allowed[i, t // 32] is 1
+    allowed: Tensor,
 ) -> Tensor:
     bit = torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device)
     is_allowed = ((allowed[:, :, None] >> bit) & 1).flatten(1)[:, : logits.shape[1]].bool()

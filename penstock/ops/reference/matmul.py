@@ -1,8 +1,9 @@
 """Matrix products with what belongs to them: a norm or an activation before, a residual after.
 
-`deterministic` makes a token's result independent of the other tokens of the step: rows are multiplied in
-tiles of one fixed height, because a BLAS picks its summation order by the shape it is given, and some by the
-place in it. Without an `out_dtype` of their own, results have the dtype of the inputs.
+`deterministic` makes a token's result independent of the other tokens of the step: rows are
+multiplied in tiles of one fixed height, because a BLAS picks its summation order by the shape it is
+given, and some by the place in it. Without an `out_dtype` of their own, results have the dtype of
+the inputs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from penstock.ops.reference.norm import norm_tokens
 from penstock.ops.weight import Part, Weight
 
 TILE = 16
-WIDENED_ELEMENTS = 2**20  # of a weight that are copied to a wider dtype at a time: 4 MB, which a cache holds
+WIDENED_ELEMENTS = (
+    2**20
+)  # of a weight that are copied to a wider dtype at a time: 4 MB, which a cache holds
 
 
 def linear(
@@ -42,8 +45,10 @@ def linear(
 def multiply_parts(
     x: Tensor, parts: tuple[Part, ...], bias: Tensor | None = None, *, deterministic: bool = False
 ) -> Tensor:  # [T, K] -> [T, N] float32
-    """Products with rows that are stored in different ways. Quantised ones are multiplied as they are with a
-    few tokens; for many, some rows after the other are expanded, and never leave the cache."""
+    """Products with rows that are stored in different ways. Quantised ones are multiplied as they
+    are with a few tokens; for many, some rows after the other are expanded, and never leave the
+    cache.
+    """
     sizes = [part.shape[0] for part in parts]
     out, wide, first = torch.empty(len(x), sum(sizes), device=x.device), x.float(), 0
     for part, size in zip(parts, sizes):
@@ -57,7 +62,9 @@ def multiply_parts(
             rows_at_once = max(1, WIDENED_ELEMENTS // part.num_columns)
             for begin in range(0, size, rows_at_once):
                 some = _expanded(part, begin, min(begin + rows_at_once, size))
-                own[:, begin : begin + rows_at_once] = multiply(wide, some, deterministic=deterministic)
+                own[:, begin : begin + rows_at_once] = multiply(
+                    wide, some, deterministic=deterministic
+                )
     return out if bias is None else out.add_(bias)
 
 
@@ -104,7 +111,11 @@ def norm_linear(
         return linear(normed, weight, bias, deterministic=deterministic)
     if weight.parts:
         return multiply_parts(normed, weight.parts, bias, deterministic=deterministic).to(out_dtype)
-    if out_dtype == torch.float32 and not deterministic and few_rows.is_better(normed, weight.values):
+    if (
+        out_dtype == torch.float32
+        and not deterministic
+        and few_rows.is_better(normed, weight.values)
+    ):
         return few_rows.multiply(normed, weight.values, bias, out_dtype=out_dtype)
     return _widened_linear(normed, weight.values, bias, out_dtype, deterministic)
 
@@ -116,7 +127,9 @@ def swiglu_linear(
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
-    return linear(swiglu(gate_up, deterministic), weight, residual=residual, deterministic=deterministic)
+    return linear(
+        swiglu(gate_up, deterministic), weight, residual=residual, deterministic=deterministic
+    )
 
 
 def swiglu(gate_up: Tensor, deterministic: bool) -> Tensor:
@@ -128,7 +141,9 @@ def swiglu(gate_up: Tensor, deterministic: bool) -> Tensor:
 def _widened_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, deterministic: bool
 ) -> Tensor:
-    """A part of the weight after the other, into the same memory: wide, they never leave the cache."""
+    """A part of the weight after the other, into the same memory: wide, they never leave the
+    cache.
+    """
     wide_x = x.to(dtype)
     rows_at_once = max(1, min(len(weight), WIDENED_ELEMENTS // weight.shape[1]))
     wide = torch.empty(rows_at_once, weight.shape[1], dtype=dtype, device=weight.device)
@@ -152,7 +167,9 @@ def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @functools.cache
 def _tile_height(num_rows: int, num_columns: int, dtype: torch.dtype) -> int:
-    """TILE, or 1 where this CPU's BLAS rounds a token by its place in a tile: tried with one token in all."""
+    """TILE, or 1 where this CPU's BLAS rounds a token by its place in a tile: tried with one token
+    in all.
+    """
     num_rows = min(num_rows, max(1, WIDENED_ELEMENTS // num_columns))
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(num_rows, num_columns, generator=random).to(dtype)

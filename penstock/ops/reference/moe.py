@@ -1,8 +1,9 @@
-"""Sparse feed-forward: choosing experts, and running the chosen ones, which are matrices of a stack.
+"""Sparse feed-forward: choosing experts, and running the chosen ones, which are matrices of a
+stack.
 
-Two forms of one computation. Grouped, on a CPU: tokens are sorted by expert and an expert in use runs once.
-Gathered, on CUDA: the experts of a few tokens at a time are copied and multiplied as a batch, which needs
-memory but never asks the device what was chosen.
+Two forms of one computation. Grouped, on a CPU: tokens are sorted by expert and an expert in use
+runs once. Gathered, on CUDA: the experts of a few tokens at a time are copied and multiplied as a
+batch, which needs memory but never asks the device what was chosen.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ NUM_COUNTERS = 4096  # or as many as experts: tokens, or tiles of 16 tokens, of 
 def new_counters(num_experts: int, device: torch.device | str) -> Tensor:  # [n] int32
     """Zeros in which the kernels of one layer count, and which each of them leaves as zeros.
 
-    They belong to the layer: launches that may overlap, as those of two engines do, must not share them.
+    They belong to the layer: launches that may overlap, as those of two engines do, must not share
+    them.
     """
     return torch.zeros(max(NUM_COUNTERS, num_experts + 1), dtype=torch.int32, device=device)
 
@@ -41,16 +43,19 @@ def norm_route(
     *,
     deterministic: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # [T, H], [T, k], [T, k], [T, 1]
-    """The norm before the experts, and their choice: the normed tokens like hidden; the weights, float32, and
-    ids of the k most likely experts of each, or their slots; the shared expert's weight, float32.
+    """The norm before the experts, and their choice: the normed tokens like hidden; the weights,
+    float32, and ids of the k most likely experts of each, or their slots; the shared expert's
+    weight, float32.
 
-    `normalize` makes the k weights sum to one. The router reads the normed tokens as they were rounded.
+    `normalize` makes the k weights sum to one. The router reads the normed tokens as they were
+    rounded.
     """
     x = norm_tokens(hidden, norm_weight, eps, deterministic)
     wide = x.float()
     logits = multiply(wide, router.values.float(), deterministic=deterministic)
     likeliest, ids = logits.topk(k, dim=-1)
-    # Of the softmax over all experts, k weights that are made to sum to one are the softmax over these k.
+    # Of the softmax over all experts, k weights that are made to sum to one are the softmax over
+    # these k.
     weights = likeliest.softmax(-1) if normalize else logits.softmax(-1).gather(-1, ids)
     if slots is not None:
         ids = slots[ids].long()
@@ -60,7 +65,9 @@ def norm_route(
         x,
         weights,
         ids,
-        sigmoid(multiply(wide, shared_gate.values.float(), deterministic=deterministic), deterministic),
+        sigmoid(
+            multiply(wide, shared_gate.values.float(), deterministic=deterministic), deterministic
+        ),
     )
 
 
@@ -78,7 +85,9 @@ def sparse_mlp(
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, H]
-    """residual + the weighted sum of the chosen experts (+ the shared expert), summed in float32."""
+    """residual + the weighted sum of the chosen experts (+ the shared expert), summed in
+    float32.
+    """
     stored = (gate_up, down, shared_gate_up, shared_down)
     is_plain = not any(weight is not None and weight.parts for weight in stored)
     if is_plain and one_token.is_alone(x, deterministic):
@@ -94,7 +103,9 @@ def sparse_mlp(
             None if shared_down is None else shared_down.values,
         )
     if x.is_cuda:
-        outputs = run_experts_gathered(x, ids, gate_up.values, down.values, deterministic=deterministic)
+        outputs = run_experts_gathered(
+            x, ids, gate_up.values, down.values, deterministic=deterministic
+        )
     else:
         outputs = run_experts_grouped(x, ids, gate_up, down, deterministic=deterministic)
     total = (outputs.float() * weights[..., None]).sum(1)
@@ -122,7 +133,9 @@ def run_experts_grouped(
 
     def one_expert(own: Tensor, weight: Weight, expert: int) -> Tensor:
         if weight.parts:
-            return multiply_parts(own, weight.select(expert), deterministic=deterministic).to(own.dtype)
+            return multiply_parts(own, weight.select(expert), deterministic=deterministic).to(
+                own.dtype
+            )
         return multiply(own, weight.values[expert], deterministic=deterministic)
 
     def each_expert(rows: Tensor, weight: Weight) -> Tensor:
@@ -145,5 +158,7 @@ def run_experts_gathered(
         block = slice(first, first + tokens_a_block)
         chosen = ids[block]
         inner = gate_up[chosen] @ x[block, None, :, None]  # [n, k, 2I, 1]
-        outputs[block] = (down[chosen] @ swiglu(inner.squeeze(-1), deterministic).unsqueeze(-1)).squeeze(-1)
+        outputs[block] = (
+            down[chosen] @ swiglu(inner.squeeze(-1), deterministic).unsqueeze(-1)
+        ).squeeze(-1)
     return outputs

@@ -1,5 +1,5 @@
-"""Root-mean-square norms. The weights given here are final: a model whose checkpoint stores `w` of `1 + w`
-folds the one in when it loads.
+"""Root-mean-square norms. The weights given here are final: a model whose checkpoint stores `w` of
+`1 + w` folds the one in when it loads.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ def norm_tokens(x: Tensor, weight: Tensor, eps: float, deterministic: bool) -> T
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, deterministic: bool = False
 ) -> Tensor:
-    """x [.., D], gate [.., D], weight [D] float32 -> [.., D] like the gate: norm first, then silu(gate)."""
+    """x [.., D], gate [.., D], weight [D] float32 -> [.., D] like the gate: norm first, then
+    silu(gate).
+    """
     normed = F.rms_norm(x.float(), weight.shape, weight, eps)
     return (normed * silu(gate, deterministic)).to(gate.dtype)

@@ -1,9 +1,11 @@
-"""One token alone on a CPU, in float32: what the ops compute for many, in the fewest calls of torch.
+"""One token alone on a CPU, in float32: what the ops compute for many, in the fewest calls of
+torch.
 
-A small model's token costs its calls of torch, not its arithmetic: an operation on ten numbers takes as long
-as one on ten thousand. So here a row is a vector, state changes where it lies, and the numbers that steer the
-work are read on the host, for which a GPU would have to stop. The plain forms are the specification, and the
-tests hold each of these against its own. Never with `deterministic`: other shapes have other last bits.
+A small model's token costs its calls of torch, not its arithmetic: an operation on ten numbers
+takes as long as one on ten thousand. So here a row is a vector, state changes where it lies, and
+the numbers that steer the work are read on the host, for which a GPU would have to stop. The plain
+forms are the specification, and the tests hold each of these against its own. Never with
+`deterministic`: other shapes have other last bits.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [1, M] -> [1, 
     return torch.addcmul(_constant(0.0), x, weight, value=(mean_square + eps) ** -0.5)
 
 
-def add_linear(residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:  # [1, N], [1, M], [N, M] -> [1, N]
+def add_linear(
+    residual: Tensor, x: Tensor, weight: Tensor
+) -> Tensor:  # [1, N], [1, M], [N, M] -> [1, N]
     return torch.addmm(residual, x, weight.t())
 
 
@@ -107,10 +111,16 @@ def gated_delta_net(
     key_size, value_size = num_key_heads * key_dim, num_value_heads * value_dim
     sizes = (2 * key_size + value_size, value_size, num_value_heads, num_value_heads)
     channels, z, b, a = mixed[0].split_with_sizes(sizes)
-    qk, v = _convolve(channels, ring, conv_weight, position).split_with_sizes((2 * key_size, value_size))
+    qk, v = _convolve(channels, ring, conv_weight, position).split_with_sizes(
+        (2 * key_size, value_size)
+    )
     qk = qk.view(2, num_key_heads, 1, key_dim)
     qk = qk * _inverse_rms(qk, l2_eps, mean_of=1)
-    q, k = qk.expand(-1, -1, num_value_heads // num_key_heads, -1).reshape(2, num_value_heads, 1, -1).unbind()
+    q, k = (
+        qk.expand(-1, -1, num_value_heads // num_key_heads, -1)
+        .reshape(2, num_value_heads, 1, -1)
+        .unbind()
+    )
     decay = F.softplus(a + dt_bias).mul_(a_log.exp()).neg_().exp_()
     state.mul_(decay.view(-1, 1, 1))
     correction = torch.baddbmm(v.view(num_value_heads, 1, value_dim), k, state, alpha=-1.0)
@@ -134,7 +144,9 @@ def _take_over(
     return ring, state
 
 
-def _convolve(channels: Tensor, ring: Tensor, weight: Tensor, position: int) -> Tensor:  # [C] -> [C]
+def _convolve(
+    channels: Tensor, ring: Tensor, weight: Tensor, position: int
+) -> Tensor:  # [C] -> [C]
     """Puts the token's inputs into the ring; silu of the convolution of those that exist."""
     entries, taps = ring.unbind(), weight.unbind()
     entries[position % len(entries)].copy_(channels)
@@ -147,7 +159,9 @@ def _convolve(channels: Tensor, ring: Tensor, weight: Tensor, position: int) -> 
 def _inverse_rms(x: Tensor, eps: float, mean_of: int | None = None) -> Tensor:  # [.., M] -> [.., 1]
     """1 / sqrt(mean of squares + eps); with `mean_of` 1, of their sum."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.addcmul(_constant(eps), length, length, value=1.0 / (mean_of or x.shape[-1])).rsqrt_()
+    return torch.addcmul(
+        _constant(eps), length, length, value=1.0 / (mean_of or x.shape[-1])
+    ).rsqrt_()
 
 
 @functools.cache

@@ -1,9 +1,11 @@
-"""Products on a CPU by oneDNN, which multiplies a few tokens in a fraction of the time that a BLAS needs.
+"""Products on a CPU by oneDNN, which multiplies a few tokens in a fraction of the time that a BLAS
+needs.
 
-A BLAS made for square matrices rearranges a weight for every product, which takes longer than reading it.
-Weights in bf16 are kept in oneDNN's own arrangement instead: `pack`, once, after loading, unless `ops/cpu`
-has a kernel that reads them as they are. In float32 that is no gain for a single token. Sums come in another
-order than a BLAS has them, so `deterministic` engines keep their weights as they are.
+A BLAS made for square matrices rearranges a weight for every product, which takes longer than
+reading it. Weights in bf16 are kept in oneDNN's own arrangement instead: `pack`, once, after
+loading, unless `ops/cpu` has a kernel that reads them as they are. In float32 that is no gain for a
+single token. Sums come in another order than a BLAS has them, so `deterministic` engines keep their
+weights as they are.
 """
 
 from __future__ import annotations
@@ -13,13 +15,17 @@ from torch import Tensor
 
 from penstock.ops.cpu import few_rows
 
-LEAST_ELEMENTS = 1 << 19  # of a weight: smaller ones stay in a cache, and the call costs more than it spares
+LEAST_ELEMENTS = (
+    1 << 19
+)  # of a weight: smaller ones stay in a cache, and the call costs more than it spares
 USUAL_TOKENS = 1  # that the arrangement is made for; others are multiplied in it as well
 MOST_TOKENS = 64  # of a float32 product: for more a BLAS is as good
 
 
 def pack(weight: Tensor) -> Tensor:  # [N, M] -> [N, M]
-    """The same matrix in another arrangement, or as it was where that is no gain or this CPU cannot."""
+    """The same matrix in another arrangement, or as it was where that is no gain or this CPU
+    cannot.
+    """
     is_packed = weight.dtype == torch.bfloat16 and weight.numel() >= LEAST_ELEMENTS
     if not is_packed or few_rows.is_available() or not _can_multiply(weight):
         return weight
@@ -28,19 +34,24 @@ def pack(weight: Tensor) -> Tensor:  # [N, M] -> [N, M]
 
 
 def is_better(x: Tensor, weight: Tensor) -> bool:
-    """Whether `multiply` is to be preferred for x [T, M] and a weight [N, M]; always where it is packed.
+    """Whether `multiply` is to be preferred for x [T, M] and a weight [N, M]; always where it is
+    packed.
 
     Of a single token, only where the weight is wide: long sums are as quick in a BLAS."""
     if weight.is_mkldnn:
         return True
     if weight.dtype != torch.float32 or weight.numel() < LEAST_ELEMENTS:
         return False
-    is_suited = 1 < x.shape[0] <= MOST_TOKENS or (x.shape[0] == 1 and weight.shape[0] > weight.shape[1])
+    is_suited = 1 < x.shape[0] <= MOST_TOKENS or (
+        x.shape[0] == 1 and weight.shape[0] > weight.shape[1]
+    )
     return is_suited and _can_multiply(weight)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # [T, N]
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(
+        x.contiguous(), weight, bias, "none", [], ""
+    )
     return product
 
 

@@ -1,4 +1,6 @@
-"""Rotary position embedding: the table of angles, and the rotation of the first dimensions of a head."""
+"""Rotary position embedding: the table of angles, and the rotation of the first dimensions of a
+head.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,17 @@ from torch import Tensor
 
 
 def rope_table(inv_freq: Tensor, max_len: int, scale: float = 1.0) -> Tensor:
-    """inv_freq [rot/2] float32 -> [max_len, 2, rot/2] float32: cosines and sines, both times `scale`."""
+    """inv_freq [rot/2] float32 -> [max_len, 2, rot/2] float32: cosines and sines, both times
+    `scale`.
+    """
     positions = torch.arange(max_len, dtype=torch.float32, device=inv_freq.device)
     angles = torch.outer(positions, inv_freq)
     return torch.stack((angles.cos(), angles.sin()), dim=1) * scale
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [T, H, D] float32, cos and sin [T, rot/2]: turns the first `rot` of D in place, the rest stays.
+    """x [T, H, D] float32, cos and sin [T, rot/2]: turns the first `rot` of D in place, the rest
+    stays.
 
     A pair is (j, j + rot/2), or (2j, 2j + 1) when interleaved.
     """

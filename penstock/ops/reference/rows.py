@@ -1,7 +1,7 @@
 """How the rows of a step are cut, for the reference ops and for kernels. The device is not asked.
 
-Consecutive decodes form one part, so that a decode step is a fixed sequence of batched operations; any other
-row is a part of its own. Kernels see those rows as chunks.
+Consecutive decodes form one part, so that a decode step is a fixed sequence of batched operations;
+any other row is a part of its own. Kernels see those rows as chunks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ class Span(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The rows that are not decodes as kernels see them: in pieces of at most 64 tokens, in their order.
+    """The rows that are not decodes as kernels see them: in pieces of at most 64 tokens, in their
+    order.
 
     A piece crosses neither a position that is a multiple of 64 nor a checkpoint.
     """
 
-    pieces: Tensor  # [n, 4] int32  row, first token in the step, tokens, slot to save the state in (0: none)
+    # [n, 4] int32  row, first token in the step, tokens, slot to save the state in (0: none)
+    pieces: Tensor
     rows: Tensor  # [m, 2] int32  a row's first piece, and the one past its last
 
     @classmethod
@@ -88,7 +90,9 @@ def decode_runs(spans: Sequence[Span]) -> Iterator[tuple[slice, slice]]:
         row, token = end_row, end_token
 
 
-def cut_chunks(spans: Sequence[Span]) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]:
+def cut_chunks(
+    spans: Sequence[Span],
+) -> tuple[list[tuple[int, int, int, int]], list[tuple[int, int]]]:
     """The pieces and rows of `Chunks`, on the host."""
     pieces: list[tuple[int, int, int, int]] = []
     rows: list[tuple[int, int]] = []

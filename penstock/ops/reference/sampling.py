@@ -1,8 +1,9 @@
-"""From logits to the next token, row by row: penalties, edits, filters, and a draw that can be repeated.
+"""From logits to the next token, row by row: penalties, edits, filters, and a draw that can be
+repeated.
 
 The noise of a draw is a function of (seed, position, token id) alone, so a row gives the same text
-whatever else is in its batch. No softmax is materialised: the largest of `logit / temperature + Gumbel
-noise` is a draw from the softmax.
+whatever else is in its batch. No softmax is materialised: the largest of `logit / temperature +
+Gumbel noise` is a draw from the softmax.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def sample(
 
 def keep_likely(
     logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> tuple[Tensor, Tensor]:  # both [L, vocab]: sorted logits with -inf for what is cut, and their token ids
+) -> tuple[
+    Tensor, Tensor
+]:  # both [L, vocab]: sorted logits with -inf for what is cut, and their token ids
     """top_k first, then top_p of what is left, then min_p; the likeliest token always stays."""
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[-1], device=logits.device)
@@ -80,7 +83,9 @@ def token_logprobs(
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:  # [L, vocab] float32
     token_ids = torch.arange(vocab_size, device=seeds.device)
-    key = _scramble(_scramble(_scramble(positions & _MASK) ^ (seeds & _MASK)) ^ ((seeds >> 32) & _MASK))
+    key = _scramble(
+        _scramble(_scramble(positions & _MASK) ^ (seeds & _MASK)) ^ ((seeds >> 32) & _MASK)
+    )
     bits = _scramble((key[:, None] + token_ids * 0x9E3779B9) & _MASK)
     # 23 bits and a half: the largest value is the float below 1, so neither logarithm is infinite.
     uniform = ((bits >> 9).float() + 0.5) * 2.0**-23

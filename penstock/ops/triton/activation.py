@@ -14,7 +14,9 @@ def silu(x):
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)). A sum with one drops what the logarithm would have kept; the quotient puts it back."""
+    """log(1 + exp(x)). A sum with one drops what the logarithm would have kept; the quotient puts
+    it back.
+    """
     small = tl.exp(-tl.abs(x))
     rounded = 1.0 + small
     kept = tl.where(rounded == 1.0, 1.0, rounded - 1.0)

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Attention on a GPU: rotation and storing in one kernel; what attends is chosen by the rows. Decodes are in
-`decode_attention`, rows of several tokens in `prefill_attention`.
+"""Attention on a GPU: rotation and storing in one kernel; what attends is chosen by the rows.
+Decodes are in `decode_attention`, rows of several tokens in `prefill_attention`.
 
-Positions, and where keys and values go, are read before the kernels ahead are complete: a step's inputs are
-written before its first kernel with an early start.
+Positions, and where keys and values go, are read before the kernels ahead are complete: a step's
+inputs are written before its first kernel with an early start.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def paged_attention(
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
     if keys.shape[1] % LEAST_KEYS:
         step = (query_start, context_lens, spans, chunks, scale, window, gate)
-        return reference.paged_attention(q, keys, values, page_table, *step, deterministic=deterministic)
+        return reference.paged_attention(
+            q, keys, values, page_table, *step, deterministic=deterministic
+        )
     out = q.new_empty(len(q), q.shape[1] * q.shape[2])
     for rows, tokens in decode_runs(spans):
         decodes.decode_attention(
@@ -148,12 +150,19 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
 
 
 def compile_cases() -> list[CompileCase]:
-    """(kernel, signature, constexprs, options): every form, as Qwen3.5-35B-A3B in bf16 launches it."""
+    """(kernel, signature, constexprs, options): every form, as Qwen3.5-35B-A3B in bf16 launches
+    it.
+    """
     signature = dict.fromkeys(("p_q", "p_k", "p_v", "p_out", "p_keys", "p_values"), "*bf16")
     signature |= dict.fromkeys(("p_q_norm", "p_k_norm", "p_rope"), "*fp32")
     signature |= dict.fromkeys(("p_positions", "p_kv_index"), "*i64")
     signature |= {"eps": "fp32", "q_stride": "i32", "k_stride": "i32", "v_stride": "i32"}
-    constexprs: dict[str, Any] = {"NUM_HEADS": 16, "NUM_KV_HEADS": 2, "HEAD_DIM": 256, "NUM_PAIRS": 32}
+    constexprs: dict[str, Any] = {
+        "NUM_HEADS": 16,
+        "NUM_KV_HEADS": 2,
+        "HEAD_DIM": 256,
+        "NUM_PAIRS": 32,
+    }
     constexprs |= {"INTERLEAVED": False, "BLOCK_HEADS": 4, "BLOCK_D": 256, "PDL": False}
     rope_case = (_rope_and_store_kernel, signature, constexprs, {"num_warps": 4, "num_stages": 1})
     return [rope_case, *decodes.compile_cases(), *prefills.compile_cases()]
@@ -249,10 +258,11 @@ def _norm_and_turn(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Heads of a token, [BLOCK_HEADS, BLOCK_D] float32, with their offsets in the token and which exist.
+    """Heads of a token, [BLOCK_HEADS, BLOCK_D] float32, with their offsets in the token and which
+    exist.
 
-    A dimension becomes x * cos + partner * sin; the partner is read once more instead of moved between
-    threads. For the same reason every warp loads weights and angles for its own head.
+    A dimension becomes x * cos + partner * sin; the partner is read once more instead of moved
+    between threads. For the same reason every warp loads weights and angles for its own head.
     """
     dims = tl.broadcast_to(tl.arange(0, BLOCK_D)[None, :], (BLOCK_HEADS, BLOCK_D))
     if INTERLEAVED:

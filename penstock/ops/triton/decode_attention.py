@@ -1,13 +1,16 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Attention of rows that have one new token each. Knows pages and lengths, not what else is in the step.
+"""Attention of rows that have one new token each. Knows pages and lengths, not what else is in the
+step.
 
-A row's keys are cut into blocks and the blocks into splits, one program per key head and split; a second
-kernel merges the splits. How many there may be follows from shapes, which blocks each one takes from the
-length of the row as the device knows it: a captured step stays right as its rows grow.
+A row's keys are cut into blocks and the blocks into splits, one program per key head and split; a
+second kernel merges the splits. How many there may be follows from shapes, which blocks each one
+takes from the length of the row as the device knows it: a captured step stays right as its rows
+grow.
 
-Two things are read before the kernels ahead are complete. Lengths and pages of the rows: a step's inputs are
-written before its first kernel with an early start. And all keys and values but those of the newest token:
-they are of earlier steps, or of a kernel that some plain launch has waited for since.
+Two things are read before the kernels ahead are complete. Lengths and pages of the rows: a step's
+inputs are written before its first kernel with an early start. And all keys and values but those of
+the newest token: they are of earlier steps, or of a kernel that some plain launch has waited for
+since.
 """
 
 from __future__ import annotations
@@ -34,13 +37,16 @@ from penstock.ops.triton.tuning import Tile, bucket, choose
 
 LOG2_E = math.log2(math.e)
 BLOCK_BYTES = 16384  # of keys, and as much of values, that a program has under way
-BLOCK_PER_WARP = 2048  # keys times dimensions: 64 registers of a thread hold its part of the keys and values
+BLOCK_PER_WARP = (
+    2048  # keys times dimensions: 64 registers of a thread hold its part of the keys and values
+)
 MERGE_ELEMENTS = 4096  # numbers of the splits that a program merges in one go
 LONGEST_WALK = 8192  # keys one program may have to go through, however many rows share the GPU
 WORTHWHILE_WALK = 1024  # keys that make a split worth its merging when the rows alone fill the GPU
 
-# The same for any batch. In a large one the splits' results are up to 6 % more traffic, in a small one with
-# short contexts most of the GPU has nothing to do: 12 programs for 1536 tokens and 2 key heads.
+# The same for any batch. In a large one the splits' results are up to 6 % more traffic, in a small
+# one with short contexts most of the GPU has nothing to do: 12 programs for 1536 tokens and 2 key
+# heads.
 DETERMINISTIC_SPLITS = 64
 DETERMINISTIC_WALK = 256
 DETERMINISTIC_MERGE: Tile = {"BLOCK_SPLITS": 32, "BLOCK_D": 64, "num_warps": 4, "num_stages": 1}
@@ -65,7 +71,9 @@ def decode_attention(
     rule = _decode_rule(head_dim, page_size, keys.dtype)
     tile = choose("paged_attention", shape, 1 if deterministic else num_rows, rule, q.device)
     max_keys = page_table.shape[1] * page_size
-    num_splits, min_share = _plan_splits(num_rows * num_kv_heads, max_keys, tile, q.device, deterministic)
+    num_splits, min_share = _plan_splits(
+        num_rows * num_kv_heads, max_keys, tile, q.device, deterministic
+    )
     partial = log_sums = None  # the splits' results, and the logarithms of their sums
     if num_splits > 1:
         partial = q.new_empty((num_rows, num_heads, num_splits, head_dim), dtype=torch.float32)
@@ -108,7 +116,9 @@ def _merge_splits(
     log_sums: Tensor,  # [R, Hq, splits] float32
     context_lens: Tensor,  # [R]
     gate: Tensor | None,  # [R, Hq * D]
-    blocks: tuple[int, int, int],  # min_share, window and BLOCK_KEYS: they say which splits were written
+    blocks: tuple[
+        int, int, int
+    ],  # min_share, window and BLOCK_KEYS: they say which splits were written
     deterministic: bool,
 ) -> None:
     num_rows, num_heads, num_splits, head_dim = partial.shape
@@ -117,7 +127,9 @@ def _merge_splits(
         tile = DETERMINISTIC_MERGE
     else:
         rule = _merge_rule(num_rows * num_heads, num_splits, head_dim, out.device)
-        tile = choose("merge_splits", (num_heads, head_dim, bucket(num_splits)), num_rows, rule, out.device)
+        tile = choose(
+            "merge_splits", (num_heads, head_dim, bucket(num_splits)), num_rows, rule, out.device
+        )
     _merge_kernel[num_heads, num_rows, cdiv(head_dim, tile["BLOCK_D"])](
         partial,
         log_sums,
@@ -142,7 +154,9 @@ def _plan_splits(
     device: torch.device,
     deterministic: bool,
 ) -> tuple[int, int]:
-    """How many splits a row may have, and how many blocks each has at least. Depends on shapes only."""
+    """How many splits a row may have, and how many blocks each has at least. Depends on shapes
+    only.
+    """
     if deterministic:
         num_splits, min_keys = DETERMINISTIC_SPLITS, DETERMINISTIC_WALK
     else:
@@ -155,7 +169,9 @@ def _plan_splits(
 
 
 def _decode_rule(head_dim: int, page_size: int, dtype: torch.dtype) -> Tile:
-    """Blocks lie within a page; keys and values of one are what a program's registers have room for."""
+    """Blocks lie within a page; keys and values of one are what a program's registers have room
+    for.
+    """
     fitting = BLOCK_BYTES // (next_power_of_2(head_dim) * dtype.itemsize)
     block_keys = math.gcd(page_size, min(max(fitting, 16), 64))
     return {"BLOCK_KEYS": block_keys, "num_warps": 4, "programs_per_processor": 2}
@@ -166,7 +182,12 @@ def _merge_rule(num_merges: int, num_splits: int, head_dim: int, device: torch.d
     block_d = next_power_of_2(head_dim) if num_merges >= 2 * num_processors(device) else 32
     block_splits = min(bucket(num_splits), max(1, MERGE_ELEMENTS // block_d))
     num_warps = max(1, min(block_splits * block_d // 512, 4))
-    return {"BLOCK_SPLITS": block_splits, "BLOCK_D": block_d, "num_warps": num_warps, "num_stages": 1}
+    return {
+        "BLOCK_SPLITS": block_splits,
+        "BLOCK_D": block_d,
+        "num_warps": num_warps,
+        "num_stages": 1,
+    }
 
 
 def candidates(kernel: str, shape: tuple[int, ...]) -> list[Tile]:
@@ -196,15 +217,35 @@ def compile_cases() -> list[CompileCase]:
     signature = dict.fromkeys(("p_q", "p_keys", "p_values", "p_out"), "*bf16")
     signature |= {"p_pages": "*i32", "p_context_lens": "*i64", "scale": "fp32"}
     signature |= dict.fromkeys(("q_stride", "table_stride", "gate_stride", "min_share"), "i32")
-    constexprs: dict[str, Any] = {"NUM_HEADS": 16, "NUM_KV_HEADS": 2, "HEAD_DIM": 256, "PAGE_SIZE": 64}
-    constexprs |= {"WINDOW": 0, "BLOCK_KEYS": tile["BLOCK_KEYS"], "BLOCK_M": 16, "BLOCK_D": 256, "PDL": False}
+    constexprs: dict[str, Any] = {
+        "NUM_HEADS": 16,
+        "NUM_KV_HEADS": 2,
+        "HEAD_DIM": 256,
+        "PAGE_SIZE": 64,
+    }
+    constexprs |= {
+        "WINDOW": 0,
+        "BLOCK_KEYS": tile["BLOCK_KEYS"],
+        "BLOCK_M": 16,
+        "BLOCK_D": 256,
+        "PDL": False,
+    }
     gate = {"p_gate": "*bf16"}
     splits = {"p_partial": "*fp32", "p_log_sums": "*fp32"}
     merge_signature = {**splits, **gate, "p_context_lens": "*i64", "p_out": "*bf16"}
     merge_signature |= dict.fromkeys(("gate_stride", "min_share", "num_splits"), "i32")
     merge_tile = dict(_merge_rule(1, 132, 256, torch.device("cpu")))
-    merge_options = {"num_warps": merge_tile.pop("num_warps"), "num_stages": merge_tile.pop("num_stages")}
-    merge = {"HEAD_DIM": 256, "WINDOW": 0, "BLOCK_KEYS": tile["BLOCK_KEYS"], **merge_tile, "PDL": False}
+    merge_options = {
+        "num_warps": merge_tile.pop("num_warps"),
+        "num_stages": merge_tile.pop("num_stages"),
+    }
+    merge = {
+        "HEAD_DIM": 256,
+        "WINDOW": 0,
+        "BLOCK_KEYS": tile["BLOCK_KEYS"],
+        **merge_tile,
+        "PDL": False,
+    }
     options = {"num_warps": tile["num_warps"], "num_stages": 1}
     return [
         (_decode_kernel, {**signature, **gate}, {**constexprs, **dict.fromkeys(splits)}, options),
@@ -217,7 +258,9 @@ def compile_cases() -> list[CompileCase]:
 def _share_blocks(
     p_context_lens, i_row, min_share, num_splits, WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr
 ):
-    """The row's length, the first block of keys that it sees, their number, and how many a split takes."""
+    """The row's length, the first block of keys that it sees, their number, and how many a split
+    takes.
+    """
     context_len = tl.load(p_context_lens + i_row).to(tl.int32)
     first_block = tl.maximum(context_len - WINDOW, 0) // BLOCK_KEYS if WINDOW else 0
     num_blocks = tl.cdiv(context_len, BLOCK_KEYS) - first_block
@@ -279,8 +322,8 @@ def _decode_kernel(
 ):
     """The query heads of one key head against one split of the row's keys.
 
-    The next block's keys are asked for when this one's are used up, and so are its values: a program always
-    waits for one of the two while the other is on its way.
+    The next block's keys are asked for when this one's are used up, and so are its values: a
+    program always waits for one of the two while the other is on its way.
     """
     let_next_start(PDL)
     i_kv_head, i_row, i_split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -303,11 +346,19 @@ def _decode_kernel(
         p_pages, first_block, end_block, i_kv_head, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_KEYS
     )
     next_place = _find_block(
-        p_pages, first_block + 1, end_block, i_kv_head, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_KEYS
+        p_pages,
+        first_block + 1,
+        end_block,
+        i_kv_head,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        PAGE_SIZE,
+        BLOCK_KEYS,
     )
     positions = first_block * BLOCK_KEYS + keys
     is_seen = _see_keys(positions, context_len, end_block, WINDOW, BLOCK_KEYS)
-    # Everything unseen is loaded as zero: pages hold anything where nothing was written, and 0 * NaN is NaN.
+    # Everything unseen is loaded as zero: pages hold anything where nothing was written, and 0 *
+    # NaN is NaN.
     is_older = (is_seen & (positions < context_len - 1))[:, None] & is_dim
     b_k = tl.load(p_keys + place + in_block, mask=is_older, other=0.0)
     b_v = tl.load(p_values + place + in_block, mask=is_older, other=0.0)
@@ -337,7 +388,9 @@ def _decode_kernel(
         b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
         b_max = b_new_max
         b_v = b_v.to(b_q.dtype)
-        b_out = tl.dot(b_weights.to(b_q.dtype), b_v, b_out * b_decay[:, None], input_precision="ieee")
+        b_out = tl.dot(
+            b_weights.to(b_q.dtype), b_v, b_out * b_decay[:, None], input_precision="ieee"
+        )
         b_v = tl.load(p_values + next_place + in_block, mask=is_next, other=0.0)
         next_place = _find_block(
             p_pages, block + 2, end_block, i_kv_head, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_KEYS
@@ -377,7 +430,9 @@ def _merge_kernel(
     """The splits of one query head of one row, each weighted with its share of the sum."""
     let_next_start(PDL)
     i_head, i_row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    _, _, num_blocks, share = _share_blocks(p_context_lens, i_row, min_share, num_splits, WINDOW, BLOCK_KEYS)
+    _, _, num_blocks, share = _share_blocks(
+        p_context_lens, i_row, min_share, num_splits, WINDOW, BLOCK_KEYS
+    )
     num_written = tl.cdiv(num_blocks, share)
     dims = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
@@ -404,6 +459,8 @@ def _merge_kernel(
         b_max = b_new_max
     b_out = b_out / b_sum
     if p_gate is not None:
-        b_gate = tl.load(p_gate + i_row * gate_stride + i_head * HEAD_DIM + dims, mask=is_dim, other=0.0)
+        b_gate = tl.load(
+            p_gate + i_row * gate_stride + i_head * HEAD_DIM + dims, mask=is_dim, other=0.0
+        )
         b_out = b_out * tl.sigmoid(b_gate.to(tl.float32))
     tl.store(p_out + i_output * HEAD_DIM + dims, b_out.to(p_out.dtype.element_ty), mask=is_dim)

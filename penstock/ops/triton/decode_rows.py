@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The head of a decode step in one launch: it is all integers, and small, so it should cost one launch.
+"""The head of a decode step in one launch: it is all integers, and small, so it should cost one
+launch.
 
-Which rows run, and what follows, is the business of others; a row that pads a graph has row, position and
-pages like any other.
+Which rows run, and what follows, is the business of others; a row that pads a graph has row,
+position and pages like any other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.launch import CompileCase, cdiv, launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import (
+    CompileCase,
+    cdiv,
+    launch_options,
+    let_next_start,
+    wait_for_previous,
+)
 from penstock.ops.triton.tuning import Tile
 
 _TILE: Tile = {"BLOCK": 1024, "num_warps": 4}
@@ -46,7 +53,9 @@ def decode_rows(
     return token_ids, kv_index, context_lens, row_pages
 
 
-@triton.jit(do_not_specialize=["packed_stride", "num_pages"], do_not_specialize_on_alignment=["p_packed"])
+@triton.jit(
+    do_not_specialize=["packed_stride", "num_pages"], do_not_specialize_on_alignment=["p_packed"]
+)
 def decode_rows_kernel(
     p_packed,  # [4, R]
     p_last_token,  # [rows]
@@ -88,4 +97,11 @@ def compile_cases() -> list[CompileCase]:
     signature |= dict.fromkeys(("p_page_table", "p_row_pages"), "*i32")
     signature |= dict.fromkeys(("packed_stride", "num_pages"), "i32")
     constexprs = {"PAGE_SIZE": 16, "BLOCK": _TILE["BLOCK"], "PDL": False}
-    return [(decode_rows_kernel, signature, constexprs, {"num_warps": _TILE["num_warps"], "num_stages": 1})]
+    return [
+        (
+            decode_rows_kernel,
+            signature,
+            constexprs,
+            {"num_warps": _TILE["num_warps"], "num_stages": 1},
+        )
+    ]

@@ -1,14 +1,16 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Gated DeltaNet mixer on a GPU: the kernel for rows of one token. `delta_net_chunks` has the others.
+"""The Gated DeltaNet mixer on a GPU: the kernel for rows of one token. `delta_net_chunks` has the
+others.
 
-A program of the kernel is one value head of one row with its whole state [K, V], 64 KB in registers for
-K = V = 128: read once and written once, which is nearly all the traffic there is. A warp has columns of its
-own, so that only the norm at the end makes warps wait for each other. The program asks for the state and
-the ring before the projection ahead of it is complete, since no other kernel of a step writes them; the rows'
-slots and lengths, which say where they are, must stand before a step's first layer is launched.
+A program of the kernel is one value head of one row with its whole state [K, V], 64 KB in registers
+for K = V = 128: read once and written once, which is nearly all the traffic there is. A warp has
+columns of its own, so that only the norm at the end makes warps wait for each other. The program
+asks for the state and the ring before the projection ahead of it is complete, since no other kernel
+of a step writes them; the rows' slots and lengths, which say where they are, must stand before a
+step's first layer is launched.
 
-A row's bits depend on the tile alone, never on what else is in the step. A single token is always the
-recurrence here, also where the reference in its deterministic form would open a chunk with it.
+A row's bits depend on the tile alone, never on what else is in the step. A single token is always
+the recurrence here, also where the reference in its deterministic form would open a chunk with it.
 """
 
 from __future__ import annotations
@@ -131,7 +133,9 @@ def _decode(
 
 
 def _rule(key_dim: int, value_dim: int) -> Tile:
-    """As many warps as give every thread its share of the state: on an H200 the best from 1 row to 64."""
+    """As many warps as give every thread its share of the state: on an H200 the best from 1 row to
+    64.
+    """
     elements = next_power_of_2(key_dim) * next_power_of_2(value_dim)
     return _tile(value_dim, max(1, min(elements // (32 * STATE_REGISTERS), 16)), MAX_REGISTERS)
 
@@ -203,15 +207,18 @@ def _decode_kernel(
     qk_past = _convolve_past(
         p_old_ring, conv_weight, qk_channels, in_qk, position, NUM_CHANNELS, NUM_TAPS, RING
     )
-    v_past = _convolve_past(p_old_ring, conv_weight, v_channels, in_v, position, NUM_CHANNELS, NUM_TAPS, RING)
+    v_past = _convolve_past(
+        p_old_ring, conv_weight, v_channels, in_v, position, NUM_CHANNELS, NUM_TAPS, RING
+    )
     p_newest_tap = conv_weight + (NUM_TAPS - 1) * NUM_CHANNELS
     qk_tap = tl.load(p_newest_tap + qk_channels, mask=in_qk, other=0.0).to(tl.float32)
     v_tap = tl.load(p_newest_tap + v_channels, mask=in_v, other=0.0).to(tl.float32)
     rate = tl.load(a_log + i_head)
     step_bias = tl.load(dt_bias + i_head)
     b_norm = tl.load(norm_weight + i_v, mask=in_v, other=0.0)
-    # The state as [LANES_K, V / WARP_V, K / LANES_K, WARP_V]. Of this the compiler gives a thread 16 bytes
-    # of columns and every warp WARP_V of its own, so that a sum over the keys stays within a warp.
+    # The state as [LANES_K, V / WARP_V, K / LANES_K, WARP_V]. Of this the compiler gives a thread
+    # 16 bytes of columns and every warp WARP_V of its own, so that a sum over the keys stays within
+    # a warp.
     NUM_PARTS: tl.constexpr = BLOCK_V // WARP_V
     COLUMNS: tl.constexpr = 128 // recurrent.dtype.element_ty.primitive_bitwidth
     LANES_K: tl.constexpr = min(32 * COLUMNS // WARP_V, BLOCK_K)
@@ -219,7 +226,9 @@ def _decode_kernel(
     s_k = tl.arange(0, LANES_K)[:, None] * GROUPS_K + tl.arange(0, GROUPS_K)[None, :]
     s_v = tl.arange(0, NUM_PARTS)[:, None] * WARP_V + tl.arange(0, WARP_V)[None, :]
     in_state = (s_k < KEY_DIM)[:, None, :, None] & (s_v < VALUE_DIM)[None, :, None, :]
-    state_offsets = i_head * (KEY_DIM * VALUE_DIM) + s_k[:, None, :, None] * VALUE_DIM + s_v[None, :, None, :]
+    state_offsets = (
+        i_head * (KEY_DIM * VALUE_DIM) + s_k[:, None, :, None] * VALUE_DIM + s_v[None, :, None, :]
+    )
     b_state = tl.load(
         recurrent + initial_slot * recurrent_stride + state_offsets,
         mask=tl.where(position > 0, in_state, False),
@@ -237,14 +246,15 @@ def _decode_kernel(
     step = tl.load(p_gates + VALUE_SIZE + NUM_VALUE_HEADS + i_head).to(tl.float32)
     decay = tl.exp(-tl.exp(rate) * softplus(step + step_bias))
 
-    # Query and key stay one vector up to here: no smaller than the program, so that each is loaded only once.
+    # Query and key stay one vector up to here: no smaller than the program, so that each is loaded
+    # only once.
     b_qk = tl.reshape(silu(qk_past + qk_tap * qk_input.to(tl.float32)), (2, BLOCK_K))
     b_v = silu(v_past + v_tap * v_input.to(tl.float32))
     b_q, b_k = tl.split(tl.permute(b_qk, (1, 0)))
     s_q = tl.reshape(b_q, (LANES_K, GROUPS_K))[:, None, :, None]
     s_key = tl.reshape(b_k, (LANES_K, GROUPS_K))[:, None, :, None]
-    # One look at the old state gives all that is read: with S' = decay S + k c, q S' = decay q S + (q k) c.
-    # Lengths are taken meanwhile and divided out after, so that no sum waits for another.
+    # One look at the old state gives all that is read: with S' = decay S + k c, q S' = decay q S +
+    # (q k) c. Lengths are taken meanwhile and divided out after, so that no sum waits for another.
     q_part, k_part = tl.reduce((s_q * b_state, s_key * b_state), 2, _add_pairs)
     q_held, k_held = tl.reduce((q_part, k_part), 0, _add_pairs)
     q_square, k_square, q_k = tl.reduce((b_q * b_q, b_k * b_k, b_q * b_k), 0, _add_triples)
@@ -274,7 +284,9 @@ def _decode_kernel(
     tl.store(p_entry + qk_channels, qk_input, mask=writes_qk)
     tl.store(p_entry + v_channels, v_input, mask=in_v)
     if initial_slot != state_slot:
-        _copy_past(p_ring, p_old_ring, qk_channels, writes_qk, position, NUM_CHANNELS, RING, BLOCK_RING)
+        _copy_past(
+            p_ring, p_old_ring, qk_channels, writes_qk, position, NUM_CHANNELS, RING, BLOCK_RING
+        )
         _copy_past(p_ring, p_old_ring, v_channels, in_v, position, NUM_CHANNELS, RING, BLOCK_RING)
 
 
@@ -289,7 +301,9 @@ def _convolve_past(
     NUM_TAPS: tl.constexpr,
     RING: tl.constexpr,
 ):
-    """What the inputs before `position` add to the convolution of the one there; none came before 0."""
+    """What the inputs before `position` add to the convolution of the one there; none came before
+    0.
+    """
     total = tl.zeros(channels.shape, dtype=tl.float32)
     for i in tl.static_range(NUM_TAPS - 1):
         age = NUM_TAPS - 1 - i
@@ -330,7 +344,9 @@ def _add_triples(a, b, c, d, e, f):
 
 
 def compile_cases() -> list[CompileCase]:
-    """The 35B-A3B mixer in bf16, with states in both dtypes: (kernel, signature, constexprs, options)."""
+    """The 35B-A3B mixer in bf16, with states in both dtypes: (kernel, signature, constexprs,
+    options).
+    """
     pointers = {
         "mixed": "*bf16",
         "conv_weight": "*bf16",

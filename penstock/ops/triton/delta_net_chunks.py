@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def"
 """The Gated DeltaNet mixer for rows of several tokens: the delta rule in its chunked form.
 
-Four launches, or three. The first convolves (delta_net_convolve), the second prepares the pieces of all rows
-at once (delta_net_prepare). The third walks along each row, piece after piece, a program for a value head and
-BLOCK_V of its columns, whose state stays in registers. Where a program has all columns of a head it also
-norms and gates what it read; else the fourth launch does.
+Four launches, or three. The first convolves (delta_net_convolve), the second prepares the pieces of
+all rows at once (delta_net_prepare). The third walks along each row, piece after piece, a program
+for a value head and BLOCK_V of its columns, whose state stays in registers. Where a program has all
+columns of a head it also norms and gates what it read; else the fourth launch does.
 
-Rings and states are written by the third launch alone, each entry by the program that may have read it: the
-slot a row goes to may be the one it came from. A row's bits depend on the tiles and on where its pieces begin
-and end, never on what else is in the step.
+Rings and states are written by the third launch alone, each entry by the program that may have read
+it: the slot a row goes to may be the one it came from. A row's bits depend on the tiles and on
+where its pieces begin and end, never on what else is in the step.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Shape = tuple[int, int, int, int]  # Hk, Hv, K, V
 
 CONVOLVE_TILE: Tile = {"RUN": 8, "num_warps": 4, "num_stages": 1}
 PREPARE_TILE: Tile = {"num_warps": 4, "num_stages": 1}
-# Where tensor cores read both operands from shared memory, so few registers are enough: four programs share a
-# processor, and while one waits the others compute.
+# Where tensor cores read both operands from shared memory, so few registers are enough: four
+# programs share a processor, and while one waits the others compute.
 HOPPER_PREPARE_TILE: Tile = {**PREPARE_TILE, "maxnreg": 128}
 SCAN_COLUMNS = 64  # of a head, for a program of the scan: best for one row and for many on an H200
 
@@ -75,7 +75,9 @@ def mix_chunks(
     heads, rings, options = _head_constants(shape), {"RING": conv.shape[1]}, launch_options(device)
     padded = {"BLOCK_K": _padded(key_dim), "PADDED_V": _padded(value_dim)}
     convolved = mixed.new_empty(num_pieces, rows.CHUNK, conv.shape[2])
-    prepared = mixed.new_empty(num_pieces, num_heads, num_page_elements(_padded(key_dim), _padded(value_dim)))
+    prepared = mixed.new_empty(
+        num_pieces, num_heads, num_page_elements(_padded(key_dim), _padded(value_dim))
+    )
     log_decays = mixed.new_empty(num_pieces, num_heads, rows.CHUNK, dtype=torch.float32)
 
     def tile_of(kernel: str, default: Tile, count: int) -> Tile:
@@ -98,8 +100,8 @@ def mix_chunks(
     num_blocks = cdiv(value_dim, tile["BLOCK_V"])
     states = (conv, recurrent, query_start, context_lens, state_slots, initial_slots)
     _scan_kernel[num_heads * num_blocks, num_rows](
-        convolved, prepared, log_decays, mixed, norm_weight, *states, chunks.pieces, chunks.rows, out, eps,
-        mixed.stride(0), conv.stride(0), recurrent.stride(0),
+        convolved, prepared, log_decays, mixed, norm_weight, *states, chunks.pieces,
+        chunks.rows, out, eps, mixed.stride(0), conv.stride(0), recurrent.stride(0),
         BLOCK_RING=next_power_of_2(conv.shape[1]), **heads, **rings, **padded, **tile, **options,
     )  # fmt: skip
     if num_blocks > 1:
@@ -131,7 +133,9 @@ def _prepare_rule(element_size: int, device: torch.device) -> Tile:
 
 
 def _scan_rule(shape: Shape, element_size: int, memory: int) -> Tile:
-    """With three stages the next pieces are on their way while one is computed; they need room for three."""
+    """With three stages the next pieces are on their way while one is computed; they need room for
+    three.
+    """
     _, _, key_dim, value_dim = shape
     block_v = min(SCAN_COLUMNS, _padded(value_dim))
     shared = rows.CHUNK * (3 * _padded(key_dim) + rows.CHUNK)
@@ -142,11 +146,14 @@ def _scan_rule(shape: Shape, element_size: int, memory: int) -> Tile:
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """What is worth a try; shape is (Hk, Hv, K, V), and for the scan num_tokens is the number of rows."""
+    """What is worth a try; shape is (Hk, Hv, K, V), and for the scan num_tokens is the number of
+    rows.
+    """
     if kernel == "delta_net_convolve":
         forms = ((4, 8, 104), (8, 4, 128), (8, 4, 104), (8, 8, 64), (16, 4, 80))
         return [
-            {"RUN": run, "num_warps": warps, "num_stages": 1, "maxnreg": limit} for run, warps, limit in forms
+            {"RUN": run, "num_warps": warps, "num_stages": 1, "maxnreg": limit}
+            for run, warps, limit in forms
         ]
     if kernel == "delta_net_prepare":
         limits = ((4, 255), (4, 168), (4, 128), (8, 128))
@@ -163,7 +170,14 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
 
 
 @triton.jit(
-    do_not_specialize=["query_start", "context_lens", "state_slots", "initial_slots", "pieces", "row_pieces"]
+    do_not_specialize=[
+        "query_start",
+        "context_lens",
+        "state_slots",
+        "initial_slots",
+        "pieces",
+        "row_pieces",
+    ]
 )
 def _scan_kernel(
     convolved,
@@ -222,16 +236,21 @@ def _scan_kernel(
     p_state = recurrent + i_head * (KEY_DIM * VALUE_DIM) + i_k[None, :] * VALUE_DIM + i_v[:, None]
     wait_for_previous(PDL)
 
-    # The state is held transposed, [BLOCK_V, K]: it and the corrections are then the left operands of all
-    # products, which tensor cores take from the registers they leave their sums in.
+    # The state is held transposed, [BLOCK_V, K]: it and the corrections are then the left operands
+    # of all products, which tensor cores take from the registers they leave their sums in.
     held = tl.load(
-        p_state + initial_slot * recurrent_stride, mask=tl.where(start > 0, in_state, False), other=0.0
+        p_state + initial_slot * recurrent_stride,
+        mask=tl.where(start > 0, in_state, False),
+        other=0.0,
     ).to(tl.float32)
     num_done = tl.zeros([], tl.int32)
     for i_piece in range(first_piece, past_last_piece):
-        # No address depends on another load: the next pieces are then on their way while one is computed.
+        # No address depends on another load: the next pieces are then on their way while one is
+        # computed.
         i_piece_64 = tl.cast(i_piece, tl.int64)
-        p_queries = convolved + i_piece_64 * (CHUNK * NUM_CHANNELS) + i_head // HEADS_A_KEY * KEY_DIM
+        p_queries = (
+            convolved + i_piece_64 * (CHUNK * NUM_CHANNELS) + i_head // HEADS_A_KEY * KEY_DIM
+        )
         p_readers, p_values, p_scores = find_pages(
             prepared, i_piece_64, i_head, NUM_VALUE_HEADS, BLOCK_K, PADDED_V
         )
@@ -249,7 +268,9 @@ def _scan_kernel(
         checkpoint = tl.load(pieces + i_piece * 4 + 3).to(tl.int64)
 
         operand = held.to(dtype)
-        corrected = b_values.to(tl.float32) - tl.dot(operand, tl.trans(b_readers), input_precision="ieee")
+        corrected = b_values.to(tl.float32) - tl.dot(
+            operand, tl.trans(b_readers), input_precision="ieee"
+        )
         read = tl.exp(log_decay) * tl.dot(operand, tl.trans(b_queries), input_precision="ieee")
         kept = (tl.exp(in_all - log_decay) * corrected).to(dtype)
         held = tl.dot(kept, b_keys, tl.exp(in_all) * held, input_precision="ieee")
@@ -258,20 +279,25 @@ def _scan_kernel(
         is_out = in_v[:, None] & (i_t < num_tokens)[None, :]
         if IS_WHOLE:
             p_gate = mixed + first_token * mixed_stride + NUM_CHANNELS + i_head * VALUE_DIM
-            read = _norm_and_gate(read, p_gate, norm_weight, eps, i_t, i_v, is_out, mixed_stride, VALUE_DIM)
+            read = _norm_and_gate(
+                read, p_gate, norm_weight, eps, i_t, i_v, is_out, mixed_stride, VALUE_DIM
+            )
         p_out = out + (first_token + i_t)[None, :] * (NUM_VALUE_HEADS * VALUE_DIM)
-        tl.store(p_out + i_head * VALUE_DIM + i_v[:, None], read.to(out.dtype.element_ty), mask=is_out)
+        tl.store(
+            p_out + i_head * VALUE_DIM + i_v[:, None], read.to(out.dtype.element_ty), mask=is_out
+        )
         num_done += num_tokens
         if checkpoint > 0:
             b_saved = rounded(held, recurrent.dtype.element_ty)
             tl.store(p_state + checkpoint * recurrent_stride, b_saved, mask=in_state)
             _save_rings(
                 conv, checkpoint, initial_slot, p_row, start, num_done, i_head,
-                i_block, i_k, i_v, mixed_stride, conv_stride, NUM_KEY_HEADS, NUM_VALUE_HEADS, KEY_DIM,
-                VALUE_DIM, RING, BLOCK_RING,
+                i_block, i_k, i_v, mixed_stride, conv_stride, NUM_KEY_HEADS, NUM_VALUE_HEADS,
+                KEY_DIM, VALUE_DIM, RING, BLOCK_RING,
             )  # fmt: skip
 
-    tl.debug_barrier()  # the slot may be the one it all came from: every thread has read its part of it
+    # the slot may be the one it all came from: every thread has read its part of it
+    tl.debug_barrier()
     if num_done > 0:
         b_saved = rounded(held, recurrent.dtype.element_ty)
         tl.store(p_state + state_slot * recurrent_stride, b_saved, mask=in_state)
@@ -320,15 +346,15 @@ def _save_rings(
     has_moved = slot != initial_slot
     v_channels = 2 * KEY_SIZE + i_head * VALUE_DIM + i_v
     _save_ring(
-        p_ring, p_old_ring, p_mixed, v_channels, i_v < VALUE_DIM, start, num_tokens, has_moved, mixed_stride,
-        NUM_CHANNELS, RING, BLOCK_RING,
+        p_ring, p_old_ring, p_mixed, v_channels, i_v < VALUE_DIM, start, num_tokens, has_moved,
+        mixed_stride, NUM_CHANNELS, RING, BLOCK_RING,
     )  # fmt: skip
     if (i_head % HEADS_A_KEY == 0) & (i_block == 0):  # of those that share a key head, the first
         for i in tl.static_range(2):
             k_channels = i * KEY_SIZE + i_head // HEADS_A_KEY * KEY_DIM + i_k
             _save_ring(
-                p_ring, p_old_ring, p_mixed, k_channels, i_k < KEY_DIM, start, num_tokens, has_moved,
-                mixed_stride, NUM_CHANNELS, RING, BLOCK_RING,
+                p_ring, p_old_ring, p_mixed, k_channels, i_k < KEY_DIM, start, num_tokens,
+                has_moved, mixed_stride, NUM_CHANNELS, RING, BLOCK_RING,
             )  # fmt: skip
 
 
@@ -347,7 +373,9 @@ def _save_ring(
     RING: tl.constexpr,
     BLOCK_RING: tl.constexpr,
 ):
-    """An entry holds the newest position that falls on it: of this step, or of the past if the row moved."""
+    """An entry holds the newest position that falls on it: of this step, or of the past if the row
+    moved.
+    """
     i_entry = tl.arange(0, BLOCK_RING)
     newest = start + num_tokens - 1
     position = newest - (newest % RING + RING - i_entry) % RING
@@ -358,7 +386,9 @@ def _save_ring(
     offsets = i_entry[:, None] * NUM_CHANNELS + channels[None, :]
     b_new = tl.load(p_mixed + tokens + channels[None, :], mask=is_new, other=0.0)
     b_past = tl.load(p_old_ring + offsets, mask=is_past, other=0.0)
-    tl.store(p_ring + offsets, tl.where(is_new, b_new.to(b_past.dtype), b_past), mask=is_new | is_past)
+    tl.store(
+        p_ring + offsets, tl.where(is_new, b_new.to(b_past.dtype), b_past), mask=is_new | is_past
+    )
 
 
 @triton.jit
@@ -395,7 +425,9 @@ def _norm_kernel(
     PADDED_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (h, p): what value head h has read for the tokens of piece p, normed and gated in its place."""
+    """Program (h, p): what value head h has read for the tokens of piece p, normed and gated in its
+    place.
+    """
     let_next_start(PDL)
     NUM_CHANNELS: tl.constexpr = 2 * NUM_KEY_HEADS * KEY_DIM + NUM_VALUE_HEADS * VALUE_DIM
     i_head = tl.program_id(0)
@@ -410,16 +442,26 @@ def _norm_kernel(
     p_out += i_head * VALUE_DIM + i_v[:, None]
     b_read = tl.load(p_out, mask=mask, other=0.0).to(tl.float32)
     p_gate = mixed + first_token * mixed_stride + NUM_CHANNELS + i_head * VALUE_DIM
-    b_out = _norm_and_gate(b_read, p_gate, norm_weight, eps, i_t, i_v, mask, mixed_stride, VALUE_DIM)
+    b_out = _norm_and_gate(
+        b_read, p_gate, norm_weight, eps, i_t, i_v, mask, mixed_stride, VALUE_DIM
+    )
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask)
 
 
 def compile_cases() -> list[CompileCase]:
     """The 35B-A3B mixer in bf16: (kernel, signature, constexprs, options)."""
     shape = (16, 32, 128, 128)
-    constants = {**_head_constants(shape), "BLOCK_K": 128, "PADDED_V": 128, "BLOCK_C": 128, "PDL": False}
+    constants = {
+        **_head_constants(shape),
+        "BLOCK_K": 128,
+        "PADDED_V": 128,
+        "BLOCK_C": 128,
+        "PDL": False,
+    }
     constants |= {"NUM_TAPS": 4, "RING": 4, "BLOCK_RING": 4}
-    halves = dict.fromkeys(("mixed", "conv_weight", "conv", "convolved", "prepared", "out"), "*bf16")
+    halves = dict.fromkeys(
+        ("mixed", "conv_weight", "conv", "convolved", "prepared", "out"), "*bf16"
+    )
     floats = dict.fromkeys(("a_log", "dt_bias", "log_decays", "norm_weight", "recurrent"), "*fp32")
     numbers = dict.fromkeys(("query_start", "context_lens", "state_slots", "initial_slots"), "*i64")
     numbers |= {"pieces": "*i32", "row_pieces": "*i32"}
@@ -439,7 +481,11 @@ def compile_cases() -> list[CompileCase]:
         (
             kernel,
             {name: types[name] for name in kernel.arg_names if name in types},
-            {name: value for name, value in {**constants, **tile}.items() if name in kernel.arg_names},
+            {
+                name: value
+                for name, value in {**constants, **tile}.items()
+                if name in kernel.arg_names
+            },
             {name: value for name, value in tile.items() if name not in kernel.arg_names},
         )
         for kernel, tile in cases

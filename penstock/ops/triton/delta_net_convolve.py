@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
 """The causal convolution of prompts: what it makes of every token's channels, all pieces at once.
 
-A program takes a piece, which is up to 64 tokens of one row, and the channels of one head: of a query or a
-key, which it brings to length one, or of a value. It writes them to the piece's own 64 rows, [64, channels],
-and zeros behind the last token: whoever reads them needs to know neither tokens nor rows. It knows nothing of
-the delta rule. Of the state it reads only the ring, where the first tokens of a row look behind themselves;
-it does not write it.
+A program takes a piece, which is up to 64 tokens of one row, and the channels of one head: of a
+query or a key, which it brings to length one, or of a value. It writes them to the piece's own 64
+rows, [64, channels], and zeros behind the last token: whoever reads them needs to know neither
+tokens nor rows. It knows nothing of the delta rule. Of the state it reads only the ring, where the
+first tokens of a row look behind themselves; it does not write it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ def convolve_kernel(
     RUN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (h, p): head h of the queries, then of the keys, then of the values, for the tokens of piece p.
+    """Program (h, p): head h of the queries, then of the keys, then of the values, for the tokens
+    of piece p.
 
-    By runs of neighbouring tokens: what one loads is an input of the others too. An input has the same value
-    whether it comes from the step or from the ring, so a sum has the same bits however a row is cut.
+    By runs of neighbouring tokens: what one loads is an input of the others too. An input has the
+    same value whether it comes from the step or from the ring, so a sum has the same bits however a
+    row is cut.
     """
     let_next_start(PDL)
     KEY_SIZE: tl.constexpr = NUM_KEY_HEADS * KEY_DIM
@@ -66,7 +68,9 @@ def convolve_kernel(
     first_token = tl.load(pieces + i_piece * 4 + 1).to(tl.int64)
     num_tokens = tl.load(pieces + i_piece * 4 + 2)
     row_start = tl.load(query_start + row)
-    num_ahead = (first_token - row_start).to(tl.int32)  # tokens of the row in this step, before the piece
+    num_ahead = (first_token - row_start).to(
+        tl.int32
+    )  # tokens of the row in this step, before the piece
     row_tokens = tl.load(query_start + row + 1) - row_start
     position = (tl.load(context_lens + row) - row_tokens).to(tl.int32) + num_ahead
     p_ring = conv + tl.load(initial_slots + row).to(tl.int64) * conv_stride + channels[None, :]
@@ -80,7 +84,9 @@ def convolve_kernel(
     for step in tl.static_range(1 - NUM_TAPS, 0):
         i_t = i_run + step
         mask = ((i_t + num_ahead >= 0) & (i_t < num_tokens))[:, None] & in_head[None, :]
-        b_input = tl.load(p_mixed + step * mixed_stride, mask=mask, other=0.0).to(conv.dtype.element_ty)
+        b_input = tl.load(p_mixed + step * mixed_stride, mask=mask, other=0.0).to(
+            conv.dtype.element_ty
+        )
         if num_ahead + step < 0:  # some lie before this step
             is_past = ((i_t + num_ahead < 0) & (i_t + position >= 0))[:, None] & in_head[None, :]
             p_past = p_ring + (tl.maximum(i_t + position, 0) % RING * NUM_CHANNELS)[:, None]

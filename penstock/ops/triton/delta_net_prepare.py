@@ -1,17 +1,18 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What a piece of a prompt is to the delta rule before it meets the state: one kernel, all pieces at once.
+"""What a piece of a prompt is to the delta rule before it meets the state: one kernel, all pieces
+at once.
 
 A piece is up to 64 tokens of one row. A program takes a piece and a value head: it solves the unit
-lower-triangular system that says how a token's correction depends on those of the tokens before it. It reads
-what the convolution has left, knows no state, and writes nothing but its pages.
+lower-triangular system that says how a token's correction depends on those of the tokens before it.
+It reads what the convolution has left, knows no state, and writes nothing but its pages.
 
 The pages of a piece, in the model's dtype, padded with zeros to 64 tokens and to whole blocks:
 
     of every value head  readers [64, K] | values [V, 64] | scores [64, 64]
 
-`values - (readers @ state)^T` are the corrections; `scores` are the products of queries and keys, causal and
-decayed between the two tokens. Beside the pages lie the logarithms of the decay since the piece began, in
-float32; behind the last token of a short piece they stay as they are.
+`values - (readers @ state)^T` are the corrections; `scores` are the products of queries and keys,
+causal and decayed between the two tokens. Beside the pages lie the logarithms of the decay since
+the piece began, in float32; behind the last token of a short piece they stay as they are.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from penstock.ops.triton.launch import let_next_start, wait_for_previous
 
 CHUNK = tl.constexpr(rows.CHUNK)
 SUBCHUNK = tl.constexpr(8)  # tokens of the system that are solved one by one
-NUM_LEVELS = tl.constexpr((rows.CHUNK // SUBCHUNK.value).bit_length() - 1)  # from these blocks to all tokens
+NUM_LEVELS = tl.constexpr(
+    (rows.CHUNK // SUBCHUNK.value).bit_length() - 1
+)  # from these blocks to all tokens
 
 
 def num_page_elements(block_k: int, padded_v: int) -> int:
@@ -81,7 +84,9 @@ def prepare_kernel(
     i_t = tl.arange(0, CHUNK)
     p_tokens = convolved + i_piece * (CHUNK * NUM_CHANNELS) + i_t[:, None] * NUM_CHANNELS
     p_queries = p_tokens + i_head // HEADS_A_KEY * KEY_DIM
-    p_readers, p_values, p_scores = find_pages(prepared, i_piece, i_head, NUM_VALUE_HEADS, BLOCK_K, PADDED_V)
+    p_readers, p_values, p_scores = find_pages(
+        prepared, i_piece, i_head, NUM_VALUE_HEADS, BLOCK_K, PADDED_V
+    )
     wait_for_previous(PDL)
 
     queries = _load_parts(p_queries, KEY_DIM, BLOCK_K)
@@ -102,8 +107,9 @@ def prepare_kernel(
     decay = tl.exp(tl.where(is_causal, log_decay[:, None] - log_decay[None, :], float("-inf")))
     tl.store(p_scores + i_t[:, None] * CHUNK + i_t[None, :], (scores * decay).to(dtype))
     system = tl.where(i_t[:, None] > i_t[None, :], system * decay * beta[:, None], 0.0)
-    # Factors of the tokens go to the inverse: values and keys are then operands as they are. Where similar
-    # tokens follow each other the terms nearly cancel: what the inverse loses when narrow is multiplied too.
+    # Factors of the tokens go to the inverse: values and keys are then operands as they are. Where
+    # similar tokens follow each other the terms nearly cancel: what the inverse loses when narrow
+    # is multiplied too.
     inverse = _invert(system, dtype) * beta[None, :]
     high, low = _split(inverse, dtype)
     for i in tl.static_range(len(values)):
@@ -123,7 +129,9 @@ def prepare_kernel(
 
 @triton.jit
 def _load_parts(p_tokens, WIDTH: tl.constexpr, PADDED_WIDTH: tl.constexpr):
-    """Channels of all tokens as tiles of at most 64: what is summed over one then fits in registers."""
+    """Channels of all tokens as tiles of at most 64: what is summed over one then fits in
+    registers.
+    """
     PART: tl.constexpr = min(PADDED_WIDTH, 64)
     parts = ()
     for i in tl.static_range(PADDED_WIDTH // PART):
@@ -148,8 +156,8 @@ def _gates(
     b = tl.load(p_tokens, mask=is_token, other=0.0).to(tl.float32)
     a = tl.load(p_tokens + NUM_VALUE_HEADS, mask=is_token, other=0.0).to(tl.float32)
     log_decay = -tl.exp(tl.load(p_rate)) * softplus(a + tl.load(p_bias))
-    # beta goes with the sums unchanged: the compiler then hands it on, and does not load and compute it anew
-    # for every column of a thread.
+    # beta goes with the sums unchanged: the compiler then hands it on, and does not load and
+    # compute it anew for every column of a thread.
     parts = (tl.where(is_token, log_decay, 0.0), tl.sigmoid(b))
     log_decay, beta = tl.associative_scan(parts, 0, _add_first)
     return beta, log_decay
@@ -164,9 +172,10 @@ def _add_first(a, b, c, d):
 def _invert(system, dtype):
     """The inverse of one plus a strictly lower-triangular [64, 64].
 
-    Blocks of 8 on the diagonal, all at once, one column of the system after the other; then twice as large
-    blocks from pairs of them: below the diagonal, the inverse is -(lower inverse) link (upper inverse).
-    Powers of the system would be fewer steps, but for similar keys they grow beyond what float32 can cancel.
+    Blocks of 8 on the diagonal, all at once, one column of the system after the other; then twice
+    as large blocks from pairs of them: below the diagonal, the inverse is -(lower inverse) link
+    (upper inverse). Powers of the system would be fewer steps, but for similar keys they grow
+    beyond what float32 can cancel.
     """
     BLOCKS: tl.constexpr = CHUNK // SUBCHUNK
     i_block = tl.arange(0, BLOCKS)
@@ -185,8 +194,9 @@ def _invert(system, dtype):
     for level in tl.static_range(NUM_LEVELS):
         i_pair = i_t // (SUBCHUNK << level)
         is_link = (i_pair[:, None] == i_pair[None, :] + 1) & (i_pair % 2 == 1)[:, None]
-        # Blocks stay among themselves in the product: what is no link can be dropped after it. Links and
-        # steps are rounded, which is felt once; the inverse, which goes through all levels, is not.
+        # Blocks stay among themselves in the product: what is no link can be dropped after it.
+        # Links and steps are rounded, which is felt once; the inverse, which goes through all
+        # levels, is not.
         high, low = _split(inverse, dtype)
         step = tl.where(is_link, tl.dot(high, links, input_precision="ieee"), 0.0).to(dtype)
         inverse -= tl.dot(step, high, input_precision="ieee")

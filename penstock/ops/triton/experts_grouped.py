@@ -1,13 +1,15 @@
 # mypy: disable-error-code="no-untyped-def"
 """The chosen experts of many tokens, as products of tall tiles. Chooses nothing itself.
 
-Four launches: the list of pairs (a token with one of its experts) by expert, gate and up, down, and the
-weighted sum of every token. A program of the two products looks its tile of pairs up in the list: the host
-never learns what was chosen, so there are as many programs as the worst routing needs, and those past the
-list's end are done at once. Tiles of an expert are neighbours, so that its weights come from memory once. A
-tile of few pairs, as most experts' last one is, takes a lower product in the same program.
+Four launches: the list of pairs (a token with one of its experts) by expert, gate and up, down, and
+the weighted sum of every token. A program of the two products looks its tile of pairs up in the
+list: the host never learns what was chosen, so there are as many programs as the worst routing
+needs, and those past the list's end are done at once. Tiles of an expert are neighbours, so that
+its weights come from memory once. A tile of few pairs, as most experts' last one is, takes a lower
+product in the same program.
 
-A pair's numbers do not depend on which pairs share its tile, and no sum depends on the order of programs.
+A pair's numbers do not depend on which pairs share its tile, and no sum depends on the order of
+programs.
 """
 
 from __future__ import annotations
@@ -30,8 +32,12 @@ from penstock.ops.triton.launch import (
 )
 from penstock.ops.triton.tuning import Tile, bucket, choose
 
-LOW_PAIRS = tl.constexpr(64)  # what a warp group multiplies at least: fewer leave its tensor cores idle
-TALL_PAIRS = 64  # of an expert, on average: above, tiles of twice the height read its weights less often
+LOW_PAIRS = tl.constexpr(
+    64
+)  # what a warp group multiplies at least: fewer leave its tensor cores idle
+TALL_PAIRS = (
+    64  # of an expert, on average: above, tiles of twice the height read its weights less often
+)
 
 
 def run(
@@ -52,7 +58,9 @@ def run(
     widest = max(inner_width, shared_width)
     slots = k + (shared_width > 0)
     shape = (num_experts, k, inner_width, width)
-    rules = _rules(bucket(num_tokens) * k // num_experts, x.element_size(), has_dependent_launch(x.device))
+    rules = _rules(
+        bucket(num_tokens) * k // num_experts, x.element_size(), has_dependent_launch(x.device)
+    )
 
     height = choose("expert_list_grouped", shape, num_tokens, rules["list"], x.device)["BLOCK_M"]
     order, tiles = list_pairs(ids, num_experts, slots, height, counters)
@@ -104,8 +112,10 @@ def _add_pairs(
 
 
 def _rules(mean_pairs: int, element_size: int, is_hopper: bool) -> dict[str, Tile]:
-    """Two programs on a multiprocessor while weights set the pace, and in the short products of down: one
-    starts or stores while the other multiplies. One of the largest tile where arithmetic sets it."""
+    """Two programs on a multiprocessor while weights set the pace, and in the short products of
+    down: one starts or stores while the other multiplies. One of the largest tile where arithmetic
+    sets it.
+    """
     is_tall = mean_pairs > TALL_PAIRS and element_size < 4
     height = {"BLOCK_M": 128 if is_tall else 64}
     if element_size == 4:
@@ -127,7 +137,9 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
     num_experts, k, *_ = shape
     tiles = [(128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 4, 2)]
     tiles += [(256, 64, 8, 3), (256, 64, 8, 4)]
-    if bucket(num_tokens) * k // num_experts <= TALL_PAIRS:  # the sums of tall ones would not fit registers
+    if (
+        bucket(num_tokens) * k // num_experts <= TALL_PAIRS
+    ):  # the sums of tall ones would not fit registers
         tiles += [(256, 64, 4, 3), (256, 64, 4, 4)]
     names = ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
     return [dict(zip(names, tile)) for tile in tiles]
@@ -158,7 +170,9 @@ def _multiply(
         else:
             is_column = first + columns < width
             b_weights = tl.load(p_weights + first, mask=is_column[:, None], other=0.0)
-            b_source = tl.load(p_source + first, mask=is_pair[:, None] & is_column[None, :], other=0.0)
+            b_source = tl.load(
+                p_source + first, mask=is_pair[:, None] & is_column[None, :], other=0.0
+            )
         total = tl.dot(b_source, b_weights, total, input_precision="ieee")
     return total
 
@@ -178,7 +192,9 @@ def _gate_up_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A gate and the up of the same column are neighbours: a thread that holds one holds the other."""
+    """A gate and the up of the same column are neighbours: a thread that holds one holds the
+    other.
+    """
     HALF: tl.constexpr = BLOCK_N // 2
     lanes = tl.arange(0, BLOCK_N)
     rows = tl.minimum(tl.program_id(0) * HALF + lanes // 2, width - 1) + lanes % 2 * width
@@ -212,7 +228,9 @@ def _grouped_gate_up_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (n, i): for tile i, BLOCK_N rows of its expert: gates, and the ups of the same columns."""
+    """Program (n, i): for tile i, BLOCK_N rows of its expert: gates, and the ups of the same
+    columns.
+    """
     let_next_start(PDL)
     wait_for_previous(PDL)
     LOW: tl.constexpr = min(BLOCK_M, LOW_PAIRS)
@@ -224,9 +242,13 @@ def _grouped_gate_up_kernel(
         if SHARED_I != I:
             width = tl.where(expert == E, SHARED_I, I)
     if BLOCK_M > LOW and num_pairs > LOW:
-        _gate_up_tile(x, own, weights, target, num_pairs, width, SLOTS, H, INNER, BLOCK_M, BLOCK_N, BLOCK_K)
+        _gate_up_tile(
+            x, own, weights, target, num_pairs, width, SLOTS, H, INNER, BLOCK_M, BLOCK_N, BLOCK_K
+        )
     if (num_pairs > 0) & (num_pairs <= LOW):
-        _gate_up_tile(x, own, weights, target, num_pairs, width, SLOTS, H, INNER, LOW, BLOCK_N, BLOCK_K)
+        _gate_up_tile(
+            x, own, weights, target, num_pairs, width, SLOTS, H, INNER, LOW, BLOCK_N, BLOCK_K
+        )
 
 
 @triton.jit
@@ -249,7 +271,9 @@ def _down_tile(
     pairs = tl.load(order + lanes, mask=is_pair, other=0).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_starts = tl.minimum(rows, H - 1) * width
-    b_outputs = _multiply(inner, lanes * INNER, is_pair, weights, row_starts, width, IS_WHOLE, BLOCK_K)
+    b_outputs = _multiply(
+        inner, lanes * INNER, is_pair, weights, row_starts, width, IS_WHOLE, BLOCK_K
+    )
     is_output = is_pair[:, None] & (rows < H)[None, :]
     places = outputs + pairs[:, None] * H + rows[None, :]
     tl.store(places, b_outputs.to(outputs.dtype.element_ty), mask=is_output)
@@ -288,10 +312,34 @@ def _grouped_down_kernel(
             width = tl.where(expert == E, SHARED_I, I)
     if BLOCK_M > LOW and num_pairs > LOW:
         _down_tile(
-            source, own, weights, outputs, num_pairs, width, H, INNER, IS_WHOLE, BLOCK_M, BLOCK_N, BLOCK_K
+            source,
+            own,
+            weights,
+            outputs,
+            num_pairs,
+            width,
+            H,
+            INNER,
+            IS_WHOLE,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
         )
     if (num_pairs > 0) & (num_pairs <= LOW):
-        _down_tile(source, own, weights, outputs, num_pairs, width, H, INNER, IS_WHOLE, LOW, BLOCK_N, BLOCK_K)
+        _down_tile(
+            source,
+            own,
+            weights,
+            outputs,
+            num_pairs,
+            width,
+            H,
+            INNER,
+            IS_WHOLE,
+            LOW,
+            BLOCK_N,
+            BLOCK_K,
+        )
 
 
 @triton.jit
@@ -325,7 +373,9 @@ def _add_pairs_kernel(
 
 
 def compile_cases() -> list[CompileCase]:
-    """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options). Small tiles come first."""
+    """The 35B-A3B experts in bf16: (kernel, signature, constexprs, options). Small tiles come
+    first.
+    """
     places = {"order": "*i32", "tiles": "*i32"}
     gate_up = dict.fromkeys(("x", "gate_up", "shared_gate_up", "inner"), "*bf16") | places
     down = dict.fromkeys(("inner", "down", "shared_down", "outputs"), "*bf16") | places

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Which pairs an expert has, and in which tiles they are multiplied. Knows nothing of weights.
 
-A pair is a token with one of its experts: pair t * slots + j is slot j of token t. Where there is a shared
-expert it is every token's last slot, and counts as expert E. The list is made on the device, in one launch;
-the host knows no more than how many tiles the worst routing would have.
+A pair is a token with one of its experts: pair t * slots + j is slot j of token t. Where there is a
+shared expert it is every token's last slot, and counts as expert E. The list is made on the device,
+in one launch; the host knows no more than how many tiles the worst routing would have.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from penstock.ops.triton.tuning import bucket
 def list_pairs(
     ids: Tensor, num_experts: int, slots: int, height: int, counters: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """order [(E + 1) * T]: the pairs of expert e are those from place e * T on.
-    tiles [n, 4]: an expert, the place of its first pair there, the row of that pair among all by expert,
-    and how many pairs: none in the last tiles, since n is what the worst routing needs."""
+    """order [(E + 1) * T]: the pairs of expert e are those from place e * T on. tiles [n, 4]: an
+    expert, the place of its first pair there, the row of that pair among all by expert, and how
+    many pairs: none in the last tiles, since n is what the worst routing needs.
+    """
     num_tokens, k = ids.shape
     num_tiles = num_tokens * k // height + min(num_experts, num_tokens * k)
     if slots > k:
@@ -75,7 +76,9 @@ def _list_tiles_kernel(
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program b: lists the b-th BLOCK pairs, in whatever order they come; the last program cuts the tiles."""
+    """Program b: lists the b-th BLOCK pairs, in whatever order they come; the last program cuts the
+    tiles.
+    """
     let_next_start(PDL)
     wait_for_previous(PDL)
     pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -126,7 +129,9 @@ def _cut_tiles(
         left = tl.minimum(sizes - place, BLOCK_M)
         i_tile = num_shared + at + i
         is_tile = (i < needed) & (i_tile < num_tiles)
-        _store_tile(tiles, i_tile, experts, experts * num_tokens + place, rows + place, left, is_tile)
+        _store_tile(
+            tiles, i_tile, experts, experts * num_tokens + place, rows + place, left, is_tile
+        )
     for first in range(num_shared + tl.sum(needed, axis=0), num_tiles, BLOCK_E):
         i_tile = first + experts
         _store_tile(tiles, i_tile, 0, 0, 0, 0, i_tile < num_tiles)
@@ -151,5 +156,13 @@ def compile_cases() -> list[CompileCase]:
     """8192 tokens of the 35B-A3B: (kernel, signature, constexprs, options)."""
     types = dict.fromkeys(("ids", "counts", "order", "tiles"), "*i32")
     types |= {"num_tokens": "i32", "num_tiles": "i32"}
-    constants = {"E": 256, "K": 8, "SLOTS": 9, "BLOCK": 1024, "BLOCK_E": 256, "BLOCK_M": 128, "PDL": False}
+    constants = {
+        "E": 256,
+        "K": 8,
+        "SLOTS": 9,
+        "BLOCK": 1024,
+        "BLOCK_E": 256,
+        "BLOCK_M": 128,
+        "PDL": False,
+    }
     return [(_list_tiles_kernel, types, constants, {"num_warps": 16, "num_stages": 1})]

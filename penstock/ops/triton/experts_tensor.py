@@ -1,16 +1,20 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The chosen experts of many tokens, on tensor cores. Chooses nothing itself, and never asks what was chosen.
+"""The chosen experts of many tokens, on tensor cores. Chooses nothing itself, and never asks what
+was chosen.
 
-A pair is a token with one of its experts: pair t * k + j is slot j of token t, pair T * k + t is token t with
-the shared expert. Three launches: gate and up, down, and the weighted sum of every token. A program of the
-first two owns an expert and a tile of its rows, which it multiplies with the expert's pairs, BLOCK_M at a
-time; the weights are the left operand, so that a few pairs still fill the tensor cores. There are as many
-programs as the worst routing needs: those without pairs end at once.
+A pair is a token with one of its experts: pair t * k + j is slot j of token t, pair T * k + t is
+token t with the shared expert. Three launches: gate and up, down, and the weighted sum of every
+token. A program of the first two owns an expert and a tile of its rows, which it multiplies with
+the expert's pairs, BLOCK_M at a time; the weights are the left operand, so that a few pairs still
+fill the tensor cores. There are as many programs as the worst routing needs: those without pairs
+end at once.
 
-Who an expert's pairs are: with fewer pairs than experts, each program looks through all ids itself, and works
-if its own pair is the first of its expert's or of a tile of them. Else a launch before lists them by expert.
+Who an expert's pairs are: with fewer pairs than experts, each program looks through all ids itself,
+and works if its own pair is the first of its expert's or of a tile of them. Else a launch before
+lists them by expert.
 
-A pair's numbers do not depend on which pairs share its tile, and no sum depends on the order of programs.
+A pair's numbers do not depend on which pairs share its tile, and no sum depends on the order of
+programs.
 """
 
 from __future__ import annotations
@@ -32,8 +36,16 @@ from penstock.ops.triton.launch import (
 from penstock.ops.triton.tuning import Tile, bucket, choose
 
 # For results that do not depend on the batch: good at all sizes, the best at none.
-DETERMINISTIC_TILE: Tile = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4}
-WIDE_TOKENS = 256  # up to here pairs leave their outputs in float32; more of them would cost too much traffic
+DETERMINISTIC_TILE: Tile = {
+    "BLOCK_M": 32,
+    "BLOCK_N": 64,
+    "BLOCK_K": 64,
+    "num_warps": 4,
+    "num_stages": 4,
+}
+WIDE_TOKENS = (
+    256  # up to here pairs leave their outputs in float32; more of them would cost too much traffic
+)
 
 
 def run(
@@ -61,7 +73,8 @@ def run(
     dims = {"K": k, "H": width, "I": inner_width, "SHARED_I": shared_width, "INNER": widest}
     options = launch_options(x.device)
     shape = (num_experts, k, inner_width, width)
-    # What decides on code goes by the next power of two of tokens: between two, nothing new is compiled.
+    # What decides on code goes by the next power of two of tokens: between two, nothing new is
+    # compiled.
     most_pairs = bucket(num_tokens) * k
     mean_pairs = most_pairs // num_experts
     is_listed = most_pairs > num_experts
@@ -76,7 +89,15 @@ def run(
         splits = max(1, bucket(2 * mean_pairs) // tile["BLOCK_M"])
         num_shared = cdiv(num_tokens, tile["BLOCK_M"]) if shared_width else 0
         num_groups = num_shared + (num_experts * splits if is_listed else num_tokens * k)
-        places = (source, ids, order, starts, experts, experts if shared is None else shared, result)
+        places = (
+            source,
+            ids,
+            order,
+            starts,
+            experts,
+            experts if shared is None else shared,
+            result,
+        )
         constants = {**dims, "IS_LISTED": is_listed, "SPLITS": splits, **tile, **options}
         kernel[cdiv(num_columns, tile["BLOCK_N"]), num_groups](
             *places, num_tokens, num_shared, BLOCK_IDS=next_power_of_2(num_experts), **constants
@@ -99,20 +120,30 @@ def run(
     )
 
 
-def _list_pairs(ids: Tensor, num_experts: int, most_pairs: int) -> tuple[Tensor, Tensor]:  # [T * k], [E + 1]
+def _list_pairs(
+    ids: Tensor, num_experts: int, most_pairs: int
+) -> tuple[Tensor, Tensor]:  # [T * k], [E + 1]
     """The pairs of expert e are order[starts[e] : starts[e + 1]]."""
     order = ids.new_empty(ids.numel(), dtype=torch.int32)
     starts = ids.new_empty(num_experts + 1, dtype=torch.int32)
     block = 1024 if most_pairs <= 4096 else 4096
     _list_pairs_kernel[num_experts,](
-        ids, order, starts, ids.numel(), E=num_experts, BLOCK=block, num_warps=8, **launch_options(ids.device)
+        ids,
+        order,
+        starts,
+        ids.numel(),
+        E=num_experts,
+        BLOCK=block,
+        num_warps=8,
+        **launch_options(ids.device),
     )
     return order, starts
 
 
 def _rule(mean_pairs: int, element_size: int) -> Tile:
-    """Tiles as high as twice an expert's mean number of pairs. Low ones leave room on a multiprocessor for
-    four programs: one starts while others wait for weights."""
+    """Tiles as high as twice an expert's mean number of pairs. Low ones leave room on a
+    multiprocessor for four programs: one starts while others wait for weights.
+    """
     block_m = min(max(bucket(2 * mean_pairs), 16), 128)
     is_low = block_m <= 32
     return {
@@ -127,7 +158,15 @@ def _rule(mean_pairs: int, element_size: int) -> Tile:
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     """What `penstock tune` tries for either kernel; shape is (E, k, I, H)."""
     mean = bucket(num_tokens) * shape[1] // shape[0]
-    small = [(64, 64, 4), (64, 64, 5), (64, 64, 7), (64, 128, 3), (64, 128, 4), (64, 256, 2), (64, 256, 3)]
+    small = [
+        (64, 64, 4),
+        (64, 64, 5),
+        (64, 64, 7),
+        (64, 128, 3),
+        (64, 128, 4),
+        (64, 256, 2),
+        (64, 256, 3),
+    ]
     large = [(128, 64, 3), (128, 64, 4), (128, 64, 5), (128, 128, 2), (128, 128, 3)]
     heights = [16] if mean <= 4 else [16, 32] if mean <= 16 else [32, 64, 128]
     return [
@@ -142,7 +181,9 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
 def _list_pairs_kernel(
     ids, order, starts, num_pairs, E: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Program e: counts the pairs of the experts before e, then lists those of e, in the order of pairs."""
+    """Program e: counts the pairs of the experts before e, then lists those of e, in the order of
+    pairs.
+    """
     let_next_start(PDL)
     wait_for_previous(PDL)
     i_expert = tl.program_id(0)
@@ -177,9 +218,9 @@ def _find_pairs(
 ):
     """Whose pairs a program multiplies, and where in the expert's list: first to stop.
 
-    Programs: num_shared tiles of tokens for the shared expert. Then, where pairs are listed, SPLITS for an
-    expert, each taking every SPLITS-th tile. Where they are not, one for a pair: every BLOCK_M-th pair of an
-    expert works, for itself and those that follow, which are `found`.
+    Programs: num_shared tiles of tokens for the shared expert. Then, where pairs are listed, SPLITS
+    for an expert, each taking every SPLITS-th tile. Where they are not, one for a pair: every
+    BLOCK_M-th pair of an expert works, for itself and those that follow, which are `found`.
     """
     i_group = tl.program_id(1)
     is_shared = i_group < num_shared
@@ -195,7 +236,9 @@ def _find_pairs(
         chosen = tl.load(ids + pairs, mask=pairs < num_tokens * K, other=-1).to(tl.int32)
         is_own = (chosen == expert).to(tl.int32)
         first = tl.sum(tl.where(pairs < i_routed, is_own, 0), axis=0)
-        stop = tl.where(first % BLOCK_M == 0, tl.minimum(tl.sum(is_own, axis=0), first + BLOCK_M), 0)
+        stop = tl.where(
+            first % BLOCK_M == 0, tl.minimum(tl.sum(is_own, axis=0), first + BLOCK_M), 0
+        )
         ranks = tl.where(is_own > 0, tl.cumsum(is_own, axis=0) - 1, -1)
         lanes = first + tl.arange(0, BLOCK_M)
         found = tl.sum(tl.where(ranks[:, None] == lanes[None, :], pairs[:, None], 0), axis=0)
@@ -205,7 +248,9 @@ def _find_pairs(
 
 
 @triton.jit
-def _pairs_at(at, stop, is_shared, found, order, num_pairs, IS_LISTED: tl.constexpr, BLOCK_M: tl.constexpr):
+def _pairs_at(
+    at, stop, is_shared, found, order, num_pairs, IS_LISTED: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """The pairs at places at : at + BLOCK_M of an expert's list, and which of them there are."""
     lanes = at + tl.arange(0, BLOCK_M)
     is_pair = lanes < stop
@@ -291,7 +336,9 @@ def _gate_up_kernel(
     for at in range(first, stop, BLOCK_M * SPLITS):
         pairs, is_pair = _pairs_at(at, stop, is_shared, found, order, num_pairs, IS_LISTED, BLOCK_M)
         tokens = tl.where(pairs < num_pairs, pairs // K, pairs - num_pairs)
-        both = _multiply(weights, row_starts, is_row, x, tokens * H, is_pair, H, BLOCK_N, BLOCK_M, BLOCK_K)
+        both = _multiply(
+            weights, row_starts, is_row, x, tokens * H, is_pair, H, BLOCK_N, BLOCK_M, BLOCK_K
+        )
         gate, up = tl.split(tl.permute(tl.reshape(both, [2, HALF, BLOCK_M]), [1, 2, 0]))
         b_inner = silu(gate) * up
         is_inner = (columns < width)[:, None] & is_pair[None, :]
@@ -337,7 +384,16 @@ def _down_kernel(
     for at in range(first, stop, BLOCK_M * SPLITS):
         pairs, is_pair = _pairs_at(at, stop, is_shared, found, order, num_pairs, IS_LISTED, BLOCK_M)
         b_outputs = _multiply(
-            weights, rows * width, is_row, inner, pairs * INNER, is_pair, width, BLOCK_N, BLOCK_M, BLOCK_K
+            weights,
+            rows * width,
+            is_row,
+            inner,
+            pairs * INNER,
+            is_pair,
+            width,
+            BLOCK_N,
+            BLOCK_M,
+            BLOCK_K,
         )
         is_output = is_row[:, None] & is_pair[None, :]
         tl.store(outputs + rows[:, None] + (pairs * H)[None, :], b_outputs, mask=is_output)
@@ -357,7 +413,9 @@ def _sum_kernel(
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (t, n): BLOCK_H columns of token t: its pairs' outputs by their weights, and the residual."""
+    """Program (t, n): BLOCK_H columns of token t: its pairs' outputs by their weights, and the
+    residual.
+    """
     let_next_start(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -366,13 +424,17 @@ def _sum_kernel(
     pairs = token * K + tl.arange(0, triton.next_power_of_2(K))
     is_pair = pairs < (token + 1) * K
     b_outputs = tl.load(
-        outputs + pairs[:, None] * H + columns[None, :], mask=is_pair[:, None] & is_column[None, :], other=0.0
+        outputs + pairs[:, None] * H + columns[None, :],
+        mask=is_pair[:, None] & is_column[None, :],
+        other=0.0,
     )
     b_weights = tl.load(weights + pairs, mask=is_pair, other=0.0)
     total = tl.load(residual + token * H + columns, mask=is_column, other=0.0).to(tl.float32)
     total += tl.sum(b_outputs.to(tl.float32) * b_weights[:, None], axis=0)
     if HAS_SHARED:
-        b_shared = tl.load(outputs + (num_tokens * K + token) * H + columns, mask=is_column, other=0.0)
+        b_shared = tl.load(
+            outputs + (num_tokens * K + token) * H + columns, mask=is_column, other=0.0
+        )
         total += b_shared.to(tl.float32) * tl.load(shared_weight + token)
     tl.store(out + token * H + columns, total, mask=is_column)
 
@@ -383,7 +445,12 @@ def compile_cases() -> list[CompileCase]:
     lists = dict.fromkeys(("ids", "order", "starts"), "*i32")
     counts = dict.fromkeys(("num_tokens", "num_shared"), "i32")
     gate_up = dict.fromkeys(("x", "gate_up", "shared_gate_up", "inner"), "*bf16") | lists | counts
-    down = dict.fromkeys(("inner", "down", "shared_down"), "*bf16") | {"outputs": "*fp32"} | lists | counts
+    down = (
+        dict.fromkeys(("inner", "down", "shared_down"), "*bf16")
+        | {"outputs": "*fp32"}
+        | lists
+        | counts
+    )
     total = dict.fromkeys(("outputs", "weights", "shared_weight"), "*fp32")
     total |= {"residual": "*bf16", "out": "*bf16", "num_tokens": "i32"}
     cases: list[CompileCase] = [
@@ -410,5 +477,8 @@ def compile_cases() -> list[CompileCase]:
         options = {key: tile[key] for key in ("num_warps", "num_stages")}
         blocks = {key: value for key, value in tile.items() if key not in options}
         constants = {**dims, **blocks, "IS_LISTED": is_listed, "SPLITS": splits, "BLOCK_IDS": 256}
-        cases += [(_gate_up_kernel, gate_up, constants, options), (_down_kernel, down, constants, options)]
+        cases += [
+            (_gate_up_kernel, gate_up, constants, options),
+            (_down_kernel, down, constants, options),
+        ]
     return cases

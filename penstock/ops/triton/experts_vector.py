@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The chosen experts of a few tokens, as matrix-vector products in two launches. Chooses nothing itself.
+"""The chosen experts of a few tokens, as matrix-vector products in two launches. Chooses nothing
+itself.
 
-Every expert of every token is read for that token alone: while few tokens choose the same experts, nothing is
-read twice, and no tensor core has to be filled. A program asks for all its weights at once, and takes enough
-of them that the programs of one multiprocessor keep some 100 KB on their way. The shared expert counts as
-one more slot of a token, after its k.
+Every expert of every token is read for that token alone: while few tokens choose the same experts,
+nothing is read twice, and no tensor core has to be filled. A program asks for all its weights at
+once, and takes enough of them that the programs of one multiprocessor keep some 100 KB on their
+way. The shared expert counts as one more slot of a token, after its k.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ def _down_rule(k: int, inner_width: int) -> Tile:
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     """What `penstock tune` tries for a kernel; shape is (E, k, I, H)."""
     rows = {"expert_gate_up_vector": (1, 2, 4, 8), "expert_down_vector": (1, 2, 4, 8, 16)}[kernel]
-    return [{"ROWS": n, "num_warps": warps, "num_stages": 1} for n in rows for warps in (1, 2, 4, 8)]
+    return [
+        {"ROWS": n, "num_warps": warps, "num_stages": 1} for n in rows for warps in (1, 2, 4, 8)
+    ]
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -108,8 +111,8 @@ def _gate_up_kernel(
 ):
     """Program (n, p): the n-th ROWS inner values of pair p.
 
-    Pairs: the shared expert's first, one a token, then slot j of token t at t * K + j. The shared weights are
-    known before the routing is, and are asked for at once.
+    Pairs: the shared expert's first, one a token, then slot j of token t at t * K + j. The shared
+    weights are known before the routing is, and are asked for at once.
     """
     let_next_start(PDL)
     i_tile, i_pair = tl.program_id(0), tl.program_id(1)
@@ -178,7 +181,9 @@ def _down_kernel(
     if SHARED_I > 0:
         is_weight = is_row[:, None] & (shared_columns < SHARED_I)[None, :]
         b_shared = tl.load(
-            shared_down + rows[:, None] * SHARED_I + shared_columns[None, :], mask=is_weight, other=0.0
+            shared_down + rows[:, None] * SHARED_I + shared_columns[None, :],
+            mask=is_weight,
+            other=0.0,
         )
     wait_for_previous(PDL)
 
@@ -193,14 +198,17 @@ def _down_kernel(
 
     own_inner = inner + i_token * ((K + 1) * INNER)
     b_weights = tl.load(weights + i_token * K + slots, mask=is_slot, other=0.0)
-    b_inner = tl.load(own_inner + slots[:, None] * INNER + columns[None, :], mask=is_inner, other=0.0)
+    b_inner = tl.load(
+        own_inner + slots[:, None] * INNER + columns[None, :], mask=is_inner, other=0.0
+    )
     places = i_token * H + rows
     b_residual = tl.load(residual + places, mask=is_row, other=0.0).to(tl.float32)
     if SHARED_I > 0:
         is_column = shared_columns < SHARED_I
         b_shared_inner = tl.load(own_inner + K * INNER + shared_columns, mask=is_column, other=0.0)
         b_shared_weight = tl.load(shared_weight + i_token)
-    tl.debug_barrier()  # the compiler would otherwise ask for the last weights after using the first ones
+    # the compiler would otherwise ask for the last weights after using the first ones
+    tl.debug_barrier()
 
     b_scaled = b_inner.to(tl.float32) * b_weights[:, None]
     total = tl.sum(tl.sum(b_down.to(tl.float32) * b_scaled[None, :, :], axis=1), axis=1)

@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What sampling kernels share: the noise of a draw, and one integer that orders tokens like the reference.
+"""What sampling kernels share: the noise of a draw, and one integer that orders tokens like the
+reference.
 
-The noise is bit for bit the reference's hash of (seed, position, token id); only the last bit of a logarithm
-may differ. Filters are the business of `sampling_filters`.
+The noise is bit for bit the reference's hash of (seed, position, token id); only the last bit of a
+logarithm may differ. Filters are the business of `sampling_filters`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ HIGHEST = tl.constexpr(2**62)  # behind it
 def order_of(b_value, b_token):
     """An int64 that grows with the value and, between equal values, falls with the token id.
 
-    Its upper 32 bits are the float's, turned so that they compare as an integer; 31 bits are the id's.
+    Its upper 32 bits are the float's, turned so that they compare as an integer; 31 bits are the
+    id's.
     """
     bits = (b_value + 0.0).to(tl.int32, bitcast=True)  # -0 is 0
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -46,7 +48,9 @@ def noise_key_of(seed, position):
 
 @triton.jit
 def perturbed(b_logit, b_token, temperature, noise_key):
-    """The largest of these over a row is a draw from the softmax. Division as the reference rounds it."""
+    """The largest of these over a row is a draw from the softmax. Division as the reference rounds
+    it.
+    """
     bits = _scramble(noise_key + b_token.to(tl.uint32) * 0x9E3779B9)
     uniform = ((bits >> 9).to(tl.int32).to(tl.float32) + 0.5) * (2.0**-23)
     return tl.div_rn(b_logit, temperature) - tl.log(-tl.log(uniform))

@@ -1,19 +1,21 @@
 # mypy: disable-error-code="no-untyped-def"
-"""How every kernel is launched: what the device can do, and the hand-over from one kernel to the next.
+"""How every kernel is launched: what the device can do, and the hand-over from one kernel to the
+next.
 
-On cards that have it (sm_90 and later) a kernel starts while the one before it still runs ("programmatic
-dependent launch"). The contract, which every kernel of this folder keeps:
+On cards that have it (sm_90 and later) a kernel starts while the one before it still runs
+("programmatic dependent launch"). The contract, which every kernel of this folder keeps:
 
-    let_next_start(PDL)      first of all: the next kernel may take SMs as they become free
-    ... load what no kernel of this step writes: weights, recurrent state and KV of earlier steps ...
+    let_next_start(PDL)      first of all: the next kernel may take SMs as they become free ... load
+    what no kernel of this step writes: weights, recurrent state and KV of earlier steps ...
     wait_for_previous(PDL)   everything the kernels before have written is visible from here on
     ... read activations, write results ...
 
-Nothing is written before the wait, and every program waits, also one that has nothing to do: so a kernel
-that is complete implies that all before it are.
+Nothing is written before the wait, and every program waits, also one that has nothing to do: so a
+kernel that is complete implies that all before it are.
 
-The numbers of a step's rows (positions, slots, lengths, pages) may be read early too: between the kernel that
-writes them and the first layer stands the embedding, a plain launch, which waits for all before it.
+The numbers of a step's rows (positions, slots, lengths, pages) may be read early too: between the
+kernel that writes them and the first layer stands the embedding, a plain launch, which waits for
+all before it.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-# A kernel, the types of its arguments, the values of its constexprs, and num_warps and num_stages: what every
-# file of kernels gives the test that compiles them for other cards.
+# A kernel, the types of its arguments, the values of its constexprs, and num_warps and num_stages:
+# what every file of kernels gives the test that compiles them for other cards.
 CompileCase = tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]
 
 
@@ -45,7 +47,9 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def ask_for(pointers, PDL: tl.constexpr):
-    """Brings the 128-byte lines of pointers (a block of them) towards the L2 cache; waits for nothing."""
+    """Brings the 128-byte lines of pointers (a block of them) towards the L2 cache; waits for
+    nothing.
+    """
     if PDL:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -71,7 +75,9 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of every launch: the PDL constexpr of the kernel, and the launch attribute."""
+    """Keyword arguments of every launch: the PDL constexpr of the kernel, and the launch
+    attribute.
+    """
     if has_dependent_launch(device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
@@ -84,8 +90,14 @@ def _capability(index: int) -> tuple[int, int]:
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors: what a grid should fill. The interpreter pretends to have a few."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    """Streaming multiprocessors: what a grid should fill. The interpreter pretends to have a
+    few.
+    """
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 4
+    )
 
 
 SMALL_MEMORY = 99 * 1024  # bytes of shared memory that a program may have on every card

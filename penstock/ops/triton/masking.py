@@ -1,5 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Forbids tokens by a bitmap: reads the bits and writes -inf where one is 0. The logits are never read."""
+"""Forbids tokens by a bitmap: reads the bits and writes -inf where one is 0. The logits are never
+read.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.launch import CompileCase, cdiv, launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import (
+    CompileCase,
+    cdiv,
+    launch_options,
+    let_next_start,
+    wait_for_previous,
+)
 from penstock.ops.triton.tuning import Tile
 
 _TILE: Tile = {"BLOCK": 4096, "num_warps": 4}
@@ -16,7 +24,8 @@ _TILE: Tile = {"BLOCK": 4096, "num_warps": 4}
 def mask_logits(
     logits: Tensor,  # [L, vocab] float32, changed in place
     rows: Tensor,  # [N] int64  rows of the logits, each at most once; the others stay as they are
-    allowed: Tensor,  # [N, words] int32  token t of row i may come if bit t % 32 of allowed[i, t // 32] is 1
+    # [N, words] int32  token t of row i may come if bit t % 32 of allowed[i, t // 32] is 1
+    allowed: Tensor,
 ) -> Tensor:
     num_rows, vocab = len(rows), logits.shape[1]
     if num_rows:
@@ -62,4 +71,11 @@ def compile_cases() -> list[CompileCase]:
     signature = {"p_logits": "*fp32", "p_rows": "*i64", "p_allowed": "*i32"}
     signature |= dict.fromkeys(("vocab", "logits_stride", "allowed_stride"), "i32")
     constexprs = {"BLOCK": _TILE["BLOCK"], "PDL": False}
-    return [(mask_logits_kernel, signature, constexprs, {"num_warps": _TILE["num_warps"], "num_stages": 1})]
+    return [
+        (
+            mask_logits_kernel,
+            signature,
+            constexprs,
+            {"num_warps": _TILE["num_warps"], "num_stages": 1},
+        )
+    ]

@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
 """Products of activations and a dense weight, in the form that suits the number of tokens.
 
-A few tokens take the vector form, or the direct one, which is CUDA C++ (`ops/cuda`) and not everywhere; a
-batch takes the tensor form, and many tokens, where arithmetic sets the pace and not the weight's bytes, the
-library's product. A norm or an activation before the product is part of the forms for few tokens, where
-activations are in registers anyway. In the tensor form, tensor cores would wait while each tile of them goes
-to registers and back: before it, and before the library's, they are kernels of their own.
+A few tokens take the vector form, or the direct one, which is CUDA C++ (`ops/cuda`) and not
+everywhere; a batch takes the tensor form, and many tokens, where arithmetic sets the pace and not
+the weight's bytes, the library's product. A norm or an activation before the product is part of the
+forms for few tokens, where activations are in registers anyway. In the tensor form, tensor cores
+would wait while each tile of them goes to registers and back: before it, and before the library's,
+they are kernels of their own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from penstock.ops.cuda.few_rows import (
     multiply_few_rows,
 )
 from penstock.ops.cuda.program import is_available
-from penstock.ops.triton.launch import CompileCase, cdiv, launch_options, let_next_start, wait_for_previous
+from penstock.ops.triton.launch import (
+    CompileCase,
+    cdiv,
+    launch_options,
+    let_next_start,
+    wait_for_previous,
+)
 from penstock.ops.triton.matmul_product import Product, compile_case, load_activations
 from penstock.ops.triton.matmul_tensor import (
     FIXED_TILE,
@@ -49,9 +56,13 @@ VECTOR, TENSOR, LIBRARY, DIRECT = 0, 1, 2, 3  # the "form" of a tile
 
 VECTOR_TOKENS = 4
 DIRECT_TOKENS = 4  # or three: fewer are multiplied in registers as quickly as the weight is read
-MANY_ROWS = 1 << 16  # of a head: from three tokens on, multiplying in registers takes longer than reading
+MANY_ROWS = (
+    1 << 16
+)  # of a head: from three tokens on, multiplying in registers takes longer than reading
 FEW_ROWS = 1 << 12  # the columns of so few are split
-TENSOR_TOKENS = 64  # of more the library's product is quicker: not yet for few rows, nor for a head's
+TENSOR_TOKENS = (
+    64  # of more the library's product is quicker: not yet for few rows, nor for a head's
+)
 SWIGLU_COLUMNS = 1024
 
 
@@ -77,7 +88,9 @@ def norm_linear(
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
 ) -> Tensor:  # [T, N]
-    product = Product(x, weight.values, out_dtype or x.dtype, bias=bias, norm_weight=norm_weight, eps=eps)
+    product = Product(
+        x, weight.values, out_dtype or x.dtype, bias=bias, norm_weight=norm_weight, eps=eps
+    )
     return _multiply("norm_linear", product, deterministic)
 
 
@@ -113,7 +126,9 @@ def _multiply(kernel: str, product: Product, deterministic: bool) -> Tensor:
 
 @functools.cache
 def _rule(kernel: str, shape: tuple[int, int], num_tokens: int, device: torch.device) -> Tile:
-    direct = few_rows_rule(shape) if num_tokens == DIRECT_TOKENS and kernel != "swiglu_linear" else None
+    direct = (
+        few_rows_rule(shape) if num_tokens == DIRECT_TOKENS and kernel != "swiglu_linear" else None
+    )
     if direct is not None and is_available(device):
         return {"form": DIRECT, **direct}
     return _triton_rule(shape, num_tokens, device)
@@ -142,7 +157,9 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
 def _prepare(product: Product) -> Product:
     """The same product with its norm or activation behind it."""
     if product.norm_weight is not None:
-        return replace(product, x=rms_norm(product.x, product.norm_weight, product.eps), norm_weight=None)
+        return replace(
+            product, x=rms_norm(product.x, product.norm_weight, product.eps), norm_weight=None
+        )
     return replace(product, x=_swiglu(product.x), is_swiglu=False) if product.is_swiglu else product
 
 
@@ -163,7 +180,9 @@ def _multiply_by_library(product: Product) -> Tensor:
 
 
 def _multiply_unrounded(product: Product) -> Tensor:
-    """The library's sums as they are, in float32: rounded to the inputs' dtype first, near logits tie."""
+    """The library's sums as they are, in float32: rounded to the inputs' dtype first, near logits
+    tie.
+    """
     if product.x.is_cuda:
         return torch.mm(product.x, product.weight.t(), out_dtype=product.out_dtype)
     return F.linear(product.x.to(product.out_dtype), product.weight.to(product.out_dtype))
@@ -193,7 +212,9 @@ def _swiglu_kernel(p_x, p_out, x_stride, M: tl.constexpr, BLOCK_M: tl.constexpr,
     wait_for_previous(PDL)
     i_token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    b_x = load_activations(p_x + i_token * x_stride + columns, columns < M, M, True, M % BLOCK_M == 0)
+    b_x = load_activations(
+        p_x + i_token * x_stride + columns, columns < M, M, True, M % BLOCK_M == 0
+    )
     tl.store(p_out + i_token * M + columns, b_x.to(p_out.dtype.element_ty), mask=columns < M)
 
 

@@ -3,8 +3,8 @@
 
     out [T, N] = prepared(x) [T, M] @ weight [N, M] transposed, + bias [N], + residual [T, N]
 
-`prepared` is x as it is, its RMS norm, or silu(gate) * up of its two halves. How the product is computed is
-not known here.
+`prepared` is x as it is, its RMS norm, or silu(gate) * up of its two halves. How the product is
+computed is not known here.
 """
 
 from __future__ import annotations
@@ -49,13 +49,19 @@ class Product:
 
     @property
     def row_strides(self) -> tuple[int, int]:
-        """Of x and the residual. A single row has the stride of a packed one: kernels are compiled for it."""
+        """Of x and the residual. A single row has the stride of a packed one: kernels are compiled
+        for it.
+        """
         if self.num_tokens == 1:
             return self.x.shape[1], self.shape[0]
-        return self.x.stride(0), self.residual.stride(0) if self.residual is not None else self.shape[0]
+        return self.x.stride(0), self.residual.stride(
+            0
+        ) if self.residual is not None else self.shape[0]
 
     def new_out(self) -> Tensor:
-        return torch.empty(self.num_tokens, self.shape[0], dtype=self.out_dtype, device=self.x.device)
+        return torch.empty(
+            self.num_tokens, self.shape[0], dtype=self.out_dtype, device=self.x.device
+        )
 
 
 def columns_of(block_k: int, dtype: torch.dtype) -> int:
@@ -102,5 +108,7 @@ _ARGUMENT_TYPES = {
 def compile_case(kernel: Any, constexprs: dict[str, Any], **options: int) -> CompileCase:
     """A kernel, the types of its arguments, the values of the others, and how it is launched."""
     values = {**constexprs, "PDL": False}
-    types = {name: "constexpr" if name in values else _ARGUMENT_TYPES[name] for name in kernel.arg_names}
+    types = {
+        name: "constexpr" if name in values else _ARGUMENT_TYPES[name] for name in kernel.arg_names
+    }
     return kernel, types, values, options

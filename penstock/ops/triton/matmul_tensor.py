@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
 """Products on tensor cores, for a batch of tokens: the weight still sets the pace.
 
-A program owns a block of weight rows and a block of tokens and walks the columns in a pipelined loop. The
-weight is the left operand, so that its rows fill an instruction whose other side is as narrow as the batch.
-Where the rows make too few programs for the device the columns are split, and a second kernel adds the
-parts, always in the same order.
+A program owns a block of weight rows and a block of tokens and walks the columns in a pipelined
+loop. The weight is the left operand, so that its rows fill an instruction whose other side is as
+narrow as the batch. Where the rows make too few programs for the device the columns are split, and
+a second kernel adds the parts, always in the same order.
 """
 
 from __future__ import annotations
@@ -78,8 +78,12 @@ def tensor_product(
     start = tl.program_id(2) * SPLIT
     p_rows = p_weight + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * M
     p_tokens = p_x + tokens.to(tl.int64)[:, None] * x_stride
-    LINE: tl.constexpr = 1024 // p_weight.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
-    ask_for(p_rows + tl.minimum(start + tl.arange(0, PREFETCHED // 128) * LINE, M - 1)[None, :], PDL)
+    LINE: tl.constexpr = (
+        1024 // p_weight.dtype.element_ty.primitive_bitwidth
+    )  # elements of 128 bytes
+    ask_for(
+        p_rows + tl.minimum(start + tl.arange(0, PREFETCHED // 128) * LINE, M - 1)[None, :], PDL
+    )
     wait_for_previous(PDL)
 
     b_sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -159,7 +163,9 @@ def multiply_tensors(product: Product, tile: Tile) -> Tensor:
     return out
 
 
-def _launch(product: Product, tile: Tile, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+def _launch(
+    product: Product, tile: Tile, out: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> None:
     N, M = product.shape
     x_stride, residual_stride = product.row_strides
     grid = (
@@ -196,7 +202,8 @@ def tensor_rule(shape: tuple[int, ...], num_tokens: int, device: torch.device) -
     num_programs = cdiv(N, block_n) * cdiv(num_tokens, block_t)
     most_splits = max(1, M // (4 * block_m))  # fewer than four steps do not fill a pipeline
     num_splits = min(max(1, round(num_processors(device) / num_programs)), most_splits)
-    # A program that has a processor to itself may keep as much of the weight on its way as fits there.
+    # A program that has a processor to itself may keep as much of the weight on its way as fits
+    # there.
     memory = shared_memory(device)
     is_shared = num_programs * num_splits > num_processors(device) and memory >= 2 * SMALL_MEMORY
     return _tile(block_t, block_n, block_m, num_splits, memory // 2 if is_shared else memory)
@@ -207,10 +214,22 @@ def tensor_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     N, M = shape
     block_t = min(max(16, bucket(num_tokens)), 128)
     tiles = []
-    for block_n, block_m in ((32, 128), (32, 256), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)):
+    for block_n, block_m in (
+        (32, 128),
+        (32, 256),
+        (64, 64),
+        (64, 128),
+        (64, 256),
+        (128, 64),
+        (128, 128),
+    ):
         num_programs = cdiv(N, block_n) * cdiv(num_tokens, block_t)
-        splits = [s for s in (1, 2, 4, 8) if s == 1 or (num_programs * s <= 512 and s * 4 * block_m <= M)]
-        tiles += [_tile(block_t, block_n, block_m, num_splits, SMALL_MEMORY) for num_splits in splits]
+        splits = [
+            s for s in (1, 2, 4, 8) if s == 1 or (num_programs * s <= 512 and s * 4 * block_m <= M)
+        ]
+        tiles += [
+            _tile(block_t, block_n, block_m, num_splits, SMALL_MEMORY) for num_splits in splits
+        ]
         if block_n == 64:
             tiles += [_tile(block_t, block_n, block_m, s, LARGE_MEMORY) for s in splits]
     return tiles
@@ -230,7 +249,9 @@ def _tile(block_t: int, block_n: int, block_m: int, num_splits: int, shared_byte
 
 
 def tensor_compile_cases() -> list[CompileCase]:
-    """A whole product and one in parts on small cards, a batch and a residual on large ones; the parts."""
+    """A whole product and one in parts on small cards, a batch and a residual on large ones; the
+    parts.
+    """
     without_both = dict.fromkeys(("p_bias", "p_residual"))
     whole = _compile_case(2048, _tile(16, 64, 128, 1, SMALL_MEMORY), without_both)
     split = _compile_case(9216, _tile(64, 64, 128, 3, SMALL_MEMORY), without_both)
@@ -241,6 +262,9 @@ def tensor_compile_cases() -> list[CompileCase]:
 
 def _compile_case(M: int, tile: Tile, without: dict[str, None]) -> CompileCase:
     names = ("block_t", "block_n", "block_m", "num_splits")
-    constants = {name.upper(): tile[name] for name in names} | {"M": M, "PREFETCHED": PREFETCHED_BYTES}
+    constants = {name.upper(): tile[name] for name in names} | {
+        "M": M,
+        "PREFETCHED": PREFETCHED_BYTES,
+    }
     options = {"num_warps": tile["num_warps"], "num_stages": tile["num_stages"]}
     return compile_case(tensor_product, {**constants, **without}, **options)

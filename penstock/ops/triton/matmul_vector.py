@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
-"""Products of very few tokens: every weight is read once, straight into registers, and met by each token.
+"""Products of very few tokens: every weight is read once, straight into registers, and met by each
+token.
 
-A program owns a few rows of the weight and walks them in chunks of columns. The first `held` chunks are on
-their way before the kernel waits for the one before it, and from then on as many stay in flight. Nothing
-passes through shared memory but the last sums: a chunk is at least as wide as the threads' 16-byte loads
-together, so activations arrive in the layout in which the weights are held.
+A program owns a few rows of the weight and walks them in chunks of columns. The first `held` chunks
+are on their way before the kernel waits for the one before it, and from then on as many stay in
+flight. Nothing passes through shared memory but the last sums: a chunk is at least as wide as the
+threads' 16-byte loads together, so activations arrive in the layout in which the weights are held.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from penstock.ops.triton.matmul_product import (
 from penstock.ops.triton.tuning import Tile, bucket
 
 MAX_TOKENS = 8
-WARP_COLUMNS = 256  # what a warp loads of a row at once: 32 threads, 16 bytes each, of a 16-bit type
+WARP_COLUMNS = (
+    256  # what a warp loads of a row at once: 32 threads, 16 bytes each, of a 16-bit type
+)
 # Weights a thread has in flight, by tokens: two a register, beside the tokens' sums.
 HELD_ELEMENTS = {1: 160, 2: 160, 4: 128, 8: 64}
 
@@ -49,7 +52,9 @@ def _load_chunk(p_rows, columns, M: tl.constexpr, IS_WHOLE: tl.constexpr):
 
 @triton.jit
 def _stack(parts, COUNT: tl.constexpr):
-    """COUNT tensors [..], a power of two -> [.., 2, 2, ..]: in their order once the new dims are one."""
+    """COUNT tensors [..], a power of two -> [.., 2, 2, ..]: in their order once the new dims are
+    one.
+    """
     if COUNT == 1:
         return parts[0]
     else:
@@ -83,7 +88,9 @@ def vector_product(
     let_next_start(PDL)
     STRIDE: tl.constexpr = HELD * BLOCK_M
     IS_WHOLE: tl.constexpr = M % STRIDE == 0
-    GROUP: tl.constexpr = 128 // p_weight.dtype.element_ty.primitive_bitwidth  # elements of a 16-byte load
+    GROUP: tl.constexpr = (
+        128 // p_weight.dtype.element_ty.primitive_bitwidth
+    )  # elements of a 16-byte load
     NUM_GROUPS: tl.constexpr = BLOCK_M // GROUP
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.arange(0, BLOCK_T)
@@ -141,7 +148,9 @@ def vector_product(
                 norms = next_norms
 
     # All tokens at once: a sum across the program's threads takes them to a barrier.
-    b_out = tl.trans(tl.sum(tl.reshape(_stack(sums, BLOCK_T), [BLOCK_N, NUM_GROUPS, BLOCK_T]), axis=1))
+    b_out = tl.trans(
+        tl.sum(tl.reshape(_stack(sums, BLOCK_T), [BLOCK_N, NUM_GROUPS, BLOCK_T]), axis=1)
+    )
     if p_norm is not None:
         b_squares = tl.sum(tl.reshape(_stack(squares, BLOCK_T), [NUM_GROUPS, BLOCK_T]), axis=0)
         b_out = b_out * tl.rsqrt(b_squares / M + eps)[:, None]
@@ -180,13 +189,16 @@ def multiply_vectors(product: Product, tile: Tile) -> Tensor:
 
 
 def vector_rule(shape: tuple[int, ...], num_tokens: int, device: torch.device) -> Tile:
-    """Many rows a program spare activations; fewer where all of them can be held, or the device is to be
-    filled: at least three programs a processor."""
+    """Many rows a program spare activations; fewer where all of them can be held, or the device is
+    to be filled: at least three programs a processor.
+    """
     N, M = shape
     tiles = [_tile(block_n, _chunk_width(M), M, num_tokens) for block_n in (8, 4, 2, 1)]
     if num_tokens > 1 or (_holds_all(tiles[1], M) and not _holds_all(tiles[0], M)):
         del tiles[0]
-    return next((t for t in tiles if cdiv(N, t["block_n"]) >= 3 * num_processors(device)), tiles[-1])
+    return next(
+        (t for t in tiles if cdiv(N, t["block_n"]) >= 3 * num_processors(device)), tiles[-1]
+    )
 
 
 def _holds_all(tile: Tile, M: int) -> bool:
@@ -198,7 +210,11 @@ def vector_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
         return []
     M = shape[1]
     widths = {_chunk_width(M), 512, 1024, 2048}
-    tiles = [_tile(block_n, width, M, num_tokens) for block_n in (2, 4, 8, 16) for width in sorted(widths)]
+    tiles = [
+        _tile(block_n, width, M, num_tokens)
+        for block_n in (2, 4, 8, 16)
+        for width in sorted(widths)
+    ]
     return [tile for tile in tiles if tile["block_n"] * num_tokens <= 32]
 
 
@@ -214,7 +230,9 @@ def _tile(block_n: int, block_m: int, M: int, num_tokens: int) -> Tile:
     num_chunks = cdiv(M, block_m)
     elements = block_n * block_m // (32 * num_warps)  # of a chunk, in one thread
     most = min(max(1, HELD_ELEMENTS[bucket(num_tokens)] // elements), num_chunks)
-    held = min(range(most, most // 2, -1), key=lambda held: -num_chunks % held)  # few empty chunks at the end
+    held = min(
+        range(most, most // 2, -1), key=lambda held: -num_chunks % held
+    )  # few empty chunks at the end
     return {"block_n": block_n, "block_m": block_m, "held": held, "num_warps": num_warps}
 
 

@@ -84,10 +84,13 @@ def _choose_form(x: Tensor, ids: Tensor, down: Weight) -> int:
 
 
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """What `penstock tune` tries: shape is (E, H) for the router, (E, k, I, H) for experts. Nothing for the
-    kernels of other files."""
+    """What `penstock tune` tries: shape is (E, H) for the router, (E, k, I, H) for experts. Nothing
+    for the kernels of other files.
+    """
     if kernel == "sparse_mlp":
-        return [{"form": form} for form in ((VECTOR, TENSOR) if num_tokens <= 64 else (TENSOR, GROUPED))]
+        return [
+            {"form": form} for form in ((VECTOR, TENSOR) if num_tokens <= 64 else (TENSOR, GROUPED))
+        ]
     if kernel in ("route_vector", "route_tile", "route_whole"):
         return moe_route.candidates(kernel, shape, num_tokens)
     if kernel in ("expert_gate_up_vector", "expert_down_vector"):

@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
 """Norm, router and choice of experts in one launch. Knows nothing of what the experts do.
 
-Few tokens take the vector form: a program multiplies a few router rows, which it asks for before the kernel
-ahead is complete, with one token. More tokens take the tile form: tensor-core tiles of 16 or more tokens. In
-both every program norms its tokens itself, the shared expert's gate counts as a last group of router rows,
-and the last program to arrive with a token's logits chooses that token's experts. Many tokens take the whole
-form: a program has all of the router for its tokens, so it norms them once and chooses from registers.
+Few tokens take the vector form: a program multiplies a few router rows, which it asks for before
+the kernel ahead is complete, with one token. More tokens take the tile form: tensor-core tiles of
+16 or more tokens. In both every program norms its tokens itself, the shared expert's gate counts as
+a last group of router rows, and the last program to arrive with a token's logits chooses that
+token's experts. Many tokens take the whole form: a program has all of the router for its tokens, so
+it norms them once and chooses from registers.
 """
 
 from __future__ import annotations
@@ -30,13 +31,19 @@ from penstock.ops.triton.tuning import Tile, bucket, choose
 from penstock.ops.weight import Weight
 
 VECTOR_TOKENS = 16  # more than these share the router's rows in tiles
-TILE_TOKENS = 256  # more than these keep all multiprocessors busy without dividing the router among them
+TILE_TOKENS = (
+    256  # more than these keep all multiprocessors busy without dividing the router among them
+)
 # Also for results that do not depend on the batch.
 TILE: Tile = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
-CHOOSE_TOKENS = tl.constexpr(16)  # of a tile, chosen for at a time: what the registers of a program hold
+CHOOSE_TOKENS = tl.constexpr(
+    16
+)  # of a tile, chosen for at a time: what the registers of a program hold
 
 LOWEST_RANK = tl.constexpr(-(1 << 31))
-LOWEST = tl.constexpr(-3.0e38)  # stands for NaN: such a token gets experts that exist, like any other
+LOWEST = tl.constexpr(
+    -3.0e38
+)  # stands for NaN: such a token gets experts that exist, like any other
 
 
 def norm_route(
@@ -51,14 +58,18 @@ def norm_route(
     slots: Tensor | None = None,  # [E] int32  the matrix that holds an expert; None: its own number
     *,
     deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # [T, H], [T, k] float32, [T, k] int32, [T, 1] float32
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor | None
+]:  # [T, H], [T, k] float32, [T, k] int32, [T, 1] float32
     (num_tokens, width), num_experts = hidden.shape, router.shape[0]
     has_shared = shared_gate is not None
     assert hidden.is_contiguous()
     x = torch.empty_like(hidden)
     weights = hidden.new_empty(num_tokens, k, dtype=torch.float32)
     ids = hidden.new_empty(num_tokens, k, dtype=torch.int32)
-    shared_weight = None if shared_gate is None else hidden.new_empty(num_tokens, 1, dtype=torch.float32)
+    shared_weight = (
+        None if shared_gate is None else hidden.new_empty(num_tokens, 1, dtype=torch.float32)
+    )
     constants = {
         "E": num_experts,
         "K": k,
@@ -69,7 +80,12 @@ def norm_route(
         "BLOCK_E": next_power_of_2(num_experts),
         **launch_options(hidden.device),
     }
-    given = (hidden, norm_weight, router.values, (router if shared_gate is None else shared_gate).values)
+    given = (
+        hidden,
+        norm_weight,
+        router.values,
+        (router if shared_gate is None else shared_gate).values,
+    )
     chosen = (
         weights,
         ids,
@@ -93,7 +109,9 @@ def norm_route(
         _route_vector_kernel[grid](*tensors, eps, **constants, BLOCK_H=block_h, **tile)
     else:
         # Another tile sums in another order: it may not depend on what else is in the step.
-        tile = TILE if deterministic else choose("route_tile", shape, num_tokens, TILE, hidden.device)
+        tile = (
+            TILE if deterministic else choose("route_tile", shape, num_tokens, TILE, hidden.device)
+        )
         grid = (
             cdiv(num_experts, tile["BLOCK_N"]) + has_shared,
             cdiv(num_tokens, tile["BLOCK_M"]),
@@ -103,7 +121,11 @@ def norm_route(
 
 
 def _route_whole(
-    given: tuple[Tensor, ...], x: Tensor, chosen: tuple[Tensor, ...], eps: float, constants: dict[str, Any]
+    given: tuple[Tensor, ...],
+    x: Tensor,
+    chosen: tuple[Tensor, ...],
+    eps: float,
+    constants: dict[str, Any],
 ) -> None:
     (num_tokens, width), num_experts = x.shape, constants["E"]
     shape = (num_experts, width)
@@ -122,12 +144,18 @@ def zeroed(counters: Tensor | None, num_needed: int, device: torch.device) -> Te
 
 
 def _vector_rule(width: int) -> Tile:
-    """A warp and 8 KB of bf16 router rows a program: warps of one program would wait for each other."""
+    """A warp and 8 KB of bf16 router rows a program: warps of one program would wait for each
+    other.
+    """
     return {"ROWS": max(1, 4096 // next_power_of_2(width)), "num_warps": 1, "num_stages": 1}
 
 
-def _whole_rule(num_tokens: int, shape: tuple[int, int], element_size: int, is_hopper: bool) -> Tile:
-    """Some 128 programs, one for a multiprocessor of a large card, as long as their logits fit registers."""
+def _whole_rule(
+    num_tokens: int, shape: tuple[int, int], element_size: int, is_hopper: bool
+) -> Tile:
+    """Some 128 programs, one for a multiprocessor of a large card, as long as their logits fit
+    registers.
+    """
     num_experts, width = (next_power_of_2(size) for size in shape)
     height = max(16, min(bucket(num_tokens) // 128, 16384 // num_experts, 64))
     block_k = (128 if num_experts <= 256 else 64) // element_size
@@ -169,8 +197,12 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
 
 
 @triton.jit
-def _router_rows(router, shared_gate, i_group, E: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr):
-    """Where a group of rows starts, which logits it gives, and if they exist. The last is the shared gate."""
+def _router_rows(
+    router, shared_gate, i_group, E: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr
+):
+    """Where a group of rows starts, which logits it gives, and if they exist. The last is the
+    shared gate.
+    """
     first = i_group * ROWS
     start = tl.where(first < E, router + first * H, shared_gate)
     rows = tl.minimum(first, E) + tl.arange(0, ROWS)
@@ -198,7 +230,9 @@ def _choose_experts(
     NORMALIZE: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
 ):
-    """The K largest logits of each token, the lower id first among equals, and their share of the softmax."""
+    """The K largest logits of each token, the lower id first among equals, and their share of the
+    softmax.
+    """
     NUM_TOKENS: tl.constexpr = left.shape[0]
     BLOCK_K: tl.constexpr = triton.next_power_of_2(K)
     experts = tl.arange(0, left.shape[1])[None, :]
@@ -378,7 +412,9 @@ def _route_tile_kernel(
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for first in range(0, H, BLOCK_K):
         at = first + columns[None, :]
-        b_hidden = tl.load(hidden + own + at, mask=is_token[:, None] & (at < H), other=0.0).to(tl.float32)
+        b_hidden = tl.load(hidden + own + at, mask=is_token[:, None] & (at < H), other=0.0).to(
+            tl.float32
+        )
         squares += b_hidden * b_hidden
     scale = tl.rsqrt(tl.sum(squares, axis=1) / H + eps)
 
@@ -485,7 +521,9 @@ def _route_whole_kernel(
     start = tl.program_id(0).to(tl.int64) * BLOCK_M
     for first in range(0, BLOCK_M, NORM_TOKENS):
         some = start + first + tl.arange(0, NORM_TOKENS)
-        _norm_tokens(hidden, b_norm, b_gate, x, shared_weight, some, some < num_tokens, eps, H, HAS_SHARED)
+        _norm_tokens(
+            hidden, b_norm, b_gate, x, shared_weight, some, some < num_tokens, eps, H, HAS_SHARED
+        )
     tl.debug_barrier()  # other threads of this program stored what is loaded now
 
     tokens = start + tl.arange(0, BLOCK_M)

@@ -66,7 +66,13 @@ def _rms_norm_kernel(
 
 def compile_cases() -> list[CompileCase]:
     """(kernel, signature, constexprs, options) as the hidden size of Qwen3.5-4B launches it."""
-    signature = {"p_x": "*bf16", "p_weight": "*fp32", "p_out": "*bf16", "eps": "fp32", "row_stride": "i32"}
+    signature = {
+        "p_x": "*bf16",
+        "p_weight": "*fp32",
+        "p_out": "*bf16",
+        "eps": "fp32",
+        "row_stride": "i32",
+    }
     tile = _tile(2560)
     constexprs = {"DIM": 2560, "BLOCK": tile["BLOCK"], "PDL": False}
     options = {"num_warps": tile["num_warps"], "num_stages": 1}

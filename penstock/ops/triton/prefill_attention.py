@@ -1,15 +1,17 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Attention of rows that have several new tokens. Knows pieces, pages and lengths, not the rest of the step.
+"""Attention of rows that have several new tokens. Knows pieces, pages and lengths, not the rest of
+the step.
 
-A program takes a piece (tokens of one aligned stretch of 64 positions) and a few query heads of one key head.
-Their queries are the rows of one tile, so that keys and values are read once for all of them. Positions say
-which row of the tile a token is and which keys form a block: how a prompt was cut changes no bit of it.
+A program takes a piece (tokens of one aligned stretch of 64 positions) and a few query heads of one
+key head. Their queries are the rows of one tile, so that keys and values are read once for all of
+them. Positions say which row of the tile a token is and which keys form a block: how a prompt was
+cut changes no bit of it.
 
-Where few pieces face a long context their keys are cut into splits, which a second kernel merges; never when
-results must be deterministic.
+Where few pieces face a long context their keys are cut into splits, which a second kernel merges;
+never when results must be deterministic.
 
-Pieces, lengths and pages are read before the kernels ahead are complete: a step's inputs are written before
-its first kernel with an early start.
+Pieces, lengths and pages are read before the kernels ahead are complete: a step's inputs are
+written before its first kernel with an early start.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def prefill_attention(
     num_tokens: int,
     deterministic: bool,
 ) -> None:
-    """softmax(q k^T * scale) v for the tokens of all pieces, times sigmoid(gate): one launch, or two."""
+    """softmax(q k^T * scale) v for the tokens of all pieces, times sigmoid(gate): one launch, or
+    two.
+    """
     (_, num_heads, head_dim), num_pieces = q.shape, len(chunks.pieces)
     if num_pieces == 0:
         return
@@ -78,7 +82,9 @@ def prefill_attention(
     num_splits = 1 if deterministic else _plan_splits(num_pieces * num_groups, max_keys, q.device)
     partial = log_sums = None  # the splits' results, and the logarithms of their sums
     if num_splits > 1:
-        partial = q.new_empty((num_pieces, rows.CHUNK, num_heads, num_splits, head_dim), dtype=torch.float32)
+        partial = q.new_empty(
+            (num_pieces, rows.CHUNK, num_heads, num_splits, head_dim), dtype=torch.float32
+        )
         log_sums = q.new_empty(partial.shape[:-1], dtype=torch.float32)
     pieces = (chunks.pieces, query_start, context_lens)
     gate_stride = 0 if gate is None else gate.stride(0)
@@ -105,7 +111,15 @@ def prefill_attention(
     if partial is not None:
         grid = (num_heads, num_pieces, rows.CHUNK)
         _merge_kernel[grid](
-            partial, log_sums, *pieces, gate, out, gate_stride, num_splits, **constants, **MERGE_TILE
+            partial,
+            log_sums,
+            *pieces,
+            gate,
+            out,
+            gate_stride,
+            num_splits,
+            **constants,
+            **MERGE_TILE,
         )
 
 
@@ -116,16 +130,22 @@ def _plan_splits(num_programs: int, max_keys: int, device: torch.device) -> int:
 
 
 def _prefill_rule(shape: tuple[int, ...], dtype: torch.dtype, shared_memory: int) -> Tile:
-    """The largest of a few tiles whose queries, and two blocks of keys and values, fit into shared memory."""
+    """The largest of a few tiles whose queries, and two blocks of keys and values, fit into shared
+    memory.
+    """
     num_heads, num_kv_heads, head_dim, page_size = shape
     padded_dim = next_power_of_2(head_dim)
-    if dtype == torch.float32:  # no tensor cores: every product is an instruction, and registers are few
+    if (
+        dtype == torch.float32
+    ):  # no tensor cores: every product is an instruction, and registers are few
         block_keys = math.gcd(page_size, min(max(EXACT_BLOCK // padded_dim, 16), 64))
         return {"BLOCK_HEADS": 1, "BLOCK_KEYS": block_keys, "num_warps": 4, "num_stages": 1}
     max_heads = next_power_of_2(num_heads // num_kv_heads)
     for num_stacked, num_keys in ((2, 64), (2, 32), (1, 64), (1, 32)):
         block_heads, block_keys = min(num_stacked, max_heads), math.gcd(num_keys, page_size)
-        if (rows.CHUNK * block_heads + 4 * block_keys) * padded_dim * dtype.itemsize <= shared_memory:
+        if (
+            rows.CHUNK * block_heads + 4 * block_keys
+        ) * padded_dim * dtype.itemsize <= shared_memory:
             break
     # 4 warps for 64 rows of the tile: that is whom the tensor cores of Hopper obey.
     tile = {"BLOCK_HEADS": block_heads, "BLOCK_KEYS": block_keys}
@@ -146,7 +166,9 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
 
 
 def compile_cases() -> list[CompileCase]:
-    """Qwen3.5-35B-A3B in bf16: with the tile of small cards, of large ones, these in splits, the merge."""
+    """Qwen3.5-35B-A3B in bf16: with the tile of small cards, of large ones, these in splits, the
+    merge.
+    """
     pieces = {"p_pieces": "*i32", "p_query_start": "*i64", "p_context_lens": "*i64"}
     signature = {**dict.fromkeys(("p_q", "p_keys", "p_values", "p_out"), "*bf16"), **pieces}
     signature |= {"p_pages": "*i32", "scale": "fp32", "table_stride": "i32", "gate_stride": "i32"}
@@ -154,7 +176,13 @@ def compile_cases() -> list[CompileCase]:
     splits = {"p_partial": "*fp32", "p_log_sums": "*fp32"}
     merge_signature = {**splits, **pieces, **gate, "p_out": "*bf16"}
     merge_signature |= {"gate_stride": "i32", "num_splits": "i32"}
-    constants: dict[str, Any] = {"NUM_HEADS": 16, "HEAD_DIM": 256, "WINDOW": 0, "BLOCK_D": 256, "PDL": False}
+    constants: dict[str, Any] = {
+        "NUM_HEADS": 16,
+        "HEAD_DIM": 256,
+        "WINDOW": 0,
+        "BLOCK_D": 256,
+        "PDL": False,
+    }
 
     def prefill_case(memory: int, used: dict[str, str], unused: dict[str, str]) -> CompileCase:
         tile, options = _options(_prefill_rule((16, 2, 256, 64), torch.bfloat16, memory))
@@ -189,7 +217,9 @@ def _find_piece(p_pieces, p_query_start, p_context_lens, i_piece):
 
 @triton.jit
 def _share_keys(position, num_tokens, num_splits, WINDOW: tl.constexpr):
-    """In stretches of 64 keys: the first that the piece sees, their number, and how many a split takes."""
+    """In stretches of 64 keys: the first that the piece sees, their number, and how many a split
+    takes.
+    """
     first = tl.maximum(position - WINDOW + 1, 0) // CHUNK if WINDOW else 0
     number = tl.cdiv(position + num_tokens, CHUNK) - first
     return first, number, tl.maximum(tl.cdiv(number, num_splits), WORTHWHILE_SPLIT)
@@ -201,7 +231,9 @@ def _apply_gate(b_out, b_gate):
 
 
 # Parts of one buffer, aligned anyhow, and a stride that follows the longest row.
-@triton.jit(do_not_specialize=["p_pages", "p_pieces", "p_query_start", "p_context_lens", "table_stride"])
+@triton.jit(
+    do_not_specialize=["p_pages", "p_pieces", "p_query_start", "p_context_lens", "table_stride"]
+)
 def _prefill_kernel(
     p_q,
     p_keys,
@@ -227,10 +259,12 @@ def _prefill_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A piece and BLOCK_HEADS of the query heads of one key head, against one split of the piece's keys.
+    """A piece and BLOCK_HEADS of the query heads of one key head, against one split of the piece's
+    keys.
 
-    The values of a block meet its weights one turn after they are known. So the tensor cores have something
-    to multiply while the weights of the next block are computed; the last turn has no keys of its own.
+    The values of a block meet its weights one turn after they are known. So the tensor cores have
+    something to multiply while the weights of the next block are computed; the last turn has no
+    keys of its own.
     """
     let_next_start(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
@@ -240,7 +274,9 @@ def _prefill_kernel(
     # Later pieces of a row see more keys: they start first, and what is left at the end is short.
     i_piece = tl.num_programs(1) - 1 - tl.program_id(1)
     i_split, num_splits = tl.program_id(2), tl.num_programs(2)
-    row, first_token, num_tokens, position = _find_piece(p_pieces, p_query_start, p_context_lens, i_piece)
+    row, first_token, num_tokens, position = _find_piece(
+        p_pieces, p_query_start, p_context_lens, i_piece
+    )
     first, number, share = _share_keys(position, num_tokens, num_splits, WINDOW)
     wait_for_previous(PDL)
     if (num_tokens == 0) | (i_split * share >= number):
@@ -251,7 +287,10 @@ def _prefill_kernel(
 
     lead = position % CHUNK
     base = position - lead  # the position of the tile's first row
-    tokens, members = tl.arange(0, BLOCK_M) % CHUNK, i_group * BLOCK_HEADS + tl.arange(0, BLOCK_M) // CHUNK
+    tokens, members = (
+        tl.arange(0, BLOCK_M) % CHUNK,
+        i_group * BLOCK_HEADS + tl.arange(0, BLOCK_M) // CHUNK,
+    )
     dims, keys = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_KEYS)
     heads = i_kv_head * GROUP + members
     is_query = (tokens >= lead) & (tokens < lead + num_tokens) & (members < GROUP)
@@ -272,18 +311,23 @@ def _prefill_kernel(
     b_decay = tl.zeros((BLOCK_M,), tl.float32)
     b_weights = tl.zeros((BLOCK_M, BLOCK_KEYS), tl.float32)
     b_out = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # There is always a block. A compiler that does not know it keeps the tensor cores waiting in every turn.
+    # There is always a block. A compiler that does not know it keeps the tensor cores waiting in
+    # every turn.
     for block in range(tl.maximum(num_blocks, 1) + 1):
         start = first_key + block * BLOCK_KEYS
         key_place = (page.to(tl.int64) * PAGE_SIZE + start % PAGE_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
-        page = tl.load(p_pages + (start + BLOCK_KEYS) // PAGE_SIZE, mask=block + 1 < num_blocks, other=0)
+        page = tl.load(
+            p_pages + (start + BLOCK_KEYS) // PAGE_SIZE, mask=block + 1 < num_blocks, other=0
+        )
         b_k = tl.load(p_keys + key_place + in_block, mask=is_dim, other=0.0).to(b_q.dtype)
         b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         # Pages hold anything where nothing was written, and 0 * NaN is NaN.
         num_values = tl.where(block > 0, end_key - start + BLOCK_KEYS, 0)
         is_value = (keys < num_values)[:, None] & is_dim
         b_v = tl.load(p_values + value_place + in_block, mask=is_value, other=0.0).to(b_q.dtype)
-        b_out = tl.dot(b_weights.to(b_q.dtype), b_v, b_out * b_decay[:, None], input_precision="ieee")
+        b_out = tl.dot(
+            b_weights.to(b_q.dtype), b_v, b_out * b_decay[:, None], input_precision="ieee"
+        )
         is_edge = start >= tl.minimum(base, end_key)
         if WINDOW:
             is_edge = is_edge | (start < base + CHUNK - WINDOW)
@@ -300,10 +344,14 @@ def _prefill_kernel(
         b_max = b_new_max
         value_place = key_place
 
-    b_sum = tl.where(b_sum > 0.0, b_sum, 1.0)  # a row of the tile that is no token may have seen nothing
+    b_sum = tl.where(
+        b_sum > 0.0, b_sum, 1.0
+    )  # a row of the tile that is no token may have seen nothing
     b_out = b_out * (1.0 / b_sum)[:, None]
     if p_partial is not None:
-        to_split = ((i_piece * CHUNK + tokens).to(tl.int64) * NUM_HEADS + heads) * num_splits + i_split
+        to_split = (
+            (i_piece * CHUNK + tokens).to(tl.int64) * NUM_HEADS + heads
+        ) * num_splits + i_split
         tl.store(p_partial + to_split[:, None] * HEAD_DIM + dims[None, :], b_out, mask=is_output)
         tl.store(p_log_sums + to_split, b_max + tl.log2(b_sum), mask=is_query)
     else:
@@ -336,7 +384,9 @@ def _merge_kernel(
     """The splits of one query head of one token, each weighted with its share of the sum."""
     let_next_start(PDL)
     i_head, i_piece, i_token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    _, first_token, num_tokens, position = _find_piece(p_pieces, p_query_start, p_context_lens, i_piece)
+    _, first_token, num_tokens, position = _find_piece(
+        p_pieces, p_query_start, p_context_lens, i_piece
+    )
     _, number, share = _share_keys(position, num_tokens, num_splits, WINDOW)
     lead = position % CHUNK
     wait_for_previous(PDL)
@@ -352,7 +402,9 @@ def _merge_kernel(
     for start in range(0, num_written, BLOCK_SPLITS):
         splits = start + tl.arange(0, BLOCK_SPLITS)
         is_written = splits < num_written
-        b_log_sums = tl.load(p_log_sums + from_output + splits, mask=is_written, other=float("-inf"))
+        b_log_sums = tl.load(
+            p_log_sums + from_output + splits, mask=is_written, other=float("-inf")
+        )
         from_splits = (from_output + splits)[:, None] * HEAD_DIM + dims[None, :]
         is_number = is_written[:, None] & is_dim[None, :]
         b_partial = tl.load(p_partial + from_splits, mask=is_number, other=0.0)
@@ -366,6 +418,8 @@ def _merge_kernel(
     token = (first_token - lead + i_token).to(tl.int64)
     in_heads = i_head * HEAD_DIM + dims
     if p_gate is not None:
-        b_out = _apply_gate(b_out, tl.load(p_gate + token * gate_stride + in_heads, mask=is_dim, other=0.0))
+        b_out = _apply_gate(
+            b_out, tl.load(p_gate + token * gate_stride + in_heads, mask=is_dim, other=0.0)
+        )
     p_to = p_out + token * (NUM_HEADS * HEAD_DIM) + in_heads
     tl.store(p_to, b_out.to(p_out.dtype.element_ty), mask=is_dim)

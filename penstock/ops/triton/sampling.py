@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """From logits to the next token. No softmax is materialised and nothing is sorted.
 
-Without filters: every program draws from its chunk of a row, and a second launch merges the chunks. With
-filters the work is that of `sampling_filters`. Maxima and integer sums alone cross programs, so a row draws
-the same token whatever its batch and however the row is cut.
+Without filters: every program draws from its chunk of a row, and a second launch merges the chunks.
+With filters the work is that of `sampling_filters`. Maxima and integer sums alone cross programs,
+so a row draws the same token whatever its batch and however the row is cut.
 """
 
 from __future__ import annotations
@@ -53,7 +53,12 @@ def sample(
 
 
 def _draw_plain(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, token_ids: Tensor, tile: Tile
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    token_ids: Tensor,
+    tile: Tile,
 ) -> None:
     num_rows, vocab = logits.shape
     num_chunks = cdiv(vocab, tile["CHUNK"])
@@ -63,7 +68,9 @@ def _draw_plain(
         logits, temperature, seeds, positions, best, vocab, logits.stride(0), **tile, **options
     )
     max_chunks = next_power_of_2(num_chunks)
-    _merge_kernel[(num_rows,)](best, token_ids, num_chunks, MAX_CHUNKS=max_chunks, num_warps=1, **options)
+    _merge_kernel[(num_rows,)](
+        best, token_ids, num_chunks, MAX_CHUNKS=max_chunks, num_warps=1, **options
+    )
 
 
 def _rule(num_rows: int) -> Tile:
@@ -104,7 +111,9 @@ def _draw_kernel(
     for start in range(i_chunk * CHUNK, (i_chunk + 1) * CHUNK, BLOCK):
         b_token = start + tl.arange(0, BLOCK)
         is_inside = b_token < vocab
-        b_score = tl.load(p_logits + i_row * logits_stride + b_token, mask=is_inside, other=float("-inf"))
+        b_score = tl.load(
+            p_logits + i_row * logits_stride + b_token, mask=is_inside, other=float("-inf")
+        )
         if temperature > 0:
             b_score = perturbed(b_score, b_token, temperature, noise_key)
         b_best = tl.maximum(b_best, tl.where(is_inside, order_of(b_score, b_token), LOWEST))
@@ -127,7 +136,9 @@ def compile_cases() -> list[CompileCase]:
     draw |= dict.fromkeys(("p_seeds", "p_positions", "p_best"), "*i64")
     merge = {"p_best": "*i64", "p_token_ids": "*i64", "num_chunks": "i32"}
     cases: list[CompileCase] = []
-    cases.append((_merge_kernel, merge, {"MAX_CHUNKS": 128, "PDL": False}, {"num_warps": 1, "num_stages": 1}))
+    cases.append(
+        (_merge_kernel, merge, {"MAX_CHUNKS": 128, "PDL": False}, {"num_warps": 1, "num_stages": 1})
+    )
     for num_rows in (1, 64):
         tile = dict(_rule(num_rows))
         options = {"num_warps": tile.pop("num_warps"), "num_stages": 1}

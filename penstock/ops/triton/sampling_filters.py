@@ -1,23 +1,25 @@
 # mypy: disable-error-code="no-untyped-def"
 """Draws among the tokens that top_k, top_p and min_p keep, in five launches and without a sort.
 
-min_p is a question to one token alone. top_k and top_p keep a prefix of the row in order, so where it ends
-must be found. A row's values are cut into levels between its largest and its smallest:
+min_p is a question to one token alone. top_k and top_p keep a prefix of the row in order, so where
+it ends must be found. A row's values are cut into levels between its largest and its smallest:
 
     peak     the largest and the smallest value
     tally    how many tokens each of 128 coarse bins of levels holds, and the mass of the whole row
-    refine   which coarse bins may hold the end of a prefix; when those hold more tokens than can be listed,
+    refine   which coarse bins may hold the end of a prefix; when those hold more tokens than can be
+    listed,
              count and mass of 2,048 fine bins in their place
     collect  draws from the tokens that are surely kept; lists the few that are not decided
     finish   ranks the listed tokens against each other, draws from those that are kept, merges
 
-A bin is decided only with a margin, so rounding decides nothing: `finish` compares exact sums. The mass of a
-token, exp((logit - largest) / temperature), is an integer multiple of 2^-40. The sum of a million of them
-fits 63 bits, is the same in any order, and is within 2^-20 of the real one, of a total that is 1 or more:
-the reference's running sum in float32 is no nearer.
+A bin is decided only with a margin, so rounding decides nothing: `finish` compares exact sums. The
+mass of a token, exp((logit - largest) / temperature), is an integer multiple of 2^-40. The sum of a
+million of them fits 63 bits, is the same in any order, and is within 2^-20 of the real one, of a
+total that is 1 or more: the reference's running sum in float32 is no nearer.
 
-Equal values at the end of a prefix are kept lower ids first, as the reference does. Order is that of the
-logits: values that differ there and no longer after the division by the temperature are not taken as equal.
+Equal values at the end of a prefix are kept lower ids first, as the reference does. Order is that
+of the logits: values that differ there and no longer after the division by the temperature are not
+taken as equal.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ from penstock.ops.triton.sampling_levels import (
 from penstock.ops.triton.tuning import Tile
 
 _FINISH: Tile = {"BLOCK": 2048, "num_warps": 8}
-# For `refine` and `collect`: seldom taken branches would take the registers of half the programs of an SM.
+# For `refine` and `collect`: seldom taken branches would take the registers of half the programs of
+# an SM.
 _LEAN = {"maxnreg": 128}
 
 
@@ -104,7 +107,11 @@ def draw_filtered(
     listed = torch.empty(num_rows, MAX_LISTED.value, dtype=torch.int64, device=device)
 
     grid, options = (num_rows, num_chunks), launch_options(device)
-    row, cut, draw = (logits, vocab, logits.stride(0)), (temperature, top_k, top_p), (min_p, seeds, positions)
+    row, cut, draw = (
+        (logits, vocab, logits.stride(0)),
+        (temperature, top_k, top_p),
+        (min_p, seeds, positions),
+    )
     found, bins = (parts, scale, plan), (counts, masses)
     chunked = {"MAX_CHUNKS": max_chunks, **tile, **options}
     _peak_kernel[grid](*row, parts, plan, *bins, **tile, **options)
@@ -136,7 +143,9 @@ def _peak_kernel(
     for start in range(i_chunk * CHUNK, (i_chunk + 1) * CHUNK, BLOCK):
         b_token = start + tl.arange(0, BLOCK)
         is_inside = b_token < vocab
-        b_logit = tl.load(p_logits + i_row * logits_stride + b_token, mask=is_inside, other=float("-inf"))
+        b_logit = tl.load(
+            p_logits + i_row * logits_stride + b_token, mask=is_inside, other=float("-inf")
+        )
         b_order = order_of(b_logit, b_token)
         b_highest = tl.maximum(b_highest, tl.where(is_inside, b_order, LOWEST))
         b_lowest = tl.minimum(b_lowest, tl.where(b_logit > float("-inf"), b_order, HIGHEST))
@@ -175,7 +184,8 @@ def _tally_kernel(
     peak = value_of(tl.max(left(p_parts, i_row, PEAK, num_chunks, LOWEST, MAX_CHUNKS), axis=0))
     b_floors = left(p_parts, i_row, FLOOR, num_chunks, HIGHEST, MAX_CHUNKS)
     lowest = value_of(tl.min(b_floors, axis=0))
-    # Not every chunk has an outlier: a few tokens far below the others must not widen the bins of all.
+    # Not every chunk has an outlier: a few tokens far below the others must not widen the bins of
+    # all.
     usual = value_of(tl.max(tl.where(b_floors == HIGHEST, LOWEST, b_floors), axis=0))
     bin_width = tl.maximum(tl.minimum(peak - lowest, 2 * (peak - usual)) / COARSE, 1e-30)
     levels_a_unit = LEVELS_PER_BIN / bin_width
@@ -253,7 +263,9 @@ def _refine_kernel(
         over += tl.sum(tl.where(is_possible & (b_level < hull_start), b_mass, 0), axis=0)
         is_inside = is_possible & (b_level >= hull_start) & (b_level < hull_stop)
         b_fine = (b_level - hull_start) >> shift
-        tl.atomic_add(p_bins + COARSE + b_fine, is_inside.to(tl.int32), mask=is_inside, sem="relaxed")
+        tl.atomic_add(
+            p_bins + COARSE + b_fine, is_inside.to(tl.int32), mask=is_inside, sem="relaxed"
+        )
         tl.atomic_add(p_masses + i_row * FINE + b_fine, b_mass, mask=is_inside, sem="relaxed")
     leave(p_parts, i_row, OVER_HULL, over)
 
@@ -298,13 +310,22 @@ def _collect_kernel(
         k_bin = last
         if tl.load(p_row_plan + NUM_IN_HULL) > MAX_LISTED:
             total = tl.sum(left(p_parts, i_row, TOTAL, tl.num_programs(1), 0, MAX_CHUNKS), axis=0)
-            over = tl.sum(left(p_parts, i_row, OVER_HULL, tl.num_programs(1), 0, MAX_CHUNKS), axis=0)
+            over = tl.sum(
+                left(p_parts, i_row, OVER_HULL, tl.num_programs(1), 0, MAX_CHUNKS), axis=0
+            )
             b_counts = tl.load(p_counts + i_row * (COARSE + FINE) + COARSE + tl.arange(0, FINE))
             b_masses = mass_as_float(tl.load(p_masses + i_row * FINE + tl.arange(0, FINE)))
             b_after = mass_as_float(over) + tl.cumsum(b_masses, axis=0)
             num_over = tl.load(p_row_plan + NUM_OVER_HULL)
             first, last, k_bin = undecided(
-                b_counts, num_over, b_after - b_masses, b_after, mass_as_float(total), top_k, top_p, FINE
+                b_counts,
+                num_over,
+                b_after - b_masses,
+                b_after,
+                mass_as_float(total),
+                top_k,
+                top_p,
+                FINE,
             )
         reach = tl.maximum(last, k_bin) + 1
         if i_chunk == 0:
@@ -319,7 +340,8 @@ def _collect_kernel(
         is_possible = b_logit > float("-inf")
         b_bin = (level_of(b_logit, peak, levels_a_unit) - hull_start) >> shift
         is_above = is_possible & (b_bin < first)
-        # Sums within the branches: in most tiles of most rows there is nothing to keep and nothing to list.
+        # Sums within the branches: in most tiles of most rows there is nothing to keep and nothing
+        # to list.
         if tl.max(is_above.to(tl.int32), axis=0) > 0:
             is_kept = is_above & (share_of(b_logit, peak, temperature) >= min_p)
             b_score = perturbed(b_logit, b_token, temperature, noise_key)
@@ -360,6 +382,11 @@ def filter_compile_cases(tile: Tile, options: dict[str, int]) -> list[CompileCas
         constexprs = {name: constexprs[name] for name in kernel.arg_names if name in constexprs}
         lean = _LEAN if kernel in (_refine_kernel, _collect_kernel) else {}
         cases.append(
-            (kernel, signature, constexprs, {"num_warps": block["num_warps"], "num_stages": 1, **lean})
+            (
+                kernel,
+                signature,
+                constexprs,
+                {"num_warps": block["num_warps"], "num_stages": 1, **lean},
+            )
         )
     return cases

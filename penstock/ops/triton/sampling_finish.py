@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The last kernel of a filtered draw: decides the listed tokens exactly, and merges what the chunks drew.
+"""The last kernel of a filtered draw: decides the listed tokens exactly, and merges what the chunks
+drew.
 
-One program a row. A list is short, so its tokens are ranked by comparing each with every other. A row whose
-end lies among more tokens than a list holds (a large vocabulary of equal logits, say) is searched by
-halving instead: as exact, and slow.
+One program a row. A list is short, so its tokens are ranked by comparing each with every other. A
+row whose end lies among more tokens than a list holds (a large vocabulary of equal logits, say) is
+searched by halving instead: as exact, and slow.
 """
 
 from __future__ import annotations
@@ -102,11 +103,15 @@ def finish_kernel(
             drawn = tl.maximum(drawn, tl.max(b_drawn, axis=0))
         else:
             lowest = tl.min(left(p_parts, i_row, FLOOR, num_chunks, HIGHEST, MAX_CHUNKS), axis=0)
-            end = _end_by_halving(p_row, vocab, lowest, highest, temperature, top_k, top_p, total, BLOCK)
+            end = _end_by_halving(
+                p_row, vocab, lowest, highest, temperature, top_k, top_p, total, BLOCK
+            )
             for start in range(0, vocab, BLOCK):
                 b_token = start + tl.arange(0, BLOCK)
                 b_order = order_of(load_logits(p_row, b_token, vocab), b_token)
-                b_drawn = _draw(b_order, b_order >= end, value_of(highest), temperature, min_p, noise_key)
+                b_drawn = _draw(
+                    b_order, b_order >= end, value_of(highest), temperature, min_p, noise_key
+                )
                 drawn = tl.maximum(drawn, tl.max(b_drawn, axis=0))
     # A row without a possible token gives its first.
     tl.store(p_token_ids + i_row, token_of(tl.where(drawn == LOWEST, highest, drawn)))
@@ -150,7 +155,9 @@ def _rank_listed(
     is_behind = b_bin > tl.load(p_row_plan + LAST)
     b_rank = tl.where(is_behind, num_between, 0)
     b_rank += tl.sum(left(p_parts, i_row, NUM_ABOVE, num_chunks, 0, MAX_CHUNKS), axis=0)
-    b_before = tl.zeros([MAX_LISTED], tl.int64) + mass_above  # for those behind it is enough to be cut
+    b_before = (
+        tl.zeros([MAX_LISTED], tl.int64) + mass_above
+    )  # for those behind it is enough to be cut
     for start in range(0, num_listed, 16):
         other = start + tl.arange(0, 16)
         b_other = tl.load(p_listed + i_row * MAX_LISTED + other, mask=other < num_listed, other=0)
@@ -167,7 +174,9 @@ def _rank_listed(
 
 
 @triton.jit
-def _end_by_halving(p_row, vocab, lowest, highest, temperature, top_k, top_p, total, BLOCK: tl.constexpr):
+def _end_by_halving(
+    p_row, vocab, lowest, highest, temperature, top_k, top_p, total, BLOCK: tl.constexpr
+):
     """The order of the last token that is kept, or of nobody just behind it."""
     peak = value_of(highest)
     max_kept = tl.where(top_k > 0, top_k, vocab)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """What the kernels of one filtered draw share: levels, bins and masses, and which bins are decided.
 
-A level is a value's distance below the row's largest, in equal steps; bins are runs of levels. Nothing here
-launches a kernel or draws a token.
+A level is a value's distance below the row's largest, in equal steps; bins are runs of levels.
+Nothing here launches a kernel or draws a token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ MAX_LISTED = tl.constexpr(512)  # undecided tokens that are ranked one by one
 UNBOUNDED = tl.constexpr(2**62)
 _MARGIN = tl.constexpr(2.0**-15)  # far above the rounding of a float32 sum over bins
 
-# These may be slices of wider buffers; no kernel is compiled anew for how one happens to be aligned.
+# These may be slices of wider buffers; no kernel is compiled anew for how one happens to be
+# aligned.
 SETTINGS = ["p_temperature", "p_top_k", "p_top_p", "p_min_p", "p_seeds", "p_positions"]
 
 # What the programs of a row leave for the next kernel: one int64 a chunk.
@@ -33,7 +34,8 @@ MASS_BETWEEN = tl.constexpr(7)
 DRAWN = tl.constexpr(8)  # the best of those surely kept, as an order of perturbed values
 NUM_PARTS = tl.constexpr(9)
 
-# The hull, the levels of a row that may hold an end: bins of 1 << SHIFT levels, from level START on.
+# The hull, the levels of a row that may hold an end: bins of 1 << SHIFT levels, from level START
+# on.
 START = tl.constexpr(0)
 SHIFT = tl.constexpr(1)
 END = tl.constexpr(2)  # its last bin
@@ -100,14 +102,17 @@ def mass_as_float(mass):
 
 @triton.jit
 def mass_limit(mass, top_p):
-    """A token is kept when less mass than this comes before it; the likeliest has none before it."""
+    """A token is kept when less mass than this comes before it; the likeliest has none before
+    it.
+    """
     limit = tl.maximum(top_p.to(tl.float64) * mass.to(tl.float64), 1.0).to(tl.int64)
     return tl.where(top_p < 1, limit, UNBOUNDED)
 
 
 @triton.jit
 def hull_of(b_counts, total, levels_a_unit, temperature, top_k, top_p):
-    """First and last coarse bin that may hold an end, by the bounds that a bin's edges give for its mass.
+    """First and last coarse bin that may hold an end, by the bounds that a bin's edges give for its
+    mass.
 
     Near the top the sums from above are sharp, near the bottom the total less the sums from below.
     """
@@ -126,11 +131,12 @@ def hull_of(b_counts, total, levels_a_unit, temperature, top_k, top_p):
 
 @triton.jit
 def undecided(b_counts, num_over, b_before, b_after, total, top_k, top_p, SIZE: tl.constexpr):
-    """The bins [first, last] that may hold the end of top_p or top_k, and the bin of the k-th token.
+    """The bins [first, last] that may hold the end of top_p or top_k, and the bin of the k-th
+    token.
 
-    b_before and b_after bound the mass above each bin from below, and that with the bin's own from above.
-    All bins above `first` are kept. top_p is a share of the mass that top_k keeps, so the bin of the k-th
-    token is undecided also when top_p ends far above it.
+    b_before and b_after bound the mass above each bin from below, and that with the bin's own from
+    above. All bins above `first` are kept. top_p is a share of the mass that top_k keeps, so the
+    bin of the k-th token is undecided also when top_p ends far above it.
     """
     b_bin = tl.arange(0, SIZE)
     b_num_before = num_over + tl.cumsum(b_counts, axis=0) - b_counts

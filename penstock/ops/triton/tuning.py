@@ -1,10 +1,11 @@
-"""Which tile a kernel runs with: a measured table for the shapes of the presets, a rule for all others.
+"""Which tile a kernel runs with: a measured table for the shapes of the presets, a rule for all
+others.
 
-A kernel asks `choose(kernel, shape, num_tokens, default, device)`. The tables are JSON files, one a GPU:
-{"tiles": {"<kernel>/<N>x<K>/<tokens>": {"block_n": 8, ...}}}. Some come with the package, in `tables/`; what
-`penstock tune` measured here lies in the user's cache folder and beats them, as long as the kernels are those
-that were measured. Token counts are rounded up to a power of two, so that a table stays short. Nothing is
-measured here.
+A kernel asks `choose(kernel, shape, num_tokens, default, device)`. The tables are JSON files, one a
+GPU: {"tiles": {"<kernel>/<N>x<K>/<tokens>": {"block_n": 8, ...}}}. Some come with the package, in
+`tables/`; what `penstock tune` measured here lies in the user's cache folder and beats them, as
+long as the kernels are those that were measured. Token counts are rounded up to a power of two, so
+that a table stays short. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -48,17 +49,23 @@ class Question:
 
 
 class Trials:
-    """Answers that beat the table, and a record of the questions, while `penstock tune` measures."""
+    """Answers that beat the table, and a record of the questions, while `penstock tune`
+    measures.
+    """
 
     def __init__(self, answers: Mapping[str, Tile] | None = None) -> None:
         self.answers: dict[str, Tile] = dict(answers or {})
         self.questions: dict[str, Question] = {}
 
 
-_trials: ContextVar[Trials | None] = ContextVar("trials", default=None)  # threads try tiles of their own
+_trials: ContextVar[Trials | None] = ContextVar(
+    "trials", default=None
+)  # threads try tiles of their own
 
 
-def choose(kernel: str, shape: tuple[int, ...], num_tokens: int, default: Tile, device: torch.device) -> Tile:
+def choose(
+    kernel: str, shape: tuple[int, ...], num_tokens: int, default: Tile, device: torch.device
+) -> Tile:
     """Asked before every launch: it may take a microsecond."""
     tile = _table(device).get((kernel, shape, bucket(num_tokens)), default)
     if (trials := _trials.get()) is None:

@@ -1,1 +1,3 @@
-"""Anthropic's Messages API: what it asks, put as the chat that every API asks, and how it is answered."""
+"""Anthropic's Messages API: what it asks, put as the chat that every API asks, and how it is
+answered.
+"""

@@ -66,7 +66,9 @@ class MessageFormat:
         deltas = delta.deltas
         only = deltas[0] if len(deltas) == 1 else None
         if isinstance(only, (ContentDelta, ReasoningDelta)) and type(only) is self._open:
-            return msgspec.json.encode(only.text).join(self._frame)  # nearly all chunks: head + text + tail
+            return msgspec.json.encode(only.text).join(
+                self._frame
+            )  # nearly all chunks: head + text + tail
         events = [self._message_start()]
         for piece in deltas:
             events += self._events_of(piece)
@@ -164,7 +166,10 @@ def _delta_frame(index: int, kind: str, field: str) -> Frame:
 
 
 def _event(kind: str, fields: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **fields}))
+    return b"event: %b\ndata: %b\n\n" % (
+        kind.encode(),
+        msgspec.json.encode({"type": kind, **fields}),
+    )
 
 
 @dataclass(slots=True)
@@ -182,7 +187,12 @@ class _Block:
             return {"type": "text", "text": text}
         if self.kind is ReasoningDelta:
             return {"type": "thinking", "thinking": text, "signature": SIGNATURE}
-        return {"type": "tool_use", "id": self.id, "name": self.name, "input": msgspec.Raw(text.encode())}
+        return {
+            "type": "tool_use",
+            "id": self.id,
+            "name": self.name,
+            "input": msgspec.Raw(text.encode()),
+        }
 
 
 def _blocks_of(deltas: list[Delta]) -> list[_Block]:

@@ -32,7 +32,14 @@ from penstock.serve.openai.chat_options import (
     thinking_budget,
     thinking_switch,
 )
-from penstock.serve.requests import NO_DEFAULTS, CacheSalt, ChatRequest, Defaults, SessionId, StopString
+from penstock.serve.requests import (
+    NO_DEFAULTS,
+    CacheSalt,
+    ChatRequest,
+    Defaults,
+    SessionId,
+    StopString,
+)
 from penstock.types import SamplingParams
 
 # Claude Code's first system block. It differs in every request, so nothing after it would be
@@ -170,7 +177,9 @@ def message_request(
         if (value := getattr(fields, name)) is not None
     }
     sampling = SamplingParams(
-        max_tokens=fields.max_tokens, stop=tuple(fields.stop_sequences or ()), **{**defaults, **given}
+        max_tokens=fields.max_tokens,
+        stop=tuple(fields.stop_sequences or ()),
+        **{**defaults, **given},
     )
     chat = _chat_request(fields, thinks, sampling, bool(fields.stream), thread)
     return replace(chat, session_id=fields.session_id, cache_salt=fields.cache_salt)
@@ -210,9 +219,13 @@ def _chat_request(
         is_stream=is_stream,
         include_usage=True,
         must_call=demanded_tools(choice, tools),
-        is_parallel=not (fields.tool_choice is not None and fields.tool_choice.disable_parallel_tool_use),
+        is_parallel=not (
+            fields.tool_choice is not None and fields.tool_choice.disable_parallel_tool_use
+        ),
         json_form=_json_form(fields),
-        effort_budget=None if output.effort is None else effort_of(output.effort, "output_config.effort")[1],
+        effort_budget=None
+        if output.effort is None
+        else effort_of(output.effort, "output_config.effort")[1],
         thinking_budget=thinking_budget(fields.thinking),
         hides_thoughts=fields.thinking is not None and fields.thinking.display == "omitted",
         reply_start=reply_start,
@@ -274,7 +287,8 @@ def _plain_tool(tool: OfferedTool, index: int) -> PlainTool:
         raise RequestError(
             f"{where} is of type {str(tool.type)[:64]!r}",
             "This server has no built-in tools.",
-            "Describe the tool with a name, a description and an input_schema, and run it yourself.",
+            "Describe the tool with a name, a description and an input_schema, and run it "
+            "yourself.",
             param=f"{where}.type",
         )
     check_tool_name(tool.name, f"{where}.name", f"{where}.name")
@@ -344,13 +358,19 @@ def _split_turns(fields: PromptBody, omitted: list[str]) -> tuple[list[str], lis
     return instructions, turns
 
 
-def _checked_blocks(content: Content, where: str, types: BlockTypes, omitted: list[str]) -> list[Block]:
+def _checked_blocks(
+    content: Content, where: str, types: BlockTypes, omitted: list[str]
+) -> list[Block]:
     if isinstance(content, str):
         return [TextBlock(content)]
-    return [_checked_block(block, f"{where}[{i}]", types, omitted) for i, block in enumerate(content)]
+    return [
+        _checked_block(block, f"{where}[{i}]", types, omitted) for i, block in enumerate(content)
+    ]
 
 
-def _checked_block(block: dict[str, Any], where: str, types: BlockTypes, omitted: list[str]) -> Block:
+def _checked_block(
+    block: dict[str, Any], where: str, types: BlockTypes, omitted: list[str]
+) -> Block:
     kind = block.get("type")
     if not isinstance(kind, str):
         raise RequestError(f"{where} has no type", "Each block needs a type.", param=where)
@@ -401,7 +421,9 @@ def _plain_messages(turns: list[_Turn], tool_names: dict[str, str]) -> list[Plai
     messages: list[PlainMessage] = []
     for turn in turns:
         if turn.role == "assistant":
-            tool_names |= {block.id: block.name for block in turn.blocks if isinstance(block, ToolUseBlock)}
+            tool_names |= {
+                block.id: block.name for block in turn.blocks if isinstance(block, ToolUseBlock)
+            }
             messages.append(_assistant_message(turn.blocks))
             continue
         results = [block for block in turn.blocks if isinstance(block, ToolResultBlock)]
@@ -420,7 +442,11 @@ def _assistant_message(blocks: list[Block]) -> PlainMessage:
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     if calls:
         message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.input},
+            }
             for call in calls
         ]
     return message

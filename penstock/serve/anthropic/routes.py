@@ -48,7 +48,9 @@ class AnthropicRoutes:
         if fields.thread is not None:
             thread = self._threads.find(fields.thread, tenant_of(request.scope))
             if thread.previous is not None:
-                place_of(request.scope).add_bytes(self._serving.conversations.num_bytes_of(thread.previous))
+                place_of(request.scope).add_bytes(
+                    self._serving.conversations.num_bytes_of(thread.previous)
+                )
         chat = message_request(fields, self._thinks, self._defaults, thread)
         formatter = MessageFormat(
             request.scope["request_id"], self._serving.model_name, chat.sampling.max_tokens
@@ -66,7 +68,9 @@ class AnthropicRoutes:
         return ThreadAnswer(answer, self._threads, thread or Thread())
 
     async def count_tokens(self, request: Request) -> Response:
-        chat = parse_count(await read_body(request, for_reply=False), self._thinks, self._count_table)
+        chat = parse_count(
+            await read_body(request, for_reply=False), self._thinks, self._count_table
+        )
         asked = TokenizeRequest(text="", chat=chat, add_special_tokens=False, shows_texts=False)
         num_bytes = place_of(request.scope).num_bytes
         tokens = await self._text.tokenize(asked, tenant_of(request.scope), num_bytes)

@@ -50,7 +50,9 @@ class Threads:
         """The thread that the field `thread` of a request names."""
         if not self._conversations.is_keeping:
             raise ThreadUnsupportedError(
-                "thread is not supported", "--session-mb is 0: no messages are kept.", param="thread"
+                "thread is not supported",
+                "--session-mb is 0: no messages are kept.",
+                param="thread",
             )
         previous = asked.get("previous_message_id")
         if asked.get("type") == "create":
@@ -58,7 +60,8 @@ class Threads:
         if asked.get("type") != "continue" or not isinstance(previous, str):
             raise RequestError(
                 "thread has neither of the two forms",
-                'The forms are {"type": "create"} and {"type": "continue", "previous_message_id": "…"}.',
+                'The forms are {"type": "create"} and {"type": "continue", "previous_message_id": '
+                '"…"}.',
                 param="thread",
             )
         return self._continue((tenant, previous))

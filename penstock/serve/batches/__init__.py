@@ -1,1 +1,3 @@
-"""OpenAI's files and batches: files of requests that run when the engines have nothing else to do."""
+"""OpenAI's files and batches: files of requests that run when the engines have nothing else to
+do.
+"""

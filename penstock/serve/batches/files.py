@@ -71,7 +71,9 @@ def expiry_s(anchor: Any, seconds: Any, param: str) -> int:
     return int(seconds)
 
 
-def page_of(records: Sequence[StoredFile | Batch], request: Request, default: int, most: int) -> Response:
+def page_of(
+    records: Sequence[StoredFile | Batch], request: Request, default: int, most: int
+) -> Response:
     """A part of a list, newest first, by `limit`, `after` and `order`."""
     by_id = {record.id: record for record in records}
     ids, has_more = ids_of_page(list(by_id), request, default, most)
@@ -84,7 +86,11 @@ class FileRoutes:
         self._num_uploads = 0
 
     async def list(self, request: Request) -> Response:
-        files = [f for f in folder_of(self._serving).files.values() if f.tenant == tenant_of(request.scope)]
+        files = [
+            f
+            for f in folder_of(self._serving).files.values()
+            if f.tenant == tenant_of(request.scope)
+        ]
         if purpose := request.query_params.get("purpose"):
             files = [file for file in files if file.purpose == purpose]
         return page_of(files, request, DEFAULT_LIST, MAX_LIST)
@@ -111,7 +117,9 @@ class FileRoutes:
         # Until all of it is read: a refusal closes the connection.
         request.scope["is_unread"] = True
         if self._num_uploads >= MAX_UPLOADS:
-            raise OverloadedError(f"{MAX_UPLOADS} files are being uploaded", todo="Try again later.")
+            raise OverloadedError(
+                f"{MAX_UPLOADS} files are being uploaded", todo="Try again later."
+            )
         self._num_uploads += 1
         upload = Upload(folder)
         try:
@@ -162,7 +170,9 @@ class Upload:
         parser = MultipartParser(boundary)
         field = bytearray()
         is_file = False
-        descriptor = os.open(self._folder.path_of(self.file_id), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(
+            self._folder.path_of(self.file_id), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600
+        )
         with open(descriptor, "wb", buffering=0) as output:
             async for chunk in chunks:
                 for piece in parser.feed(chunk):
@@ -213,7 +223,9 @@ class Upload:
         purpose = self._text("purpose")
         if purpose != "batch":
             raise RequestError(
-                f"purpose is {purpose!r:.64}", "Only files for batches are stored here.", param="purpose"
+                f"purpose is {purpose!r:.64}",
+                "Only files for batches are stored here.",
+                param="purpose",
             )
         now = int(time.time())
         anchor, seconds = self._text("expires_after[anchor]"), self._text("expires_after[seconds]")

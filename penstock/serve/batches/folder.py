@@ -4,9 +4,9 @@
     FOLDER/files/ID             the bytes of a file; ID.json beside it says what it is
     FOLDER/batches/ID.json      a batch
 
-A file without its .json does not exist yet: it is being uploaded, or results are being written to it. Every
-.json is written as a whole, so that a server that is killed leaves the old one or the new one. Knows no HTTP,
-and reads no line of any file.
+A file without its .json does not exist yet: it is being uploaded, or results are being written to
+it. Every .json is written as a whole, so that a server that is killed leaves the old one or the new
+one. Knows no HTTP, and reads no line of any file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from penstock.config import ServeConfig
 from penstock.errors import ConfigError, OverloadedError, PenstockError, RequestError
 
 Status = Literal[
-    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
 ]
 ENDED: tuple[Status, ...] = ("failed", "completed", "expired", "cancelled")
 MAX_FILES = 10_000
@@ -93,7 +100,15 @@ class Batch(msgspec.Struct, kw_only=True):
         return self.status in ENDED
 
     def view(self) -> dict[str, Any]:
-        reached = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+        reached = (
+            "in_progress",
+            "finalizing",
+            "completed",
+            "failed",
+            "expired",
+            "cancelling",
+            "cancelled",
+        )
         return {
             "id": self.id,
             "object": "batch",
@@ -135,7 +150,9 @@ class BatchFolder:
             self._lock = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise ConfigError(
-                f"Batches cannot be kept in {self._path}", f"{error}.", "Use another --batch-folder."
+                f"Batches cannot be kept in {self._path}",
+                f"{error}.",
+                "Use another --batch-folder.",
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,7 +203,9 @@ class BatchFolder:
         """Raises an error if there may be no more batches."""
         if sum(not batch.has_ended for batch in self.batches.values()) >= MAX_OPEN_BATCHES:
             raise OverloadedError(
-                "Too many batches are open", f"The limit is {MAX_OPEN_BATCHES}.", "Wait for some to end."
+                "Too many batches are open",
+                f"The limit is {MAX_OPEN_BATCHES}.",
+                "Wait for some to end.",
             )
 
     def file(self, file_id: str, tenant: str, param: str | None = None) -> StoredFile:

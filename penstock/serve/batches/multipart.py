@@ -27,7 +27,9 @@ class Part:
 
 def multipart_error(why: str) -> RequestError:
     return RequestError(
-        "The body is not a form with a file", why, "Send multipart/form-data with `file` and `purpose`."
+        "The body is not a form with a file",
+        why,
+        "Send multipart/form-data with `file` and `purpose`.",
     )
 
 
@@ -78,7 +80,9 @@ class MultipartParser:
         end = self._buffer.find(b"\r\n\r\n", start)
         if end < 0:
             if len(self._buffer) > start + MAX_HEADER_BYTES:
-                raise multipart_error(f"The headers of a field have more than {MAX_HEADER_BYTES} bytes.")
+                raise multipart_error(
+                    f"The headers of a field have more than {MAX_HEADER_BYTES} bytes."
+                )
             return None
         padding, _, headers = bytes(self._buffer[start : end + 4]).partition(b"\r\n")
         if padding.strip():

@@ -40,7 +40,8 @@ class BatchBody(msgspec.Struct, kw_only=True):
     endpoint: str
     completion_window: str
     metadata: (
-        Annotated[dict[Annotated[str, Meta(max_length=64)], MetadataText], Meta(max_length=16)] | None
+        Annotated[dict[Annotated[str, Meta(max_length=64)], MetadataText], Meta(max_length=16)]
+        | None
     ) = None
     output_expires_after: ExpiresAfter | None = None
 
@@ -94,7 +95,9 @@ class BatchRoutes:
             output_id=folder.new_id("file-"),
             errors_id=folder.new_id("file-"),
             metadata=asked.metadata,
-            output_expires_s=None if expires is None else expiry_s(expires.anchor, expires.seconds, param),
+            output_expires_s=None
+            if expires is None
+            else expiry_s(expires.anchor, expires.seconds, param),
         )
         folder.save(batch)
         self._runner.wake()

@@ -99,7 +99,9 @@ class BatchRunner:
                 self._changed.clear()
                 self._start_next()
                 changed = asyncio.ensure_future(self._changed.wait())
-                await asyncio.wait({draining, changed}, timeout=SWEEP_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    {draining, changed}, timeout=SWEEP_S, return_when=asyncio.FIRST_COMPLETED
+                )
                 changed.cancel()
                 self._delete_expired()
         except PenstockError:  # there will be no engine; the server reports why
@@ -112,7 +114,9 @@ class BatchRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start_next(self) -> None:
-        """Starts the oldest batch of each tenant that has none running, and cancelled ones at once."""
+        """Starts the oldest batch of each tenant that has none running, and cancelled ones at
+        once.
+        """
         busy = {self._folder.batches[id].tenant for id in self._running}
         for batch in list(self._folder.batches.values()):
             if batch.has_ended or batch.id in self._running or not self._is_ours(batch):
@@ -126,7 +130,9 @@ class BatchRunner:
     def _is_ours(self, batch: Batch) -> bool:
         """Another model's batch may be ended here, but not run."""
         is_over = batch.status == "cancelling" or batch.expires_at <= time.time()
-        return batch.tenant in self._tenants and (is_over or batch.model == self._serving.model_name)
+        return batch.tenant in self._tenants and (
+            is_over or batch.model == self._serving.model_name
+        )
 
     def _end(self, id: str) -> None:
         del self._running[id]
@@ -154,7 +160,9 @@ class BatchRunner:
             log.exception("a batch failed unexpectedly")
             batch.ends_as = "failed"
             message = "The server failed on this batch. Its log has the details."
-            batch.problems = [{"code": "internal_error", "line": None, "message": message, "param": None}]
+            batch.problems = [
+                {"code": "internal_error", "line": None, "message": message, "param": None}
+            ]
         try:
             await self._finalize(batch)
         except (OSError, StorageFullError) as error:
@@ -163,7 +171,11 @@ class BatchRunner:
             batch.reach("failed")  # in memory at least; the next server tries again
 
     def _fail(self, batch: Batch, error: OSError | StorageFullError) -> None:
-        what = error.what if isinstance(error, PenstockError) else f"A file could not be written: {error}"
+        what = (
+            error.what
+            if isinstance(error, PenstockError)
+            else f"A file could not be written: {error}"
+        )
         batch.problems = [{"code": "storage", "line": None, "message": what, "param": None}]
         batch.ends_as = "failed"
 
@@ -248,7 +260,9 @@ class BatchRunner:
     def _open_results(self, batch: Batch) -> _Results:
         """Opens the result files; results of the last server count."""
         paths = [self._folder.path_of(id) for id in (batch.output_id, batch.errors_id)]
-        output, errors = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in paths)
+        output, errors = (
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in paths
+        )
         results = _Results(output, errors)
         counts = [0, 0]
         for place, path in enumerate(paths):
@@ -369,7 +383,9 @@ class BatchRunner:
         batch.has_errors = self._publish(batch, batch.errors_id, "errors", batch.num_failed)
         batch.reach(status)
         self._folder.save(batch)
-        log.info("batch %s %s: %d of %d answered", batch.id, status, batch.num_completed, batch.num_total)
+        log.info(
+            "batch %s %s: %d of %d answered", batch.id, status, batch.num_completed, batch.num_total
+        )
 
     def _close_results(self, batch: Batch) -> None:
         results = self._open_results(batch)
@@ -385,13 +401,16 @@ class BatchRunner:
     def _write_expired(self, batch: Batch, results: _Results) -> None:
         """Gives each line without a result an error."""
         message = (
-            f"The completion window of {batch.completion_window} ended before this request was answered."
+            f"The completion window of {batch.completion_window} ended before this request "
+            "was answered."
         )
         with self._input_of(batch).open("rb") as file:
             for number, line in numbered_lines(file, self._max_line):
                 if number not in results.done:
                     id, custom_id = _result_id(batch, number), custom_id_of(line)
-                    self._append(results.errors, error_line(id, custom_id, "batch_expired", message))
+                    self._append(
+                        results.errors, error_line(id, custom_id, "batch_expired", message)
+                    )
                     batch.num_failed += 1
         # It may have expired before it was counted.
         batch.num_total = batch.num_completed + batch.num_failed

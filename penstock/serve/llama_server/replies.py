@@ -35,7 +35,9 @@ class LlamaScores:
 
     def add(self, tokens: Sequence[ScoredToken]) -> None:
         for token in tokens:
-            top = [_scored(id, data, logprob) for id, (data, logprob) in zip(token.top_ids, token.top)]
+            top = [
+                _scored(id, data, logprob) for id, (data, logprob) in zip(token.top_ids, token.top)
+            ]
             assert token.logprob is not None  # prompts are not scored
             fields = {**_scored(token.token_id, token.data, token.logprob), "top_logprobs": top}
             self._encoded += (b"," if self._encoded else b"") + msgspec.json.encode(fields)

@@ -20,7 +20,13 @@ from penstock.serve.llama_options import LlamaOptions, renaming, require_off, sa
 from penstock.serve.openai.chat_options import JsonForm
 from penstock.serve.openai.forms import TextForm
 from penstock.serve.openai.requests import CompletionBody, completion_request
-from penstock.serve.requests import MAX_CHARS_ASKED, MAX_ID_VALUES, CompletionRequest, Defaults, SessionId
+from penstock.serve.requests import (
+    MAX_CHARS_ASKED,
+    MAX_ID_VALUES,
+    CompletionRequest,
+    Defaults,
+    SessionId,
+)
 
 NAMES = {
     "max_tokens": "n_predict",
@@ -45,7 +51,11 @@ class PromptObject(msgspec.Struct):
 
 
 class LlamaBody(LlamaOptions, kw_only=True):
-    prompt: str | PromptObject | Annotated[list[str | int | MixedPrompt | PromptObject], Meta(min_length=1)]
+    prompt: (
+        str
+        | PromptObject
+        | Annotated[list[str | int | MixedPrompt | PromptObject], Meta(min_length=1)]
+    )
     n_predict: int | None = None
     n_cmpl: int | None = None
     stream: bool | None = None
@@ -82,7 +92,9 @@ class LlamaRequest:
     response_fields: list[str] | None  # None: all
 
 
-def parse_completion(body: bytes, defaults: Defaults, table: FieldTable = LLAMA_COMPLETION) -> LlamaRequest:
+def parse_completion(
+    body: bytes, defaults: Defaults, table: FieldTable = LLAMA_COMPLETION
+) -> LlamaRequest:
     fields = decode_body(body, LlamaBody, MAX_ID_VALUES, table)
     require_off(msgspec.structs.asdict(fields))
     for name in ("post_sampling_probs", "grammar_lazy", "lora"):
@@ -111,7 +123,9 @@ def parse_completion(body: bytes, defaults: Defaults, table: FieldTable = LLAMA_
         output=replace(asked.output, returns_token_ids=True),
         **_form_of(fields),
     )
-    return LlamaRequest(asked, prompts, bool(fields.return_tokens or fields.stream), fields.response_fields)
+    return LlamaRequest(
+        asked, prompts, bool(fields.return_tokens or fields.stream), fields.response_fields
+    )
 
 
 def _prompts_of(prompt: Any) -> list[Prompt]:
@@ -119,7 +133,9 @@ def _prompts_of(prompt: Any) -> list[Prompt]:
     prompt."""
     if not isinstance(prompt, list):
         return [_text_of(prompt)]
-    if all(isinstance(part, str | int) for part in prompt) and any(isinstance(part, int) for part in prompt):
+    if all(isinstance(part, str | int) for part in prompt) and any(
+        isinstance(part, int) for part in prompt
+    ):
         return [_checked(prompt)]
     for part in prompt:
         if isinstance(part, int):
@@ -166,7 +182,9 @@ def _biases(
 
 def _bias(bias: float | bool) -> float:
     if bias is True:
-        raise RequestError("logit_bias is true", "It must be a number, or false.", param="logit_bias")
+        raise RequestError(
+            "logit_bias is true", "It must be a number, or false.", param="logit_bias"
+        )
     return NEVER_DRAWN if bias is False else bias
 
 
@@ -187,7 +205,9 @@ def _without_samplers(samplers: list[str] | None) -> dict[str, float]:
 def _form_of(fields: LlamaBody) -> dict[str, Any]:
     if fields.grammar and fields.json_schema is not None:
         raise RequestError(
-            "grammar and json_schema are both set", "Only one of them can be enforced.", param="grammar"
+            "grammar and json_schema are both set",
+            "Only one of them can be enforced.",
+            param="grammar",
         )
     if fields.grammar:
         return {"text_form": TextForm("grammar", fields.grammar, "grammar")}

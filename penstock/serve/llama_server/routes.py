@@ -65,7 +65,10 @@ class LlamaServerRoutes:
                     for prompt in prompts
                 ]
             stream = await self._text.stream_completion(
-                request_id, replace(completion, prompts=prompts), formatter.clock.before(deliver), place
+                request_id,
+                replace(completion, prompts=prompts),
+                formatter.clock.before(deliver),
+                place,
             )
             formatter.usage_of = stream.usage_of
             return stream
@@ -78,7 +81,9 @@ class LlamaServerRoutes:
             return prompt
         token_ids: list[int] = []
         for place, part in enumerate(prompt):
-            token_ids += [part] if isinstance(part, int) else await self._encode(part, place == 0, tenant)
+            token_ids += (
+                [part] if isinstance(part, int) else await self._encode(part, place == 0, tenant)
+            )
         return token_ids
 
     async def _encode(self, text: str, is_first: bool, tenant: str) -> list[int]:
@@ -87,7 +92,9 @@ class LlamaServerRoutes:
 
     async def apply_template(self, request: Request) -> Response:
         chat = parse_chat(await read_body(request, for_reply=False))
-        return json_response({"prompt": await self._text.render(chat, place_of(request.scope).num_bytes)})
+        return json_response(
+            {"prompt": await self._text.render(chat, place_of(request.scope).num_bytes)}
+        )
 
     async def props(self, request: Request) -> Response:
         info = self._serving.client.require_ready()
@@ -103,14 +110,19 @@ class LlamaServerRoutes:
                 "model_path": self._serving.model_name,
                 "modalities": {"vision": False, "audio": False},
                 "chat_template": self._text.template_source or "",
-                **{name: self._text.special_tokens.get(name, "") for name in ("bos_token", "eos_token")},
+                **{
+                    name: self._text.special_tokens.get(name, "")
+                    for name in ("bos_token", "eos_token")
+                },
                 "build_info": f"penstock-{penstock.__version__}",
                 "is_sleeping": False,
             }
         )
 
     async def _num_slots(self) -> int:
-        return self._serving.client.require_ready().max_rows * len(await self._serving.client.report())
+        return self._serving.client.require_ready().max_rows * len(
+            await self._serving.client.report()
+        )
 
     async def slots(self, request: Request) -> Response:
         info = self._serving.client.require_ready()
@@ -118,10 +130,14 @@ class LlamaServerRoutes:
         for report in await self._serving.client.report():
             for row in range(info.max_rows):
                 is_busy = row < report.requests
-                slots.append({"id": len(slots), "n_ctx": info.max_model_len, "is_processing": is_busy})
+                slots.append(
+                    {"id": len(slots), "n_ctx": info.max_model_len, "is_processing": is_busy}
+                )
         is_needed = request.query_params.get("fail_on_no_slot") == "1"
         if is_needed and all(slot["is_processing"] for slot in slots):
-            raise NoSlotError("No slot is available", f"All {len(slots)} are busy.", "Try again later.")
+            raise NoSlotError(
+                "No slot is available", f"All {len(slots)} are busy.", "Try again later."
+            )
         return json_response(slots)
 
     async def tokenizer_info(self, request: Request) -> Response:

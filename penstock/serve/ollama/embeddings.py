@@ -82,7 +82,10 @@ async def embed(request: Request, serving: ServerState, table: FieldTable) -> An
 async def embed_one(request: Request, serving: ServerState, table: FieldTable) -> Answer | bytes:
     fields = decode_body(await read_body(request), EmbeddingsBody, table=table)
     asked = EmbeddingRequest(
-        inputs=[fields.prompt], normalize=False, max_tokens=TO_CONTEXT, tenant=tenant_of(request.scope)
+        inputs=[fields.prompt],
+        normalize=False,
+        max_tokens=TO_CONTEXT,
+        tenant=tenant_of(request.scope),
     )
     return _answer(request, serving, asked, EmbedAnswer(serving.model_name, is_single=True))
 
@@ -94,5 +97,7 @@ def _answer(
         return answer.encode_body({}, Usage(0, 0, 0, 0))
     vectors, id, place = serving.text.vectors, request.scope["request_id"], place_of(request.scope)
     return Answer(
-        lambda _: vectors.stream_embeddings(id, asked, answer.take, place), cast(ReplyFormat, answer), False
+        lambda _: vectors.stream_embeddings(id, asked, answer.take, place),
+        cast(ReplyFormat, answer),
+        False,
     )

@@ -38,7 +38,9 @@ class ModelCard:
 
     def require(self, name: str) -> None:
         if name not in (self._serving.model_name, self.name):
-            raise NoSuchModelError(f"model {name[:128]!r} not found", f"This server serves {self.name}.")
+            raise NoSuchModelError(
+                f"model {name[:128]!r} not found", f"This server serves {self.name}."
+            )
 
     def listed(self) -> dict[str, Any]:
         return {
@@ -102,7 +104,11 @@ class ModelCard:
     def _details(self) -> dict[str, Any]:
         info = self._serving.client.info
         dtype = "" if info is None else info.dtype
-        packed = [] if info is None else [scheme for scheme in info.stored_as if scheme not in PRECISIONS]
+        packed = (
+            []
+            if info is None
+            else [scheme for scheme in info.stored_as if scheme not in PRECISIONS]
+        )
         return {
             "parent_model": "",
             "format": "",

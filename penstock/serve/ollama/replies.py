@@ -43,7 +43,9 @@ class TokenScores(ChatScores):
 
 
 class OllamaFormat(ABC):
-    """What the replies of both endpoints have in common: everything except the place of their text."""
+    """What the replies of both endpoints have in common: everything except the place of their
+    text.
+    """
 
     def __init__(
         self,
@@ -108,8 +110,13 @@ class OllamaFormat(ABC):
         assert isinstance(end, ReplyEnd)
         more: Fields = {"thinking": reply.reasoning} if reply.reasoning else {}
         if reply.calls:
-            more["tool_calls"] = [_call_fields(call, index) for index, call in enumerate(reply.calls)]
-        fields = {**self._text_fields(reply.content, **more), **self._ending(end, usage, reply.content)}
+            more["tool_calls"] = [
+                _call_fields(call, index) for index, call in enumerate(reply.calls)
+            ]
+        fields = {
+            **self._text_fields(reply.content, **more),
+            **self._ending(end, usage, reply.content),
+        }
         if self._scores is not None:
             fields["logprobs"] = _raw(self._scores.take())
         return self._line(fields, is_done=True)

@@ -20,7 +20,12 @@ from penstock.serve.llama_options import OFF, LlamaOptions, renaming, require_of
 from penstock.serve.ollama.context import Conversation, decode_context
 from penstock.serve.openai.chat_options import JsonSchema, ResponseFormat, Tool, json_form
 from penstock.serve.openai.messages import Message, ToolCall
-from penstock.serve.openai.requests import ChatBody, CompletionBody, chat_request, completion_request
+from penstock.serve.openai.requests import (
+    ChatBody,
+    CompletionBody,
+    chat_request,
+    completion_request,
+)
 from penstock.serve.requests import (
     MAX_ID_VALUES,
     MAX_IDS,
@@ -32,7 +37,17 @@ from penstock.serve.requests import (
 
 # For loading a model in Ollama, or for samplers that are off: they change nothing here.
 HARMLESS = {
-    *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv"),
+    *(
+        "num_ctx",
+        "num_keep",
+        "num_batch",
+        "num_gpu",
+        "main_gpu",
+        "num_thread",
+        "numa",
+        "low_vram",
+        "f16_kv",
+    ),
     *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "penalize_newline"),
     *("mirostat_tau", "mirostat_eta"),
 }
@@ -111,7 +126,9 @@ class Generation:
     conversation: Conversation | None = None  # that the reply becomes a part of
 
 
-def parse_chat(body: bytes, defaults: Defaults, table: FieldTable = OLLAMA_CHAT) -> ChatRequest | None:
+def parse_chat(
+    body: bytes, defaults: Defaults, table: FieldTable = OLLAMA_CHAT
+) -> ChatRequest | None:
     """None: the request only loads the model."""
     fields = decode_body(body, OllamaChatBody, table=table)
     if not fields.messages:
@@ -122,7 +139,9 @@ def parse_chat(body: bytes, defaults: Defaults, table: FieldTable = OLLAMA_CHAT)
     return _chat_request(fields, messages, defaults, fields.tools)
 
 
-def parse_generate(body: bytes, defaults: Defaults, table: FieldTable = OLLAMA_GENERATE) -> Generation:
+def parse_generate(
+    body: bytes, defaults: Defaults, table: FieldTable = OLLAMA_GENERATE
+) -> Generation:
     fields = decode_body(body, GenerateBody, MAX_ID_VALUES, table)
     _refuse_images(fields.images, "images")
     for name, why in (
@@ -137,7 +156,10 @@ def parse_generate(body: bytes, defaults: Defaults, table: FieldTable = OLLAMA_G
     if not fields.prompt and not said:
         return Generation(None)
     if fields.system:
-        said = [{"role": "system", "content": fields.system}, *(m for m in said if m["role"] != "system")]
+        said = [
+            {"role": "system", "content": fields.system},
+            *(m for m in said if m["role"] != "system"),
+        ]
     said = [*said, {"role": "user", "content": fields.prompt or ""}]
     chat = _chat_request(fields, [msgspec.convert(message, Message) for message in said], defaults)
     return Generation(chat, conversation=Conversation(said))
@@ -177,7 +199,10 @@ def _raw_generation(fields: GenerateBody, defaults: Defaults) -> Generation:
 
 
 def _chat_request(
-    fields: ReplyFields, messages: list[Message], defaults: Defaults, tools: list[Tool] | None = None
+    fields: ReplyFields,
+    messages: list[Message],
+    defaults: Defaults,
+    tools: list[Tool] | None = None,
 ) -> ChatRequest:
     reply_start = ""
     if len(messages) > 1 and messages[-1].role == "assistant" and not messages[-1].tool_calls:
@@ -208,7 +233,9 @@ def _response_format(form: str | dict[str, Any] | None) -> ResponseFormat | None
         return ResponseFormat("json_schema", JsonSchema(form))
     if form != "json":
         raise RequestError(
-            f"format is {form[:32]!r}", 'It must be "json" or a JSON schema, as an object.', param="format"
+            f"format is {form[:32]!r}",
+            'It must be "json" or a JSON schema, as an object.',
+            param="format",
         )
     return ResponseFormat("json_object")
 
@@ -246,7 +273,10 @@ def _sampling(options: dict[str, Any] | None) -> dict[str, Any]:
                 param=name,
             )
     # Numbers of JSON need not say whether they are integers.
-    given = {n: int(v) if isinstance(v, float) and v.is_integer() else v for n, v in (options or {}).items()}
+    given = {
+        n: int(v) if isinstance(v, float) and v.is_integer() else v
+        for n, v in (options or {}).items()
+    }
     require_off(given)
     try:
         checked = msgspec.convert(given, OllamaOptions)

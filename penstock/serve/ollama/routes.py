@@ -18,7 +18,13 @@ from penstock.serve.fields import OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_GENERATE
 from penstock.serve.intake import place_of
 from penstock.serve.ollama import embeddings
 from penstock.serve.ollama.models import ModelCard
-from penstock.serve.ollama.replies import NDJSON_TYPE, ChatFormat, GenerateFormat, OllamaFormat, head
+from penstock.serve.ollama.replies import (
+    NDJSON_TYPE,
+    ChatFormat,
+    GenerateFormat,
+    OllamaFormat,
+    head,
+)
 from penstock.serve.ollama.requests import ModelBody, parse_chat, parse_generate
 from penstock.serve.reply_clock import ReplyClock
 from penstock.serve.requests import ChatRequest, CompletionRequest, TextRequest
@@ -49,7 +55,10 @@ def routes(serving: ServerState) -> list[Route]:
         Route("/api/show", api.show, methods=["POST"]),
         Route("/api/version", api.version),
         Route("/api/pull", api.pull, methods=["POST"]),
-        *(Route(f"/api/{verb}", api.refuse, methods=["POST"]) for verb in ("create", "copy", "push")),
+        *(
+            Route(f"/api/{verb}", api.refuse, methods=["POST"])
+            for verb in ("create", "copy", "push")
+        ),
         Route("/api/delete", api.refuse, methods=["DELETE"]),
     ]
 
@@ -89,7 +98,9 @@ class OllamaRoutes:
         talk = SessionChat(chat, request, self._serving)
         return self._answer(talk.stream, chat, formatter, talk.headers)
 
-    def _answer_prompt(self, request: Request, asked: CompletionRequest, formatter: OllamaFormat) -> Answer:
+    def _answer_prompt(
+        self, request: Request, asked: CompletionRequest, formatter: OllamaFormat
+    ) -> Answer:
         request_id, place = request.scope["request_id"], place_of(request.scope)
         asked = in_session(asked, request)
         return self._answer(
@@ -105,12 +116,16 @@ class OllamaRoutes:
         async def start(deliver: Deliver) -> TextStream:
             return await stream(formatter.clock.before(deliver))
 
-        return Answer(start, formatter, asked.is_stream, None, formatter.new_choice, headers, NDJSON_TYPE)
+        return Answer(
+            start, formatter, asked.is_stream, None, formatter.new_choice, headers, NDJSON_TYPE
+        )
 
     def _loaded(self, text: dict[str, object]) -> Response:
         """Answers an empty request, with which clients load or unload a model: it stays loaded."""
         self._serving.client.require_ready()
-        return json_response({**head(self._serving.model_name), **text, "done": True, "done_reason": "load"})
+        return json_response(
+            {**head(self._serving.model_name), **text, "done": True, "done_reason": "load"}
+        )
 
     async def embed(self, request: Request) -> Answer | Response:
         return _as_response(await embeddings.embed(request, self._serving, self._embed_table))

@@ -60,7 +60,9 @@ class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    """A `tool_choice` that is an object: one tool, or some of them and whether one must be called."""
+    """A `tool_choice` that is an object: one tool, or some of them and whether one must be
+    called.
+    """
 
     type: str = "function"
     function: NamedFunction | None = None
@@ -116,7 +118,9 @@ def plain_tools(tools: Sequence[Tool]) -> list[PlainTool]:
     for index, tool in enumerate(tools):
         if tool.type != "function":
             raise RequestError(
-                f"tools[{index}].type is {tool.type[:32]!r}", "Only functions are supported.", param="tools"
+                f"tools[{index}].type is {tool.type[:32]!r}",
+                "Only functions are supported.",
+                param="tools",
             )
         check_tool_name(tool.function.name, f"tools[{index}].function.name", "tools")
     return list({tool.function.name: _plain_tool(tool) for tool in tools}.values())
@@ -146,7 +150,9 @@ def chosen_tools(
     """The tools that may be called, and those of which one must be called."""
     if isinstance(choice, ToolChoice) and choice.type == "allowed_tools":
         if choice.allowed_tools is None:
-            raise RequestError("tool_choice has no allowed_tools", param="tool_choice.allowed_tools")
+            raise RequestError(
+                "tool_choice has no allowed_tools", param="tool_choice.allowed_tools"
+            )
         if choice.allowed_tools.mode not in ("auto", "required"):
             raise RequestError(
                 f"tool_choice.allowed_tools.mode is {choice.allowed_tools.mode[:32]!r}",
@@ -166,7 +172,9 @@ def chosen_tools(
     return None if choice == "none" else tools, demanded_tools(choice, tools)
 
 
-def demanded_tools(choice: str | NamedTool | None, tools: list[PlainTool] | None) -> list[PlainTool] | None:
+def demanded_tools(
+    choice: str | NamedTool | None, tools: list[PlainTool] | None
+) -> list[PlainTool] | None:
     """The tools of which one must be called; None: the model decides."""
     if choice in (None, "auto", "none"):
         return None
@@ -188,7 +196,9 @@ def _named_tools(names: Sequence[str], tools: list[PlainTool] | None) -> list[Pl
     for name in names:
         if name not in known:
             raise RequestError(
-                f"tool_choice names {name[:64]!r}", "tools has no tool of that name.", param="tool_choice"
+                f"tool_choice names {name[:64]!r}",
+                "tools has no tool of that name.",
+                param="tool_choice",
             )
     chosen = set(names)
     return [tool for tool in tools or () if tool["function"]["name"] in chosen]

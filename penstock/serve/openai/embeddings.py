@@ -101,7 +101,10 @@ def routes(serving: ServerState) -> list[Route]:
     api = VectorRoutes(serving)
     return [
         Route("/v1/embeddings", api.embed, methods=["POST"]),
-        *(Route(path, api.rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+        *(
+            Route(path, api.rerank, methods=["POST"])
+            for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+        ),
         *(Route(path, api.score, methods=["POST"]) for path in ("/v1/score", "/score")),
     ]
 
@@ -114,7 +117,9 @@ class VectorRoutes:
         )
 
     async def embed(self, request: Request) -> Answer:
-        fields = decode_body(await read_body(request), EmbeddingBody, MAX_ID_VALUES, self._embed_table)
+        fields = decode_body(
+            await read_body(request), EmbeddingBody, MAX_ID_VALUES, self._embed_table
+        )
         inputs = split_prompts(fields.input, "input")
         _check_number("inputs", len(inputs), "input")
         asked = EmbeddingRequest(
@@ -125,9 +130,15 @@ class VectorRoutes:
             **_common(fields, request),
         )
         answer = EmbeddingAnswer(self._serving.model_name, fields.encoding_format == "base64")
-        vectors, id, place = self._serving.text.vectors, request.scope["request_id"], place_of(request.scope)
+        vectors, id, place = (
+            self._serving.text.vectors,
+            request.scope["request_id"],
+            place_of(request.scope),
+        )
         return _whole_answer(
-            lambda: vectors.stream_embeddings(id, asked, answer.take, place), answer, asked.timeout_s
+            lambda: vectors.stream_embeddings(id, asked, answer.take, place),
+            answer,
+            asked.timeout_s,
         )
 
     async def rerank(self, request: Request) -> Answer:
@@ -144,7 +155,9 @@ class VectorRoutes:
 
     async def score(self, request: Request) -> Answer:
         fields = decode_body(await read_body(request), ScoreBody, table=self._score_table)
-        first, second = ([one] if isinstance(one, str) else one for one in (fields.text_1, fields.text_2))
+        first, second = (
+            [one] if isinstance(one, str) else one for one in (fields.text_1, fields.text_2)
+        )
         if len(first) not in (1, len(second)):
             raise RequestError(
                 f"text_1 has {len(first)} texts and text_2 has {len(second)}",
@@ -164,8 +177,14 @@ class VectorRoutes:
         pairs: list[tuple[str, str]],
         answer: RerankAnswer | ScoreAnswer,
     ) -> Answer:
-        asked = ScoreRequest(pairs=pairs, instruction=fields.instruction, **_common(fields, request))
-        vectors, id, place = self._serving.text.vectors, request.scope["request_id"], place_of(request.scope)
+        asked = ScoreRequest(
+            pairs=pairs, instruction=fields.instruction, **_common(fields, request)
+        )
+        vectors, id, place = (
+            self._serving.text.vectors,
+            request.scope["request_id"],
+            place_of(request.scope),
+        )
         return _whole_answer(
             lambda: vectors.stream_scores(id, asked, answer.take, place), answer, asked.timeout_s
         )
@@ -218,7 +237,9 @@ class RerankAnswer:
         self._scores[index] = score
 
     def encode_body(self, choices: object, usage: Usage) -> bytes:
-        ranked = sorted(self._scores, key=lambda index: (-self._scores[index], index))[: self._top_n]
+        ranked = sorted(self._scores, key=lambda index: (-self._scores[index], index))[
+            : self._top_n
+        ]
         results = []
         for index in ranked:
             result: dict[str, Any] = {"index": index, "relevance_score": self._scores[index]}

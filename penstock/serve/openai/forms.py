@@ -48,7 +48,11 @@ class TextForm:
 
 
 def form_of(fields: SamplingFields) -> JsonForm | TextForm | None:
-    forms = [form for form in (json_form(fields.response_format), *_other_forms(fields)) if form is not None]
+    forms = [
+        form
+        for form in (json_form(fields.response_format), *_other_forms(fields))
+        if form is not None
+    ]
     if len(forms) > 1:
         raise RequestError(
             f"{forms[0].param} and {forms[1].param} both constrain the reply",
@@ -71,7 +75,9 @@ def _other_forms(fields: SamplingFields) -> list[JsonForm | TextForm | None]:
             )
     return [
         JsonForm(param="structured_outputs.json_object") if asked.json_object else None,
-        _schema_form(asked.json, "structured_outputs.json", bool(asked.disable_additional_properties)),
+        _schema_form(
+            asked.json, "structured_outputs.json", bool(asked.disable_additional_properties)
+        ),
         _schema_form(fields.guided_json, "guided_json"),
         _schema_form(fields.json_schema, "json_schema"),
         _text_form("regex", asked.regex, "structured_outputs.regex"),
@@ -90,7 +96,9 @@ def _schema_form(schema: Schema | None, param: str, is_closed: bool = False) -> 
     if isinstance(schema, str):
         if len(schema) > MAX_SCHEMA_BYTES:
             raise RequestError(
-                f"{param} has {len(schema)} characters", f"The limit is {MAX_SCHEMA_BYTES}.", param=param
+                f"{param} has {len(schema)} characters",
+                f"The limit is {MAX_SCHEMA_BYTES}.",
+                param=param,
             )
         try:
             schema = json.loads(schema)

@@ -13,7 +13,13 @@ from penstock.errors import RequestError
 from penstock.serve.attachments import replace_attachment
 from penstock.serve.instructions import PlainMessage, place_instructions
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 
 
 class ContentPart(msgspec.Struct):
@@ -60,7 +66,10 @@ def _plain_message(message: Message, where: str, omitted: list[str]) -> PlainMes
         )
     if message.content is None and message.role != "assistant":
         raise RequestError(f"{where} has no content", param=f"{where}.content")
-    plain: PlainMessage = {"role": ROLES[message.role], "content": _plain_content(message, where, omitted)}
+    plain: PlainMessage = {
+        "role": ROLES[message.role],
+        "content": _plain_content(message, where, omitted),
+    }
     for name in ("name", "reasoning_content", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value

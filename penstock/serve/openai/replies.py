@@ -34,7 +34,9 @@ Frame = tuple[bytes, bytes]
 
 
 class OpenAIReplyFormat(ABC):
-    """What the replies of both endpoints have in common: everything except the content of a choice."""
+    """What the replies of both endpoints have in common: everything except the content of a
+    choice.
+    """
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
@@ -50,7 +52,11 @@ class OpenAIReplyFormat(ABC):
         include_usage: bool = False,
         output: OutputOptions = PLAIN_OUTPUT,
     ) -> None:
-        self._head = {"id": f"{self.id_prefix}-{request_id}", "created": int(time.time()), "model": model}
+        self._head = {
+            "id": f"{self.id_prefix}-{request_id}",
+            "created": int(time.time()),
+            "model": model,
+        }
         self._has_logprobs = has_logprobs
         self._include_usage = include_usage
         self._output = output
@@ -77,7 +83,10 @@ class OpenAIReplyFormat(ABC):
         return encode_event(encode_error(error))
 
     def encode_body(self, choices: dict[int, Choice], usage: Usage) -> bytes:
-        pieces: Pieces = [msgspec.json.encode({**self._head, "object": self.kind})[:-1], b',"choices":[']
+        pieces: Pieces = [
+            msgspec.json.encode({**self._head, "object": self.kind})[:-1],
+            b',"choices":[',
+        ]
         for place, (index, choice) in enumerate(sorted(choices.items())):
             pieces += [b"," if place else b"", *self._encode_choice(index, choice)]
         extra = self._of_prompt(choices[0]) if self.tells_prompt_once else []
@@ -128,7 +137,9 @@ class OpenAIReplyFormat(ABC):
         if extra.usage is not None:
             of_chunk["usage"] = _usage(extra.usage)
         head = chunk.removesuffix(CHUNK_END)
-        fields = [b"," + msgspec.json.encode(of)[1:-1] if of else b"" for of in (of_choice, of_chunk)]
+        fields = [
+            b"," + msgspec.json.encode(of)[1:-1] if of else b"" for of in (of_choice, of_chunk)
+        ]
         return b"%b%b}]%b}\n\n" % (head, *fields)
 
     @abstractmethod
@@ -152,9 +163,16 @@ class ChatReplyFormat(OpenAIReplyFormat):
 
     def encode_chunk(self, delta: ReplyDelta) -> bytes:
         frames = self._frames.get(delta.index)
-        if frames is not None and len(delta.deltas) == 1 and not self._has_logprobs and delta.extra is None:
+        if (
+            frames is not None
+            and len(delta.deltas) == 1
+            and not self._has_logprobs
+            and delta.extra is None
+        ):
             piece = delta.deltas[0]
-            if isinstance(piece, (ContentDelta, ReasoningDelta)):  # nearly all chunks: head + text + tail
+            if isinstance(
+                piece, (ContentDelta, ReasoningDelta)
+            ):  # nearly all chunks: head + text + tail
                 return msgspec.json.encode(piece.text).join(frames[type(piece)])
         chunks = []
         if frames is None:
@@ -171,7 +189,9 @@ class ChatReplyFormat(OpenAIReplyFormat):
             logprobs = self._chunk_scores(delta) if place == 0 else b"null"
             chunks.append(self._chunk(delta.index, msgspec.json.encode(fields), logprobs))
         if delta.deltas and isinstance(end := delta.deltas[-1], ReplyEnd):
-            chunks.append(self._chunk(delta.index, b"{}", finish=_finish(end.reason, end.stop_reason)))
+            chunks.append(
+                self._chunk(delta.index, b"{}", finish=_finish(end.reason, end.stop_reason))
+            )
         if delta.extra is not None:
             self._add_extra(chunks, delta.extra)
         return b"".join(chunks)
@@ -191,7 +211,9 @@ class ChatReplyFormat(OpenAIReplyFormat):
         head, tail = self._chunk(index, b'{"%b":\0}' % field).split(b"\0")
         return head, tail
 
-    def _chunk(self, index: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null") -> bytes:
+    def _chunk(
+        self, index: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null"
+    ) -> bytes:
         return b'%b"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]}\n\n' % (
             self._chunk_head,
             index,
@@ -258,7 +280,12 @@ def _delta_fields(piece: Delta) -> dict[str, Any] | None:
         case ReasoningDelta(text):
             return {"reasoning_content": text}
         case ToolCallStart(index, id, name):
-            call = {"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+            call = {
+                "index": index,
+                "id": id,
+                "type": "function",
+                "function": {"name": name, "arguments": ""},
+            }
             return {"tool_calls": [call]}
         case ToolArguments(index, json):
             return {"tool_calls": [{"index": index, "function": {"arguments": json}}]}
@@ -273,7 +300,11 @@ def _message(reply: ParsedReply) -> dict[str, Any]:
     if reply.calls:
         message["content"] = reply.content or None
         message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
             for call in reply.calls
         ]
     return message
@@ -289,7 +320,9 @@ def encode_error_fields(
 ) -> bytes:
     kind = "invalid_request_error" if status < 500 else "server_error"
     code = code or _CODES.get(status)
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    return msgspec.json.encode(
+        {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    )
 
 
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 500: "internal_error"}

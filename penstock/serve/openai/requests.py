@@ -86,7 +86,9 @@ class DrawFields(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     stream: bool | None = None
     timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower runs earlier
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = (
+        None  # lower runs earlier
+    )
     session_id: SessionId | None = None
     cache_salt: CacheSalt | None = None
 
@@ -198,7 +200,9 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_IDS)]
 
 
-def parse_chat(body: bytes, defaults: Defaults = NO_DEFAULTS, table: FieldTable = CHAT) -> ChatRequest:
+def parse_chat(
+    body: bytes, defaults: Defaults = NO_DEFAULTS, table: FieldTable = CHAT
+) -> ChatRequest:
     """`defaults`: the server's sampling parameters; `table`: the ignored fields; here and below."""
     return chat_request(decode_body(body, ChatBody, table=table), defaults)
 
@@ -224,7 +228,10 @@ def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequ
     omitted: list[str] = []
     messages = plain_messages(fields.messages, omitted)
     prefill = take_prefill(
-        messages, fields.continue_final_message, fields.add_generation_prompt, bool(form or must_call)
+        messages,
+        fields.continue_final_message,
+        fields.add_generation_prompt,
+        bool(form or must_call),
     )
     return ChatRequest(
         messages=messages,
@@ -257,11 +264,17 @@ def parse_completion(
     return completion_request(decode_body(body, CompletionBody, MAX_ID_VALUES, table), defaults)
 
 
-def completion_request(fields: CompletionBody, defaults: Defaults = NO_DEFAULTS) -> CompletionRequest:
+def completion_request(
+    fields: CompletionBody, defaults: Defaults = NO_DEFAULTS
+) -> CompletionRequest:
     if fields.suffix:
-        raise RequestError("suffix is not supported", "The model only continues text.", param="suffix")
+        raise RequestError(
+            "suffix is not supported", "The model only continues text.", param="suffix"
+        )
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
-        raise RequestError("best_of is not supported", "Every reply is returned: use n.", param="best_of")
+        raise RequestError(
+            "best_of is not supported", "Every reply is returned: use n.", param="best_of"
+        )
     if fields.max_tokens is None:
         fields.max_tokens = COMPLETION_MAX_TOKENS
     prompts = split_prompts(fields.prompt)
@@ -353,7 +366,10 @@ def _sampling(
         return SamplingParams(logprobs=logprobs, **given)
     except RequestError as error:
         name = renamed.get(error.param or "", error.param)
-        if error.param == "max_tokens" and getattr(fields, "max_completion_tokens", None) is not None:
+        if (
+            error.param == "max_tokens"
+            and getattr(fields, "max_completion_tokens", None) is not None
+        ):
             name = "max_completion_tokens"
         what = error.what.replace(error.param or "", name or "", 1)
         raise RequestError(what, error.why, error.todo, param=name) from error
@@ -372,7 +388,9 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
 
 def _form(fields: SamplingFields) -> dict[str, Any]:
     form = form_of(fields)
-    return {} if form is None else {"json_form" if isinstance(form, JsonForm) else "text_form": form}
+    return (
+        {} if form is None else {"json_form" if isinstance(form, JsonForm) else "text_form": form}
+    )
 
 
 def _effort(fields: ChatBody) -> tuple[bool | None, int | None]:
@@ -394,7 +412,9 @@ def _thinking_options(fields: ChatBody) -> dict[str, Any]:
     return {
         "thinking_budget": next((budget for budget in budgets if budget is not None), None),
         "effort_budget": _effort(fields)[1],
-        "hides_thoughts": bool(reasoning.exclude) or fields.include_reasoning is False or is_omitted,
+        "hides_thoughts": bool(reasoning.exclude)
+        or fields.include_reasoning is False
+        or is_omitted,
     }
 
 
@@ -429,8 +449,12 @@ def _template_arguments(fields: ChatBody) -> dict[str, Scalar]:
     return arguments
 
 
-def split_prompts(prompt: str | list[str | int | list[int]], name: str = "prompt") -> list[str | list[int]]:
-    """OpenAI accepts a text, a list of texts, token ids, or a list of token ids; never a mixture."""
+def split_prompts(
+    prompt: str | list[str | int | list[int]], name: str = "prompt"
+) -> list[str | list[int]]:
+    """OpenAI accepts a text, a list of texts, token ids, or a list of token ids; never a
+    mixture.
+    """
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}

@@ -18,7 +18,12 @@ from penstock.serve.answer import JSON_TYPE, NO_HEADERS, Answer, Start, json_res
 from penstock.serve.fields import CHAT, COMPLETIONS
 from penstock.serve.intake import place_of
 from penstock.serve.openai.replies import ChatReplyFormat, CompletionReplyFormat, OpenAIReplyFormat
-from penstock.serve.openai.requests import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from penstock.serve.openai.requests import (
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
 from penstock.serve.requests import ChatRequest, CompletionRequest, TextRequest
 from penstock.serve.sessions import SessionChat, in_session
 from penstock.serve.state import ServerState
@@ -57,7 +62,9 @@ class OpenAIRoutes:
 
     async def show_model(self, request: Request) -> Response:
         if request.path_params["name"] != self._serving.model_name:
-            raise HTTPException(404, f"This server has no such model; it serves {self._serving.model_name}.")
+            raise HTTPException(
+                404, f"This server has no such model; it serves {self._serving.model_name}."
+            )
         return json_response(self._model_card())
 
     def _model_card(self) -> dict[str, Any]:
@@ -89,13 +96,18 @@ class OpenAIRoutes:
         return self.answer_chat(request, chat)
 
     def answer_chat(
-        self, request: Request, chat: ChatRequest, format_class: type[OpenAIReplyFormat] = ChatReplyFormat
+        self,
+        request: Request,
+        chat: ChatRequest,
+        format_class: type[OpenAIReplyFormat] = ChatReplyFormat,
     ) -> Answer:
         # Constrained content has no room for thinking.
         keeps_thoughts = self._keeps_thoughts and chat.form is None and not chat.hides_thoughts
         chat = replace(chat, keeps_thoughts_in_content=keeps_thoughts)
         talk = SessionChat(chat, request, self._serving)
-        return self._answer(request.scope["request_id"], chat, format_class, talk.stream, talk.headers)
+        return self._answer(
+            request.scope["request_id"], chat, format_class, talk.stream, talk.headers
+        )
 
     async def complete(self, request: Request) -> Answer:
         asked = parse_completion(await read_body(request), self._defaults, self._completion_table)
@@ -126,7 +138,9 @@ class OpenAIRoutes:
             include_usage=asked.include_usage,
             output=asked.output,
         )
-        return Answer(start, formatter, asked.is_stream, asked.timeout_s, formatter.new_choice, headers)
+        return Answer(
+            start, formatter, asked.is_stream, asked.timeout_s, formatter.new_choice, headers
+        )
 
     async def tokenize(self, request: Request) -> Response:
         asked = parse_tokenize(await read_body(request, for_reply=False))
@@ -157,4 +171,6 @@ class OpenAIRoutes:
 def _encode_list(values: Sequence[Any]) -> Iterator[bytes]:
     """The parts of a long JSON list. The encoder blocks other threads, so each part is small."""
     for start in range(0, len(values), LIST_PART):
-        yield (b"," if start else b"") + msgspec.json.encode(values[start : start + LIST_PART])[1:-1]
+        yield (b"," if start else b"") + msgspec.json.encode(values[start : start + LIST_PART])[
+            1:-1
+        ]

@@ -16,7 +16,12 @@ from penstock.serve.answer import Pieces
 from penstock.serve.text_stream import ScoredToken
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI writes this instead
-COLUMN_HEADS = (b'{"tokens":[', b'],"token_logprobs":[', b'],"top_logprobs":[', b'],"text_offset":[')
+COLUMN_HEADS = (
+    b'{"tokens":[',
+    b'],"token_logprobs":[',
+    b'],"top_logprobs":[',
+    b'],"text_offset":[',
+)
 
 
 class ScoredText(msgspec.Struct, gc=False):
@@ -33,7 +38,9 @@ class ChatToken(ScoredText, gc=False):
 
 def chat_token(token: ScoredToken) -> ChatToken:
     assert token.logprob is not None
-    top = [ScoredText(_text_of(data), _finite(logprob), _bytes_of(data)) for data, logprob in token.top]
+    top = [
+        ScoredText(_text_of(data), _finite(logprob), _bytes_of(data)) for data, logprob in token.top
+    ]
     return ChatToken(_text_of(token.data), _finite(token.logprob), _bytes_of(token.data), top)
 
 
@@ -76,7 +83,9 @@ class CompletionScores:
 
     def take(self) -> Pieces:
         pieces: Pieces = []
-        for head, column in zip(COLUMN_HEADS, (self._texts, self._logprobs, self._tops, self._offsets)):
+        for head, column in zip(
+            COLUMN_HEADS, (self._texts, self._logprobs, self._tops, self._offsets)
+        ):
             pieces += [head, column]
         self._clear()
         return [*pieces, b"]}"]

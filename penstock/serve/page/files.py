@@ -1,7 +1,7 @@
 """The files of the page: what each is called on the web, and how it is sent.
 
-All of them are in static/, as people edit them; nothing is built. They are the same for everybody, need no
-key, and load nothing from elsewhere: the policy that goes with each forbids it.
+All of them are in static/, as people edit them; nothing is built. They are the same for everybody,
+need no key, and load nothing from elsewhere: the policy that goes with each forbids it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ TYPES = {
     ".svg": "image/svg+xml",
 }
 INDEX, SANDBOX = "index.html", "sandbox.html"
-# The page runs its own modules, asks this server, and nothing else. It parses no HTML: Trusted Types without
-# a policy make every attempt an error, so no text of a model can become an element or a script.
+# The page runs its own modules, asks this server, and nothing else. It parses no HTML: Trusted
+# Types without a policy make every attempt an error, so no text of a model can become an element or
+# a script.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src "
+    "'self'; "
     "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-# Here a person's own functions answer tool calls: in a worker without network, of an origin of its own.
+# Here a person's own functions answer tool calls: in a worker without network, of an origin of its
+# own.
 SANDBOX_POLICY = (
-    "default-src 'none'; script-src 'self' blob:; worker-src blob:; base-uri 'none'; form-action 'none'; "
+    "default-src 'none'; script-src 'self' blob:; worker-src blob:; base-uri 'none'; form-action "
+    "'none'; "
     "frame-ancestors 'self'; sandbox allow-scripts"
 )
 

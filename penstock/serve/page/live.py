@@ -1,7 +1,8 @@
-"""`GET /live`: the numbers of /metrics and /health as one server-sent event a second, for the page and `top`.
+"""`GET /live`: the numbers of /metrics and /health as one server-sent event a second, for the page
+and `top`.
 
-Totals only ever grow; what watches them subtracts. The engines are asked once a second however many watch,
-and not at all while nobody does.
+Totals only ever grow; what watches them subtracts. The engines are asked once a second however many
+watch, and not at all while nobody does.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ class LiveRoute:
             "engine": client.info,
             "stats": sum_stats(replicas),
             "replicas": [
-                {name: getattr(one, name) for name in ("replica", "state", "restarts", "requests", "problem")}
+                {
+                    name: getattr(one, name)
+                    for name in ("replica", "state", "restarts", "requests", "problem")
+                }
                 for one in replicas
             ],
             "prompt_tokens": metrics.num_prompt_tokens,
@@ -75,5 +79,7 @@ class LiveRoute:
 
 
 def _described(histogram: Histogram) -> dict[str, Any]:
-    """`counts`: of values up to each bound, and one more for those above all; each with the ones before."""
+    """`counts`: of values up to each bound, and one more for those above all; each with the ones
+    before.
+    """
     return {"bounds": histogram.bounds, "counts": histogram.cumulative_counts, "sum": histogram.sum}

@@ -1,4 +1,6 @@
-"""The page over HTTP: `GET /` for browsers, the files that it loads, and the numbers of its live view."""
+"""The page over HTTP: `GET /` for browsers, the files that it loads, and the numbers of its live
+view.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from penstock.serve.state import ServerState
 
 
 def routes(serving: ServerState) -> list[Route]:
-    """Before those of health: who asks for HTML is shown the page, everybody else that a server is there."""
+    """Before those of health: who asks for HTML is shown the page, everybody else that a server is
+    there.
+    """
     live = Route("/live", LiveRoute(serving).stream)
     if not serving.config.page:
         return [live]

@@ -72,7 +72,9 @@ class ConversationRoutes:
         return Response(self._body(request), media_type=JSON_TYPE)
 
     async def update(self, request: Request) -> Response:
-        fields = decode_body(await read_body(request, for_reply=False), ConversationBody, table=self._table)
+        fields = decode_body(
+            await read_body(request, for_reply=False), ConversationBody, table=self._table
+        )
         id, tenant = request.path_params["id"], tenant_of(request.scope)
         said: dict[str, Any] = msgspec.json.decode(self._body(request))
         body = _describe(id, said["created_at"], fields.metadata or {})
@@ -89,7 +91,9 @@ class ConversationRoutes:
         return json_response(page_of(self._item_ids(request), request, self._store))
 
     async def add_items(self, request: Request) -> Response:
-        fields = decode_body(await read_body(request, for_reply=False), ItemsBody, table=self._table)
+        fields = decode_body(
+            await read_body(request, for_reply=False), ItemsBody, table=self._table
+        )
         id, tenant = request.path_params["id"], tenant_of(request.scope)
         self._body(request)
         place_of(request.scope).add_bytes(self._store.num_bytes_of(id, None, tenant))
@@ -122,7 +126,9 @@ class ConversationRoutes:
         return self._store.item_ids_of(request.path_params["id"], tenant_of(request.scope))
 
     def _new_items(self, items: list[Item], request: Request) -> list[Item]:
-        return resolved(items, self._store, tenant_of(request.scope), place_of(request.scope), "items")
+        return resolved(
+            items, self._store, tenant_of(request.scope), place_of(request.scope), "items"
+        )
 
 
 def _describe(id: str, created_at: int, metadata: dict[str, str]) -> bytes:

@@ -30,7 +30,9 @@ def text_parameters(tool: FlatTool) -> dict[str, Any]:
     """The parameters of the function that the model sees instead of a custom tool."""
     text: dict[str, Any] = {"type": "string"}
     if tool.format is not None and tool.format.type == "grammar":
-        text["description"] = f"Text of this {tool.format.syntax} grammar:\n{tool.format.definition}"
+        text["description"] = (
+            f"Text of this {tool.format.syntax} grammar:\n{tool.format.definition}"
+        )
     return {
         "type": "object",
         "properties": {CUSTOM_INPUT: text},
@@ -48,7 +50,9 @@ def text_grammars(tools: Mapping[str, FlatTool]) -> Mapping[str, TextGrammar]:
         where, format = f"The format of the tool {name[:64]!r}", tool.format
         if format.type != "grammar":
             raise RequestError(
-                f"{where} is of type {format.type[:32]!r}", "It must be text or grammar.", param="tools"
+                f"{where} is of type {format.type[:32]!r}",
+                "It must be text or grammar.",
+                param="tools",
             )
         if format.syntax not in ("lark", "regex"):
             raise RequestError(

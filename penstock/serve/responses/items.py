@@ -100,7 +100,9 @@ def items_of(messages: list[PlainMessage]) -> list[Item]:
     for message in messages:
         if message["role"] == "tool":
             call_id = message.get("tool_call_id")
-            items.append(Item(type="function_call_output", call_id=call_id, output=message["content"]))
+            items.append(
+                Item(type="function_call_output", call_id=call_id, output=message["content"])
+            )
             continue
         if thought := message.get("reasoning_content"):
             items.append(Item(type="reasoning", content=[Part("reasoning_text", thought)]))
@@ -111,7 +113,9 @@ def items_of(messages: list[PlainMessage]) -> list[Item]:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if not isinstance(arguments, str):
                 arguments = msgspec.json.encode(arguments).decode()
-            items.append(Item(type="function_call", call_id=call["id"], name=name, arguments=arguments))
+            items.append(
+                Item(type="function_call", call_id=call["id"], name=name, arguments=arguments)
+            )
     return items
 
 
@@ -139,7 +143,9 @@ def shown(item: Item) -> dict[str, Any]:
     if kind == "message":
         voice = "output_text" if item.role == "assistant" else "input_text"
         parts = (
-            [{"type": voice, "text": item.content}] if isinstance(item.content, str) else fields["content"]
+            [{"type": voice, "text": item.content}]
+            if isinstance(item.content, str)
+            else fields["content"]
         )
         fields["content"] = [
             {**part, "annotations": [], "logprobs": []} if part["type"] == "output_text" else part
@@ -161,7 +167,9 @@ def _check_size(items: list[Item], field: str) -> None:
             "Send a shorter one.",
             param=field,
         )
-    refuse_many_arguments([item.arguments.encode() for item in items if item.arguments is not None], field)
+    refuse_many_arguments(
+        [item.arguments.encode() for item in items if item.arguments is not None], field
+    )
 
 
 class _Message:
@@ -184,7 +192,9 @@ class _Message:
 class _Conversation:
     """Messages so far; the last one may be the model's and still grow."""
 
-    def __init__(self, instructions: str | None, called: Mapping[str, str], omitted: list[str]) -> None:
+    def __init__(
+        self, instructions: str | None, called: Mapping[str, str], omitted: list[str]
+    ) -> None:
         self._messages: list[_Message] = []
         self._omitted = omitted
         self._called = dict(called)  # names by call id
@@ -254,7 +264,9 @@ class _Conversation:
     def _add_call(self, item: Item, where: str) -> None:
         if item.call_id is None or item.name is None or item.arguments is None:
             raise RequestError(
-                f"{where} is incomplete", "A function_call has call_id, name and arguments.", param=where
+                f"{where} is incomplete",
+                "A function_call has call_id, name and arguments.",
+                param=where,
             )
         function = {"name": item.name, "arguments": read_arguments(item.arguments)}
         call = {"id": item.call_id, "type": "function", "function": function}
@@ -264,7 +276,9 @@ class _Conversation:
     def _add_custom_call(self, item: Item, where: str) -> None:
         if item.call_id is None or item.name is None or item.input is None:
             raise RequestError(
-                f"{where} is incomplete", "A custom_tool_call has call_id, name and input.", param=where
+                f"{where} is incomplete",
+                "A custom_tool_call has call_id, name and input.",
+                param=where,
             )
         function = {"name": item.name, "arguments": {CUSTOM_INPUT: item.input}}
         self._turn().calls.append({"id": item.call_id, "type": "function", "function": function})
@@ -276,7 +290,8 @@ class _Conversation:
             raise RequestError(
                 f"{where} is not a compaction of this server",
                 "Its encrypted_content can be read only by the server that made it.",
-                "Send the items that were compacted, or compact them with /v1/responses/compact here.",
+                "Send the items that were compacted, or compact them with /v1/responses/compact "
+                "here.",
                 param=f"{where}.encrypted_content",
             )
         self._messages.append(_Message("user", COMPACTED + summary))
@@ -293,7 +308,9 @@ class _Conversation:
             raise RequestError(f"{where} has no output", param=f"{where}.output")
         output = item.output
         if not isinstance(output, str):
-            output = "".join(self._result_text(p, f"{where}.output[{i}]") for i, p in enumerate(output))
+            output = "".join(
+                self._result_text(p, f"{where}.output[{i}]") for i, p in enumerate(output)
+            )
         name = self._called[item.call_id]
         self._messages.append(_Message("tool", output, tool_call_id=item.call_id, name=name))
 
@@ -321,7 +338,9 @@ def _text(content: str | list[Part], where: str, types: tuple[str, ...] = TEXT_P
         text = part.refusal if part.type == "refusal" else part.text
         if text is None or part.type not in (*types, "refusal"):
             raise RequestError(
-                f"{where}[{index}] is of type {part.type[:32]!r}", "Only text can be read.", param=where
+                f"{where}[{index}] is of type {part.type[:32]!r}",
+                "Only text can be read.",
+                param=where,
             )
         texts.append(text)
     return "".join(texts)

@@ -21,5 +21,7 @@ def page_of(item_ids: Sequence[str], request: Request, store: ResponseStore) -> 
     return list_of(ids, store, tenant_of(request.scope), has_more)
 
 
-def list_of(ids: Sequence[str], store: ResponseStore, tenant: str, has_more: bool = False) -> dict[str, Any]:
+def list_of(
+    ids: Sequence[str], store: ResponseStore, tenant: str, has_more: bool = False
+) -> dict[str, Any]:
     return list_fields(ids, [shown(item) for item in store.items_by_id(ids, tenant)], has_more)

@@ -83,7 +83,13 @@ class TextItem:
                 "encrypted_content": seal(self._text()) if is_sealed and parts else None,
                 "status": status,
             }
-        return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": parts}
+        return {
+            "id": self.id,
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": parts,
+        }
 
     def start(self) -> list[Event]:
         item = self.fields("in_progress")
@@ -98,7 +104,10 @@ class TextItem:
         return [
             (f"response.{self._voice}.done", {**self._place, **text}),
             (f"response.{self._part_name}.done", {**self._place, "part": part}),
-            ("response.output_item.done", {"output_index": self.index, "item": self.fields(status)}),
+            (
+                "response.output_item.done",
+                {"output_index": self.index, "item": self.fields(status)},
+            ),
         ]
 
     def _text(self) -> str:
@@ -136,7 +145,10 @@ class CallItem:
 
     def start(self) -> list[Event]:
         return [
-            ("response.output_item.added", {"output_index": self.index, "item": self.fields("in_progress")})
+            (
+                "response.output_item.added",
+                {"output_index": self.index, "item": self.fields("in_progress")},
+            )
         ]
 
     def add(self, json: str) -> list[Event]:
@@ -174,7 +186,10 @@ class CustomCallItem:
 
     def start(self) -> list[Event]:
         return [
-            ("response.output_item.added", {"output_index": self.index, "item": self.fields("in_progress")})
+            (
+                "response.output_item.added",
+                {"output_index": self.index, "item": self.fields("in_progress")},
+            )
         ]
 
     def add(self, json: str) -> list[Event]:
@@ -182,7 +197,12 @@ class CustomCallItem:
 
     def end(self, status: Status) -> list[Event]:
         if status != "completed":
-            return [("response.output_item.done", {"output_index": self.index, "item": self.fields(status)})]
+            return [
+                (
+                    "response.output_item.done",
+                    {"output_index": self.index, "item": self.fields(status)},
+                )
+            ]
         last = self._delta(self._input.end())
         item = self.fields(status)
         return [
@@ -192,7 +212,11 @@ class CustomCallItem:
         ]
 
     def _delta(self, text: str) -> list[Event]:
-        return [("response.custom_tool_call_input.delta", {**self._place, "delta": text})] if text else []
+        return (
+            [("response.custom_tool_call_input.delta", {**self._place, "delta": text})]
+            if text
+            else []
+        )
 
 
 class Output:
@@ -234,13 +258,17 @@ class Output:
                 assert isinstance(self._open, CallItem | CustomCallItem)
                 return self._encode(self._open.add(json))
             case ToolCallEnd(_, is_broken, is_cut):
-                return self._end("incomplete" if is_broken or is_cut else "completed", is_dropped=is_broken)
+                return self._end(
+                    "incomplete" if is_broken or is_cut else "completed", is_dropped=is_broken
+                )
             case ReplyEnd(reason):
                 return self._take_end(reason)
 
     def unfinished(self, status: Status = "incomplete") -> list[Fields]:
         """All items; the last one may be unfinished: then it has this status."""
-        open_items = [] if self._open is None else [{**self._open.fields("incomplete"), "status": status}]
+        open_items = (
+            [] if self._open is None else [{**self._open.fields("incomplete"), "status": status}]
+        )
         return [*self.items, *open_items]
 
     def _take_text(self, text: str, is_thought: bool) -> bytes:
@@ -295,12 +323,19 @@ class ResponseChoice(Choice):
 
 
 class ResponseReplyFormat:
-    """A response: created, its items, completed. `keep` receives an ended response and its items."""
+    """A response: created, its items, completed. `keep` receives an ended response and its
+    items.
+    """
 
     def __init__(
         self, id: str, model: str, echo: Fields, keep: Keep | None, form: ReplyForm = PLAIN_FORM
     ) -> None:
-        self._head = {"id": id, "object": "response", "created_at": int(time.time()), "model": model}
+        self._head = {
+            "id": id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+        }
         self._echo = echo
         self._keep = keep
         self._output = Output(id.removeprefix("resp_"), form)
@@ -322,7 +357,9 @@ class ResponseReplyFormat:
 
     def encode_end(self, usage: Usage) -> bytes:
         response, body = self._finish(usage)
-        return self._output.encode_event(f"response.{response['status']}", {"response": msgspec.Raw(body)})
+        return self._output.encode_event(
+            f"response.{response['status']}", {"response": msgspec.Raw(body)}
+        )
 
     def encode_failure(self, error: PenstockError) -> bytes:
         events = b"" if self._has_begun else self._encode_start()
@@ -378,7 +415,13 @@ class ResponseReplyFormat:
         return response, body
 
     def _response(self, status: str, output: list[Fields], **known: Any) -> Fields:
-        later = {"error": None, "incomplete_details": None, "usage": None, "completed_at": None, **known}
+        later = {
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+            "completed_at": None,
+            **known,
+        }
         return {**self._head, "status": status, **later, "output": output, **self._echo}
 
 

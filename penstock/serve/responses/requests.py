@@ -154,7 +154,11 @@ class ResponseBody(DrawFields, kw_only=True):
 
     @property
     def conversation_id(self) -> str | None:
-        return self.conversation.id if isinstance(self.conversation, ConversationId) else self.conversation
+        return (
+            self.conversation.id
+            if isinstance(self.conversation, ConversationId)
+            else self.conversation
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +212,9 @@ def response_request(
         chat = replace(_chat_request(fields, messages, defaults), omitted=omitted)
     is_stored = fields.store is not False
     form = ReplyForm(
-        custom_tools=frozenset(name for name, tool in _by_name(fields).items() if tool.type == "custom"),
+        custom_tools=frozenset(
+            name for name, tool in _by_name(fields).items() if tool.type == "custom"
+        ),
         has_summary=fields.reasoning is not None and fields.reasoning.summary is not None,
         is_sealed=SEALED_THOUGHTS in (fields.include or ()),
         has_logprobs=chat.sampling.logprobs is not None,
@@ -246,7 +252,9 @@ def use_own_name(error: RequestError, names: Mapping[str, str] = OWN_NAMES) -> N
         error.param = own
 
 
-def _chat_request(fields: ResponseBody, messages: list[PlainMessage], defaults: Defaults) -> ChatRequest:
+def _chat_request(
+    fields: ResponseBody, messages: list[PlainMessage], defaults: Defaults
+) -> ChatRequest:
     text = fields.text or Text()
     tools, must_call = chosen_tools(_nested(fields.tool_choice), _plain_tools(fields.tools or []))
     effort = None if fields.reasoning is None else fields.reasoning.effort
@@ -367,7 +375,9 @@ def _json_form(form: TextFormat | None) -> JsonForm | None:
         return None
     if form.type == "json_schema" and form.schema is None:
         raise RequestError("text.format has no schema", param="text.format")
-    return json_form(ResponseFormat(form.type, JsonSchema(form.schema, strict=form.strict), form.schema))
+    return json_form(
+        ResponseFormat(form.type, JsonSchema(form.schema, strict=form.strict), form.schema)
+    )
 
 
 def _sampling(fields: ResponseBody, defaults: Defaults) -> SamplingParams:
@@ -396,7 +406,10 @@ def _echo(fields: ResponseBody, sampling: SamplingParams, is_stored: bool) -> di
         "service_tier": "default",
         "store": is_stored,
         "temperature": sampling.temperature,
-        "text": {"format": text.format or TextFormat("text"), "verbosity": text.verbosity or "medium"},
+        "text": {
+            "format": text.format or TextFormat("text"),
+            "verbosity": text.verbosity or "medium",
+        },
         "tool_choice": fields.tool_choice or "auto",
         "tools": [_echoed(tool) for tool in fields.tools or ()],
         "top_logprobs": fields.top_logprobs or 0,
@@ -408,4 +421,6 @@ def _echo(fields: ResponseBody, sampling: SamplingParams, is_stored: bool) -> di
 
 def _echoed(tool: FlatTool) -> dict[str, Any]:
     unused = ("parameters", "strict") if tool.type == "custom" else ("format",)
-    return {name: value for name, value in msgspec.structs.asdict(tool).items() if name not in unused}
+    return {
+        name: value for name, value in msgspec.structs.asdict(tool).items() if name not in unused
+    }

@@ -75,16 +75,25 @@ class ResponsesRoutes:
         chat = asked.chat
         if asked.is_background:
             run = Run(
-                formatter, lambda body: self._store.keep(id, body, said, tenant, len(said)), chat.is_stream
+                formatter,
+                lambda body: self._store.keep(id, body, said, tenant, len(said)),
+                chat.is_stream,
             )
             return await self._run(id, run, talk, request, chat.timeout_s)
         return OwnNames(
             Answer(
-                talk.stream, formatter, chat.is_stream, chat.timeout_s, ResponseChoice, headers=talk.headers
+                talk.stream,
+                formatter,
+                chat.is_stream,
+                chat.timeout_s,
+                ResponseChoice,
+                headers=talk.headers,
             )
         )
 
-    def _keeper(self, id: str, said: list[Item] | None, fields: ResponseBody, tenant: str) -> Keep | None:
+    def _keeper(
+        self, id: str, said: list[Item] | None, fields: ResponseBody, tenant: str
+    ) -> Keep | None:
         """Stores a response that has ended, and extends its conversation. None: neither was
         requested, and nothing of a long request stays in memory. `said`: None if the response is
         not stored."""
@@ -155,7 +164,9 @@ class ResponsesRoutes:
         after = request.query_params.get("starting_after", "-1")
         if after != "-1" and not (after.isascii() and after.isdigit() and len(after) < 10):
             raise RequestError(
-                f"starting_after is {after[:32]!r}", "It must be an event's number.", param="starting_after"
+                f"starting_after is {after[:32]!r}",
+                "It must be an event's number.",
+                param="starting_after",
             )
         return stream_events(self._runs.events_of(id), int(after) + 1)
 
@@ -249,7 +260,9 @@ def resolved(
     return [next(found) if item.is_reference else item for item in items]
 
 
-def add_if_there(store: ResponseStore, id: str, items: list[Item], tenant: str, num_inputs: int) -> None:
+def add_if_there(
+    store: ResponseStore, id: str, items: list[Item], tenant: str, num_inputs: int
+) -> None:
     """Extends a conversation, unless it was deleted meanwhile."""
     try:
         store.extend(id, items, tenant, num_inputs)

@@ -75,7 +75,9 @@ class Events:
 class Run:
     """One running reply."""
 
-    def __init__(self, formatter: ResponseReplyFormat, keep_unfinished: KeepUnfinished, logs: bool) -> None:
+    def __init__(
+        self, formatter: ResponseReplyFormat, keep_unfinished: KeepUnfinished, logs: bool
+    ) -> None:
         self.status = "queued"
         self.events = Events() if logs else None
         self._formatter = formatter
@@ -112,7 +114,9 @@ class Run:
                 self._write(self._formatter.encode_end(stream.usage))  # which stores the response
                 self._end("completed")
             except TimeoutError:
-                late = DeadlineError("The reply was not complete in time", f"It had {timeout_s:g} seconds.")
+                late = DeadlineError(
+                    "The reply was not complete in time", f"It had {timeout_s:g} seconds."
+                )
                 self._fail("failed", late)
             except PenstockError as error:
                 self._fail("failed", error)

@@ -138,7 +138,12 @@ class ResponseStore:
         return sum(shelf.num_bytes for shelf in self._shelves.values())
 
     def keep(
-        self, id: str, body: bytes, items: Sequence[Item], tenant: str = "", num_inputs: int | None = None
+        self,
+        id: str,
+        body: bytes,
+        items: Sequence[Item],
+        tenant: str = "",
+        num_inputs: int | None = None,
     ) -> None:
         """Items after `num_inputs` belong to a reply, and have ids of ours."""
         shelf = self._shelves.setdefault(tenant, _Shelf())
@@ -201,7 +206,9 @@ class ResponseStore:
         """Size of its items, before they are decoded."""
         return self.num_bytes_of_items(self._find(id, tenant, param).item_ids, tenant)
 
-    def num_bytes_of_items(self, item_ids: Sequence[str], tenant: str = "", param: str | None = None) -> int:
+    def num_bytes_of_items(
+        self, item_ids: Sequence[str], tenant: str = "", param: str | None = None
+    ) -> int:
         """Before they are decoded; raises an error if one is missing."""
         self._forget_old()
         items = self._shelves[tenant].items if tenant in self._shelves else {}

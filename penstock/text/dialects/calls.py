@@ -19,7 +19,13 @@ import secrets
 from collections.abc import Callable, Mapping
 
 from penstock.text.dialects.deltas import Delta, ToolArguments, ToolCallEnd, ToolCallStart
-from penstock.text.dialects.dialect import CALL_END, FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
+from penstock.text.dialects.dialect import (
+    CALL_END,
+    FUNCTION,
+    FUNCTION_END,
+    PARAMETER,
+    PARAMETER_END,
+)
 from penstock.text.dialects.scanner import Markers, Reading, Scanner, read_name, skip_space
 from penstock.text.dialects.values import NULLS, TEXT_ONLY, Parameters, quote, to_json
 
@@ -126,7 +132,9 @@ class XmlCall:
         else:
             self._sink.write(f'{", " if self._given else "{"}"{quote(label)}": ')
             self._given.add(label)
-            value = _Value(self._sink.write, self._tool.types_of(label), self._tool.choices_of(label))
+            value = _Value(
+                self._sink.write, self._tool.types_of(label), self._tool.choices_of(label)
+            )
         next_label = yield from self._read_value(value)
         value.end()
         return next_label
@@ -162,7 +170,9 @@ class _Value:
     waits only while it could still be null.
     """
 
-    def __init__(self, write: Callable[[str], None], types: frozenset[str], choices: frozenset[str]) -> None:
+    def __init__(
+        self, write: Callable[[str], None], types: frozenset[str], choices: frozenset[str]
+    ) -> None:
         self._write = write
         self._types = types
         self._choices = choices

@@ -1,25 +1,29 @@
 """The deltas that a parsed reply consists of, and the reply that they make together.
 
-Between a call's start and its end come only its own arguments, so every delta belongs to the last thing
-opened and an encoder needs no memory but that:
+Between a call's start and its end come only its own arguments, so every delta belongs to the last
+thing opened and an encoder needs no memory but that:
 
                      chat chunk                  responses event                     Anthropic event
     ContentDelta     delta.content               output_text.delta                   text_delta
     ReasoningDelta   delta.reasoning_content     reasoning_text.delta                thinking_delta
-    ToolCallStart    tool_calls[i] id, name      output_item.added                   content_block_start
-    ToolArguments    tool_calls[i] arguments     function_call_arguments.delta       input_json_delta
-    ToolCallEnd      (nothing)                   arguments.done, output_item.done    content_block_stop
-    ReplyEnd         finish_reason               response.completed or .incomplete   message_delta stop_reason
+    ToolCallStart    tool_calls[i] id, name      output_item.added
+    content_block_start
+    ToolArguments    tool_calls[i] arguments     function_call_arguments.delta
+    input_json_delta
+    ToolCallEnd      (nothing)                   arguments.done, output_item.done
+    content_block_stop
+    ReplyEnd         finish_reason               response.completed or .incomplete   message_delta
+    stop_reason
 
-Where items or blocks are numbered, a delta of another kind than the last closes one and opens the next; such
-a block may start with white space that the whole content needs and the block does not.
+Where items or blocks are numbered, a delta of another kind than the last closes one and opens the
+next; such a block may start with white space that the whole content needs and the block does not.
 
-A call is told while it is written and may still come to nothing: what follows is no call. Its end then says
-`is_broken`, and all the model wrote of it comes again as text. A body that is sent whole drops such a call,
-as `ParsedReply` does; a stream that has sent its start can only close it.
+A call is told while it is written and may still come to nothing: what follows is no call. Its end
+then says `is_broken`, and all the model wrote of it comes again as text. A body that is sent whole
+drops such a call, as `ParsedReply` does; a stream that has sent its start can only close it.
 
-A call in which the reply reaches its limit stays one, as every API has it: its arguments are the beginning of
-a JSON object, its end says `is_cut`, and nothing of it comes again.
+A call in which the reply reaches its limit stays one, as every API has it: its arguments are the
+beginning of a JSON object, its end says `is_cut`, and nothing of it comes again.
 """
 
 from __future__ import annotations
@@ -63,7 +67,9 @@ class ToolArguments(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
-    """The call is complete, turned out to be invalid, or the reply has reached its limit inside it."""
+    """The call is complete, turned out to be invalid, or the reply has reached its limit inside
+    it.
+    """
 
     index: int
     is_broken: bool = False
@@ -71,7 +77,9 @@ class ToolCallEnd(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReplyEnd(msgspec.Struct, frozen=True, gc=False):
-    """The last delta: why the reply ended; "tool_calls" is a stop after at least one complete call."""
+    """The last delta: why the reply ended; "tool_calls" is a stop after at least one complete
+    call.
+    """
 
     reason: FinishReason | Literal["tool_calls"]
     stop_string: str | None = None  # the client's stop string that ended the reply

@@ -199,7 +199,11 @@ class JsonText:
             return position + 1
         elif character == '"' and self._allowed in ("value", "value or end", "key", "key or end"):
             self._is_in_string = True
-        elif character in "{[" and self._allowed.startswith("value") and len(self._brackets) < MAX_DEPTH:
+        elif (
+            character in "{["
+            and self._allowed.startswith("value")
+            and len(self._brackets) < MAX_DEPTH
+        ):
             self._brackets.append("}" if character == "{" else "]")
             self._allowed = "key or end" if character == "{" else "value or end"
             self._checked.append(character)
@@ -227,6 +231,8 @@ class JsonText:
         self._num_whole, self._whole_depth = len(self._checked), len(self._brackets)
 
     def whole_part(self) -> str:
-        """What was taken, up to the last complete value, closed there; nothing was emitted before."""
+        """What was taken, up to the last complete value, closed there; nothing was emitted
+        before.
+        """
         closing = reversed(self._brackets[: self._whole_depth])
         return "".join([*self._checked[: self._num_whole], *closing])

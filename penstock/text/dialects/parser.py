@@ -21,7 +21,13 @@ from itertools import groupby
 from typing import Any
 
 from penstock.text.dialects.calls import BODY_STARTS, CallSink, NotACall, XmlCall, expect
-from penstock.text.dialects.deltas import ContentDelta, Delta, ReasoningDelta, ReplyEnd, ToolArguments
+from penstock.text.dialects.deltas import (
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+    ReplyEnd,
+    ToolArguments,
+)
 from penstock.text.dialects.dialect import CALL_END, CALL_START, FUNCTION, Dialect
 from penstock.text.dialects.json_calls import JsonCall
 from penstock.text.dialects.scanner import WHITESPACE, EndOfText, Markers, Reading, Scanner
@@ -120,7 +126,9 @@ class StreamParser:
         self._voice.pass_marker()
         if marker != CALL_END:
             thinking = self._dialect.thinking
-            self._voice = self._reasoning if thinking and marker == thinking.start else self._content
+            self._voice = (
+                self._reasoning if thinking and marker == thinking.start else self._content
+            )
             self._voice.pass_marker()
 
     def _read_call(self, opening: str) -> Reading[None]:

@@ -31,10 +31,14 @@ class Markers:
     def __init__(self, markers: Iterable[str]) -> None:
         markers = sorted(markers)
         assert not any(marker[0] in marker[1:] for marker in markers)
-        beginnings = [marker[:length] for marker in markers for length in range(len(marker) - 1, 0, -1)]
+        beginnings = [
+            marker[:length] for marker in markers for length in range(len(marker) - 1, 0, -1)
+        ]
         whole = f"({'|'.join(map(re.escape, markers))})" if markers else "(?!)()"
         self.whole = re.compile(whole)  # group 1: a marker
-        self.whole_or_begun = re.compile(f"{whole}|(?:{'|'.join(map(re.escape, beginnings)) or '(?!)'})\\Z")
+        self.whole_or_begun = re.compile(
+            f"{whole}|(?:{'|'.join(map(re.escape, beginnings)) or '(?!)'})\\Z"
+        )
 
 
 NO_MARKERS = Markers(())

@@ -106,7 +106,9 @@ class Parameters:
 def _named_types(schema: Mapping[str, Any]) -> set[str]:
     """The types that the schema names or, if it names none, those of its listed values."""
     declared = schema.get("type")
-    types = {t for t in (declared if isinstance(declared, list) else [declared]) if isinstance(t, str)}
+    types = {
+        t for t in (declared if isinstance(declared, list) else [declared]) if isinstance(t, str)
+    }
     return types or {_TYPE_OF.get(type(value), "string") for value in _listed(schema)}
 
 
@@ -119,7 +121,10 @@ def _listed(schema: Any) -> list[Any]:
     if not isinstance(schema, dict):
         return []
     values = schema.get("enum")
-    return [*(values if isinstance(values, list) else []), *([schema["const"]] if "const" in schema else [])]
+    return [
+        *(values if isinstance(values, list) else []),
+        *([schema["const"]] if "const" in schema else []),
+    ]
 
 
 def to_json(text: str, types: frozenset[str], choices: frozenset[str] = frozenset()) -> str:
@@ -130,7 +135,11 @@ def to_json(text: str, types: frozenset[str], choices: frozenset[str] = frozense
             return "null"
         if "boolean" in types and bare.lower() in ("true", "false"):
             return bare.lower()
-        if "integer" in types and (match := _INTEGER.fullmatch(bare)) and math.isfinite(float(bare)):
+        if (
+            "integer" in types
+            and (match := _INTEGER.fullmatch(bare))
+            and math.isfinite(float(bare))
+        ):
             return match[1]
         if "number" in types and _NUMBER.fullmatch(bare) and math.isfinite(float(bare)):
             return bare

@@ -1,1 +1,3 @@
-"""Quantised safetensors, a module for each format. They say how parts make a weight; none opens a file."""
+"""Quantised safetensors, a module for each format. They say how parts make a weight; none opens a
+file.
+"""

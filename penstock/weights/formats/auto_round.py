@@ -13,11 +13,47 @@ from penstock.weights.formats.parts import Format, check_fields, check_values
 PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
 OWN = ("bits", "group_size", "sym")
 FIELDS = (
-    *(*OWN, "quant_method", "packing_format", "extra_config", "data_type", "block_name_to_quantize"),
-    *("autoround_version", "iters", "nsamples", "seqlen", "batch_size", "lr", "minmax_lr", "scale_dtype"),
-    *("gradient_accumulate_steps", "low_gpu_mem_usage", "enable_quanted_input", "enable_minmax_tuning"),
-    *("amp", "backend", "dataset", "not_use_best_mse", "dynamic_max_gap", "to_quant_block_names", "seed"),
-    *("super_bits", "enable_norm_bias_tuning", "model_free", "enable_alg_ext", "act_bits", "supported_types"),
+    *(
+        *OWN,
+        "quant_method",
+        "packing_format",
+        "extra_config",
+        "data_type",
+        "block_name_to_quantize",
+    ),
+    *(
+        "autoround_version",
+        "iters",
+        "nsamples",
+        "seqlen",
+        "batch_size",
+        "lr",
+        "minmax_lr",
+        "scale_dtype",
+    ),
+    *(
+        "gradient_accumulate_steps",
+        "low_gpu_mem_usage",
+        "enable_quanted_input",
+        "enable_minmax_tuning",
+    ),
+    *(
+        "amp",
+        "backend",
+        "dataset",
+        "not_use_best_mse",
+        "dynamic_max_gap",
+        "to_quant_block_names",
+        "seed",
+    ),
+    *(
+        "super_bits",
+        "enable_norm_bias_tuning",
+        "model_free",
+        "enable_alg_ext",
+        "act_bits",
+        "supported_types",
+    ),
 )
 UNQUANTIZED_BITS = 16
 
@@ -42,12 +78,16 @@ def read_config(config: Mapping[str, Any]) -> Format:
 
 
 def _read_exceptions(modules: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Bits and groups of some modules, as GPTQ's `dynamic`; one that is not quantised has no parts."""
+    """Bits and groups of some modules, as GPTQ's `dynamic`; one that is not quantised has no
+    parts.
+    """
     exceptions = {}
     for module, settings in modules.items():
         if not isinstance(settings, dict):
             raise unusable(f"extra_config of {module}", settings, "an object")
-        own = {key: settings[key] for key in ("bits", "group_size") if settings.get(key) is not None}
+        own = {
+            key: settings[key] for key in ("bits", "group_size") if settings.get(key) is not None
+        }
         if own and read_size({"bits": 1, **own}, "bits") < UNQUANTIZED_BITS:
             exceptions[f"+:{module}$"] = own
     return exceptions

@@ -1,4 +1,5 @@
-"""AWQ, as AutoAWQ stores it (version "gemm"): transposed, packed along the outputs in an order of its own.
+"""AWQ, as AutoAWQ stores it (version "gemm"): transposed, packed along the outputs in an order of
+its own.
 
 qweight [K, N / 8]   qzeros [K / group, N / 8]   scales [K / group, N]
 """
@@ -44,7 +45,9 @@ def read_config(config: Mapping[str, Any]) -> Format:
     orders = ("gemm", "GEMM")
     check_values("awq", config, dict.fromkeys(("version", "format", "checkpoint_format"), orders))
     if config.get("backend") == "llm-awq":
-        raise unusable("backend of awq", "llm-awq", "another one, as it packs in an order of its own")
+        raise unusable(
+            "backend of awq", "llm-awq", "another one, as it packs in an order of its own"
+        )
     read_bits(config, (BITS,))
     has_zeros = read(config, "zero_point", bool, True)
     return Format(ENDINGS, partial(_open, group_size=read_group(config), has_zeros=has_zeros))

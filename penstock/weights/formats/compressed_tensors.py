@@ -1,4 +1,5 @@
-"""compressed-tensors, as llm-compressor writes it: packed and plain integers, FP8, NVFP4, MXFP4, MXFP8.
+"""compressed-tensors, as llm-compressor writes it: packed and plain integers, FP8, NVFP4, MXFP4,
+MXFP8.
 
 Groups of config.json say which modules are quantised how: by name, by pattern, by class.
 """
@@ -47,8 +48,21 @@ ENDINGS = {
 } | {f".{role}": (".weight", role) for role in (SCALE, ZERO, COARSE)}
 
 FIELDS = (
-    *("quant_method", "config_groups", "format", "ignore", "kv_cache_scheme", "quantization_status"),
-    *("global_compression_ratio", "version", "sparsity_config", "run_compressed", "compression_version"),
+    *(
+        "quant_method",
+        "config_groups",
+        "format",
+        "ignore",
+        "kv_cache_scheme",
+        "quantization_status",
+    ),
+    *(
+        "global_compression_ratio",
+        "version",
+        "sparsity_config",
+        "run_compressed",
+        "compression_version",
+    ),
 )
 GROUP_FIELDS = ("targets", "weights", "input_activations", "output_activations", "format")
 WEIGHT_FIELDS = (
@@ -56,7 +70,13 @@ WEIGHT_FIELDS = (
     *("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
 )
 INTEGERS = ("pack-quantized", "int-quantized", "naive-quantized")
-FORMATS = (*INTEGERS, "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
+FORMATS = (
+    *INTEGERS,
+    "float-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+)
 ZEROS = (torch.int8, torch.uint8, torch.float8_e4m3fn, *INT32, *FLOATS)
 
 
@@ -116,7 +136,9 @@ def _read_group(group: Mapping[str, Any], default: str) -> Group:
         raise unusable("strategy", strategy, f"one of {', '.join(strategies)}")
     block = read_block(weights, "block_structure")
     if strategy == "block" and block is None:
-        raise unusable("block_structure", block, "two whole numbers above 0, as strategy is 'block'")
+        raise unusable(
+            "block_structure", block, "two whole numbers above 0, as strategy is 'block'"
+        )
     return Group(
         targets=tuple(targets),
         format=format,
@@ -148,7 +170,9 @@ def find_group(module: str, groups: Sequence[Group]) -> Group:
             return found[0]
     if len(groups) == 1:
         return groups[0]
-    raise CheckpointError(f"{module} is quantised, and no group of config_groups has it as a target")
+    raise CheckpointError(
+        f"{module} is quantised, and no group of config_groups has it as a target"
+    )
 
 
 def _open(parts: Parts, groups: Sequence[Group]) -> StoredTensor:
@@ -213,7 +237,9 @@ def _logical_shape(parts: Parts, packed: StoredTensor, bits: int) -> tuple[int, 
     stored = parts.take("weight_shape", (torch.int64, torch.int32), (len(packed.shape),))
     shape = tuple(int(size) for size in stored.load())
     if len(shape) < 2 or min(shape) < 1 or shape[:-1] != packed.shape[:-1]:
-        raise CheckpointError(f"{stored.name} is {list(shape)}, and {packed.name} {list(packed.shape)}")
+        raise CheckpointError(
+            f"{stored.name} is {list(shape)}, and {packed.name} {list(packed.shape)}"
+        )
     check_width(packed, bits, shape[-1])
     return shape
 

@@ -1,4 +1,6 @@
-"""FP4 E2M1 codes, two to a byte: NVFP4 (scales E4M3 for 16, and one for all) and MXFP4 (E8M0 for 32)."""
+"""FP4 E2M1 codes, two to a byte: NVFP4 (scales E4M3 for 16, and one for all) and MXFP4 (E8M0 for
+32).
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,12 @@ def as_e4m3(stored: Tensor) -> Tensor:
     return stored.view(torch.float8_e4m3fn)
 
 
-def open_nvfp4(parts: Parts, scale: str, coarse: str, divides: bool, group: int = 16) -> StoredTensor:
-    """`divides`: whether the number for all is what the others were divided by, or what they are."""
+def open_nvfp4(
+    parts: Parts, scale: str, coarse: str, divides: bool, group: int = 16
+) -> StoredTensor:
+    """`divides`: whether the number for all is what the others were divided by, or what they
+    are.
+    """
     codes = parts.take(CODES, BYTES)
     shape = (*codes.shape[:-1], codes.shape[-1] * 2)
     grid = Grid.of(parts, scale, shape, (1, group), E4M3)
@@ -46,6 +52,8 @@ def open_mxfp4(parts: Parts, scale: str, group: int = 32) -> StoredTensor:
 
     def read_codes(rows: slice | None) -> Codes:
         fine, block = grid.read(rows)
-        return Codes(unpack(codes.load(rows), 4, shape[-1]), 4, block, Scales(as_e8m0(fine)), levels=E2M1)
+        return Codes(
+            unpack(codes.load(rows), 4, shape[-1]), 4, block, Scales(as_e8m0(fine)), levels=E2M1
+        )
 
     return parts.make(shape, "mxfp4", read_codes)

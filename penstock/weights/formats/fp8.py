@@ -1,4 +1,6 @@
-"""FP8 E4M3 as the official Qwen releases store it (`quant_method: fp8`): a scale for each block or tensor."""
+"""FP8 E4M3 as the official Qwen releases store it (`quant_method: fp8`): a scale for each block or
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ ENDINGS = {
 def read_config(config: Mapping[str, Any]) -> Format:
     check_fields("fp8", config, FIELDS)
     check_values("fp8", config, {"fmt": ("e4m3",), "activation_scheme": ("dynamic", "static")})
-    return Format(ENDINGS, partial(open_scaled, block=read_block(config, "weight_block_size"), role=SCALE))
+    return Format(
+        ENDINGS, partial(open_scaled, block=read_block(config, "weight_block_size"), role=SCALE)
+    )
 
 
 def read_block(config: Mapping[str, Any], key: str) -> tuple[int, int] | None:

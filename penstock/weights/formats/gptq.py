@@ -41,11 +41,40 @@ ENDINGS = {
 }
 # What was done to find the codes, and by which tool; the file says the same whatever these are.
 FIELDS = (
-    *("quant_method", "method", "bits", "group_size", "sym", "desc_act", "checkpoint_format", "format"),
-    *("dynamic", "pack_dtype", "meta", "lm_head", "static_groups", "true_sequential", "act_group_aware"),
+    *(
+        "quant_method",
+        "method",
+        "bits",
+        "group_size",
+        "sym",
+        "desc_act",
+        "checkpoint_format",
+        "format",
+    ),
+    *(
+        "dynamic",
+        "pack_dtype",
+        "meta",
+        "lm_head",
+        "static_groups",
+        "true_sequential",
+        "act_group_aware",
+    ),
     *("damp_percent", "damp_auto_increment", "mse", "model_name_or_path", "model_file_base_name"),
-    *("dataset", "tokenizer", "batch_size", "block_name_to_quantize", "cache_block_outputs", "model_seqlen"),
-    *("module_name_preceding_first_block", "modules_in_block_to_quantize", "pad_token_id", "backend"),
+    *(
+        "dataset",
+        "tokenizer",
+        "batch_size",
+        "block_name_to_quantize",
+        "cache_block_outputs",
+        "model_seqlen",
+    ),
+    *(
+        "module_name_preceding_first_block",
+        "modules_in_block_to_quantize",
+        "pad_token_id",
+        "backend",
+    ),
     *("use_cuda_fp16", "use_exllama", "exllama_config", "max_input_length", "disable_exllama"),
     *("quantizer", "version", "modules_to_not_convert", "offload_to_disk", "offload_to_disk_path"),
 )
@@ -61,7 +90,9 @@ class GPTQ:
 def read_config(config: Mapping[str, Any]) -> Format:
     check_fields("gptq", config, FIELDS)
     formats = ("gptq", "gptq_v2")
-    check_values("gptq", config, {"checkpoint_format": formats, "format": formats, "pack_dtype": ("int32",)})
+    check_values(
+        "gptq", config, {"checkpoint_format": formats, "format": formats, "pack_dtype": ("int32",)}
+    )
     version = config.get("checkpoint_format") or config.get("format")
     given = GPTQ(
         bits=read_bits(config, (2, 3, 4, 8)),
@@ -108,6 +139,8 @@ def _open(parts: Parts, given: GPTQ, exceptions: Mapping[str, Any]) -> StoredTen
             values = values[:, columns]
         own_zeros = unpack(zeros.load(), bits, num_rows)[:, own].t().short() + settings.zero_offset
         fine = scales.load()[:, own].t()
-        return Codes(values, bits, (1, group), Scales(fine), own_zeros.contiguous(), columns=columns)
+        return Codes(
+            values, bits, (1, group), Scales(fine), own_zeros.contiguous(), columns=columns
+        )
 
     return parts.make(shape, describe(f"int{bits}", shape, (1, group)), read_codes)

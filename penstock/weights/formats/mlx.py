@@ -1,4 +1,6 @@
-"""MLX: codes in words of 32 bits with a scale and a bias for each group, or the FP4 and FP8 of its modes."""
+"""MLX: codes in words of 32 bits with a scale and a bias for each group, or the FP4 and FP8 of its
+modes.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,14 @@ from penstock.weights.stored import StoredTensor
 SCALE, COARSE, BEFORE = "weight_scale", "weight_scale_2", "pre_quant_scale"
 ENDINGS = {f".{role}": (".weight", role) for role in (SCALE, COARSE, BEFORE)}
 FIELDS = (
-    *("quant_method", "quant_algo", "kv_cache_quant_algo", "kv_cache_scheme", "group_size", "ignore"),
+    *(
+        "quant_method",
+        "quant_algo",
+        "kv_cache_quant_algo",
+        "kv_cache_scheme",
+        "group_size",
+        "ignore",
+    ),
     *("exclude_modules", "producer", "config_groups", "quantization", "quantized_layers"),
 )
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION")
@@ -39,7 +46,9 @@ def read_config(config: Mapping[str, Any]) -> Format:
 
 def _open(parts: Parts) -> StoredTensor:
     if BEFORE in parts:
-        raise CheckpointError(f"{parts.name} has a {BEFORE}, which multiplies activations and is not read")
+        raise CheckpointError(
+            f"{parts.name} has a {BEFORE}, which multiplies activations and is not read"
+        )
     if parts.take(CODES, (torch.uint8, torch.float8_e4m3fn)).dtype == torch.uint8:
         return open_nvfp4(parts, SCALE, COARSE, divides=False)
     return open_scaled(parts, None, SCALE)

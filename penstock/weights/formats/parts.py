@@ -1,7 +1,8 @@
-"""What the packed formats share: the parts of a weight, checked, and read for the rows that are asked for.
+"""What the packed formats share: the parts of a weight, checked, and read for the rows that are
+asked for.
 
-A format says what the names of its parts end in and how they make a `StoredTensor`. Everything about a part
-that its header tells (presence, dtype, shape) is checked before a byte is read.
+A format says what the names of its parts end in and how they make a `StoredTensor`. Everything
+about a part that its header tells (presence, dtype, shape) is checked before a byte is read.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ UNUSED = frozenset(
 class Format:
     """What the names of a weight's parts end in, and what they make together."""
 
-    endings: Mapping[str, tuple[str, str]]  # of a part's name -> (its weight's ending, the part's role)
+    endings: Mapping[
+        str, tuple[str, str]
+    ]  # of a part's name -> (its weight's ending, the part's role)
     open: Callable[[Parts], StoredTensor]
 
 
@@ -56,7 +59,10 @@ class Parts:
         return role in self.by_role
 
     def take(
-        self, role: str, dtypes: Collection[torch.dtype], shape: tuple[int | None, ...] | None = None
+        self,
+        role: str,
+        dtypes: Collection[torch.dtype],
+        shape: tuple[int | None, ...] | None = None,
     ) -> StoredTensor:
         """The part of a role, of one of these dtypes and of this shape (None: whatever size)."""
         part = self.by_role.get(role)
@@ -75,7 +81,9 @@ class Parts:
         if not is_right:
             raise wrong_shape(part, shape or ())
         if role == CODES and len(part.shape) not in (2, 3):
-            raise CheckpointError(f"{part.name} is {list(part.shape)}, expected two dimensions or three")
+            raise CheckpointError(
+                f"{part.name} is {list(part.shape)}, expected two dimensions or three"
+            )
         if 0 in part.shape:
             raise CheckpointError(f"{part.name} is {list(part.shape)}, which holds nothing")
         return part
@@ -222,13 +230,16 @@ def check_fields(method: str, config: Mapping[str, Any], known: Collection[str])
     unknown = sorted(key for key, value in config.items() if value and key not in known)
     if unknown:
         raise CheckpointError(
-            f"quantization_config of {method} has {', '.join(unknown[:20])}, which is not known here",
+            f"quantization_config of {method} has {', '.join(unknown[:20])}, which is not known "
+            "here",
             "A field that is not known may change what the stored numbers mean.",
             "Remove it from config.json if it says nothing about how the weights are stored.",
         )
 
 
-def check_values(method: str, config: Mapping[str, Any], expected: Mapping[str, Collection[Any]]) -> None:
+def check_values(
+    method: str, config: Mapping[str, Any], expected: Mapping[str, Collection[Any]]
+) -> None:
     """Fields that have one meaning here; an absent one has it."""
     for key, values in expected.items():
         value = config.get(key)
@@ -247,4 +258,6 @@ def matches(pattern: str, module: str) -> bool:
     try:
         return any(re.match(pattern, name) for name in spellings(module))
     except (re.error, OverflowError, RecursionError) as error:
-        raise unusable("a pattern of modules", pattern, f"a regular expression ({error})") from error
+        raise unusable(
+            "a pattern of modules", pattern, f"a regular expression ({error})"
+        ) from error

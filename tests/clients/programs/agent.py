@@ -1,4 +1,6 @@
-"""What the programs of agents share: a file to read, a scripted first call, two turns, and their checks."""
+"""What the programs of agents share: a file to read, a scripted first call, two turns, and their
+checks.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def executable(name: str) -> str:
     return str(CLIENT_FOLDER / "node_modules" / ".bin" / name)
 
 
-def run_agent(api: str, tool_names: list[str], command: Command, reads_images: bool = False) -> None:
+def run_agent(
+    api: str, tool_names: list[str], command: Command, reads_images: bool = False
+) -> None:
     folder = Path(tempfile.mkdtemp(dir=os.environ["HOME"], prefix="project-"))
     (folder / "note.txt").write_text(f"{SECRET}\n")
     (folder / "picture.png").write_bytes(base64.b64decode(PNG))
@@ -49,7 +53,9 @@ def run_agent(api: str, tool_names: list[str], command: Command, reads_images: b
         num_before = len(turns(proxy))
         said = run(command(AGAIN, True, proxy.url), folder)
         assert_answered(proxy, AGAIN, said)
-        (turn, *_) = [one for one in turns(proxy)[num_before:] if SECRET in one.body and AGAIN in one.body]
+        (turn, *_) = [
+            one for one in turns(proxy)[num_before:] if SECRET in one.body and AGAIN in one.body
+        ]
         cached = max(int(number) for number in re.findall(CACHED_TOKENS, turn.reply) or [0])
         return f"the server said, with {cached} tokens of its prompt cached: {said[:150]}"
 
@@ -64,7 +70,9 @@ def run_agent(api: str, tool_names: list[str], command: Command, reads_images: b
 
 
 def scripted_read(file: Path, tool_names: list[str]) -> ScriptedProxy:
-    """The first turn reads the file, by the first of the tools that is offered, whatever its arguments."""
+    """The first turn reads the file, by the first of the tools that is offered, whatever its
+    arguments.
+    """
     paths = dict.fromkeys(("file_path", "filePath", "absolute_path", "path"), str(file))
     commands = dict.fromkeys(("command", "cmd"), f"cat {file}")
     return ScriptedProxy(BASE_URL, tool_names, {**paths, **commands, "description": "Reads a file"})
@@ -96,6 +104,10 @@ def assert_answered(proxy: ScriptedProxy, expected: str, said: str) -> None:
     assert proxy.called, f"no turn offered one of {proxy.tool_names}; {said}"
     assert any(expected in one.body for one in turns(proxy)), f"no turn had {expected}; {said}"
     failed = [
-        one for one in turns(proxy) if one.status != 200 or re.search(ERROR_EVENT, one.reply, re.MULTILINE)
+        one
+        for one in turns(proxy)
+        if one.status != 200 or re.search(ERROR_EVENT, one.reply, re.MULTILINE)
     ]
-    assert not failed, f"{[(one.path, one.status, one.reply[-200:]) for one in failed]}; {said[:100]}"
+    assert not failed, (
+        f"{[(one.path, one.status, one.reply[-200:]) for one in failed]}; {said[:100]}"
+    )

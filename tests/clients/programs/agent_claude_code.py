@@ -14,7 +14,12 @@ def command(prompt: str, goes_on: bool, url: str) -> tuple[list[str], dict[str, 
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "64",
     }
-    return [executable("claude"), "--print", prompt, *(["--continue"] if goes_on else [])], environment
+    return [
+        executable("claude"),
+        "--print",
+        prompt,
+        *(["--continue"] if goes_on else []),
+    ], environment
 
 
 run_agent("Messages", ["Read"], command, reads_images=True)

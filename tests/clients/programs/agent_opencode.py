@@ -16,8 +16,16 @@ def command(prompt: str, goes_on: bool, url: str) -> tuple[list[str], dict[str, 
         "autoupdate": False,
         "share": "disabled",
     }
-    environment = {"OPENCODE_CONFIG_CONTENT": json.dumps(config), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
-    return [executable("opencode"), "run", *(["--continue"] if goes_on else []), prompt], environment
+    environment = {
+        "OPENCODE_CONFIG_CONTENT": json.dumps(config),
+        "OPENCODE_DISABLE_MODELS_FETCH": "1",
+    }
+    return [
+        executable("opencode"),
+        "run",
+        *(["--continue"] if goes_on else []),
+        prompt,
+    ], environment
 
 
 run_agent("chat completions", ["read"], command)

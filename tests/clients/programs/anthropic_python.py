@@ -60,7 +60,9 @@ def _():
 
 @feature(API, "streamed tools", "{'city': 'Oslo'}")
 def _():
-    with client.messages.stream(model=MODEL, max_tokens=64, messages=user(WEATHER), tools=TOOLS) as stream:
+    with client.messages.stream(
+        model=MODEL, max_tokens=64, messages=user(WEATHER), tools=TOOLS
+    ) as stream:
         (call,) = stream.get_final_message().content
     return call.input
 

@@ -19,7 +19,13 @@ from report import (
 
 OPENAI_SERVER = {"model": MODEL, "base_url": f"{BASE_URL}/v1", "api_key": API_KEY, "max_retries": 0}
 OPENAI = {**OPENAI_SERVER, "max_tokens": 256}
-ANTHROPIC = {"model": MODEL, "base_url": BASE_URL, "api_key": API_KEY, "max_retries": 0, "max_tokens": 2048}
+ANTHROPIC = {
+    "model": MODEL,
+    "base_url": BASE_URL,
+    "api_key": API_KEY,
+    "max_retries": 0,
+    "max_tokens": 2048,
+}
 HEADERS = {"headers": {"authorization": f"Bearer {API_KEY}"}}
 OLLAMA_SERVER = {"model": MODEL, "base_url": BASE_URL, "client_kwargs": HEADERS}
 OLLAMA = {**OLLAMA_SERVER, "num_predict": 256}

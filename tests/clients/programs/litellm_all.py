@@ -18,7 +18,11 @@ from report import (
 
 FUNCTION = {"name": "get_weather", "description": WEATHER_ABOUT, "parameters": WEATHER_SCHEMA}
 TOOLS = [{"type": "function", "function": FUNCTION}]
-SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer", "maximum": 99}}, "required": ["sum"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "maximum": 99}},
+    "required": ["sum"],
+}
 FORM = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA, "strict": True}}
 
 
@@ -47,7 +51,9 @@ def run_features(api, provider, base, thinking):
 
     @feature(api, "stream", "43")
     def _():
-        return "".join(chunk.choices[0].delta.content or "" for chunk in ask(user(SUM), stream=True))
+        return "".join(
+            chunk.choices[0].delta.content or "" for chunk in ask(user(SUM), stream=True)
+        )
 
     @feature(api, "second turn", "Alice")
     def _():
@@ -89,7 +95,9 @@ def run_features(api, provider, base, thinking):
 
 effort = {"reasoning_effort": "low"}
 budget = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 2048}
-budget["allowed_openai_params"] = ["thinking"]  # litellm knows the models that think, and not this one
+budget["allowed_openai_params"] = [
+    "thinking"
+]  # litellm knows the models that think, and not this one
 known = {"allowed_openai_params": ["reasoning_effort"]}
 run_features("chat completions", "openai", f"{BASE_URL}/v1", {**effort, **known})
 run_features("Messages", "anthropic", BASE_URL, budget)

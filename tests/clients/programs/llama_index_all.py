@@ -19,7 +19,11 @@ from report import (
 
 API = "chat completions"
 FIELDS = {"api_base": f"{BASE_URL}/v1", "api_key": API_KEY, "max_retries": 0}
-IS = {"is_chat_model": True, "is_function_calling_model": True, "should_use_structured_outputs": True}
+IS = {
+    "is_chat_model": True,
+    "is_function_calling_model": True,
+    "should_use_structured_outputs": True,
+}
 llm = OpenAILike(model=MODEL, **FIELDS, **IS)
 
 
@@ -48,7 +52,9 @@ def _():
 
 async def run_agent(streaming):
     llm = OpenAILike(model=MODEL, **FIELDS, **IS)  # of this event loop
-    agent = FunctionAgent(tools=[FunctionTool.from_defaults(get_weather)], llm=llm, streaming=streaming)
+    agent = FunctionAgent(
+        tools=[FunctionTool.from_defaults(get_weather)], llm=llm, streaming=streaming
+    )
     return str(await agent.run(WEATHER))
 
 

@@ -38,7 +38,13 @@ def evaluate(name, task, model, settings, *flags):
     folder.mkdir()
     (folder / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = {"data_files": {"test": str(folder / "sums.jsonl")}}
-    task = {"task": "sums", "dataset_path": "json", "dataset_kwargs": data, "test_split": "test", **task}
+    task = {
+        "task": "sums",
+        "dataset_path": "json",
+        "dataset_kwargs": data,
+        "test_split": "test",
+        **task,
+    }
     (folder / "sums.yaml").write_text(json.dumps(task))
     words = [
         "--model",
@@ -48,11 +54,24 @@ def evaluate(name, task, model, settings, *flags):
         "--tasks",
         "sums",
     ]
-    command = [sys.executable, "-m", "lm_eval", "run", *words, "--include_path", str(folder), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "lm_eval",
+        "run",
+        *words,
+        "--include_path",
+        str(folder),
+        *flags,
+    ]
     environment = {**os.environ, "OPENAI_API_KEY": API_KEY}
     out = folder / "out"
     done = subprocess.run(
-        [*command, "--output_path", str(out)], env=environment, capture_output=True, text=True, timeout=600
+        [*command, "--output_path", str(out)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-300:]
     (results,) = out.rglob("results*.json")
@@ -81,4 +100,6 @@ def _():
 @feature("completions", "log-likelihoods", "right")
 def _():
     settings = f"base_url={BASE_URL}/v1/completions,tokenizer={os.environ['MODEL_FOLDER']}"
-    return evaluate("likelihood", {**CHOOSE, "doc_to_text": CHAT_PROMPT}, "local-completions", settings)
+    return evaluate(
+        "likelihood", {**CHOOSE, "doc_to_text": CHAT_PROMPT}, "local-completions", settings
+    )

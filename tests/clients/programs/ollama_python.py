@@ -48,7 +48,11 @@ def _():
 def _():
     said = client.chat(MODEL, user(WEATHER), tools=[get_weather]).message
     (call,) = said.tool_calls
-    told = {"role": "tool", "tool_name": "get_weather", "content": get_weather(**call.function.arguments)}
+    told = {
+        "role": "tool",
+        "tool_name": "get_weather",
+        "content": get_weather(**call.function.arguments),
+    }
     return client.chat(MODEL, [*user(WEATHER), said, told], tools=[get_weather]).message.content
 
 

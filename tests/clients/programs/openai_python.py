@@ -35,7 +35,9 @@ def user(text):
 
 
 def chat(messages, **fields):
-    return client.chat.completions.create(model=MODEL, messages=messages, **fields).choices[0].message
+    return (
+        client.chat.completions.create(model=MODEL, messages=messages, **fields).choices[0].message
+    )
 
 
 @feature(CHAT, "chat", "43")
@@ -67,14 +69,18 @@ def _():
 
 @feature(CHAT, "streamed tools", '{"city": "Oslo"}')
 def _():
-    with client.chat.completions.stream(model=MODEL, messages=user(WEATHER), tools=CHAT_TOOLS) as stream:
+    with client.chat.completions.stream(
+        model=MODEL, messages=user(WEATHER), tools=CHAT_TOOLS
+    ) as stream:
         (call,) = stream.get_final_completion().choices[0].message.tool_calls
     return call.function.arguments
 
 
 @feature(CHAT, "structured output", "sum=")
 def _():
-    reply = client.chat.completions.parse(model=MODEL, messages=user(SUM), response_format=Sum, max_tokens=64)
+    reply = client.chat.completions.parse(
+        model=MODEL, messages=user(SUM), response_format=Sum, max_tokens=64
+    )
     return repr(reply.choices[0].message.parsed)
 
 
@@ -128,7 +134,9 @@ def _():
 @feature(RESPONSES, "second turn", "Alice")
 def _():
     first = client.responses.create(model=MODEL, input=NAME)
-    return client.responses.create(model=MODEL, input=ASK_NAME, previous_response_id=first.id).output_text
+    return client.responses.create(
+        model=MODEL, input=ASK_NAME, previous_response_id=first.id
+    ).output_text
 
 
 @feature(RESPONSES, "tools", WEATHER_TOLD)

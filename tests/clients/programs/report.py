@@ -1,4 +1,6 @@
-"""What every program needs: the server's address, questions the tiny model can answer, one report."""
+"""What every program needs: the server's address, questions the tiny model can answer, one
+report.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ WEATHER = "What is the weather in Oslo?"
 WEATHER_RESULT = {"temperature": 7, "sky": "cloudy"}
 WEATHER_TOLD = "7 degrees and cloudy in Oslo"
 WEATHER_ABOUT = "Get the current weather in a city."
-WEATHER_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER_SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+}
 
 
 def get_weather(city: str) -> str:
@@ -46,6 +52,8 @@ def feature(api: str, name: str, expected: str = "") -> Callable[[Callable[[], A
 
 def report(api: str, name: str, ok: bool, detail: str) -> None:
     print(
-        json.dumps({"api": api, "feature": name, "ok": ok, "detail": " ".join(detail.split())[:300]}),
+        json.dumps(
+            {"api": api, "feature": name, "ok": ok, "detail": " ".join(detail.split())[:300]}
+        ),
         flush=True,
     )

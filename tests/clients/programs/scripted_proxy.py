@@ -1,7 +1,8 @@
-"""A proxy that answers the first turn of an agent with a tool call, and passes all the rest to the server.
+"""A proxy that answers the first turn of an agent with a tool call, and passes all the rest to the
+server.
 
-The call has the form of the API that was asked: the first tool of the wanted names that the request offers,
-with those of the wanted arguments that the tool's schema knows.
+The call has the form of the API that was asked: the first tool of the wanted names that the request
+offers, with those of the wanted arguments that the tool's schema knows.
 """
 
 from __future__ import annotations
@@ -59,8 +60,14 @@ class ScriptedProxy:
             return None
         self.called = name
         known = tools[name].get("properties", {})
-        arguments = {key: _typed(value, known[key]) for key, value in self.values.items() if key in known}
-        write = {"messages": _messages_call, "completions": _chat_call, "responses": _responses_call}
+        arguments = {
+            key: _typed(value, known[key]) for key, value in self.values.items() if key in known
+        }
+        write = {
+            "messages": _messages_call,
+            "completions": _chat_call,
+            "responses": _responses_call,
+        }
         return write[path.partition("?")[0].rpartition("/")[2]](name, json.dumps(arguments))
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
@@ -97,8 +104,12 @@ class ScriptedProxy:
         exchange = Exchange(request.path, data.decode(errors="replace"))
         self.exchanges.append(exchange)
         assert self.server.hostname is not None
-        connection = http.client.HTTPConnection(self.server.hostname, self.server.port, timeout=TIMEOUT_S)
-        kept = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
+        connection = http.client.HTTPConnection(
+            self.server.hostname, self.server.port, timeout=TIMEOUT_S
+        )
+        kept = {
+            name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP
+        }
         connection.request(request.command, request.path, data or None, kept)
         answer = connection.getresponse()
         exchange.status = answer.status
@@ -133,16 +144,35 @@ def _chat_call(name: str, arguments: str) -> list[Event]:
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
-    head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "scripted"}
+    head = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "scripted",
+    }
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    first = {"index": 0, "delta": {"role": "assistant", "tool_calls": [call]}, "finish_reason": None}
+    first = {
+        "index": 0,
+        "delta": {"role": "assistant", "tool_calls": [call]},
+        "finish_reason": None,
+    }
     last = {"index": 0, "delta": {}, "finish_reason": "tool_calls"}
     return [("", {**head, "choices": [first]}), ("", {**head, "choices": [last], "usage": usage})]
 
 
 def _messages_call(name: str, arguments: str) -> list[Event]:
-    message = {"id": "msg_1", "type": "message", "role": "assistant", "model": "scripted", "content": []}
-    message |= {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": 1, "output_tokens": 1}}
+    message = {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "model": "scripted",
+        "content": [],
+    }
+    message |= {
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": 1, "output_tokens": 1},
+    }
     block = {"type": "tool_use", "id": "toolu_1", "name": name, "input": {}}
     events = [
         {"type": "message_start", "message": message},
@@ -165,14 +195,33 @@ def _messages_call(name: str, arguments: str) -> list[Event]:
 
 def _responses_call(name: str, arguments: str) -> list[Event]:
     usage = {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2}
-    usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
-    response = {"id": "resp_1", "object": "response", "created_at": 1, "model": "scripted", "output": []}
-    call = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": name, "status": "completed"}
+    usage |= {
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0},
+    }
+    response = {
+        "id": "resp_1",
+        "object": "response",
+        "created_at": 1,
+        "model": "scripted",
+        "output": [],
+    }
+    call = {
+        "type": "function_call",
+        "id": "fc_1",
+        "call_id": "call_1",
+        "name": name,
+        "status": "completed",
+    }
     whole = {**call, "arguments": arguments}
     done = {**response, "status": "completed", "output": [whole], "usage": usage}
     events = [
         {"type": "response.created", "response": {**response, "status": "in_progress"}},
-        {"type": "response.output_item.added", "output_index": 0, "item": {**call, "arguments": ""}},
+        {
+            "type": "response.output_item.added",
+            "output_index": 0,
+            "item": {**call, "arguments": ""},
+        },
         {
             "type": "response.function_call_arguments.done",
             "item_id": "fc_1",

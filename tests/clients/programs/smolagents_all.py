@@ -39,13 +39,17 @@ def _():
 @feature(API, "second turn", "Alice")
 def _():
     said = model.generate([user(NAME)]).content
-    return model.generate([user(NAME), message(MessageRole.ASSISTANT, said), user(ASK_NAME)]).content
+    return model.generate(
+        [user(NAME), message(MessageRole.ASSISTANT, said), user(ASK_NAME)]
+    ).content
 
 
 @feature(API, "tools", "get_weather")
 def _():
     """Its own prompt is beyond the tiny model: the calls are some that its grammar allows."""
-    agent = ToolCallingAgent(tools=[get_weather], model=model, max_steps=2, verbosity_level=LogLevel.OFF)
+    agent = ToolCallingAgent(
+        tools=[get_weather], model=model, max_steps=2, verbosity_level=LogLevel.OFF
+    )
     agent.run(WEATHER)
     calls = [
         call["function"]["name"]
@@ -63,4 +67,6 @@ def _():
         "required": ["sum"],
     }
     form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema, "strict": True}}
-    return json.dumps(json.loads(model.generate([user(SUM)], response_format=form, max_tokens=64).content))
+    return json.dumps(
+        json.loads(model.generate([user(SUM)], response_format=form, max_tokens=64).content)
+    )
