@@ -16,7 +16,8 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.layers.inputs import RowSpan
-from penstock.ops.reference import activation, matmul, one_token
+from penstock.ops.cpu import decode
+from penstock.ops.reference import activation, matmul
 from penstock.ops.reference.moe import run_experts_gathered, run_experts_grouped
 from penstock.ops.weight import Weight
 from qwen3_5_float64 import delta_rule_by_token
@@ -36,7 +37,7 @@ def assert_close(ours: Tensor, exact: Tensor, tolerance: float = 2e-6) -> None:
 
 def take_plain_forms(patch: pytest.MonkeyPatch) -> None:
     """A single token goes the way of many."""
-    patch.setattr(one_token, "is_alone", lambda x, deterministic: False)
+    patch.setattr(decode, "is_alone", lambda x, deterministic: False)
 
 
 def assert_one_token_is_like_many(
@@ -282,8 +283,8 @@ def test_decode_attention_of_one_row_is_softmax_attention(
     many.
     """
     paged = Paged([(1, context_len)], 16, in_order=in_order)
-    assert one_token.is_alone(paged.q, deterministic=False)
-    assert not one_token.is_alone(paged.q, deterministic=True)
+    assert decode.is_alone(paged.q, deterministic=False)
+    assert not decode.is_alone(paged.q, deterministic=True)
     assert_close(paged.attend(window), paged.expected(window))
     take_plain_forms(monkeypatch)
     assert_close(paged.attend(window), paged.expected(window))

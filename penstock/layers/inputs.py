@@ -66,7 +66,7 @@ class KVCache:
     keys: Tensor  # [pages, page_size, Hkv, D]
     values: Tensor  # [pages, page_size, Hkv, D]
 
-    def forget_nobodys(self) -> None:
+    def zero_padding(self) -> None:
         self.keys[0].zero_()
         self.values[0].zero_()
 
@@ -78,7 +78,7 @@ class StateCache:
     recurrent: Tensor  # [slots, Hv, K, V] float32 or float16
     conv: Tensor  # [slots, W, C]  the input of position p lies at p % W
 
-    def forget_nobodys(self) -> None:
+    def zero_padding(self) -> None:
         self.recurrent[0].zero_()
         self.conv[0].zero_()
 

@@ -2,12 +2,13 @@
 
 One alphabet for shapes, used in every signature of the project:
 
-    T  tokens in the step        R  rows in the step          P  pages per row      L  wanted logits
-    H  hidden size               Hq Hk Hv Hkv  heads          D  attention head     K V  DeltaNet
-    head widths
-    E  experts                   k  experts a token uses      I  expert width       C  conv channels
-    M N  matmul dims             F  dense MLP width           Kc  conv taps         W  entries of a
-    conv ring
+    T  tokens in the step    R  rows in the step      P  pages per row    L  wanted logits
+    H  hidden size           Hq Hk Hv Hkv  heads      D  attention head   K V  DeltaNet head widths
+    E  experts               k  experts of a token    I  expert width     F  dense MLP width
+    C  conv channels         Kc  conv taps            W  entries of a conv ring
+
+A product has M rows of activations (its tokens, so T in signatures), N rows of the weight, and sums
+over K: x [T, K], weight [N, K]. Tiles of kernels are BLOCK_M, BLOCK_N and BLOCK_K.
 
 An op is cut where a kernel is cut. `ops/reference` says in plain torch what each one computes: it
 is the specification, the oracle of the kernel tests and the path on a CPU. Those that have a kernel

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.ops.reference import one_token
+from penstock.ops.cpu import decode
 from penstock.ops.reference.activation import sigmoid, silu, softplus
 from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rows import CHUNK, Chunks, Span, cut_rows
@@ -49,12 +49,12 @@ def gated_delta_net(
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hv * V]
     is_alone = (
-        one_token.is_alone(mixed, deterministic) and len(spans) == 1 and not spans[0].checkpoints
+        decode.is_alone(mixed, deterministic) and len(spans) == 1 and not spans[0].checkpoints
     )
     if is_alone and recurrent.dtype == torch.float32:
         position = spans[0].context_len - 1
         weights, slots = (conv_weight, a_log, dt_bias, norm_weight), (state_slots, initial_slots)
-        return one_token.gated_delta_net(
+        return decode.gated_delta_net(
             mixed, *weights, eps, conv, recurrent, *slots, position, num_key_heads, L2_EPS
         )
     num_value_heads, value_dim = a_log.shape[0], norm_weight.shape[0]
@@ -66,15 +66,15 @@ def gated_delta_net(
     out = torch.empty(
         len(mixed), num_value_heads, value_dim, dtype=torch.float32, device=mixed.device
     )
-    for piece in cut_rows(spans, batch_decodes=not deterministic):
-        rows, tokens = piece.rows, piece.tokens
+    for group in cut_rows(spans, batch_decodes=not deterministic):
+        rows, tokens = group.rows, group.tokens
         state = _initial(recurrent, initial_slots[rows], starts[rows] == 0)
         rings = conv.index_select(0, initial_slots[rows])
         inputs = channels[tokens].unflatten(0, (len(state), -1)).to(conv.dtype)
         history = _history(rings, starts[rows], num_inputs=len(conv_weight) - 1)
         convolved = _convolve(inputs, history, conv_weight, deterministic)
         q, k, v = _split_heads(convolved, num_key_heads, num_value_heads, value_dim)
-        if _takes_chunks(piece.span):
+        if _takes_chunks(group.span):
             out[tokens], states = _chunked_row(
                 q[0],
                 k[0],
@@ -82,17 +82,17 @@ def gated_delta_net(
                 log_decay[tokens],
                 beta[tokens],
                 state[0],
-                piece.span,
+                group.span,
                 deterministic,
             )
-            state = states[piece.span.num_tokens][None]
+            state = states[group.span.num_tokens][None]
         else:
             heads = q[:, 0], k[:, 0], v[:, 0]
             out[tokens], state = _recurrence(*heads, log_decay[tokens], beta[tokens], state)
             states = {1: state[0]}
         recurrent.index_copy_(0, state_slots[rows], _rounded(state, recurrent.dtype))
         conv.index_copy_(0, state_slots[rows], _add_to_rings(rings, inputs, starts[rows]))
-        for num_tokens, slot in piece.span.checkpoints if piece.span else ():
+        for num_tokens, slot in group.span.checkpoints if group.span else ():
             recurrent[slot] = _rounded(states[num_tokens], recurrent.dtype)
             conv[slot] = _add_to_rings(rings, inputs[:, :num_tokens], starts[rows])[0]
     z = z.unflatten(-1, (-1, value_dim))
@@ -193,11 +193,9 @@ class _Prepared(NamedTuple):
 
     q: Tensor  # [chunks, Hk, r, 64, K]  decayed since the chunk began
     k: Tensor  # [chunks, Hk, 1, 64, K]
-    scores: Tensor  # [chunks, Hk, r, 64, 64]  q k^T, causal, decayed between the two tokens
-    values: Tensor  # [chunks, Hk, r, 64, V]  corrected for the chunk's own earlier tokens
-    readers: (
-        Tensor  # [chunks, Hk, r, 64, K]  what the corrections read from the state before the chunk
-    )
+    attn: Tensor  # [chunks, Hk, r, 64, 64]  q k^T, causal, decayed between the two tokens
+    u: Tensor  # [chunks, Hk, r, 64, V]  values, corrected for the chunk's own earlier tokens
+    w: Tensor  # [chunks, Hk, r, 64, K]  what the corrections read from the state before the chunk
     log_decay: Tensor  # [chunks, Hk, r, 64]  since the chunk began
 
 
@@ -254,14 +252,14 @@ def _prepare_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Te
     system = (beta * (k @ k.transpose(-1, -2)) * decay).tril(-1)
     wanted = torch.cat((beta * v, beta * growth * k), dim=-1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-    values, readers = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
-    return _Prepared(growth * q, k, q @ k.transpose(-1, -2) * decay, values, readers, total)
+    u, w = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    return _Prepared(growth * q, k, q @ k.transpose(-1, -2) * decay, u, w, total)
 
 
 def _attend_chunk(chunk: _Prepared, held: Tensor) -> tuple[Tensor, Tensor]:
     """One chunk's outputs and final corrections [Hk, r, 64, V], given the state before it."""
-    corrected = chunk.values - chunk.readers @ held
-    return chunk.q @ held + chunk.scores @ corrected, corrected
+    corrected = chunk.u - chunk.w @ held
+    return chunk.q @ held + chunk.attn @ corrected, corrected
 
 
 def _advance(chunk: _Prepared, corrected: Tensor, held: Tensor, num_tokens: int) -> Tensor:

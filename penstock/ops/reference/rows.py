@@ -54,7 +54,7 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowGroup:
     """Rows that are computed together; `span` is the only row of a piece that is not decodes."""
 
     rows: slice
@@ -62,7 +62,7 @@ class Piece:
     span: Span | None
 
 
-def cut_rows(spans: Sequence[Span], *, batch_decodes: bool) -> Iterator[Piece]:
+def cut_rows(spans: Sequence[Span], *, batch_decodes: bool) -> Iterator[RowGroup]:
     """The rows of a step in order. Without `batch_decodes` every row is a piece with its span."""
     row = token = 0
     while row < len(spans):
@@ -71,11 +71,11 @@ def cut_rows(spans: Sequence[Span], *, batch_decodes: bool) -> Iterator[Piece]:
             end += 1
         if end > row:
             num_tokens = end - row
-            yield Piece(slice(row, end), slice(token, token + num_tokens), None)
+            yield RowGroup(slice(row, end), slice(token, token + num_tokens), None)
         else:
             end, num_tokens = row + 1, spans[row].num_tokens
             if num_tokens:
-                yield Piece(slice(row, end), slice(token, token + num_tokens), spans[row])
+                yield RowGroup(slice(row, end), slice(token, token + num_tokens), spans[row])
         row, token = end, token + num_tokens
 
 

@@ -204,7 +204,7 @@ def _rope_and_store_kernel(
     members = tl.arange(0, BLOCK_HEADS)
     if i_group < NUM_QUERY_GROUPS:
         heads = i_group * BLOCK_HEADS + members
-        b_q, in_token, is_inside = _norm_and_turn(
+        b_q, in_token, is_inside = _norm_and_rotate(
             p_q + i_token * q_stride,
             p_q_norm,
             p_angles,
@@ -223,7 +223,7 @@ def _rope_and_store_kernel(
     else:
         heads = (i_group - NUM_QUERY_GROUPS) * BLOCK_HEADS + members
         place = tl.load(p_kv_index + i_token).to(tl.int64) * (NUM_KV_HEADS * HEAD_DIM)
-        b_k, in_token, is_inside = _norm_and_turn(
+        b_k, in_token, is_inside = _norm_and_rotate(
             p_k + i_token * k_stride,
             p_k_norm,
             p_angles,
@@ -244,7 +244,7 @@ def _rope_and_store_kernel(
 
 
 @triton.jit
-def _norm_and_turn(
+def _norm_and_rotate(
     p_token,
     p_norm,
     p_angles,

@@ -22,7 +22,7 @@ from penstock.ops.reference import rows
 from penstock.ops.reference.rows import Chunks
 from penstock.ops.triton.activation import silu
 from penstock.ops.triton.delta_net_convolve import CHUNK, convolve_kernel
-from penstock.ops.triton.delta_net_prepare import find_pages, num_page_elements, prepare_kernel
+from penstock.ops.triton.delta_net_prepare import num_scratch_elements, prepare_kernel, scratch_of
 from penstock.ops.triton.launch import (
     LARGE_MEMORY,
     SMALL_MEMORY,
@@ -76,7 +76,7 @@ def mix_chunks(
     padded = {"BLOCK_K": _padded(key_dim), "PADDED_V": _padded(value_dim)}
     convolved = mixed.new_empty(num_pieces, rows.CHUNK, conv.shape[2])
     prepared = mixed.new_empty(
-        num_pieces, num_heads, num_page_elements(_padded(key_dim), _padded(value_dim))
+        num_pieces, num_heads, num_scratch_elements(_padded(key_dim), _padded(value_dim))
     )
     log_decays = mixed.new_empty(num_pieces, num_heads, rows.CHUNK, dtype=torch.float32)
 
@@ -251,15 +251,15 @@ def _scan_kernel(
         p_queries = (
             convolved + i_piece_64 * (CHUNK * NUM_CHANNELS) + i_head // HEADS_A_KEY * KEY_DIM
         )
-        p_readers, p_values, p_scores = find_pages(
+        p_w, p_u, p_attn = scratch_of(
             prepared, i_piece_64, i_head, NUM_VALUE_HEADS, BLOCK_K, PADDED_V
         )
         key_offsets = i_t[:, None] * NUM_CHANNELS + i_k[None, :]
-        b_readers = tl.load(p_readers + i_t[:, None] * BLOCK_K + i_k[None, :])
+        b_w = tl.load(p_w + i_t[:, None] * BLOCK_K + i_k[None, :])
         b_queries = tl.load(p_queries + key_offsets, mask=in_key, other=0.0)
         b_keys = tl.load(p_queries + KEY_SIZE + key_offsets, mask=in_key, other=0.0)
-        b_scores = tl.load(p_scores + i_t[:, None] * CHUNK + i_t[None, :])
-        b_values = tl.load(p_values + i_v[:, None] * CHUNK + i_t[None, :])
+        b_attn = tl.load(p_attn + i_t[:, None] * CHUNK + i_t[None, :])
+        b_u = tl.load(p_u + i_v[:, None] * CHUNK + i_t[None, :])
         p_decay = log_decays + (i_piece_64 * NUM_VALUE_HEADS + i_head) * CHUNK
         log_decay = tl.load(p_decay + i_t)[None, :]
         in_all = tl.load(p_decay + CHUNK - 1)
@@ -268,13 +268,11 @@ def _scan_kernel(
         checkpoint = tl.load(pieces + i_piece * 4 + 3).to(tl.int64)
 
         operand = held.to(dtype)
-        corrected = b_values.to(tl.float32) - tl.dot(
-            operand, tl.trans(b_readers), input_precision="ieee"
-        )
+        corrected = b_u.to(tl.float32) - tl.dot(operand, tl.trans(b_w), input_precision="ieee")
         read = tl.exp(log_decay) * tl.dot(operand, tl.trans(b_queries), input_precision="ieee")
         kept = (tl.exp(in_all - log_decay) * corrected).to(dtype)
         held = tl.dot(kept, b_keys, tl.exp(in_all) * held, input_precision="ieee")
-        read = tl.dot(corrected.to(dtype), tl.trans(b_scores), read, input_precision="ieee")
+        read = tl.dot(corrected.to(dtype), tl.trans(b_attn), read, input_precision="ieee")
 
         is_out = in_v[:, None] & (i_t < num_tokens)[None, :]
         if IS_WHOLE:

@@ -1,18 +1,18 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What a piece of a prompt is to the delta rule before it meets the state: one kernel, all pieces
-at once.
+"""The state-independent part of the delta rule: one kernel prepares all pieces of a prompt at once.
 
 A piece is up to 64 tokens of one row. A program takes a piece and a value head: it solves the unit
 lower-triangular system that says how a token's correction depends on those of the tokens before it.
-It reads what the convolution has left, knows no state, and writes nothing but its pages.
+It reads the output of the convolution, knows no state, and writes only its scratch.
 
-The pages of a piece, in the model's dtype, padded with zeros to 64 tokens and to whole blocks:
+The scratch of a piece, in the model's dtype, padded with zeros to 64 tokens and to whole blocks:
 
-    of every value head  readers [64, K] | values [V, 64] | scores [64, 64]
+    of every value head  w [64, K] | u [V, 64] | attn [64, 64]
 
-`values - (readers @ state)^T` are the corrections; `scores` are the products of queries and keys,
-causal and decayed between the two tokens. Beside the pages lie the logarithms of the decay since
-the piece began, in float32; behind the last token of a short piece they stay as they are.
+w and u are the WY representation: `u - (w @ state)^T` are the corrections. attn are the products of
+queries and keys, causal and decayed between the two tokens. The logarithms of the decay since the
+piece began are stored beside them, in float32, and stay constant after the last token of a short
+piece.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ NUM_LEVELS = tl.constexpr(
 )  # from these blocks to all tokens
 
 
-def num_page_elements(block_k: int, padded_v: int) -> int:
+def num_scratch_elements(block_k: int, padded_v: int) -> int:
     """Of one value head of a piece."""
     return rows.CHUNK * (block_k + padded_v + rows.CHUNK)
 
 
 @triton.jit
-def find_pages(
+def scratch_of(
     prepared,
     i_piece,  # int64
     i_head,  # a value head
@@ -45,11 +45,11 @@ def find_pages(
     BLOCK_K: tl.constexpr,
     PADDED_V: tl.constexpr,
 ):
-    """Where a value head's readers, values and scores begin."""
-    PAGE: tl.constexpr = CHUNK * (BLOCK_K + PADDED_V + CHUNK)
-    p_readers = prepared + (i_piece * NUM_VALUE_HEADS + i_head) * PAGE
-    p_values = p_readers + CHUNK * BLOCK_K
-    return p_readers, p_values, p_values + CHUNK * PADDED_V
+    """Pointers to a value head's w, u and attn."""
+    SCRATCH: tl.constexpr = CHUNK * (BLOCK_K + PADDED_V + CHUNK)
+    p_w = prepared + (i_piece * NUM_VALUE_HEADS + i_head) * SCRATCH
+    p_u = p_w + CHUNK * BLOCK_K
+    return p_w, p_u, p_u + CHUNK * PADDED_V
 
 
 @triton.jit(do_not_specialize=["pieces"])
@@ -84,9 +84,7 @@ def prepare_kernel(
     i_t = tl.arange(0, CHUNK)
     p_tokens = convolved + i_piece * (CHUNK * NUM_CHANNELS) + i_t[:, None] * NUM_CHANNELS
     p_queries = p_tokens + i_head // HEADS_A_KEY * KEY_DIM
-    p_readers, p_values, p_scores = find_pages(
-        prepared, i_piece, i_head, NUM_VALUE_HEADS, BLOCK_K, PADDED_V
-    )
+    p_w, p_u, p_attn = scratch_of(prepared, i_piece, i_head, NUM_VALUE_HEADS, BLOCK_K, PADDED_V)
     wait_for_previous(PDL)
 
     queries = _load_parts(p_queries, KEY_DIM, BLOCK_K)
@@ -97,15 +95,15 @@ def prepare_kernel(
         dt_bias + i_head, i_t, num_tokens, mixed_stride, NUM_VALUE_HEADS,
     )  # fmt: skip
     tl.store(log_decays + (i_piece * NUM_VALUE_HEADS + i_head) * CHUNK + i_t, log_decay)
-    scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+    attn = tl.zeros([CHUNK, CHUNK], tl.float32)
     system = tl.zeros([CHUNK, CHUNK], tl.float32)
     for i in tl.static_range(len(keys)):
-        scores = tl.dot(queries[i], tl.trans(keys[i]), scores, input_precision="ieee")
+        attn = tl.dot(queries[i], tl.trans(keys[i]), attn, input_precision="ieee")
         system = tl.dot(keys[i], tl.trans(keys[i]), system, input_precision="ieee")
     # Masked before the exponential: the other half would overflow.
     is_causal = i_t[:, None] >= i_t[None, :]
     decay = tl.exp(tl.where(is_causal, log_decay[:, None] - log_decay[None, :], float("-inf")))
-    tl.store(p_scores + i_t[:, None] * CHUNK + i_t[None, :], (scores * decay).to(dtype))
+    tl.store(p_attn + i_t[:, None] * CHUNK + i_t[None, :], (attn * decay).to(dtype))
     system = tl.where(i_t[:, None] > i_t[None, :], system * decay * beta[:, None], 0.0)
     # Factors of the tokens go to the inverse: values and keys are then operands as they are. Where
     # similar tokens follow each other the terms nearly cancel: what the inverse loses when narrow
@@ -114,17 +112,17 @@ def prepare_kernel(
     high, low = _split(inverse, dtype)
     for i in tl.static_range(len(values)):
         i_v = i * values[i].shape[1] + tl.arange(0, values[i].shape[1])
-        b_values = tl.dot(tl.trans(values[i]), tl.trans(high), input_precision="ieee")
+        b_u = tl.dot(tl.trans(values[i]), tl.trans(high), input_precision="ieee")
         if dtype != tl.float32:
-            b_values = tl.dot(tl.trans(values[i]), tl.trans(low), b_values)
-        tl.store(p_values + i_v[:, None] * CHUNK + i_t[None, :], b_values.to(dtype))
+            b_u = tl.dot(tl.trans(values[i]), tl.trans(low), b_u)
+        tl.store(p_u + i_v[:, None] * CHUNK + i_t[None, :], b_u.to(dtype))
     high, low = _split(inverse * tl.exp(log_decay)[None, :], dtype)
     for i in tl.static_range(len(keys)):
         i_k = i * keys[i].shape[1] + tl.arange(0, keys[i].shape[1])
-        b_readers = tl.dot(high, keys[i], input_precision="ieee")
+        b_w = tl.dot(high, keys[i], input_precision="ieee")
         if dtype != tl.float32:
-            b_readers = tl.dot(low, keys[i], b_readers)
-        tl.store(p_readers + i_t[:, None] * BLOCK_K + i_k[None, :], b_readers.to(dtype))
+            b_w = tl.dot(low, keys[i], b_w)
+        tl.store(p_w + i_t[:, None] * BLOCK_K + i_k[None, :], b_w.to(dtype))
 
 
 @triton.jit
