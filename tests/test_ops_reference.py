@@ -239,7 +239,7 @@ class Paged:
             lens.cumsum(0).int(),
             torch.tensor([span.context_len for span in self.spans]).int(),
             self.spans,
-            ops.Chunks.of(self.spans, "cpu"),
+            ops.TokenBlocks.of(self.spans, "cpu"),
             0.3,
             window,
             self.gate,
@@ -349,7 +349,7 @@ class Mixer:
             torch.tensor(slots),
             torch.tensor(initial),
             spans,
-            ops.Chunks.of(spans, "cpu"),
+            ops.TokenBlocks.of(spans, "cpu"),
             self.heads[0],
             **given,
         )
@@ -394,7 +394,7 @@ MIXERS = [(2, 6, 16, 24), (3, 3, 24, 16)]
 )
 @pytest.mark.parametrize("start", [0, 2, 5, 64])
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("form", ["chunks", "tokens", "tokens alone"])
+@pytest.mark.parametrize("form", ["blocks", "tokens", "tokens alone"])
 def test_delta_net_is_the_recurrence(
     heads: tuple[int, int, int, int],
     start: int,
@@ -403,7 +403,7 @@ def test_delta_net_is_the_recurrence(
     ring_width: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In chunks or token by token, from nothing or from a state in another slot: outputs, and what
+    """In blocks or token by token, from nothing or from a state in another slot: outputs, and what
     is left behind, which is a whole ring whatever the step itself wrote of it.
     """
     mixer = Mixer(*heads, ring_width)
@@ -416,7 +416,7 @@ def test_delta_net_is_the_recurrence(
     initial = 3 if start else 9  # 9 holds NaN: a row that starts at 0 must not look
     if form == "tokens":
         take_plain_forms(monkeypatch)
-    if form != "chunks":
+    if form != "blocks":
         outputs = []
         for t in range(length):
             source = 7 if t else initial

@@ -21,7 +21,7 @@ from penstock.ops.reference import decode_rows as _decode_rows
 from penstock.ops.reference.moe import new_counters
 from penstock.ops.reference.norm import gated_rms_norm
 from penstock.ops.reference.rope import rope_table
-from penstock.ops.reference.rows import CHUNK, LEAST_KEYS, Chunks, cut_chunks
+from penstock.ops.reference.rows import BLOCK_TOKENS, LEAST_KEYS, TokenBlocks, cut_blocks
 from penstock.ops.reference.sampling import bias_logits, penalize_repeats, token_logprobs
 from penstock.ops.weight import Weight
 
@@ -39,12 +39,12 @@ mask_logits = op(masking.mask_logits)
 sample = op(sampling.sample)
 
 __all__ = [
-    "CHUNK",
+    "BLOCK_TOKENS",
     "LEAST_KEYS",
-    "Chunks",
+    "TokenBlocks",
     "Weight",
     "bias_logits",
-    "cut_chunks",
+    "cut_blocks",
     "decode_rows",
     "gated_delta_net",
     "gated_rms_norm",

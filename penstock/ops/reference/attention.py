@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.ops.cpu import decode
 from penstock.ops.reference.activation import sigmoid
 from penstock.ops.reference.rope import rotate
-from penstock.ops.reference.rows import Chunks, Span, cut_rows
+from penstock.ops.reference.rows import Span, TokenBlocks, cut_rows
 
 QUERY_BLOCK = 64
 
@@ -59,7 +59,7 @@ def paged_attention(
     query_start: Tensor,  # [R + 1]
     context_lens: Tensor,  # [R]
     spans: Sequence[Span],
-    chunks: Chunks,
+    blocks: TokenBlocks,
     scale: float,
     window: int = 0,  # keys a query sees, itself included; 0 is all of them
     gate: Tensor | None = None,  # [T, Hq * D]
@@ -67,7 +67,7 @@ def paged_attention(
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hq * D]
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
-    # query_start and chunks serve kernels; here the spans say the same on the host.
+    # query_start and blocks serve kernels; here the spans say the same on the host.
     if decode.is_alone(q, deterministic) and len(spans) == 1:
         alone = decode.attend(q, keys, values, page_table[0], spans[0].context_len, scale, window)
         return alone if gate is None else alone.mul_(sigmoid(gate, deterministic))

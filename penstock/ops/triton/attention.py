@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.ops.reference import attention as reference
-from penstock.ops.reference.rows import LEAST_KEYS, Chunks, Span, decode_runs
+from penstock.ops.reference.rows import LEAST_KEYS, Span, TokenBlocks, decode_runs
 from penstock.ops.triton import decode_attention as decodes
 from penstock.ops.triton import prefill_attention as prefills
 from penstock.ops.triton.launch import (
@@ -87,7 +87,7 @@ def paged_attention(
     query_start: Tensor,  # [R + 1]
     context_lens: Tensor,  # [R]
     spans: Sequence[Span],
-    chunks: Chunks,
+    blocks: TokenBlocks,
     scale: float,
     window: int = 0,  # keys a query sees, itself included; 0 is all of them
     gate: Tensor | None = None,  # [T, Hq * D]
@@ -96,7 +96,7 @@ def paged_attention(
 ) -> Tensor:  # [T, Hq * D]
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
     if keys.shape[1] % LEAST_KEYS:
-        step = (query_start, context_lens, spans, chunks, scale, window, gate)
+        step = (query_start, context_lens, spans, blocks, scale, window, gate)
         return reference.paged_attention(
             q, keys, values, page_table, *step, deterministic=deterministic
         )
@@ -122,7 +122,7 @@ def paged_attention(
         page_table,
         query_start,
         context_lens,
-        chunks,
+        blocks,
         scale,
         window,
         gate,
