@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from penstock.digests import PageDigests, scope_of
+from penstock.digests import PageDigests, Segment, scope_of
 from penstock.errors import ContextLengthError, RequestError
 from penstock.text.tokenizer import Tokenizer
 from penstock.types import Pooling, Request, SamplingParams
@@ -36,6 +36,7 @@ def build_requests(
     cache_salt: str | None = None,
     # Of an engine in another process, whose stepping thread should not hash prompts.
     page_size: int | None = None,
+    segments: tuple[Segment, ...] = (),
 ) -> list[Request]:
     """`sampling.n` requests for one prompt, each with its own id and, if a seed is given, its own
     seed."""
@@ -58,7 +59,7 @@ def build_requests(
     digests = (
         None
         if page_size is None
-        else PageDigests.of(prompt, page_size, scope_of(tenant, cache_salt))
+        else PageDigests.of(prompt, page_size, scope_of(tenant, cache_salt), segments)
     )
     return [
         Request(
@@ -70,6 +71,7 @@ def build_requests(
             end_token_ids=end_token_ids,
             banned=banned,
             boundaries=boundaries,
+            segments=segments,
             priority=priority,
             session_id=session_id,
             tenant=tenant,
@@ -96,6 +98,7 @@ def build_pooling_request(
     max_model_len: int,
     priority: int = 0,
     tenant: str = "",
+    cache_salt: str | None = None,
     page_size: int | None = None,
 ) -> Request:
     """For the vector of one prompt, which may fill the context: it has no reply."""
@@ -116,15 +119,18 @@ def build_pooling_request(
             "--max-model-len.",
             param="input",
         )
-    digests = None
-    if page_size is not None and pooling.kind == "last":
-        digests = PageDigests.of(prompt, page_size, tenant)
+    digests = (
+        None
+        if page_size is None
+        else PageDigests.of(prompt, page_size, scope_of(tenant, cache_salt))
+    )
     return Request(
         id=id,
         token_ids=prompt,
         pooling=pooling,
         priority=priority,
         tenant=tenant,
+        cache_salt=cache_salt,
         page_digests=digests,
     )
 
