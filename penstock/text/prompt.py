@@ -161,13 +161,11 @@ def limit_scores(
             f"the answer could have {num_prompt_scores + num_reply_scores:,} "
             f"log-probabilities{of_prompt}",
             f"The limit is {MAX_SCORES:,} in one answer. There are {len(prompts)} prompts, n is "
-            f"{sampling.n}, "
-            f"max_tokens {sampling.max_tokens or 1}; a token has {sampling.logprobs or 0} "
-            "alternatives, "
-            f"one of the prompt {sampling.prompt_logprobs or 0}.",
+            f"{sampling.n}, max_tokens {sampling.max_tokens or 1}; a token has "
+            f"{sampling.logprobs or 0} alternatives, one of the prompt "
+            f"{sampling.prompt_logprobs or 0}.",
             "Lower the alternatives (logprobs, top_logprobs in a chat, prompt_logprobs), n or "
-            "max_tokens, "
-            "or split the call.",
+            "max_tokens, or split the call.",
             param="logprobs" if sampling.logprobs is not None else "prompt_logprobs",
         )
     return sampling
@@ -212,8 +210,7 @@ def prompt_too_long(num_tokens: str, max_model_len: int, details: str = "") -> C
     return ContextLengthError(
         f"prompt is too long: {num_tokens} tokens > {max_model_len - 1} maximum",
         f"{_holds(max_model_len)} However, your messages resulted in {num_tokens} tokens, and the "
-        "reply "
-        f"needs at least 1.{details}",
+        f"reply needs at least 1.{details}",
         SHORTEN,
         param="prompt",
     )
@@ -234,8 +231,7 @@ def _resolve_max_tokens(
         raise ContextLengthError(
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}",
             f"{_holds(max_model_len)} However, you requested {num_prompt_tokens + max_tokens} "
-            "tokens "
-            f"({num_prompt_tokens} in the messages, {max_tokens} in the completion).",
+            f"tokens ({num_prompt_tokens} in the messages, {max_tokens} in the completion).",
             f"Ask for at most {room} tokens, or: {SHORTEN[0].lower()}{SHORTEN[1:]}",
             param="max_tokens",
         )
