@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.digests import PageDigests, scope_of
+from penstock.digests import PageDigests, Segment, scope_of
 from penstock.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -154,6 +154,7 @@ class Request:
     banned: tuple[tuple[int, ...], ...] = ()  # token sequences that may not occur in the reply
     # Prompt positions where messages start: good places for state checkpoints.
     boundaries: tuple[int, ...] = ()
+    segments: tuple[Segment, ...] = ()  # parts of the prompt that are more than ids, by position
     priority: int = 0  # lower runs earlier
     session_id: str | None = None  # the conversation whose prefix the cache keeps for the next turn
     tenant: str = ""  # the owner: tenants share nothing in the cache

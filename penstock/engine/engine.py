@@ -285,8 +285,15 @@ def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> N
 
 
 def _require_task(request: Request, info: EngineInfo) -> None:
-    """Refuses a task that the model has no head for."""
+    """Refuses a prompt that the model cannot read, and a task that it has no head for."""
     pooling = request.pooling
+    if request.segments:
+        raise RequestError(
+            f"The prompt has {len(request.segments)} segments that are more than token ids",
+            f"{info.model_name} reads token ids only.",
+            "Send text.",
+            param="prompt",
+        )
     if not info.has_head and (pooling is None or pooling.logit_ids):
         raise RequestError(
             f"{info.model_name} cannot generate text",
