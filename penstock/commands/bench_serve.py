@@ -155,9 +155,7 @@ def _measure(
 
 
 def _possible_reuse(arrivals: Sequence[Arrival], api: ChatRequests) -> PossibleReuse | None:
-    """For a trace that says what its prompts share; other prompts share nothing that is known
-    here.
-    """
+    """For a trace that says what its prompts share; nothing is known about other prompts."""
     if not any(arrival.block_ids for arrival in arrivals):
         return None
     kv_tokens = api.kv_tokens()

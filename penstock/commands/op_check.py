@@ -98,9 +98,7 @@ class OpCheck:
         self.found.append(found)
 
     def worst(self) -> OpError:
-        """The first wrong one, since others may have inherited its NaN, or else the largest
-        error.
-        """
+        """The first wrong one, since others may have inherited its NaN, or the largest error."""
         wrong = (found for found in self.found if not found.of_limit <= 1)
         return next(wrong, None) or max(self.found, key=lambda found: found.of_limit)
 

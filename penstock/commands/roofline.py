@@ -174,9 +174,7 @@ class Roofline:
 
 
 def _delta_rule_operations(spec: StateSpec) -> int:
-    """For one token: two Gram rows, the triangular solve, the product with it, three K x V
-    products.
-    """
+    """For one token: two Gram rows, the triangular solve, its product, three K x V products."""
     key, value = spec.key_dim, spec.value_dim
     in_chunk = 4 * _CHUNK * key + _CHUNK * (key + value) + 2 * _CHUNK * value
     return spec.num_value_heads * (in_chunk + 6 * key * value)

@@ -91,9 +91,7 @@ def running_or_started_server(
     on_phase: OnPhase,
     words: Sequence[str] = (),
 ) -> Iterator[StartedServer]:
-    """The server of --base-url, or one started with the flags of this command line and these
-    words.
-    """
+    """The server of --base-url, or one started with this command line's flags and these words."""
     if not base_url:
         with started_server([*server_words(arguments), *words], on_phase) as server:
             yield server

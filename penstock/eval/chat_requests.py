@@ -26,9 +26,7 @@ def listed_model(client: HttpClient) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a load. `answer` is the number that the reply to a spot check must end
-    with.
-    """
+    """One request of a load. `answer`: the number that a spot check's reply must end with."""
 
     prompt: str
     max_tokens: int

@@ -136,9 +136,7 @@ class Conversation:
 
 
 def _spaced(text: str) -> str:
-    """The text with everything but letters, digits and what joins them in a code as single
-    spaces.
-    """
+    """The text with all but letters, digits and what joins them in a code as single spaces."""
     kept = "".join(c if c.isalnum() or c in "-_" else " " for c in text)
     return " ".join(kept.split())
 

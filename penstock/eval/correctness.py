@@ -149,9 +149,7 @@ def run(settings: CorrectnessSettings, reporter: Reporter) -> int:
 
 @dataclass(slots=True)
 class Grades:
-    """`num_flexible` are right in any format of the number, `num_strict` in the requested
-    format.
-    """
+    """`num_flexible`: right in any format of the number; `num_strict`: in the requested one."""
 
     problems: str
     num_asked: int

@@ -182,9 +182,7 @@ class TokenPrompts:
         return self._counter.count_prompt([{"role": "user", "content": prompt}])
 
     def make(self, index: int, num_tokens: int) -> str:
-        """The prompt with this number; if no repair gives the exact length, the nearest one
-        found.
-        """
+        """The prompt with this number; if no repair gives the exact length, the nearest found."""
         _require_room(num_tokens, self.num_template_tokens)
         rng = Random(f"{self._seed}-{index}")
         ids = self._draw(rng, num_tokens - self.num_template_tokens)

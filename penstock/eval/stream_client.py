@@ -30,9 +30,7 @@ MAX_MESSAGE_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server of the OpenAI API: its address, resolved once, and the path of its chat
-    completions.
-    """
+    """A server of the OpenAI API: its address, resolved once, and its chat completions' path."""
 
     address: str
     port: int
@@ -73,9 +71,7 @@ class Target:
 
 @dataclass(slots=True)
 class RawAnswer:
-    """The undecoded answer. Times are of the system's monotonic clock, which all processes
-    share.
-    """
+    """The undecoded answer. Times are of the monotonic clock, which all processes share."""
 
     started_s: float
     ended_s: float = 0.0
@@ -168,9 +164,8 @@ class StreamedReply:
     started_s: float
     ended_s: float
     error: str = ""
-    token_times_s: array[float] = field(
-        default_factory=lambda: array("d")
-    )  # of every event with text
+    # Of every event with text.
+    token_times_s: array[float] = field(default_factory=lambda: array("d"))
     text: str = ""
     content: str = ""  # the text without reasoning in a field of its own
     finish_reason: str = ""
@@ -276,9 +271,7 @@ def read_answer(answer: RawAnswer) -> StreamedReply:
 
 
 def _read_whole(reply: StreamedReply, answer: RawAnswer) -> bool:
-    """An answer without a stream: one event, whose text is not timed because it came all at
-    once.
-    """
+    """An answer without a stream: one event, whose text is not timed: it came all at once."""
     body = b"".join(piece for _, piece in answer.pieces)
     if not any(
         choice.message or choice.text is not None for choice in _EVENTS.decode(body).choices

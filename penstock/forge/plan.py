@@ -50,9 +50,7 @@ def describe_choices(design: Design, device: str) -> str:
 
 
 def read_plan(reply: str, device: str) -> list[Step]:
-    """The lines of a reply that name something that can be decided here; the others are passed
-    over.
-    """
+    """The lines of a reply that name a possible decision; other lines are skipped."""
     steps = []
     for line in reply.splitlines():
         choices = {

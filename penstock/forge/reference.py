@@ -22,9 +22,7 @@ from penstock.forge.target import Target
 from penstock.forge.toy_weights import tensor_shapes
 
 NUM_READERS = 8  # one thread copies to a GPU no faster than it finds the pages of a file
-DERIVED_TENSOR = (
-    "rotary_emb.inv_freq"  # that older checkpoints store though it follows from the config
-)
+DERIVED_TENSOR = "rotary_emb.inv_freq"  # of older checkpoints; it follows from the config
 MOST_NAMED = 6
 
 
@@ -39,9 +37,7 @@ class Reference:
         self.frequencies = shape.rope_theta ** (-dims / shape.head_dim)
 
     def in_float32(self) -> Reference:
-        """The same with the same weights, widened one by one as they are used: they are neither
-        read nor held twice.
-        """
+        """The same weights, widened one by one as they are used: neither read nor held twice."""
         wider = copy.copy(self)
         wider.dtype = torch.float32
         return wider
@@ -126,9 +122,7 @@ def read_weights(target: Target, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _check_tensors(stored: Any, shape: Shape, path: Path) -> dict[str, Tensor]:
-    """All tensors of the model in their shapes, and no others: what nothing uses would have been
-    meant.
-    """
+    """All tensors of the model in their shapes, and no others: an unused one is an error."""
     if not isinstance(stored, dict) or not all(
         isinstance(tensor, Tensor) for tensor in stored.values()
     ):

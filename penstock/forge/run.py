@@ -1,6 +1,4 @@
-"""One run of forge from a config on disk to an engine on disk: opens what the search needs, and
-closes it.
-"""
+"""One run of forge, from a config on disk to an engine on disk: opens and closes resources."""
 
 from __future__ import annotations
 
@@ -120,9 +118,7 @@ def _settle(sandbox: Sandbox) -> tuple[Reach, float]:
 
 
 def require_isolation(reached: Reach) -> None:
-    """A model's code is a stranger's: it runs where the network is out of its reach, or not at
-    all.
-    """
+    """A model's code is untrusted: it runs where it cannot reach the network, or not at all."""
     if not reached.network:
         raise PenstockError(
             "A writing model's code cannot be kept off the network here",

@@ -44,9 +44,7 @@ class RunLog:
         except BaseException as error:
             if error is not self._explained:
                 self._explained = error
-                with contextlib.suppress(
-                    OSError
-                ):  # what was raised is worse than a log that is not there
+                with contextlib.suppress(OSError):  # what was raised is worse
                     self._append(*self._explanation(error))
             raise
 

@@ -187,9 +187,7 @@ class Hosted:
         timed: tuple[int, int] = (-1, -1),
         on_device: bool = True,
     ) -> Played:
-        """Plays calls. Seconds lie between the judge's word and the candidate's, by the judge's
-        clock.
-        """
+        """Plays calls. The judge's clock times them, between its word and the candidate's."""
         self._write(do="play", calls=encode_calls(calls, on_device), keep=list(keep), timed=timed)
         seconds = 0.0
         if timed[0] >= 0:

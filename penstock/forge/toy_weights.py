@@ -1,6 +1,4 @@
-"""Random weights in the shapes of a config: to write and time an engine with where there are no
-real ones.
-"""
+"""Random weights in the shapes of a config, for engines of models without real ones."""
 
 from __future__ import annotations
 
