@@ -32,12 +32,11 @@ from penstock.forge.ledger import Ledger, Row
 from penstock.forge.local import LocalPlayer, load_module
 from penstock.forge.measure import Sizes
 from penstock.forge.oracle import Case, Distance, Oracle, allowed_distance
-from penstock.forge.reference import Reference
+from penstock.forge.reference import Reference, save_toy_weights
 from penstock.forge.run import forge
 from penstock.forge.sandbox import Played
 from penstock.forge.static_check import refusal
 from penstock.forge.target import Target
-from penstock.forge.toy_weights import save_toy_weights
 from penstock.forge.traces import Call, Trace, correctness_traces
 from penstock.forge.trial import Exam
 

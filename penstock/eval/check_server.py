@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.config import setting
 from penstock.errors import PenstockError
-from penstock.eval import conformance, conformance_load
+from penstock.eval import conformance
 from penstock.eval.chat_requests import UNLISTED_MODEL, listed_model
 from penstock.eval.find_tokenizer import find_folder
 from penstock.eval.probe import CheckFailed, NotTested, Probe
@@ -79,8 +79,8 @@ CHECKS = (
     Check("faulty requests", "T11", conformance.refusals),
     Check("too long a prompt", "T11", conformance.too_long),
     Check("unknown path", "T11", conformance.unknown_path),
-    Check("64 at once", "T14", conformance_load.many_at_once),
-    Check("leaving frees the place", "T14", conformance_load.leaving_frees_the_place),
+    Check("64 at once", "T14", conformance.many_at_once),
+    Check("leaving frees the place", "T14", conformance.leaving_frees_the_place),
     Check("still healthy", "T10", conformance.health),
 )
 

@@ -36,8 +36,7 @@ def load_module(path: Path) -> ModuleType:
             f"{path} cannot be loaded",
             f"{type(error).__name__}: {error}",
             "It is loaded without an entry in sys.modules, so @dataclass fails in it where "
-            "annotations are"
-            " postponed.",
+            "annotations are postponed.",
         ) from error
 
 

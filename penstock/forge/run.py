@@ -12,10 +12,8 @@ from penstock.forge.fork_server import ForkServer
 from penstock.forge.ledger import Ledger
 from penstock.forge.machine import Machine
 from penstock.forge.measure import Sizes
-from penstock.forge.phases import Phases, tell
-from penstock.forge.probe import Reach, settle
-from penstock.forge.run_log import RunLog
-from penstock.forge.sandbox import Limits, Sandbox
+from penstock.forge.run_log import Phases, RunLog, tell
+from penstock.forge.sandbox import Limits, Reach, Sandbox, settle
 from penstock.forge.search import Engine, Search
 from penstock.forge.target import Target
 from penstock.forge.trial import Exam

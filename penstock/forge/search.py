@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.errors import PenstockError
-from penstock.forge import decisions, plan
+from penstock.forge import decisions
 from penstock.forge.decisions import Alternative, Design
 from penstock.forge.emit import WIDTH, emit
 from penstock.forge.initial_design import first_design, opening
@@ -30,7 +30,7 @@ from penstock.forge.run_log import replace_file
 from penstock.forge.sandbox import Sandbox
 from penstock.forge.target import Target
 from penstock.forge.trial import Bar, Exam, Outcome, profile_engine, run_trial
-from penstock.forge.writer import Proposal, Writer
+from penstock.forge.writer import Proposal, Writer, describe_choices
 
 LEAST_PROMISE = 0.003  # of all time: below it an alternative is not worth a trial
 FADED = 0.25  # what is left of a promise that was not kept, once something else has been
@@ -183,7 +183,7 @@ class Search:
         device = "cuda" if self.target.is_cuda else "cpu"
         reply_s = PLAN_SHARE * self._left_s
         best = self._best()
-        choices = plan.describe_choices(best.design, device)
+        choices = describe_choices(best.design, device)
         steps = writer.plan(self._brief(best), choices, device, reply_s)
         if isinstance(steps, str):
             self._tell(f"no plan of {writer.name}: {steps}")

@@ -23,7 +23,7 @@ from penstock.forge.oracle import (
     count_tokens,
     typical_case,
 )
-from penstock.forge.phases import Phases
+from penstock.forge.run_log import Phases
 from penstock.forge.sandbox import CandidateError, Hosted, OutOfTime, Sandbox
 from penstock.forge.static_check import refusal
 from penstock.forge.target import Target

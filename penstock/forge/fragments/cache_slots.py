@@ -63,8 +63,7 @@ class Cache:
         slot_bytes = 2 * self.keys[:, :1].nbytes
         raise MemoryError(
             f"{num_missing} more slots of {self.keys.shape[3]} tokens do not fit beside "
-            f"{num_slots}:"
-            f" each takes {slot_bytes / 1e9:.2f} GB"
+            f"{num_slots}: each takes {slot_bytes / 1e9:.2f} GB"
         ) from shortage
 
     # forge: end
