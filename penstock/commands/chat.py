@@ -115,8 +115,7 @@ class Conversation:
     stats: AnswerStats | None = None
 
     def answer(self, text: str) -> None:
-        """Prints the model's answer to `text`; both are added to the conversation unless the model
-        failed."""
+        """Prints the answer to `text`; both join the conversation unless the model failed."""
         asked = [*self.messages, {"role": "user", "content": text}]
         told = [{"role": "system", "content": self.system}] if self.system else []
         with StopSwitch() as stop:
@@ -289,8 +288,7 @@ def _open_model(arguments: argparse.Namespace) -> ChatModel:
 
 
 def _converse(conversation: Conversation, prompt: str, more_prompt: str) -> int:
-    """Reads and answers until the input ends. On a terminal an error ends a turn, otherwise the
-    program."""
+    """Reads and answers until the input ends. An error ends a turn, or without a terminal all."""
     while True:
         try:
             text = read_message(prompt, more_prompt)
@@ -342,8 +340,7 @@ def _line_history() -> Iterator[None]:
 
 @dataclass(slots=True)
 class RemoteModel:
-    """A model behind a URL. `num_tokens` is the length of the last answer, as the server counted
-    it."""
+    """A model behind a URL. `num_tokens`: of the last answer, as the server counted it."""
 
     base_url: str
     name: str = ""

@@ -214,8 +214,7 @@ def check_ops(dtype: str, shape: str, step: Callable[[], object]) -> OpError:
 def check_graphs(
     dtype: str, shape: str, runner: Runner, plan: StepPlan, reset: Callable[[], None]
 ) -> float:
-    """The median row's difference between a captured step and the same one launched kernel by
-    kernel."""
+    """The median row's difference between a captured step and one launched by kernel."""
     reset()
     replayed = runner.logits(plan)
     reset()

@@ -36,8 +36,7 @@ class Parameters:
 
     @property
     def always_read(self) -> int:
-        """Parameters that every step reads. Of the embedding a step reads rows, unless it is also
-        the head."""
+        """Parameters that every step reads. Of the embedding only rows, unless it is the head."""
         return self.total - self.experts - self.mtp - (0 if self.is_tied else self.embedding)
 
     @property

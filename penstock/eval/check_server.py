@@ -20,25 +20,22 @@ from penstock.eval.chat_requests import UNLISTED_MODEL, listed_model
 from penstock.eval.find_tokenizer import find_folder
 from penstock.eval.probe import CheckFailed, NotTested, Probe
 from penstock.eval.recount import TokenCounter
-from penstock.eval.results import Bars, Reporter, prepare_output, require_above_zero
+from penstock.eval.results import Bars, Reporter, ServerSettings, prepare_output, require_above_zero
 from penstock.progress import Phase
 
 MAX_HANGING = 3  # checks in a row without an answer; then the rest is not tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckSettings:
+class CheckSettings(ServerSettings):
     """Which server to check, and with what."""
 
-    base_url: str = setting("http://127.0.0.1:8000", "a running server")
-    model: str = setting("", "name to send (default: the server's first model)")
     tokenizer: str | None = setting(
         None, "the model's folder, to count tokens again (default: if found here)"
     )
     timeout: float = setting(
         60.0, "seconds after which a request fails (default: 60; 300 or 600 where replies are long)"
     )
-    output: str | None = setting(None, "write the verdicts to this file, as JSON")
 
     def __post_init__(self) -> None:
         require_above_zero(timeout=self.timeout)

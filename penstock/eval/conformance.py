@@ -408,8 +408,7 @@ def many_at_once(probe: Probe) -> str:
 
 
 def leaving_frees_the_place(probe: Probe) -> str:
-    """Clients request long replies and disconnect; soon a new client must be served as fast as by
-    an idle server."""
+    """After clients with long replies disconnect, a new one must soon be served as if idle."""
     idle_s = min(_seconds_of_a_reply(probe) for _ in range(3))
     longest = min(LONG_REPLY, (probe.max_model_len or LONG_REPLY) // 2)
     (tried,) = probe.send(probe.body(QUESTION, max_tokens=1, ignore_eos=True))

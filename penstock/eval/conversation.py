@@ -102,8 +102,7 @@ class Conversation:
 
     @property
     def completion(self) -> str:
-        """The last turn as the model must write it after the generation prompt, with the turn's
-        end."""
+        """The last turn as the model must write it after the generation prompt, with its end."""
         turn = self.messages[-1]
         text: str = turn["content"]
         if calls := turn.get("tool_calls"):

@@ -82,8 +82,7 @@ class RawAnswer:
 
 
 class _Exchange(asyncio.Protocol):
-    """Sends the request and records the answer; `ended` is done when the answer or the connection
-    ends."""
+    """Sends the request and records the answer; `ended` is done when that or the line ends."""
 
     def __init__(self, request: bytes, answer: RawAnswer, on_piece: Callable[[], None]) -> None:
         self._request = request
@@ -133,8 +132,7 @@ def _certificates() -> ssl.SSLContext:
 async def exchange(
     target: Target, request: bytes, timeout_s: float, on_piece: Callable[[], None] = lambda: None
 ) -> RawAnswer:
-    """Sends one encoded request and waits for the end of its answer. Never raises for what a server
-    does."""
+    """Sends one encoded request and awaits its whole answer. Never raises for a server's deeds."""
     answer = RawAnswer(time.monotonic())
     protocol = _Exchange(request, answer, on_piece)
     security: dict[str, Any] = {}
@@ -188,8 +186,7 @@ class StreamedReply:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token after the first; unlike gaps it does not depend on how tokens share
-        events."""
+        """Seconds per token after the first; unlike gaps, the same however tokens share events."""
         if self.num_completion_tokens < 2 or len(self.token_times_s) < 2:
             return None
         return (self.token_times_s[-1] - self.token_times_s[0]) / (self.num_completion_tokens - 1)
