@@ -148,8 +148,7 @@ class Bench:
         )
 
     def check_decodes(self, batch: int, context: int) -> dict[str, Any]:
-        """Checks a decode step of the shape: its ops against their references and, on a GPU, its
-        graph."""
+        """Checks a decode step of the shape: ops against references and, on a GPU, its graph."""
         engine, shape = self.engine.engine, f"{batch} x {context:,}"
         dtype = engine.info.dtype
         decoding = Decoding(engine, batch, context, 1, SamplingParams())
@@ -366,8 +365,7 @@ def measure_limits(engine: LogitsEngine) -> Limits:
 
 
 def time_chain(launch: Callable[[], object], repeats: int) -> tuple[float, ...]:
-    """Seconds from the end of each launch to the end of the next, by the GPU's clock, without
-    waiting."""
+    """Seconds from the end of each launch to that of the next, by the GPU's clock."""
     import torch
 
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]

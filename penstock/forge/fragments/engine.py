@@ -127,9 +127,7 @@ class Engine:
 
 
 class CopiedTokens:
-    """Tokens on their way from the device: waiting for them is waiting for what came before the
-    step.
-    """
+    """Tokens on their way from the device: waiting for them waits for what came before the step."""
 
     def __init__(self, tokens: Tensor) -> None:
         check_type(tokens)

@@ -152,9 +152,7 @@ def turn_and_store_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A few heads of a token. A dimension becomes x * cos + partner * sin; the partner is read once
-    more.
-    """
+    """A few heads of a token. x becomes x * cos + partner * sin; the partner is read once more."""
     let_next_start(PDL)
     i_token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)

@@ -50,9 +50,8 @@ def load_layer(state: StateDict, prefix: str, shape: Shape) -> Layer:
 def project_heads(x: Tensor, layer: Layer, shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
     """[.., H] -> queries [.., Hq, D], keys and values [.., Hkv, D]"""
     heads = multiply(x, layer.qkv).unflatten(-1, (-1, shape.head_dim))
-    query, key, value = heads.split(
-        (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=-2
-    )
+    counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    query, key, value = heads.split(counts, dim=-2)
     return query, key, value
 
 
