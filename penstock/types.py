@@ -323,6 +323,12 @@ class RowPlan:
         """A chunk of one prompt token is no decode: it is computed like the rest of its prompt."""
         return not self.token_ids
 
+    @property
+    def needs_all_states(self) -> bool:
+        """Whether it needs more than the hidden state of its last token."""
+        is_mean = self.pooled is not None and self.pooled.pooling.kind == "mean"
+        return is_mean or self.prompt_targets is not None
+
 
 @dataclass(frozen=True, slots=True)
 class PageUpdate:
@@ -345,6 +351,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row continues from its last sample."""
+        return all(row.is_decode for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
