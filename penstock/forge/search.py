@@ -128,7 +128,7 @@ class Search:
         return not is_in_time
 
     def start(self, source: str = "") -> None:
-        """From the plain design, or from an engine that somebody else wrote."""
+        """From the plain design, or from a given engine."""
         design = first_design(self.machine)
         source = source or self._write(design)
         is_profiled = (
@@ -501,7 +501,7 @@ class Search:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Whoever interrupts again, and again, still finds the report, which takes a moment."""
+    """Writes the report despite repeated interrupts; it takes a moment."""
     if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
         yield
         return

@@ -1,10 +1,10 @@
-"""Reads what stands before the weights of a GGUF file: its metadata, and where each tensor lies.
+"""Reads the header of a GGUF file: its metadata, and where each tensor is stored.
 
-    [magic, version, counts | key, type, value ... | name, dimensions, type, offset ... | aligned
-    data ...]
+    [magic, version, counts | key, type, value ... | name, dimensions, type, offset ... | data ...]
 
-Nothing in the file is believed: a count is compared with the bytes that are left before anything is
-made for it, and a tensor's place with the file's size. Whatever is wrong is one CheckpointError.
+The data is aligned. Nothing in the file is trusted: a count is compared with the bytes that are
+left before anything is allocated for it, and a tensor's place with the file's size. Every defect
+becomes one CheckpointError.
 """
 
 from __future__ import annotations

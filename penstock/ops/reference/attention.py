@@ -1,9 +1,8 @@
 """Causal attention over paged keys and values. Knows pages and rows, not sequences.
 
-Decode rows are one batched computation over the pages they own. Rows of several tokens go block by
-block of 64 queries, aligned to absolute positions: a token meets the same shapes however its prompt
-was split, so the result is the same to the bit. With `deterministic` decode rows take that road as
-well.
+Decode rows are one batched computation over their pages. Rows of several tokens are computed in
+blocks of 64 queries, aligned to absolute positions, so that a token has the same shapes and the
+same bits however its prompt was split. With `deterministic`, so are decode rows.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def paged_attention(
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hq * D]
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
-    # query_start and blocks serve kernels; here the spans say the same on the host.
+    # Only kernels need query_start and blocks; the spans have the same on the host.
     if decode.is_alone(q, deterministic) and len(spans) == 1:
         alone = decode.attend(q, keys, values, page_table[0], spans[0].context_len, scale, window)
         return alone if gate is None else alone.mul_(sigmoid(gate, deterministic))
@@ -101,7 +100,7 @@ def _decode(
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = keys.shape[1:3]
     if not q.is_cuda:
-        # A captured graph may depend on shapes only, never on how long the rows are just now.
+        # A captured graph may depend on shapes only, not on the current lengths of rows.
         page_table = page_table[:, : -(-longest // page_size)]
     # index_select, because indexing with a tensor takes several times as long.
     shape = (num_rows, -1, num_kv_heads, head_dim)  # [n, S, Hkv, D]

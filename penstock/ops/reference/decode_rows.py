@@ -1,8 +1,7 @@
-"""The head of a decode step: from row numbers and positions to all that a step of one token a row
-needs.
+"""Prepares a decode step: from row numbers and positions to everything one token per row needs.
 
-What a row keeps between steps (its last token, its pages) stays in tables on the device; the host
-sends four integers a row.
+The last token and the pages of a row stay in tables on the device; the host sends four integers per
+row.
 """
 
 from __future__ import annotations
