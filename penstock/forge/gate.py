@@ -1,5 +1,4 @@
-"""Whether an engine is right: plays every case and compares every answer. Frozen while a search
-runs.
+"""Checks an engine: plays every case and compares every answer. Frozen while a search runs.
 
 A `Player` plays calls: a candidate in its sandbox, or an engine in this process.
 """

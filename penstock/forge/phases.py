@@ -1,4 +1,4 @@
-"""Where the time of a run goes: seconds by phase, so that thrift follows numbers."""
+"""The time of a run by phase, in seconds."""
 
 from __future__ import annotations
 
