@@ -1,4 +1,4 @@
-"""The time of a run by phase, in seconds."""
+"""Where the time of a run goes: seconds by phase, so that thrift follows numbers."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Reach:
     device: str
     weights: str = ""
     network: str = ""
-    outside: str = ""  # a file that a candidate must not read
+    outside: str = ""  # a file that is nobody's business
 
     @property
     def obstacle(self) -> str:

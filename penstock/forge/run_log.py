@@ -1,7 +1,8 @@
-"""results.log: what a run reports as it goes, even if it fails. Needs no torch.
+"""results.log: what a run tells people as it goes, also when nothing comes of it. Needs no torch.
 
-The first trial replaces the log of an earlier run. A run that ends before its first trial appends
-the reason to that log, which still belongs to the engine in the folder.
+An earlier run's log is replaced with the first trial. A run that ends before that adds behind it
+why: the engine that still lies there has its story, and whoever looks for a new one finds the
+reason.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Runs candidates in processes with limits and talks to them over a socket. Trusts nothing they
-send.
+"""Where candidates run: in a process of their own with limits, asked over a socket. Trusts nothing
+it hears.
 
-What is enforced depends on the machine (`confine` applies it, `probe` tests it) and is in the
-report. The time limit always holds: a candidate that does not answer in time is killed with
-everything it started.
+What is enforced depends on the machine (`confine` does it, `probe` finds out), and is told in the
+report. Time is always: a candidate that does not answer in time is killed with everything it
+started.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DRIVER_PLACES = ("/dev/null", "/dev/zero", "/dev/shm", "/proc/self")
 
 
 class CandidateError(Exception):
-    """The candidate raised, died, hung or exceeded a limit; the text is for the ledger."""
+    """The candidate raised, died, fell silent or took too much; the text is for the ledger."""
 
 
 class OutOfTime(CandidateError):

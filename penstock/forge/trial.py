@@ -1,4 +1,4 @@
-"""One trial of one candidate: checked statically, built, verified, timed, profiled. Same for every
+"""One trial of one candidate: screened, built, checked, timed, profiled. The same for every
 author.
 """
 

@@ -57,7 +57,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys (after norm and rope) and values of one attention layer. Padding rows use page 0."""
+    """Keys (after norm and rope) and values of one attention layer. Page 0 belongs to nobody."""
 
     keys: Tensor  # [pages, page_size, Hkv, D]
     values: Tensor  # [pages, page_size, Hkv, D]

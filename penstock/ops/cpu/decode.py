@@ -68,7 +68,7 @@ def attend(
     scale: float,
     window: int,
 ) -> Tensor:  # [1, Hq * D]
-    """The length is known on the host, so only visible keys are read, and nothing is masked."""
+    """The length is known here, so only keys that are seen are read, and nothing is masked."""
     page_size, num_kv_heads, head_dim = keys.shape[1:]
     first = max(0, context_len - window) if window else 0
     first_page = first // page_size
@@ -77,13 +77,13 @@ def attend(
     shape = (1, -1, num_kv_heads, head_dim)
     k = _pages_of(keys, used).reshape(shape)[:, seen].transpose(1, 2)  # [1, Hkv, S, D]
     v = _pages_of(values, used).reshape(shape)[:, seen].transpose(1, 2)
-    # Query heads that share a key head are treated as queries of several tokens.
+    # The query heads that share a key head are to it as queries of several tokens.
     grouped = q.reshape(1, num_kv_heads, -1, head_dim)
     return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(1, -1)
 
 
 def _pages_of(cache: Tensor, pages: list[int]) -> Tensor:
-    """Without a copy if the pages are adjacent, as they mostly are for a single sequence."""
+    """No copy where they lie side by side, as those of a sequence that is alone mostly do."""
     first, end = pages[0], pages[0] + len(pages)
     if pages == list(range(first, end)):
         return cache[first:end]

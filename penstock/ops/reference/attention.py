@@ -66,7 +66,7 @@ def paged_attention(
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hq * D]
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
-    # Only kernels need query_start and blocks; the spans have the same on the host.
+    # query_start and blocks serve kernels; here the spans say the same on the host.
     if decode.is_alone(q, deterministic) and len(spans) == 1:
         alone = decode.attend(q, keys, values, page_table[0], spans[0].context_len, scale, window)
         return alone if gate is None else alone.mul_(sigmoid(gate, deterministic))
@@ -100,7 +100,7 @@ def _decode(
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = keys.shape[1:3]
     if not q.is_cuda:
-        # A captured graph may depend on shapes only, not on the current lengths of rows.
+        # A captured graph may depend on shapes only, never on how long the rows are just now.
         page_table = page_table[:, : -(-longest // page_size)]
     # index_select, because indexing with a tensor takes several times as long.
     shape = (num_rows, -1, num_kv_heads, head_dim)  # [n, S, Hkv, D]

@@ -1,7 +1,8 @@
-"""Prepares a decode step: from row numbers and positions to everything one token per row needs.
+"""The head of a decode step: from row numbers and positions to all that a step of one token a row
+needs.
 
-The last token and the pages of a row stay in tables on the device; the host sends four integers per
-row.
+What a row keeps between steps (its last token, its pages) stays in tables on the device; the host
+sends four integers a row.
 """
 
 from __future__ import annotations

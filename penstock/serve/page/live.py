@@ -2,7 +2,7 @@
 and `top`.
 
 Totals only ever grow; what watches them subtracts. The engines are asked once a second however many
-watch, and not at all without viewers.
+watch, and not at all while nobody does.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PERIOD_S = 1.0
 
 
 class LiveRoute:
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
+    def __init__(self, serving: ServerState) -> None:
+        self._serving = serving
         self._event = b""
         self._taken_at = 0.0  # on the monotonic clock
         self._taking = asyncio.Lock()
@@ -37,7 +37,7 @@ class LiveRoute:
 
     async def _events(self) -> AsyncIterator[bytes]:
         """Until the client leaves, or the server ends."""
-        draining = self._state.draining
+        draining = self._serving.draining
         while not draining.is_set():
             yield await self._latest()
             try:
@@ -53,12 +53,12 @@ class LiveRoute:
             return self._event
 
     async def snapshot(self) -> dict[str, Any]:
-        client, metrics = self._state.client, self._state.metrics
+        client, metrics = self._serving.client, self._serving.metrics
         replicas = await client.report()
         return {
             "time": time.time(),
-            "model": self._state.model_name,
-            "is_ready": self._state.is_ready,
+            "model": self._serving.model_name,
+            "is_ready": self._serving.is_ready,
             "phase": None if client.info is not None else client.phase,
             "failure": None if client.failure is None else client.failure.what,
             "engine": client.info,
