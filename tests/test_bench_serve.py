@@ -246,7 +246,9 @@ def test_tokens_without_text_count_but_are_not_timed(clients: LoadClients) -> No
     ]
 
 
-def test_open_loop_sends_when_the_trace_says_and_waits_for_nobody(clients: LoadClients) -> None:
+def test_open_loop_sends_when_the_trace_says_without_waiting_for_replies(
+    clients: LoadClients,
+) -> None:
     times_s = [0.0, 0.05, 0.05, 0.2, 0.4]
     with scripted_server(
         seconds_a_token=0.2

@@ -1,4 +1,4 @@
-"""The working directory is nobody's library: what lies there is not imported, by us or by what we
+"""The working directory is not a library: what lies there is not imported, by us or by what we
 start.
 """
 

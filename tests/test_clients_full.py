@@ -1,4 +1,4 @@
-"""The APIs at full size: clients that people use, and requests that nobody would write.
+"""The APIs at full size: clients that people use, and unusual requests.
 
 Minutes of work, and each client is a package of its own: what is not installed is skipped, with its
 reason. Numbers are printed as JSON lines; those of one run are in results/cpu/api.json.
@@ -205,7 +205,7 @@ def test_a_program_of_the_document_shows_the_models_words(
     report(program, answered=done.stdout.strip()[-200:])
 
 
-# Requests that nobody would write
+# Unusual requests
 
 
 def test_no_generated_request_is_a_5xx(short_server: Server, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from penstock.forge.traces import Trace, correctness_traces
 from penstock.forge.trial import ALWAYS, answer_in_time, left_out
 from test_forge import SIZES, SMALL, gpu_designs, make_target, read_ledger, run_forge
 
-# As a course's evaluator loads an engine: the module is nobody's, and Penstock is nowhere.
+# As a course's evaluator loads an engine: not registered, and without Penstock.
 LOADER = """
 import importlib.util, json, sys, torch
 torch.set_num_threads(1)

@@ -83,7 +83,7 @@ def make_decode(
     num_pages: int = 0,  # of the table; at least what the longest row needs
     gated: bool = True,
 ) -> Decode:
-    """Pages are dealt out in a random order; page 0 and the last one are nobody's."""
+    """Pages are dealt out in a random order; no row uses page 0 and the last one."""
     owned = [-(-context // page_size) for context in contexts]
     order = torch.randperm(sum(owned), generator=torch.Generator().manual_seed(0)) + 1
     shape = (2 + sum(owned), page_size, kv_heads, dim)

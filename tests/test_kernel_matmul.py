@@ -47,7 +47,7 @@ def poisoned() -> Iterator[None]:
 
 
 def guarded(values: Tensor) -> Tensor:
-    """The same rows, with one of NaN behind them: whoever reads too far computes NaN."""
+    """The same rows, with one of NaN after them: reading too far gives NaN."""
     return torch.cat((values, torch.full_like(values[:1], torch.nan)))[:-1]
 
 

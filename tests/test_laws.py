@@ -253,7 +253,9 @@ def test_a_row_without_penalties_is_untouched_by_a_neighbour_with_them(
     assert logprobs_of(together["noisy"]) == alone(config, noisy)
 
 
-def test_ids_outside_the_vocabulary_are_refused_and_harm_nobody(config: dict[str, Any]) -> None:
+def test_ids_outside_the_vocabulary_are_refused_and_harm_no_other_request(
+    config: dict[str, Any],
+) -> None:
     engine = make_engine(config)
     engine.submit(request("good", prompt(30)))
     for bad in (

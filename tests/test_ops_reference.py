@@ -179,7 +179,7 @@ def test_rope_turns_pairs_by_their_angle_and_passes_the_rest(interleaved: bool) 
     assert_close(turned, torch.cat((exact, x[..., rotary:]), dim=-1))
     assert torch.equal(keys_cache.flatten(0, 1)[kv_index], turned)
     assert torch.equal(values_cache.flatten(0, 1)[kv_index], values)
-    assert int(keys_cache.isnan().all(-1).sum()) == 8  # two heads of the four places nobody wrote
+    assert int(keys_cache.isnan().all(-1).sum()) == 8  # two heads of four unwritten places
 
 
 def test_rope_and_store_norms_the_heads_first() -> None:

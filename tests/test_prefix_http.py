@@ -98,7 +98,7 @@ def sessions(server: Server) -> dict[str, dict[str, Any]]:
 
 
 def test_the_first_chat_finds_the_system_prompt_of_the_operator(server: Server) -> None:
-    """Runs first: nobody but the start of the server has computed it."""
+    """Runs first: only the start of the server has computed it."""
     mine, theirs = [user("Hello!")], [{"role": "system", "content": SYSTEM.strip()}, user("Hello!")]
     assert tokens_of(server, mine) == tokens_of(server, theirs)
     parts_at = next(

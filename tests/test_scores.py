@@ -263,7 +263,7 @@ def parts_of(scores: PromptScores) -> list[TokenDelta]:
 
 
 @pytest.mark.usefixtures("_frozen")
-def test_a_long_scored_prompt_holds_up_nobody(tokenizer: Tokenizer) -> None:
+def test_a_long_scored_prompt_delays_no_other_request(tokenizer: Tokenizer) -> None:
     """20,000 tokens with twenty alternatives each took 1.7 s in one turn of the loop."""
     ids = [place % 1000 for place in range(20_000)]
     last = TokenDelta("0", (5,), (TokenLogprob(5, -1.0, ((5, -1.0),)),), "length")
@@ -282,7 +282,7 @@ def test_a_long_scored_prompt_holds_up_nobody(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.usefixtures("_frozen")
-def test_many_scored_replies_that_end_together_hold_up_nobody(tokenizer: Tokenizer) -> None:
+def test_many_scored_replies_that_end_together_delay_no_other_request(tokenizer: Tokenizer) -> None:
     """A chat of n = 64 with twenty alternatives took 0.8 s in the turn in which it ended."""
     num_replies, num_tokens = 64, 200
     top = tuple((rank * 17 % 1000, -float(rank)) for rank in range(NUM_TOP))

@@ -1,6 +1,4 @@
-"""Many clients at once: nobody's answer depends on the others, and whoever leaves leaves nothing
-behind.
-"""
+"""Many clients at once: no answer depends on the others, and clients that leave free everything."""
 
 from __future__ import annotations
 

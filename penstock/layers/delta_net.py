@@ -1,6 +1,4 @@
-"""A Gated DeltaNet layer: norm, projection, the mixer with its state, and back to the residual
-stream.
-"""
+"""A Gated DeltaNet layer: norm, projection, mixer and state, output added to the residual."""
 
 from __future__ import annotations
 

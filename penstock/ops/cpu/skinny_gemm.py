@@ -1,6 +1,4 @@
-"""Products of a few tokens with a bf16 weight on a CPU (`skinny_gemm.cpp`), rounded once or not at
-all.
-"""
+"""Products of a few tokens with a bf16 weight on a CPU (`skinny_gemm.cpp`)."""
 
 from __future__ import annotations
 
@@ -14,11 +12,11 @@ from torch import Tensor
 
 from penstock.ops.cpu import library
 
-MOST_TOKENS = 8  # for more, a product costs its arithmetic, which torch's libraries do as well
+MOST_TOKENS = 8  # for more, arithmetic dominates, and the libraries of torch are as fast
 
 
 def is_better(x: Tensor, weight: Tensor) -> bool:
-    """Whether `multiply` is to be preferred for x [T, K] and a weight [N, K]."""
+    """Whether `multiply` is faster for x [T, K] and a weight [N, K]."""
     return (
         weight.dtype == torch.bfloat16
         and x.dtype == torch.bfloat16

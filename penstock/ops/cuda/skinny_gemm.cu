@@ -41,7 +41,7 @@ struct Four {
                      : "l"(p));                                                                           \
         return v;                                                                                         \
     }
-// Weights: they shall not push others out of L1. Not .nc, which ptxas would move behind the wait.
+// For weights, which must not evict others from L1. Not .nc, which ptxas would move after the wait.
 LOAD(load_once, "ld.global.L1::no_allocate.v4.u32")
 LOAD(load_again, "ld.global.v4.u32")
 
@@ -160,7 +160,7 @@ skinny_gemm(const u16* x, const float* norm, const u16* weight, const u16* bias,
 
     const u16* own_token = x + (long long)min(group, num_tokens - 1) * x_stride + first_column;
     Four next = load_again(own_token);
-    float added[OUTPUTS];  // asked for early: at the end everybody would wait for it
+    float added[OUTPUTS];  // loaded early: at the end all threads would wait for it
 #pragma unroll
     for (int i = 0; i < OUTPUTS; ++i) {
         const int place = threadIdx.x + i * THREADS, row = first_row + place % ROWS, token = place / ROWS;

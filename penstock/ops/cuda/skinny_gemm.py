@@ -1,5 +1,4 @@
-"""Products of up to 8 tokens and a dense weight whose bytes go straight from memory to the tensor
-cores.
+"""Products of up to 8 tokens with a dense weight, which goes straight from memory to tensor cores.
 
 `skinny_gemm.cu` explains the kernel. This file holds the products it can take, its tiles and its
 launch.
@@ -26,9 +25,7 @@ STEP_COLUMNS = 32  # that a warp multiplies at a time
 TILE_ROWS = 16  # of one instruction
 MOST_HELD = 16  # steps of one tile of rows: 128 registers of a thread
 WIDE_ROWS = 1 << 12
-MAX_NORMED = (
-    1 << 13
-)  # columns of a norm that fit beside the sums in what memory a block has without asking
+MAX_NORMED = 1 << 13  # columns of a norm that fit the default shared memory beside the sums
 REGISTERS = 65536  # of a multiprocessor
 DTYPES = (torch.bfloat16, torch.float16)
 SOURCE = Path(__file__).with_name("skinny_gemm.cu")
@@ -92,9 +89,8 @@ def _address(tensor: Tensor | None) -> ctypes._SimpleCData[Any]:
 
 
 def skinny_rule(shape: tuple[int, int]) -> Tile | None:
-    """Where there are rows for one block on each processor only, many warps that ask for everything
-    at once; else several small blocks, with more rows for each byte of the tokens. None: the
-    columns do not divide.
+    """For few rows, one block per multiprocessor with many warps that load everything at once; else
+    several small blocks, with more rows per byte of the tokens. None if the columns do not divide.
     """
     is_wide = shape[0] > WIDE_ROWS
     row_tiles, num_warps, held, blocks = (2, 4, 4, 3) if is_wide else (1, 8, 16, 1)
@@ -104,9 +100,7 @@ def skinny_rule(shape: tuple[int, int]) -> Tile | None:
 
 
 def skinny_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
-    """Warps that share the columns evenly, steps that they hold, and blocks that these leave room
-    for.
-    """
+    """Warps that divide the columns evenly, steps that they hold, and blocks that still fit."""
     if num_tokens > MAX_TOKENS:
         return []
     tiles: list[Tile] = []
@@ -123,13 +117,13 @@ def skinny_candidates(shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
 
 
 def _most_blocks(row_tiles: int, num_warps: int, held: int) -> int:
-    """That fit on a multiprocessor, by a generous count of the registers a thread needs."""
+    """Blocks that fit a multiprocessor, by a generous estimate of the registers of a thread."""
     needed = 8 * held * row_tiles + 4 * row_tiles + 64
     return max(1, min(8, REGISTERS // (32 * num_warps * min(needed, 255))))
 
 
 def compile_cases() -> list[dict[str, int]]:
-    """Constants of the kernel as Qwen3.5-35B-A3B needs it in bf16, a model in fp16, and one with
+    """Constants of the kernel for Qwen3.5-35B-A3B in bf16, for a model in fp16, and for one with
     biases.
     """
     plain = dict.fromkeys(("HAS_NORM", "HAS_BIAS", "HAS_RESIDUAL", "IS_OUT_FLOAT"), 0)

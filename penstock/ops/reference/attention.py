@@ -1,9 +1,8 @@
 """Causal attention over paged keys and values. Knows pages and rows, not sequences.
 
-Decode rows are one batched computation over the pages they own. Rows of several tokens go block by
-block of 64 queries, aligned to absolute positions: a token meets the same shapes however its prompt
-was split, so the result is the same to the bit. With `deterministic` decode rows take that road as
-well.
+Decode rows are one batched computation over their pages. Rows of several tokens are computed in
+blocks of 64 queries, aligned to absolute positions, so that a token has the same shapes and the
+same bits however its prompt was split. With `deterministic`, so are decode rows.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""The Gated DeltaNet mixer: causal convolution, gates, the delta rule, and the gated norm of its
+"""The Gated DeltaNet mixer: causal convolution, gates, delta rule, and the gated norm of its
 output.
 
-Rows of one token take the recurrence, all of them at once; rows of several tokens are computed
-in blocks of 64 aligned to absolute positions, so that a prompt split at a multiple of 64
-gives the same bits. With `deterministic` every row is computed alone, and a token at such a
-position always in a block.
+Rows of one token use the recurrence, all at once; rows of several tokens are computed in blocks of
+64 aligned to absolute positions, so that a prompt split at a multiple of 64 gives the same bits.
+With `deterministic` every row is computed alone, and a token at such a position always in a block.
 
 State is read from the initial slots and written to the state and checkpoint slots only; it is
-computed in float32 and rounded to what the slots hold. The inputs of the convolution are kept as a
-ring: the input of position p lies at p % W, so a step writes its own tokens' entries and no other,
+computed in float32 and rounded to the dtype of the slots. The inputs of the convolution are kept as
+a ring: the input of position p is at p % W, so a step writes only the entries of its own tokens,
 unless the row moves to another slot. Positions before 0 count as zero, whatever the ring holds.
 """
 
@@ -100,9 +99,7 @@ def gated_delta_net(
 
 
 def _takes_blocks(span: Span | None) -> TypeGuard[Span]:
-    """Several tokens, or one that another split of its prompt would have put at the start of a
-    block.
-    """
+    """Whether a row has several tokens, or one that starts a block."""
     return span is not None and (span.num_tokens > 1 or span.context_len % BLOCK_TOKENS == 1)
 
 
@@ -113,7 +110,7 @@ def _initial(pool: Tensor, slots: Tensor, starts_empty: Tensor) -> Tensor:
 
 
 def _rounded(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """As slots hold it: of what is too large, the largest number, as infinity would stay."""
+    """Rounded to the dtype of the slots, and clamped, since an infinity would stay."""
     if dtype == torch.float32:
         return state
     largest = torch.finfo(dtype).max
@@ -177,9 +174,7 @@ def _recurrence(
     beta: Tensor,  # [n, Hv]
     state: Tensor,  # [n, Hv, K, V]  consumed
 ) -> tuple[Tensor, Tensor]:  # [n, Hv, V], [n, Hv, K, V]
-    """One token of every row: decay, replace what the state holds under the key, read with the
-    query.
-    """
+    """One token of every row: decay, replace the value under the key, read with the query."""
     heads_a_key = v.shape[1] // k.shape[1]
     q, k = (x.repeat_interleave(heads_a_key, dim=1).flatten(0, 1).unsqueeze(1) for x in (q, k))
     held = state.mul_(log_decay.exp()[..., None, None]).flatten(0, 1)  # [n * Hv, K, V]
@@ -189,7 +184,7 @@ def _recurrence(
 
 
 class _Prepared(NamedTuple):
-    """What a block is before it meets the state; heads as [Hk, r] with r = Hv / Hk."""
+    """The state-independent part of a block; heads as [Hk, r] with r = Hv / Hk."""
 
     q: Tensor  # [blocks, Hk, r, 64, K]  decayed since the block began
     k: Tensor  # [blocks, Hk, 1, 64, K]

@@ -1,7 +1,7 @@
-"""How the rows of a step are cut, for the reference ops and for kernels. The device is not asked.
+"""Cuts the rows of a step, for the reference ops and for kernels. On the host only.
 
-Consecutive decodes form one part, so that a decode step is a fixed sequence of batched operations;
-any other row is a part of its own. Kernels see those rows as blocks.
+Consecutive decodes form one group, so that a decode step is a fixed sequence of batched operations;
+any other row is its own group. Kernels see those rows as blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 BLOCK_TOKENS = 64
-LEAST_KEYS = 16  # of a page, that attention kernels read at once
+LEAST_KEYS = 16  # of a page, read at once by attention kernels
 
 
 class Span(Protocol):
@@ -54,7 +54,7 @@ class TokenBlocks:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows that are computed together; `span` is the only row of a block that is not decodes."""
+    """Rows that are computed together: decodes, or one other row, which is `span`."""
 
     rows: slice
     tokens: slice
@@ -62,7 +62,7 @@ class RowGroup:
 
 
 def cut_rows(spans: Sequence[Span], *, batch_decodes: bool) -> Iterator[RowGroup]:
-    """The rows of a step in order. Without `batch_decodes` every row is a block with its span."""
+    """The rows of a step in order. Without `batch_decodes` every row is its own group."""
     row = token = 0
     while row < len(spans):
         end = row

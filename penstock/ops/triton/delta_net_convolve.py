@@ -3,8 +3,8 @@
 
 A program takes a block, which is up to 64 tokens of one row, and the channels of one head: of a
 query or a key, which it brings to length one, or of a value. It writes them to the block's own 64
-rows, [64, channels], and zeros behind the last token: whoever reads them needs to know neither
-tokens nor rows. It knows nothing of the delta rule. Of the state it reads only the ring, where the
+rows, [64, channels], and zeros after the last token, so that readers need to know neither tokens
+nor rows. It knows nothing of the delta rule. Of the state it reads only the ring, where the
 first tokens of a row look behind themselves; it does not write it.
 """
 

@@ -32,7 +32,7 @@ NUM_LEVELS = tl.constexpr(
 
 
 def num_scratch_elements(block_k: int, padded_v: int) -> int:
-    """Of one value head of a block."""
+    """Elements of one value head of a block."""
     return rows.BLOCK_TOKENS * (block_k + padded_v + rows.BLOCK_TOKENS)
 
 

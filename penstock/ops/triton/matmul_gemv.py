@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
-"""Products of very few tokens: every weight is read once, straight into registers, and met by each
+"""Products of very few tokens: every weight is read once, into registers, and multiplied with each
 token.
 
 A program owns a few rows of the weight and walks them in blocks of columns. The first `held` blocks
-are on their way before the kernel waits for the one before it, and from then on as many stay in
-flight. Nothing passes through shared memory but the last sums: a block is at least as wide as the
-threads' 16-byte loads together, so activations arrive in the layout in which the weights are held.
+are loading before the kernel waits for the one before it, and as many stay in flight. Only the last
+sums pass through shared memory: a block is at least as wide as the 16-byte loads of all threads
+together, so activations arrive in the same layout as the weights.
 """
 
 from __future__ import annotations
@@ -34,16 +34,14 @@ from penstock.ops.triton.matmul_product import (
 from penstock.ops.triton.tuning import Tile, bucket
 
 MAX_TOKENS = 8
-WARP_COLUMNS = (
-    256  # what a warp loads of a row at once: 32 threads, 16 bytes each, of a 16-bit type
-)
+WARP_COLUMNS = 256  # of a row, loaded by a warp at once: 32 threads, 16 bytes each, 16-bit type
 # Weights a thread has in flight, by tokens: two a register, beside the tokens' sums.
 HELD_ELEMENTS = {1: 160, 2: 160, 4: 128, 8: 64}
 
 
 @triton.jit
 def _load_block(p_rows, columns, K: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """Of weights, which a step reads once: they shall not push out of L1 what is read again."""
+    """Weights, which a step reads once: they must not evict from L1 what is read again."""
     if IS_WHOLE:
         return tl.load(p_rows + columns, eviction_policy="evict_first")
     else:
@@ -52,8 +50,8 @@ def _load_block(p_rows, columns, K: tl.constexpr, IS_WHOLE: tl.constexpr):
 
 @triton.jit
 def _stack(parts, COUNT: tl.constexpr):
-    """COUNT tensors [..], a power of two -> [.., 2, 2, ..]: in their order once the new dims are
-    one.
+    """COUNT tensors [..], a power of two -> [.., 2, 2, ..]; in order once the new dims are
+    flattened.
     """
     if COUNT == 1:
         return parts[0]
@@ -189,8 +187,8 @@ def multiply_gemv(product: Product, tile: Tile) -> Tensor:
 
 
 def gemv_rule(shape: tuple[int, ...], num_tokens: int, device: torch.device) -> Tile:
-    """Many rows a program spare activations; fewer where all of them can be held, or the device is
-    to be filled: at least three programs a processor.
+    """Many rows per program reuse activations; fewer if all of the weight can be held, or to fill
+    the device with at least three programs per multiprocessor.
     """
     N, K = shape
     tiles = [_tile(block_n, _block_width(K), K, num_tokens) for block_n in (8, 4, 2, 1)]

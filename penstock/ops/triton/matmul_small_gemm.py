@@ -34,12 +34,12 @@ from penstock.ops.triton.matmul_product import (
 )
 from penstock.ops.triton.tuning import Tile, bucket
 
-OTHER_BYTES = 3 * 1024  # of a program's shared memory, left to what is not its loop's
+OTHER_BYTES = 3 * 1024  # of shared memory, kept free of the stages of the loop
 MAX_STAGES = 8
-PREFETCHED_BYTES = 1024  # of every row, towards L2, while the kernel before still runs
+PREFETCHED_BYTES = 1024  # of every row, prefetched to L2 while the kernel before still runs
 SUMMED_COLUMNS = 512  # of a token, in one program of the second kernel
 
-# A token's sums are the same in every batch when no number of this depends on the batch.
+# The sums of a token are the same in every batch, because none of these depends on the batch.
 FIXED_TILE: Tile = {
     "block_m": 16,
     "block_n": 32,
@@ -202,8 +202,7 @@ def small_gemm_rule(shape: tuple[int, ...], num_tokens: int, device: torch.devic
     num_programs = cdiv(N, block_n) * cdiv(num_tokens, block_m)
     most_splits = max(1, K // (4 * block_k))  # fewer than four steps do not fill a pipeline
     num_splits = min(max(1, round(num_processors(device) / num_programs)), most_splits)
-    # A program that has a processor to itself may keep as much of the weight on its way as fits
-    # there.
+    # A program alone on a multiprocessor may use all of its shared memory for stages.
     memory = shared_memory(device)
     is_shared = num_programs * num_splits > num_processors(device) and memory >= 2 * SMALL_MEMORY
     return _tile(block_m, block_n, block_k, num_splits, memory // 2 if is_shared else memory)

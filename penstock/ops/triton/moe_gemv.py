@@ -2,10 +2,10 @@
 """The chosen experts of a few tokens, as matrix-vector products in two launches. Chooses nothing
 itself.
 
-Every expert of every token is read for that token alone: while few tokens choose the same experts,
-nothing is read twice, and no tensor core has to be filled. A program asks for all its weights at
-once, and takes enough of them that the programs of one multiprocessor keep some 100 KB on their
-way. The shared expert counts as one more slot of a token, after its k.
+Every expert of every token is read for that token alone: with few tokens, hardly any expert is
+chosen twice, and no tensor core has to be filled. A program loads all its weights at once, and
+takes enough of them that a multiprocessor has some 100 KB in flight. The shared expert counts as
+one more slot of a token, after its k.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _down_kernel(
             own_inner + TOP_K * INNER + shared_columns, mask=is_column, other=0.0
         )
         b_shared_weight = tl.load(shared_weight + i_token)
-    # the compiler would otherwise ask for the last weights after using the first ones
+    # otherwise the compiler moves the last loads after the first uses
     tl.debug_barrier()
 
     b_scaled = b_inner.to(tl.float32) * b_weights[:, None]

@@ -32,12 +32,8 @@ from penstock.ops.triton.launch import (
 from penstock.ops.triton.moe_permute import list_pairs, load_tile
 from penstock.ops.triton.tuning import Tile, bucket, choose
 
-LOW_PAIRS = tl.constexpr(
-    64
-)  # what a warp group multiplies at least: fewer leave its tensor cores idle
-TALL_PAIRS = (
-    64  # of an expert, on average: above, tiles of twice the height read its weights less often
-)
+LOW_PAIRS = tl.constexpr(64)  # rows of a warp group; fewer leave tensor cores idle
+TALL_PAIRS = 64  # per expert, on average: above, tiles of twice the height read weights less often
 
 
 def run(

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Which pairs an expert has, and in which tiles they are multiplied. Knows nothing of weights.
+"""Sorts pairs by expert and cuts them into tiles. Knows nothing of weights.
 
-A pair is a token with one of its experts: pair t * slots + j is slot j of token t. Where there is a
-shared expert it is every token's last slot, and counts as expert E. The list is made on the device,
-in one launch; the host knows no more than how many tiles the worst routing would have.
+A pair is a token with one of its experts: pair t * slots + j is slot j of token t. A shared expert
+is the last slot of every token, and counts as expert E. The list is made on the device, in one
+launch; the host knows only how many tiles the worst routing needs.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def list_pairs(
     block = 256 if bucket(num_tokens) <= 2048 else 1024
     _list_tiles_kernel[cdiv(num_tokens * slots, block),](
         ids,
-        zeroed(
-            counters, num_experts + 1, ids.device
-        ),  # the pairs of every expert, and programs that are done
+        # the pairs of every expert, and programs that are done
+        zeroed(counters, num_experts + 1, ids.device),
         order,
         tiles,
         num_tokens,

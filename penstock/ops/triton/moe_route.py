@@ -470,7 +470,7 @@ def _norm_tokens(
     H: tl.constexpr,
     HAS_SHARED: tl.constexpr,
 ):
-    """The norm of whole tokens and, while they are at hand, their weight of the shared expert."""
+    """The norm of whole tokens and, from the same registers, their weight of the shared expert."""
     columns = tl.arange(0, b_norm.shape[0])
     places = tokens[:, None] * H + columns[None, :]
     is_own = is_token[:, None] & (columns < H)[None, :]

@@ -9,9 +9,8 @@ the expert's pairs, BLOCK_M at a time; the weights are the left operand, so that
 fill the tensor cores. There are as many programs as the worst routing needs: those without pairs
 end at once.
 
-Who an expert's pairs are: with fewer pairs than experts, each program looks through all ids itself,
-and works if its own pair is the first of its expert's or of a tile of them. Else a launch before
-lists them by expert.
+With fewer pairs than experts, each program scans all ids, and works if its own pair is the first of
+its expert or of a tile of it. Otherwise a launch before lists the pairs by expert.
 
 A pair's numbers do not depend on which pairs share its tile, and no sum depends on the order of
 programs.
@@ -43,9 +42,7 @@ DETERMINISTIC_TILE: Tile = {
     "num_warps": 4,
     "num_stages": 4,
 }
-WIDE_TOKENS = (
-    256  # up to here pairs leave their outputs in float32; more of them would cost too much traffic
-)
+WIDE_TOKENS = 256  # up to here the outputs of pairs are float32; for more, too much traffic
 
 
 def run(
@@ -73,8 +70,7 @@ def run(
     dims = {"TOP_K": k, "H": width, "I": inner_width, "SHARED_I": shared_width, "INNER": widest}
     options = launch_options(x.device)
     shape = (num_experts, k, inner_width, width)
-    # What decides on code goes by the next power of two of tokens: between two, nothing new is
-    # compiled.
+    # Constants follow the next power of two of tokens, so that few kernels are compiled.
     most_pairs = bucket(num_tokens) * k
     mean_pairs = most_pairs // num_experts
     is_listed = most_pairs > num_experts

@@ -147,7 +147,7 @@ def _prefill_rule(shape: tuple[int, ...], dtype: torch.dtype, shared_memory: int
             rows.BLOCK_TOKENS * block_heads + 4 * block_keys
         ) * padded_dim * dtype.itemsize <= shared_memory:
             break
-    # 4 warps for 64 rows of the tile: that is whom the tensor cores of Hopper obey.
+    # wgmma needs a full warp group (4 warps) per 64 rows.
     tile = {"BLOCK_HEADS": block_heads, "BLOCK_KEYS": block_keys}
     return {**tile, "num_warps": 4 * block_heads, "num_stages": 2}
 
@@ -199,7 +199,7 @@ def compile_cases() -> list[CompileCase]:
 
 
 def _options(tile: Tile) -> tuple[dict[str, int], dict[str, int]]:
-    """The constexprs of a tile, and what the compiler is told beside them."""
+    """The constexprs of a tile, and its compiler options."""
     names = ("num_warps", "num_stages")
     rest = {name: value for name, value in tile.items() if name not in names}
     return rest, {name: tile[name] for name in names}
