@@ -6,7 +6,9 @@ import argparse
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.eval.results import prepare_output
@@ -36,55 +38,27 @@ def read_duration(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
+# Flag, type, metavar, default, help; with {} the default is named.
+FLAGS: tuple[tuple[str, Callable[[str], Any], str, Any, str], ...] = (
+    ("--config", Path, "FILE", None, "model_config.json (default: of /target or target)"),
+    ("--weights", Path, "FOLDER", None, "folder of model.pt (default: of /target or target)"),
+    ("--out", Path, "FILE", Path("workspace/engine.py"), "the engine; its log is beside it ({})"),
+    ("--budget", read_duration, "TIME", 600.0, "90s, 10m (default: 10m)"),
+    ("--device", str, "NAME", "auto", "auto, cuda or cpu ({})"),
+    ("--seed", int, "N", 0, "of the traces ({})"),
+    ("--max-trials", int, "N", 1000, "stop after that many"),
+    ("--llm-base-url", str, "URL", "", "a server whose model plans and proposes edits"),
+    ("--llm-model", str, "NAME", "", "its name (default: the server's first)"),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="model_config.json (default: of /target or target)",
-    )
-    parser.add_argument(
-        "--weights",
-        type=Path,
-        metavar="FOLDER",
-        help="the folder of model.pt (default: of /target or target)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        default=Path("workspace/engine.py"),
-        help="where the engine goes; ledger, log and report beside it (default: "
-        "workspace/engine.py)",
-    )
-    parser.add_argument(
-        "--budget",
-        type=read_duration,
-        metavar="TIME",
-        default=600.0,
-        help="90s, 10m (default: 10m)",
-    )
-    parser.add_argument(
-        "--device", metavar="NAME", default="auto", help="auto, cuda or cpu (default: auto)"
-    )
-    parser.add_argument(
-        "--seed", type=int, metavar="N", default=0, help="of the traces (default: 0)"
-    )
-    parser.add_argument(
-        "--max-trials", type=int, metavar="N", default=1000, help="stop after that many"
-    )
-    parser.add_argument(
-        "--llm-base-url",
-        metavar="URL",
-        default=os.environ.get("PENSTOCK_LLM_BASE_URL", ""),
-        help="a server whose model plans and proposes edits (PENSTOCK_LLM_BASE_URL)",
-    )
-    parser.add_argument(
-        "--llm-model",
-        metavar="NAME",
-        default=os.environ.get("PENSTOCK_LLM_MODEL", ""),
-        help="its name (PENSTOCK_LLM_MODEL; default: the server's first)",
-    )
+    for flag, kind, metavar, default, words in FLAGS:
+        words = words.replace("{}", f"default: {default}")
+        if flag.startswith("--llm-"):
+            variable = f"PENSTOCK_{flag[2:].replace('-', '_').upper()}"
+            default, words = os.environ.get(variable, ""), f"{words} ({variable})"
+        parser.add_argument(flag, type=kind, metavar=metavar, default=default, help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import statistics
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
 from penstock.errors import PenstockError
@@ -42,6 +42,7 @@ RECENT_TRIALS = 5  # which tell how long the next one may take
 SEARCH_SHARE = 0.6  # of the time, where a writing model is to have the rest
 PLAN_SHARE = 0.2  # of the time left, that a plan is waited for
 MEMORY_IS_SHORT = 0.7
+OUTCOME_OF_A_ROW = ("gate", "fault", "seconds", "worst", "peak_bytes", "build_s", "phases")
 NUM_KINDS = 4  # of work: projections, attention, small operations, launching
 
 
@@ -64,37 +65,25 @@ class Engine:
         return self.outcome.timings
 
 
+@dataclass(slots=True)
 class Search:
-    def __init__(
-        self,
-        target: Target,
-        machine: Machine,
-        exam: Exam,
-        sandbox: Sandbox,
-        ledger: Ledger,
-        out: Path,
-        *,
-        budget_s: float,
-        writer: Writer | None = None,
-        max_trials: int = 1000,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self.target = target
-        self.machine = machine
-        self.exam = exam
-        self.sandbox = sandbox
-        self.ledger = ledger
-        self.out = out
-        self.budget_s = budget_s
-        self.writer = writer
-        self.max_trials = max_trials
-        self.say = say
-        self.judged_s: list[float] = []  # of every judgement, second timings included
-        self.reasons: dict[str, str] = {}
-        self.tried: set[str] = set()
-        self.disappointing: list[Alternative] = []
-        self.first: Engine | None = None
-        self.best: Engine | None = None
+    target: Target
+    machine: Machine
+    exam: Exam
+    sandbox: Sandbox
+    ledger: Ledger
+    out: Path
+    _: KW_ONLY
+    budget_s: float
+    writer: Writer | None = None
+    max_trials: int = 1000
+    say: Callable[[str], None] = lambda line: None
+    judged_s: list[float] = field(default_factory=list)  # of every judgement, second timings too
+    reasons: dict[str, str] = field(default_factory=dict)
+    tried: set[str] = field(default_factory=set)
+    disappointing: list[Alternative] = field(default_factory=list)
+    first: Engine | None = None
+    best: Engine | None = None
 
     def run(self) -> Engine:
         """Ends with the best engine on disk, also when it is interrupted."""
@@ -194,13 +183,8 @@ class Search:
                 continue
             self.tried.add(_key(design))
             changed = "; ".join(decisions.differences(best.design, design))
-            self._judge(
-                "search",
-                changed,
-                f"planned by {writer.name}: {step.why}",
-                self._write(design),
-                design,
-            )
+            why = f"planned by {writer.name}: {step.why}"
+            self._judge("search", changed, why, self._write(design), design)
 
     def _tell(self, line: str) -> None:
         self.ledger.log(line)
@@ -233,13 +217,8 @@ class Search:
             reply_s = self._left_s - self._expected_s(1)  # or else its trial would come too late
             proposal = writer.propose(best.source, self._brief(best), reply_s)
             if isinstance(proposal, Proposal):
-                self._judge(
-                    writer.name,
-                    proposal.idea,
-                    "the writing model's idea",
-                    proposal.source,
-                    best.design,
-                )
+                why = "the writing model's idea"
+                self._judge(writer.name, proposal.idea, why, proposal.source, best.design)
             else:
                 outcome = Outcome(proposal, "reply", 0.0)
                 self._record(writer.name, "no usable edit", "", "", "", outcome, "discarded", {})
@@ -380,16 +359,10 @@ class Search:
             why=why,
             lines_added=added,
             lines_removed=removed,
-            gate=outcome.gate,
-            fault=outcome.fault,
             verdict=verdict,
             at_s=self.ledger.age_s,
-            seconds=outcome.seconds,
             call_ms={name: timing.call_ms for name, timing in outcome.timings.items()},
-            worst=outcome.worst,
-            peak_bytes=outcome.peak_bytes,
-            build_s=outcome.build_s,
-            phases=outcome.phases,
+            **{name: getattr(outcome, name) for name in OUTCOME_OF_A_ROW},
             held_to=() if outcome.gate in ("reply", "screen") else tuple(self.sandbox.enforced),
         )
         if outcome.is_passed:
@@ -407,11 +380,8 @@ class Search:
     def _says(self, design: Design) -> str:
         """The engine's own docstring."""
         lines = [
-            "An engine for one model, written by `penstock forge` for the machine it was measured "
-            "on.",
+            "An engine for one model, written by `penstock forge` for the machine it was timed on.",
             "",
-        ]
-        lines += [
             f"Model: {self.target.describe()}.",
             f"Machine: {self.machine.describe()}.",
             "",
@@ -423,14 +393,11 @@ class Search:
         return "\n".join(lines)
 
     def _decided(self, design: Design) -> list[tuple[str, str, str]]:
+        decided = [one for one in decisions.DECISIONS if not decisions.is_idle(one.name, design)]
+        said = [one[design[one.name]].says for one in decided]
         return [
-            (
-                decision.question,
-                _sentence(decision[design[decision.name]].says),
-                self.reasons.get(decision.name, ""),
-            )
-            for decision in decisions.DECISIONS
-            if not decisions.is_idle(decision.name, design)
+            (one.question, words[0].upper() + words[1:], self.reasons.get(one.name, ""))
+            for one, words in zip(decided, said)
         ]
 
     def _brief(self, best: Engine) -> str:
@@ -511,7 +478,3 @@ def _key(design: Design) -> str:
         f"{name}={choice}" for name, choice in design.items() if not decisions.is_idle(name, design)
     )
     return " ".join(chosen)
-
-
-def _sentence(words: str) -> str:
-    return words[0].upper() + words[1:]
