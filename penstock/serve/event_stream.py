@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import TracebackType
 
 from starlette.types import Scope, Send
 
@@ -41,12 +40,7 @@ class EventStream:
         self._look_after(HEADERS_AFTER_S)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._clock.cancel()
         if self._opening is not None:
             self._opening.cancel()  # has no effect on a finished one

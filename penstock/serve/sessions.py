@@ -171,25 +171,9 @@ class ReplyNote:
             reply = ParsedReply.of(self._deltas)
             reply.content = self._reply_start + reply.content
             reply.reasoning = self._reply_thought + reply.reasoning
-            message = _message_of(reply)
-            self._conversations.end(self._turn, message, self.stream.num_context_tokens)
-
-
-def _message_of(reply: ParsedReply) -> Message:
-    """As chat templates expect it. They decide which reasoning a prompt repeats."""
-    message: Message = {"role": "assistant", "content": reply.content}
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
-    if reply.calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in reply.calls
-        ]
-    return message
+            # Templates decide which reasoning a prompt repeats.
+            num_tokens = self.stream.num_context_tokens
+            self._conversations.end(self._turn, reply.message(), num_tokens)
 
 
 def _session_of_header(request: Request) -> str | None:

@@ -16,7 +16,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Protocol
 
 import msgspec
@@ -173,12 +172,7 @@ class TextStream:
     def __enter__(self) -> TextStream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._abort()
 
     async def wait_started(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from base64 import b64encode
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -132,16 +133,8 @@ class VectorRoutes:
             **_common(fields, request),
         )
         answer = EmbeddingAnswer(self._state.model_name, fields.encoding_format == "base64")
-        vectors, id, place = (
-            self._state.text.vectors,
-            request.scope["request_id"],
-            place_of(request.scope),
-        )
-        return _whole_answer(
-            lambda: vectors.stream_embeddings(id, asked, answer.take, place),
-            answer,
-            asked.timeout_s,
-        )
+        start = partial(self._state.text.vectors.stream_embeddings, asked=asked, take=answer.take)
+        return _whole_answer(start, request, answer, asked.timeout_s)
 
     async def rerank(self, request: Request) -> Answer:
         fields = decode_body(await read_body(request), RerankBody, table=self._rerank_table)
@@ -177,28 +170,24 @@ class VectorRoutes:
         request: Request,
         fields: RerankBody | ScoreBody,
         pairs: list[tuple[str, str]],
-        answer: RerankAnswer | ScoreAnswer,
+        answer: ScoreAnswer,
     ) -> Answer:
         asked = ScoreRequest(
             pairs=pairs, instruction=fields.instruction, **_common(fields, request)
         )
-        vectors, id, place = (
-            self._state.text.vectors,
-            request.scope["request_id"],
-            place_of(request.scope),
-        )
-        return _whole_answer(
-            lambda: vectors.stream_scores(id, asked, answer.take, place), answer, asked.timeout_s
-        )
+        start = partial(self._state.text.vectors.stream_scores, asked=asked, take=answer.take)
+        return _whole_answer(start, request, answer, asked.timeout_s)
 
 
 def _whole_answer(
-    start: Callable[[], Awaitable[TextStream]],
-    answer: EmbeddingAnswer | RerankAnswer | ScoreAnswer,
+    start: Callable[..., Awaitable[TextStream]],
+    request: Request,
+    answer: EmbeddingAnswer | ScoreAnswer,
     timeout_s: float | None,
 ) -> Answer:
     """The answer receives the vectors itself. Only streams need the rest of a format."""
-    return Answer(lambda _: start(), cast(ReplyFormat, answer), False, timeout_s)
+    id, place = request.scope["request_id"], place_of(request.scope)
+    return Answer(lambda _: start(id, place=place), cast(ReplyFormat, answer), False, timeout_s)
 
 
 def _usage(usage: Usage) -> dict[str, int]:
@@ -227,39 +216,9 @@ class EmbeddingAnswer:
         return b'{"object":"list","data":[' + b",".join(pieces) + tail
 
 
-class RerankAnswer:
-    def __init__(self, id: str, model: str, top_n: int | None, texts: list[str] | None) -> None:
-        self._id = id
-        self._model = model
-        self._top_n = top_n
-        self._texts = texts  # to be repeated in the answer
-        self._scores: dict[int, float] = {}
-
-    def take(self, index: int, score: float) -> None:
-        self._scores[index] = score
-
-    def encode_body(self, choices: object, usage: Usage) -> bytes:
-        ranked = sorted(self._scores, key=lambda index: (-self._scores[index], index))[
-            : self._top_n
-        ]
-        results = []
-        for index in ranked:
-            result: dict[str, Any] = {"index": index, "relevance_score": self._scores[index]}
-            if self._texts is not None:
-                result["document"] = {"text": self._texts[index]}
-            results.append(result)
-        return msgspec.json.encode(
-            {
-                "id": f"rerank-{self._id}",
-                "object": "rerank",
-                "model": self._model,
-                "results": results,
-                "usage": _usage(usage),
-            }
-        )
-
-
 class ScoreAnswer:
+    """Scores in the order of their pairs."""
+
     def __init__(self, id: str, model: str) -> None:
         self._id = id
         self._model = model
@@ -270,17 +229,36 @@ class ScoreAnswer:
         self._scores[index] = score
 
     def encode_body(self, choices: object, usage: Usage) -> bytes:
-        data = [
-            {"index": index, "object": "score", "score": self._scores[index]}
-            for index in range(len(self._scores))
-        ]
-        return msgspec.json.encode(
-            {
-                "id": f"score-{self._id}",
-                "object": "list",
-                "created": self._created,
-                "model": self._model,
-                "data": data,
-                "usage": _usage(usage),
-            }
-        )
+        return msgspec.json.encode({**self._fields(), "usage": _usage(usage)})
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "id": f"score-{self._id}",
+            "object": "list",
+            "created": self._created,
+            "model": self._model,
+            "data": [
+                {"index": index, "object": "score", "score": score}
+                for index, score in sorted(self._scores.items())
+            ],
+        }
+
+
+class RerankAnswer(ScoreAnswer):
+    """The best first."""
+
+    def __init__(self, id: str, model: str, top_n: int | None, texts: list[str] | None) -> None:
+        super().__init__(id, model)
+        self._top_n = top_n
+        self._texts = texts  # to be repeated in the answer
+
+    def _fields(self) -> dict[str, Any]:
+        ranked = sorted(self._scores, key=lambda index: (-self._scores[index], index))
+        results = []
+        for index in ranked[: self._top_n]:
+            result: dict[str, Any] = {"index": index, "relevance_score": self._scores[index]}
+            if self._texts is not None:
+                result["document"] = {"text": self._texts[index]}
+            results.append(result)
+        head = {"id": f"rerank-{self._id}", "object": "rerank", "model": self._model}
+        return {**head, "results": results}

@@ -223,7 +223,10 @@ class ChatReplyFormat(OpenAIReplyFormat):
         )
 
     def _reply_fields(self, reply: ParsedReply) -> dict[str, Any]:
-        return {"message": _message(reply)}
+        message = reply.message()
+        if reply.calls:  # as at OpenAI, content is null if there are only calls
+            message["content"] = reply.content or None
+        return {"message": message}
 
     def _new_scores(self) -> ChatScores:
         return ChatScores()
@@ -290,24 +293,6 @@ def _delta_fields(piece: Delta) -> dict[str, Any] | None:
         case ToolArguments(index, json):
             return {"tool_calls": [{"index": index, "function": {"arguments": json}}]}
     return None
-
-
-def _message(reply: ParsedReply) -> dict[str, Any]:
-    """A whole reply. As at OpenAI, content is null if there are only calls."""
-    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
-    if reply.calls:
-        message["content"] = reply.content or None
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in reply.calls
-        ]
-    return message
 
 
 def encode_error(error: PenstockError) -> bytes:

@@ -31,7 +31,7 @@ from penstock.serve.openai.chat_options import (
     thinking_budget,
     thinking_switch,
 )
-from penstock.serve.openai.forms import Schema, StructuredOutputs, form_of
+from penstock.serve.openai.forms import Schema, StructuredOutputs, TextForm, form_of
 from penstock.serve.openai.messages import Message, plain_messages
 from penstock.serve.openai.output_options import (
     output_options,
@@ -242,19 +242,10 @@ def chat_request(fields: ChatBody, defaults: Defaults = NO_DEFAULTS) -> ChatRequ
         tools=tools,
         template_arguments=_template_arguments(fields),
         **_thinking_options(fields),
-        **_form(fields),
         sampling=_sampling(fields, logprobs, {"logprobs": "top_logprobs"}, defaults),
-        is_stream=bool(fields.stream),
-        include_usage=_includes_usage(fields),
         must_call=must_call,
         is_parallel=fields.parallel_tool_calls is not False,
-        timeout_s=fields.timeout,
-        priority=fields.priority or 0,
-        session_id=fields.session_id,
-        cache_salt=fields.cache_salt,
-        cache_key=fields.prompt_cache_key,
-        loop_guard=fields.loop_guard,
-        output=output_options(fields),
+        **_common(fields, form),
     )
 
 
@@ -293,16 +284,7 @@ def completion_request(
         prompts=prompts,
         sampling=sampling,
         echo=bool(fields.echo),
-        **_form(fields),
-        is_stream=bool(fields.stream),
-        include_usage=_includes_usage(fields),
-        timeout_s=fields.timeout,
-        priority=fields.priority or 0,
-        session_id=fields.session_id,
-        cache_salt=fields.cache_salt,
-        cache_key=fields.prompt_cache_key,
-        loop_guard=fields.loop_guard,
-        output=output_options(fields),
+        **_common(fields, form_of(fields)),
     )
 
 
@@ -386,11 +368,21 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
     return {int(key): bias for key, bias in biases.items()}
 
 
-def _form(fields: SamplingFields) -> dict[str, Any]:
-    form = form_of(fields)
-    return (
-        {} if form is None else {"json_form" if isinstance(form, JsonForm) else "text_form": form}
-    )
+def _common(fields: SamplingFields, form: JsonForm | TextForm | None) -> dict[str, Any]:
+    """What both endpoints take besides prompts and sampling."""
+    return {
+        "json_form": form if isinstance(form, JsonForm) else None,
+        "text_form": None if isinstance(form, JsonForm) else form,
+        "is_stream": bool(fields.stream),
+        "include_usage": _includes_usage(fields),
+        "timeout_s": fields.timeout,
+        "priority": fields.priority or 0,
+        "session_id": fields.session_id,
+        "cache_salt": fields.cache_salt,
+        "cache_key": fields.prompt_cache_key,
+        "loop_guard": fields.loop_guard,
+        "output": output_options(fields),
+    }
 
 
 def _effort(fields: ChatBody) -> tuple[bool | None, int | None]:

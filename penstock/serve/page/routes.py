@@ -52,8 +52,8 @@ class LiveRoute:
     `top`. Totals only ever grow; what watches them subtracts. The engines are asked once a second
     however many watch, and not at all while nobody does."""
 
-    def __init__(self, serving: ServerState) -> None:
-        self._serving = serving
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
         self._event = b""
         self._taken_at = 0.0  # on the monotonic clock
         self._taking = asyncio.Lock()
@@ -64,7 +64,7 @@ class LiveRoute:
 
     async def _events(self) -> AsyncIterator[bytes]:
         """Until the client leaves, or the server ends."""
-        draining = self._serving.draining
+        draining = self._state.draining
         while not draining.is_set():
             yield await self._latest()
             try:
@@ -80,12 +80,12 @@ class LiveRoute:
             return self._event
 
     async def snapshot(self) -> dict[str, Any]:
-        client, metrics = self._serving.client, self._serving.metrics
+        client, metrics = self._state.client, self._state.metrics
         replicas = await client.report()
         return {
             "time": time.time(),
-            "model": self._serving.model_name,
-            "is_ready": self._serving.is_ready,
+            "model": self._state.model_name,
+            "is_ready": self._state.is_ready,
             "phase": None if client.info is not None else client.phase,
             "failure": None if client.failure is None else client.failure.what,
             "engine": client.info,

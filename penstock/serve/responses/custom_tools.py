@@ -74,11 +74,6 @@ class InputText:
         self._unread = ""  # JSON
         self._has_begun = False
         self._is_open = False  # inside the string
-        self._texts: list[str] = []
-
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
 
     def feed(self, more: str) -> str:
         """The new text; none for arguments that do not begin with it, until their end."""
@@ -95,7 +90,7 @@ class InputText:
         assert whole is not None
         self._unread = self._unread[whole.end() :]
         self._is_open = not self._unread.startswith('"')
-        return self._add(json.loads(f'"{whole.group()}"', strict=False))
+        return _without_surrogates(json.loads(f'"{whole.group()}"', strict=False))
 
     def end(self) -> str:
         """The new text at the end; for arguments of another form, all of them."""
@@ -105,9 +100,8 @@ class InputText:
             text = json.loads(self._unread)[CUSTOM_INPUT]
         except (ValueError, KeyError, TypeError, RecursionError):
             text = None
-        return self._add(text if isinstance(text, str) else self._unread)
+        return _without_surrogates(text if isinstance(text, str) else self._unread)
 
-    def _add(self, text: str) -> str:
-        text = text.encode("utf-8", "replace").decode()  # replaces lone surrogates
-        self._texts.append(text)
-        return text
+
+def _without_surrogates(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()

@@ -92,9 +92,8 @@ class TextItem:
         }
 
     def start(self) -> list[Event]:
-        item = self.fields("in_progress")
         return [
-            ("response.output_item.added", {"output_index": self.index, "item": item}),
+            _item_event("added", self.index, self.fields("in_progress")),
             (f"response.{self._part_name}.added", {**self._place, "part": self._part()}),
         ]
 
@@ -104,10 +103,7 @@ class TextItem:
         return [
             (f"response.{self._voice}.done", {**self._place, **text}),
             (f"response.{self._part_name}.done", {**self._place, "part": part}),
-            (
-                "response.output_item.done",
-                {"output_index": self.index, "item": self.fields(status)},
-            ),
+            _item_event("done", self.index, self.fields(status)),
         ]
 
     def _text(self) -> str:
@@ -126,97 +122,67 @@ class TextItem:
 class CallItem:
     """A call of a function."""
 
+    prefix, kind, written = "fc", "function_call", "arguments"
+
     def __init__(self, token: str, index: int, call: ToolCallStart) -> None:
-        self.id = f"fc_{token}_{index}"
+        self.id = f"{self.prefix}_{token}_{index}"
         self.index = index
         self._call = call
-        self._arguments: list[str] = []
+        self._texts: list[str] = []
         self._place = {"item_id": self.id, "output_index": index}
 
     def fields(self, status: Status) -> Fields:
         return {
             "id": self.id,
-            "type": "function_call",
+            "type": self.kind,
             "status": status,
             "call_id": self._call.id,
             "name": self._call.name,
-            "arguments": "".join(self._arguments),
+            self.written: "".join(self._texts),
         }
 
     def start(self) -> list[Event]:
-        return [
-            (
-                "response.output_item.added",
-                {"output_index": self.index, "item": self.fields("in_progress")},
-            )
-        ]
+        return [_item_event("added", self.index, self.fields("in_progress"))]
 
     def add(self, json: str) -> list[Event]:
-        self._arguments.append(json)
-        return [("response.function_call_arguments.delta", {**self._place, "delta": json})]
+        return self._add_text(json)
 
     def end(self, status: Status) -> list[Event]:
-        item = self.fields(status)
-        done = ("response.output_item.done", {"output_index": self.index, "item": item})
-        if status != "completed":  # a client that waits for arguments must not use these
-            return [done]
-        arguments = {**self._place, "name": self._call.name, "arguments": item["arguments"]}
-        return [("response.function_call_arguments.done", arguments), done]
+        """A client that waits for arguments must not use those of a call that is not complete."""
+        done = self._whole() if status == "completed" else []
+        return [*done, _item_event("done", self.index, self.fields(status))]
+
+    def _add_text(self, text: str) -> list[Event]:
+        self._texts.append(text)
+        return [(f"response.{self.kind}_{self.written}.delta", {**self._place, "delta": text})]
+
+    def _whole(self) -> list[Event]:
+        told = {"name": self._call.name, "arguments": "".join(self._texts)}
+        return [("response.function_call_arguments.done", {**self._place, **told})]
 
 
-class CustomCallItem:
-    """A call of a custom tool."""
+class CustomCallItem(CallItem):
+    """A call of a custom tool, whose only argument is a text."""
+
+    prefix, kind, written = "ctc", "custom_tool_call", "input"
 
     def __init__(self, token: str, index: int, call: ToolCallStart) -> None:
-        self.id = f"ctc_{token}_{index}"
-        self.index = index
-        self._call = call
+        super().__init__(token, index, call)
         self._input = InputText()
-        self._place = {"item_id": self.id, "output_index": index}
-
-    def fields(self, status: Status) -> Fields:
-        return {
-            "id": self.id,
-            "type": "custom_tool_call",
-            "status": status,
-            "call_id": self._call.id,
-            "name": self._call.name,
-            "input": self._input.text,
-        }
-
-    def start(self) -> list[Event]:
-        return [
-            (
-                "response.output_item.added",
-                {"output_index": self.index, "item": self.fields("in_progress")},
-            )
-        ]
 
     def add(self, json: str) -> list[Event]:
-        return self._delta(self._input.feed(json))
+        text = self._input.feed(json)
+        return self._add_text(text) if text else []
 
-    def end(self, status: Status) -> list[Event]:
-        if status != "completed":
-            return [
-                (
-                    "response.output_item.done",
-                    {"output_index": self.index, "item": self.fields(status)},
-                )
-            ]
-        last = self._delta(self._input.end())
-        item = self.fields(status)
-        return [
-            *last,
-            ("response.custom_tool_call_input.done", {**self._place, "input": item["input"]}),
-            ("response.output_item.done", {"output_index": self.index, "item": item}),
-        ]
+    def _whole(self) -> list[Event]:
+        last = self._input.end()
+        events = self._add_text(last) if last else []
+        told = {**self._place, "input": "".join(self._texts)}
+        return [*events, ("response.custom_tool_call_input.done", told)]
 
-    def _delta(self, text: str) -> list[Event]:
-        return (
-            [("response.custom_tool_call_input.delta", {**self._place, "delta": text})]
-            if text
-            else []
-        )
+
+def _item_event(change: str, index: int, item: Fields) -> Event:
+    return f"response.output_item.{change}", {"output_index": index, "item": item}
 
 
 class Output:
@@ -228,7 +194,7 @@ class Output:
         self._token = token
         self._form = form
         self._scores = ScoreQueue()
-        self._open: TextItem | CallItem | CustomCallItem | None = None
+        self._open: TextItem | CallItem | None = None
         self._num_items = 0  # ever begun
         self._num_events = 0
         self._has_answer = False  # a message or a whole call
@@ -255,7 +221,7 @@ class Output:
                 kind = CustomCallItem if piece.name in self._form.custom_tools else CallItem
                 return self._begin(kind(self._token, self._num_items, piece))
             case ToolArguments(_, json):
-                assert isinstance(self._open, CallItem | CustomCallItem)
+                assert isinstance(self._open, CallItem)
                 return self._encode(self._open.add(json))
             case ToolCallEnd(_, is_broken, is_cut):
                 return self._end(
@@ -291,7 +257,7 @@ class Output:
             events += self._end("completed")
         return events
 
-    def _begin(self, item: TextItem | CallItem | CustomCallItem) -> bytes:
+    def _begin(self, item: TextItem | CallItem) -> bytes:
         ended = self._end("completed")
         self._open = item
         self._num_items += 1

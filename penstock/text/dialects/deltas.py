@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -139,3 +139,19 @@ class ParsedReply:
                     reply.reason, reply.stop_reason = reason, delta.stop_reason
         reply.content, reply.reasoning = "".join(contents), "".join(thoughts)
         return reply
+
+    def message(self) -> dict[str, Any]:
+        """As OpenAI's API has it and chat templates expect it."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.calls
+            ]
+        return message
