@@ -111,8 +111,7 @@ def prefill_rows(engine: Engine, num_rows: int, length: int) -> list[RowPlan]:
     )
     engine.runner.launch(StepPlan(0, rows, page_updates=updates)).wait()
     return [
-        RowPlan(row, length, (), True, slot=slots[row], initial_slot=slots[row])
-        for row in range(num_rows)
+        RowPlan.decode(row, slot=slots[row], initial_slot=slots[row]) for row in range(num_rows)
     ]
 
 
