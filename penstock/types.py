@@ -9,6 +9,7 @@ and sent over a wire.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -323,11 +324,10 @@ class RowPlan:
     pooled: PooledChunk | None = None
     max_tokens: int = 1  # that the row samples in this step: 1, and its drafts
 
-    @classmethod
-    def decode(
-        cls, row: int, *, slot: int = 0, initial_slot: int = 0, max_tokens: int = 1
-    ) -> RowPlan:
-        return cls(row, ON_DEVICE, (), True, slot, initial_slot, max_tokens=max_tokens)
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)  # the same in nearly every step: a page may change its slots
+    def decode(row: int, slot: int = 0, initial_slot: int = 0, max_tokens: int = 1) -> RowPlan:
+        return RowPlan(row, ON_DEVICE, (), True, slot, initial_slot, max_tokens=max_tokens)
 
     @property
     def num_tokens(self) -> int:

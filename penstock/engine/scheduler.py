@@ -509,9 +509,7 @@ class Scheduler:
         slot = sequence.slot or 0
         initial_slot = slot if sequence.initial_slot is None else sequence.initial_slot
         if chunk.is_decode:
-            return RowPlan.decode(
-                chunk.row, slot=slot, initial_slot=initial_slot, max_tokens=chunk.num_tokens
-            )
+            return RowPlan.decode(chunk.row, slot, initial_slot, chunk.num_tokens)
         return RowPlan(
             row=chunk.row,
             start=chunk.start,
