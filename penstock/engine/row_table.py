@@ -189,12 +189,14 @@ class RowTable:
             self._steps_to_end.pop(admission.row, None)
             if admission.end_token_ids:
                 self._steps_to_end[admission.row] = admission.sampling.min_tokens
-        rows = self.upload([admission.row for admission in admissions])
-        self.seed[rows] = self.upload([admission.seed for admission in admissions])
-        self.top_k[rows] = self.upload([admission.sampling.top_k for admission in admissions])
-        self._may_end_at[rows] = self.upload(
-            [one.num_prompt_tokens + one.sampling.min_tokens for one in admissions]
-        )
+        numbers = [
+            (one.row, one.seed, one.sampling.top_k, one.num_prompt_tokens + one.sampling.min_tokens)
+            for one in admissions
+        ]
+        rows, seeds, top_k, may_end_at = self.upload(list(zip(*numbers)))
+        self.seed[rows] = seeds
+        self.top_k[rows] = top_k
+        self._may_end_at[rows] = may_end_at
         params = [[getattr(one.sampling, name) for name in _SAMPLING_PARAMS] for one in admissions]
         self.sampling_params[rows] = self.upload(params, torch.float32)
         for admission in admissions:
