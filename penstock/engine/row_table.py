@@ -296,6 +296,11 @@ class RowTable:
         is_short = self.context_len[rows] < self._may_end_at[rows]
         return places, token_ids, torch.where(is_short[places], biases, 0.0)
 
+    def host_buffer(self, shape: tuple[int, int]) -> np.ndarray:
+        """int32 memory on the host, from which an asynchronous copy to the device can read."""
+        is_pinned = self.device.type == "cuda"
+        return torch.empty(shape, dtype=torch.int32, pin_memory=is_pinned).numpy()
+
     def upload(self, values: object, dtype: torch.dtype = torch.int64) -> Tensor:
         return self.stage(values, dtype).to(self.device, non_blocking=True)
 

@@ -318,7 +318,7 @@ class Runner:
             if entries is not None:
                 logits = ops.bias_logits(logits, *entries)
         if masks is not None and masks.places:
-            allowed = masks.allowed.to(logits.device, non_blocking=True)
+            allowed = torch.from_numpy(masks.allowed).to(logits.device, non_blocking=True)
             logits = ops.mask_logits(logits, table.upload(masks.places), allowed)
         token_ids = table.draw(logits, rows, needs.mode)
         ops.advance_rows(rows, sampling.num_new, token_ids, table.last_token, table.context_len)
