@@ -9,6 +9,7 @@ and sent over a wire.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -181,7 +182,8 @@ class Sequence:
 
     tokens:  [prompt .................... | generated ........ ]  len(tokens)
              [computed: in the cache ............ | still to run ]
-    A sampled token that the host has not seen yet is not in `tokens`; `num_in_flight` counts those.
+    A sampled token that the host has not seen yet is not in `tokens`. A step in flight brings one
+    token or, with drafts, several: until it is committed, the host knows only how many at most.
     """
 
     request: Request
@@ -189,10 +191,10 @@ class Sequence:
     due_s: float  # an earlier due time runs earlier
     tokens: list[int]
     num_prompt_tokens: int
-    num_computed: int = (
-        0  # tokens whose keys, values and state are in the cache once planned steps ran
-    )
-    num_in_flight: int = 0
+    # Tokens whose keys, values and state are in the cache once planned steps ran, at most.
+    num_computed: int = 0
+    steps_in_flight: int = 0  # that sample it: each brings at least one token
+    max_in_flight: int = 0  # tokens that these steps bring at most
     num_cached_tokens: int = 0  # of the prompt, found by the first prefix match
     row: int | None = None
     pages: list[int] = field(default_factory=list)
@@ -231,8 +233,13 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that exist, seen by the host or not."""
-        return len(self.tokens) + self.num_in_flight
+        """Tokens that exist at most, seen by the host or not."""
+        return len(self.tokens) + self.max_in_flight
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the host knows how many tokens exist."""
+        return self.steps_in_flight == self.max_in_flight
 
     @property
     def num_generated(self) -> int:
@@ -296,15 +303,18 @@ class PooledChunk:
     is_last: bool
 
 
+ON_DEVICE = -1  # where a decode starts
+
+
 @dataclass(frozen=True, slots=True)
 class RowPlan:
     """One row of one step: a prefill chunk, a decode, or several tokens to verify, by its
-    numbers.
+    numbers. A decode continues from the row's last sample, wherever that is: the device knows.
     """
 
     row: int
-    start: int  # position of the first token
-    token_ids: tuple[int, ...]  # empty: one token, the row's last sample, still on the device
+    start: int  # position of a chunk's first token
+    token_ids: tuple[int, ...]  # of a chunk; empty: a decode
     samples: bool  # False: the chunk ends before the known tokens do
     slot: int = 0  # where the state goes
     initial_slot: int = 0  # where the state comes from, unless start is 0 (then it is zero)
@@ -313,10 +323,16 @@ class RowPlan:
     ] = ()  # (tokens of this row, slot): save the state after them
     prompt_targets: PromptTargets | None = None
     pooled: PooledChunk | None = None
+    max_tokens: int = 1  # that the row samples in this step: 1, and its drafts
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)  # the same in nearly every step: a page may change its slots
+    def decode(row: int, slot: int = 0, initial_slot: int = 0, max_tokens: int = 1) -> RowPlan:
+        return RowPlan(row, ON_DEVICE, (), True, slot, initial_slot, max_tokens=max_tokens)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids) or 1
+        return len(self.token_ids) or self.max_tokens
 
     @property
     def is_decode(self) -> bool:
@@ -413,11 +429,11 @@ _SCORE_BYTES = 4  # of an id, and of a log-probability
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step sampled, by row."""
+    """What one step sampled, by row: one token, or several where drafts were accepted."""
 
     step: int
-    token_ids: Mapping[int, int]
-    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
+    token_ids: Mapping[int, tuple[int, ...]]
+    logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     prompt_scores: Mapping[int, PromptScores] = field(default_factory=dict)
     vectors: Mapping[int, bytes] = field(default_factory=dict)  # float32, of pooled prompts
 

@@ -5,7 +5,8 @@ Every page keeps the tokens that were "written" there, every slot the prefix its
 Each row is checked to read exactly its sequence's tokens through its page table and from its
 initial slot, and rows of one step must not touch each other's memory, since a device runs them in
 any order. The sampled token is a hash of everything the row has read: wrong paging or a wrong state
-becomes a wrong token.
+becomes a wrong token. A decode that may bring n tokens brings one to n of them, as the device likes,
+and leaves garbage where drafts were rejected.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from penstock.cache import Cache, SessionLimits
 from penstock.engine.fairness import BACKGROUND_S
 from penstock.engine.scheduler import Scheduler
 from penstock.types import (
+    ON_DEVICE,
     Admission,
     PromptScores,
     Request,
@@ -32,6 +34,7 @@ from penstock.types import (
 )
 
 VOCAB_SIZE = 12
+GARBAGE = -1  # where a rejected draft was
 
 
 def sample_token(
@@ -65,7 +68,16 @@ class _Row:
     admission: Admission
     page_table: dict[int, int] = field(default_factory=dict)
     tokens: list[int] | None = None
+    start: int = 0  # of the step that runs
+    accepted: tuple[int, ...] = ()  # drafts of that step
     last_sample: int | None = None
+
+    def next_token(self, context: tuple[int, ...]) -> int:
+        admission = self.admission
+        is_too_short = len(context) - admission.num_prompt_tokens < admission.sampling.min_tokens
+        forbidden = admission.end_token_ids if is_too_short else ()
+        return sample_token(context, admission.sampling.logit_bias, forbidden)
+
     summed: list[int] = field(default_factory=list)  # tokens in a mean so far
 
 
@@ -149,8 +161,9 @@ class FakeRunner:
                 assert row.admission.history == tuple(self._known_tokens(plan.row))
             else:
                 assert row.admission.history == ()
-        assert plan.start == len(row.tokens), "a row skips tokens or repeats some"
+        row.start, row.accepted = len(row.tokens), ()
         if plan.token_ids:
+            assert plan.start == row.start, "a row skips tokens or repeats some"
             assert len(plan.token_ids) == 1 or plan.start % self.page_size == 0
             new = plan.token_ids
             end = plan.start + len(new)
@@ -161,15 +174,21 @@ class FakeRunner:
         else:
             assert row.last_sample is not None
             assert plan.samples
+            assert plan.start == ON_DEVICE, "the host cannot know where a decode starts"
             new = (row.last_sample,)
+            num_new = 1 + zlib.crc32(bytes(row.tokens)) % plan.max_tokens
+            while len(new) < num_new:
+                new += (row.next_token((*row.tokens, *new)),)
+            row.accepted = new[1:]
         row.tokens += new
         return new
 
     def _context_pages(self, plan: RowPlan) -> list[int]:
         if not self.has_pages:
             return []
-        table = self._rows[plan.row].page_table
-        return [table[i] for i in range(-(-(plan.start + plan.num_tokens) // self.page_size))]
+        row = self._rows[plan.row]
+        num_pages = -(-(row.start + plan.num_tokens) // self.page_size)
+        return [row.page_table[i] for i in range(num_pages)]
 
     def _require_separate_memory(self, plan: StepPlan) -> None:
         """Rows run in any order: nobody writes what another row of the same step reads or
@@ -177,7 +196,8 @@ class FakeRunner:
         """
         page_writers: dict[int, int] = {}
         for row in plan.rows:
-            for page in self._context_pages(row)[row.start // self.page_size :]:
+            start = self._rows[row.row].start
+            for page in self._context_pages(row)[start // self.page_size :]:
                 assert page not in page_writers, f"two rows write page {page}"
                 page_writers[page] = row.row
         for row in plan.rows:
@@ -194,25 +214,24 @@ class FakeRunner:
         assert 0 not in written, "slot 0 belongs to nobody"
         assert len(set(written)) == len(written), "a slot is written twice in a step"
         for row in plan.rows:
-            if row.start > 0 and row.initial_slot != row.slot:
+            if self._rows[row.row].start > 0 and row.initial_slot != row.slot:
                 assert row.initial_slot not in written, (
                     "a checkpoint is overwritten while it is read"
                 )
 
     def _initial_state(self, plan: RowPlan) -> tuple[int, ...]:
-        if plan.start == 0:
+        start, tokens = self._rows[plan.row].start, self._rows[plan.row].tokens
+        if start == 0:
             return ()
-        tokens = self._rows[plan.row].tokens
         assert tokens is not None
         state = self._slots[plan.initial_slot]
-        assert state == tuple(tokens[: plan.start]), (
-            "the state is not that of the sequence's tokens"
-        )
+        assert state == tuple(tokens[:start]), "the state is not that of the sequence's tokens"
         return state
 
     def _write(self, plan: RowPlan, new: tuple[int, ...], state: tuple[int, ...]) -> None:
-        table = self._rows[plan.row].page_table
-        for position, token in enumerate(new, plan.start):
+        row, table = self._rows[plan.row], self._rows[plan.row].page_table
+        rejected = [GARBAGE] * (plan.num_tokens - len(new))
+        for position, token in enumerate([*new, *rejected], row.start):
             if self.has_pages:
                 page = self._pages.setdefault(
                     table[position // self.page_size], [None] * self.page_size
@@ -226,28 +245,31 @@ class FakeRunner:
                 self._slots[slot] = state + new[:num_tokens]
 
     def _read_context(self, plan: RowPlan) -> tuple[int, ...]:
-        row, end = self._rows[plan.row], plan.start + plan.num_tokens
+        row = self._rows[plan.row]
         assert row.tokens is not None
         if self.has_pages:
-            places = ((row.page_table[i // self.page_size], i % self.page_size) for i in range(end))
+            places = (
+                (row.page_table[i // self.page_size], i % self.page_size)
+                for i in range(len(row.tokens))
+            )
             context = [self._pages[page][offset] for page, offset in places]
             assert context == row.tokens, "the pages do not hold the sequence's tokens"
         return tuple(row.tokens)
 
-    def _sample(self, plan: StepPlan) -> tuple[dict[int, int], dict[int, TokenLogprob]]:
+    def _sample(
+        self, plan: StepPlan
+    ) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[TokenLogprob, ...]]]:
         token_ids, logprobs = {}, {}
-        for row in plan.rows:
-            context = self._read_context(row)
-            if row.samples:
-                admission = self._rows[row.row].admission
-                is_too_short = (
-                    len(context) - admission.num_prompt_tokens < admission.sampling.min_tokens
-                )
-                forbidden = admission.end_token_ids if is_too_short else ()
-                token = sample_token(context, admission.sampling.logit_bias, forbidden)
-                token_ids[row.row] = self._rows[row.row].last_sample = token
-                if self._rows[row.row].admission.sampling.logprobs is not None:
-                    logprobs[row.row] = TokenLogprob(token, -float(len(context)))
+        for one in plan.rows:
+            context, row = self._read_context(one), self._rows[one.row]
+            if one.samples:
+                row.last_sample = row.next_token(context)
+                new = token_ids[one.row] = (*row.accepted, row.last_sample)
+                if row.admission.sampling.logprobs is not None:
+                    first = len(context) - len(row.accepted)
+                    logprobs[one.row] = tuple(
+                        TokenLogprob(token, -float(place)) for place, token in enumerate(new, first)
+                    )
         return token_ids, logprobs
 
 
@@ -268,6 +290,7 @@ class Setup:
     prefix_cache: bool = True
     session_bytes: int = 0  # that sessions may hold; a page has one, a slot two
     session_s: int = 1000  # that an unused session is kept
+    decode_tokens: int = 1  # that a decode brings at most
     depth: int = 0  # how many steps the host plans ahead of the outputs it has seen
 
 
@@ -299,6 +322,7 @@ class World:
             shared_step_tokens=setup.shared_step_tokens,
             mixed_step_tokens=setup.mixed_step_tokens,
             bulk_share=setup.bulk_share,
+            decode_tokens=setup.decode_tokens,
             max_model_len=setup.max_model_len,
             clock=lambda: self.now_s,
         )
@@ -435,9 +459,10 @@ class World:
         assert rows <= set(range(setup.max_rows))
         due = {sequence.row for sequence in self._sampled if not self._may_pause(sequence)}
         assert due <= rows, "a decoding row was left out of a step"
-        num_decodes = sum(not row.token_ids for row in plan.rows)
-        assert plan.num_tokens <= max(setup.max_step_tokens, num_decodes + setup.page_size)
+        num_decoded = sum(row.max_tokens for row in plan.rows if row.is_decode)
+        assert plan.num_tokens <= max(setup.max_step_tokens, num_decoded + setup.page_size)
         for row in plan.rows:
             sequence = self._in_row(row.row)
             longest = self._longest(sequence) + (sequence.request.pooling is not None)
-            assert row.start + row.num_tokens < longest, "planned past the end"
+            assert row.start + row.num_tokens < longest or row.is_decode, "planned past the end"
+            assert sequence.num_tokens <= longest, "a reply may become too long"

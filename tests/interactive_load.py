@@ -150,7 +150,7 @@ class Load:
 
     def _commit(self, plan: StepPlan, end_s: float) -> None:
         self.now_s = max(self.now_s, end_s)
-        tokens = {row.row: 1 for row in plan.rows if row.samples}
+        tokens = {row.row: (1,) for row in plan.rows if row.samples}
         for delta in self.scheduler.commit(StepOutput(plan.step, tokens)):
             kind = delta.request_id.split("-")[0]
             if delta.request_id not in self._said:

@@ -111,8 +111,7 @@ def prefill_rows(engine: Engine, num_rows: int, length: int) -> list[RowPlan]:
     )
     engine.runner.launch(StepPlan(0, rows, page_updates=updates)).wait()
     return [
-        RowPlan(row, length, (), True, slot=slots[row], initial_slot=slots[row])
-        for row in range(num_rows)
+        RowPlan.decode(row, slot=slots[row], initial_slot=slots[row]) for row in range(num_rows)
     ]
 
 
@@ -142,6 +141,27 @@ def test_no_step_synchronises(config: dict[str, Any], dtype: str) -> None:
         assert len(plan.rows) == 2
         pending = engine.runner.launch(plan)
     engine.policy.scheduler.commit(pending.wait())
+
+
+def test_decodes_advance_on_the_device_while_the_host_sends_the_same_plan(
+    config: dict[str, Any],
+) -> None:
+    """As graphs, across a page boundary, without the host reading anything in between."""
+    settings: dict[str, Any] = {"device": "cuda", "dtype": "float32", "memory_gb": 0.2}
+    settings |= {"graphs": True, "prefix_cache": False}
+    asked = [request(f"r{row}", prompt(60, row), max_tokens=11, logprobs=None) for row in range(3)]
+    expected = run(make_engine(config, **settings), *asked)
+    engine = make_engine(config, **settings)
+    table = engine.runner.rows
+    plan = StepPlan(1, tuple(prefill_rows(engine, num_rows=3, length=60)))
+    with synchronising_is_an_error():
+        pending = [engine.runner.launch(plan) for _ in range(10)]
+    seen = [one.wait().token_ids for one in pending]
+    for row in range(3):
+        tokens = [token_id for step in seen for token_id in step[row]]
+        assert tokens == tokens_of(expected[f"r{row}"])[1:]
+    assert table.context_len[:3].tolist() == [71] * 3
+    assert (int(table.context_len[-1]), int(table.last_token[-1])) == (1, 0), "padding"
 
 
 def test_a_decode_step_can_be_captured_and_replayed() -> None:

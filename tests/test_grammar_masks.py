@@ -237,7 +237,7 @@ def test_a_mask_allows_exactly_what_the_matcher_accepts(grammar: str) -> None:
         expected |= set(ENDS) if matcher.is_accepting() else set()
         expected = set(matcher.compute_ff_tokens()[:1]) & expected or expected
         for masks in (pair, single):
-            words = masks.allowed.numpy().view(np.uint8)
+            words = masks.allowed.view(np.uint8)
             for row in np.unpackbits(words, axis=1, bitorder="little"):
                 assert set(row.nonzero()[0].tolist()) == expected
         assert token_id in expected

@@ -253,7 +253,7 @@ class Sizes:
 
 
 DECODE, CHUNK, LAST_CHUNK = (
-    RowPlan(0, 5, (), True),
+    RowPlan.decode(0),
     RowPlan(1, 0, (1, 2), True),
     RowPlan(1, 64, (1,), True),
 )

@@ -1,4 +1,6 @@
-"""Laws of the head of a decode step: the kernel gathers exactly what the reference gathers."""
+"""Laws of the head and the tail of a decode step: the kernels read and write exactly what the
+references do.
+"""
 
 from __future__ import annotations
 
@@ -6,75 +8,86 @@ import pytest
 import torch
 
 from kernel_checks import INTERPRETED, ON_GPU
-from penstock.ops.reference.decode_rows import decode_rows as reference
-from penstock.ops.triton.decode_rows import decode_rows
+from penstock.ops.reference import decode_rows as reference
+from penstock.ops.triton.decode_rows import advance_rows, decode_rows
 
 DEVICES = [
     pytest.param("cpu", marks=INTERPRETED, id="interpreted"),
     pytest.param("cuda", marks=ON_GPU, id="compiled"),
 ]
+Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def tables(num_rows: int, num_pages: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def tables(context_lens: list[int], num_pages: int, device: str) -> Tables:
+    """Last tokens, context lengths and pages of as many rows as there are lengths."""
+    num_rows = len(context_lens)
     generator = torch.Generator().manual_seed(num_rows + num_pages)
     last_token = torch.randint(0, 250_000, (num_rows,), generator=generator)
     page_table = torch.randint(
         1, 2**31 - 1, (num_rows, num_pages), generator=generator, dtype=torch.int32
     )
-    return last_token.to(device), page_table.to(device)
+    return last_token.to(device), torch.tensor(context_lens, device=device), page_table.to(device)
 
 
-def assert_same(
-    packed: torch.Tensor, last_token: torch.Tensor, pages: torch.Tensor, page_size: int
-) -> None:
-    for seen, expected in zip(
-        decode_rows(packed, last_token, pages, page_size),
-        reference(packed, last_token, pages, page_size),
-    ):
-        assert seen.dtype == expected.dtype
-        assert torch.equal(seen, expected)
+def assert_same(rows: torch.Tensor, given: Tables, page_size: int) -> None:
+    expected = reference.decode_rows(rows, *given, page_size)
+    for seen, there in zip(decode_rows(rows, *given, page_size), expected, strict=True):
+        assert seen.dtype == there.dtype
+        assert torch.equal(seen, there)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("page_size", [1, 16, 48])
 @pytest.mark.parametrize("num_pages", [1, 7, 2500])
 def test_rows_find_their_token_and_their_pages(device: str, page_size: int, num_pages: int) -> None:
-    last_token, page_table = tables(9, num_pages, device)
-    last = num_pages * page_size - 1
-    packed = torch.tensor(
-        [
-            [3, 8, 0, 0, 5],  # the order of a step is not that of the table; 0 pads it
-            [last, last // 2, 0, 0, min(page_size, last)],
-            [1, 2, 0, 0, 4],
-            [1, 2, 0, 0, 6],
-        ]
+    most = num_pages * page_size
+    given = tables(
+        [1, 7, 7, most, 7, min(page_size + 1, most), 7, 7, -(-most // 2)], num_pages, device
     )
-    assert_same(packed.to(device), last_token, page_table, page_size)
+    # The order of a step is not that of the table; 0 pads it.
+    assert_same(torch.tensor([3, 8, 0, 0, 5], device=device), given, page_size)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_pages_beyond_the_position_are_zero(device: str) -> None:
-    last_token, page_table = tables(2, 5, device)
-    packed = torch.tensor([[1], [33], [0], [0]], device=device)
-    *_, row_pages = decode_rows(packed, last_token, page_table, 16)
+def test_a_row_starts_at_its_last_token_and_pages_beyond_it_are_zero(device: str) -> None:
+    last_token, context_len, page_table = tables([9, 34], 5, device)
+    rows = torch.tensor([1], device=device)
+    token_ids, positions, kv_index, context_lens, row_pages = decode_rows(
+        rows, last_token, context_len, page_table, 16
+    )
+    assert (token_ids.item(), positions.item(), context_lens.item()) == (last_token[1], 33, 34)
+    assert kv_index.item() == int(page_table[1, 2]) * 16 + 1
     assert torch.equal(row_pages[0, :3], page_table[1, :3])
     assert row_pages[0, 3:].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_integers_of_a_step_may_be_a_part_of_a_wider_buffer(device: str) -> None:
-    last_token, page_table = tables(4, 6, device)
-    buffer = torch.tensor([[2, 1, 3], [17, 40, 0], [1, 2, 3], [1, 2, 3]], device=device)
-    assert_same(buffer[:, :2], last_token, page_table, 16)
+def test_the_rows_of_a_step_may_be_a_part_of_a_wider_buffer(device: str) -> None:
+    buffer = torch.tensor([[0, 0, 0], [2, 1, 3]], device=device)
+    assert_same(buffer[1, 1:], tables([5, 41, 18, 1], 6, device), 16)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_step_without_rows_is_no_launch(device: str) -> None:
-    last_token, page_table = tables(4, 6, device)
-    shapes = [
-        tuple(t.shape)
-        for t in decode_rows(
-            torch.empty(4, 0, dtype=torch.int64, device=device), last_token, page_table, 16
-        )
-    ]
-    assert shapes == [(0,), (0,), (0,), (0, 6)]
+    given, rows = tables([1] * 4, 6, device), torch.empty(0, dtype=torch.int64, device=device)
+    shapes = [tuple(result.shape) for result in decode_rows(rows, *given, 16)]
+    assert shapes == [(0,), (0,), (0,), (0,), (0, 6)]
+    advance_rows(rows, rows, rows, *given[:2])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_padding", [0, 1, 200])
+def test_rows_gain_their_tokens_and_padding_gains_none(device: str, num_padding: int) -> None:
+    """However many tokens a row gains; a padding row stands in a step any number of times."""
+    rows = torch.tensor([3, 1, 4] + [0] * num_padding, device=device)
+    num_new = torch.tensor([1, 5, 2] + [0] * num_padding, device=device)
+    token_ids = torch.arange(70, 70 + len(rows), device=device)
+    results = []
+    for run in (advance_rows, reference.advance_rows):
+        last_token, context_len, _ = tables([1, 64, 9, 30, 7], 1, device)
+        before = last_token.tolist()
+        run(rows, num_new, token_ids, last_token, context_len)
+        assert context_len.tolist() == [1, 69, 9, 31, 9]
+        assert last_token.tolist() == [before[0], 71, before[2], 70, 72]
+        results.append((last_token, context_len))
+    assert all(torch.equal(*pair) for pair in zip(*results))

@@ -1,4 +1,6 @@
-"""The seam between policy and device: a plan is all that crosses it."""
+"""The seam between policy and device: a plan is all that crosses it, and it says nothing that only
+the device knows.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+from penstock.engine.graphs import DecodeGraphs, DecodeStep
 from penstock.engine.runner import Runner
-from penstock.types import Pooling, Request, StepOutput, StepPlan
-from small_models import FAMILIES, make_engine, prompt, request, run
+from penstock.types import PageUpdate, Pooling, Request, RowPlan, StepOutput, StepPlan
+from small_models import FAMILIES, make_engine, prompt, request, run, tokens_of
 
 PLAIN = (int, float, str, bool, type(None))
 
@@ -67,3 +71,51 @@ def test_a_plan_sent_to_another_runner_gives_the_same_tokens_there(
         here, there = pending.wait(), second.runner.launch(plan).wait()
         assert isinstance(there, StepOutput)
         assert here == there
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_one_decode_plan_serves_every_step_because_the_device_knows_where_it_starts(
+    config: dict[str, Any], captured: bool
+) -> None:
+    """It says row and slots, no position; across a page boundary, alone or padded."""
+    token_ids, num_steps = prompt(60, 1), 10
+    asked = request("a", token_ids, max_tokens=num_steps + 1, logprobs=None)
+    expected = tokens_of(run(make_engine(config), asked)["a"])
+    runner = make_engine(config).runner
+    table = runner.rows
+    if captured:
+        runner.graphs = EagerGraphs(DecodeStep(runner.model, runner.caches, table, 4, True))  # type: ignore[assignment]
+    pages = (PageUpdate(2, 0, (3, 5)),)
+    start = StepPlan(0, (RowPlan(2, 0, token_ids, True, slot=1),), page_updates=pages)
+    seen = [runner.launch(start).wait().token_ids[2]]
+    decode = StepPlan(1, (RowPlan.decode(2, slot=1, initial_slot=1),))
+    pending = [runner.launch(decode) for _ in range(num_steps)]
+    seen += [one.wait().token_ids[2] for one in pending]
+    assert seen == [(token_id,) for token_id in expected]
+    assert table.context_len[2] == len(token_ids) + 1 + num_steps
+    assert (table.context_len[table.padding_row], table.last_token[table.padding_row]) == (1, 0)
+
+
+class EagerGraphs:
+    """What `DecodeGraphs` is on a GPU, without the graph."""
+
+    size_for = DecodeGraphs.size_for
+
+    def __init__(self, step: DecodeStep) -> None:
+        self._steps = {step.size: step}
+
+    def replay(self, rows: tuple[RowPlan, ...], size: int, mode: Any) -> torch.Tensor:
+        self._steps[size].load(rows)
+        return self._steps[size].run(mode)[: len(rows)].clone()
+
+
+def test_the_device_decides_when_a_reply_is_long_enough_to_end() -> None:
+    """The host only bounds it: a resumed reply has tokens that this engine never sampled."""
+    ends = tuple(range(11, 320, 2))
+    asked = request("a", prompt(20, 1), min_tokens=6, max_tokens=40, end_token_ids=ends)
+    reply = tokens_of(run(make_engine(FAMILIES["llama"]), asked)["a"])
+    assert 6 <= len(reply) < 11, "an end comes as soon as it may"
+    resumed = dataclasses.replace(
+        asked, token_ids=(*asked.token_ids, *reply[:5]), num_resumed_tokens=5
+    )
+    assert tokens_of(run(make_engine(FAMILIES["llama"]), resumed)["a"]) == reply[5:]

@@ -44,7 +44,7 @@ def replay(
             continue
         while (plan := scheduler.plan()) is not None:
             scheduler.commit(
-                StepOutput(plan.step, {row.row: 0 for row in plan.rows if row.samples})
+                StepOutput(plan.step, {row.row: (0,) for row in plan.rows if row.samples})
             )
     cache.check()
     return cache

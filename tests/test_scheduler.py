@@ -627,7 +627,7 @@ def crowd_behind_a_document(setup: Setup, num_requests: int) -> tuple[Scheduler,
 def step_blindly(scheduler: Scheduler) -> StepPlan | None:
     plan = scheduler.plan()
     if plan is not None:
-        scheduler.commit(StepOutput(plan.step, {row.row: 0 for row in plan.rows if row.samples}))
+        scheduler.commit(StepOutput(plan.step, {row.row: (0,) for row in plan.rows if row.samples}))
     return plan
 
 
@@ -667,7 +667,7 @@ def test_a_plan_hashes_nothing_and_looks_few_long_prompts_up(
         assert num_hashed == num_before
         most_matches = max(most_matches, num_matches)
         assert plan is not None
-        scheduler.commit(StepOutput(plan.step, {row.row: 0 for row in plan.rows if row.samples}))
+        scheduler.commit(StepOutput(plan.step, {row.row: (0,) for row in plan.rows if row.samples}))
     assert most_matches <= 9
     assert longest_s < 0.3  # some milliseconds, where the processor is not shared
     assert scheduler.cache.counters["tokens_reused"] >= 300 * 65_536
@@ -721,6 +721,7 @@ def random_setup(rng: random.Random) -> Setup:
         session_bytes=rng.choice([0, 3, 8, 40]),
         session_s=rng.choice([6, 1000]),
         depth=rng.choice([0, 1, 1, 2, 3]),
+        decode_tokens=rng.choice([1, 1, 2, 5]),
     )
 
 
@@ -826,3 +827,4 @@ def test_five_hundred_random_histories_keep_every_law() -> None:
     assert sum(world.num_sessions > 0 for world in worlds) > 75
     assert sum(has_learned(world) for world in worlds) > 50
     assert sum("stop" in world.finishes.values() for world in worlds) > 125
+    assert sum(any(len(d.token_ids) > 1 for d in world.deltas) for world in worlds) > 125

@@ -269,24 +269,20 @@ class Decoding:
         ]
         table = engine.runner.rows
         table.update(StepPlan(0, (), tuple(admissions), tuple(updates)))
-        table.set_last_tokens(
-            range(batch), [row * 7919 % engine.info.vocab_size for row in range(batch)]
-        )
+        tokens = [row * 7919 % engine.info.vocab_size for row in range(batch)]
+        table.set_last_tokens(range(batch), tokens, [context + 1] * batch)
         fill_with_noise(engine)
         self._num_steps = 0
 
     def step(self) -> PendingStep:
-        rows = self.rows
-        for sequence in self._sequences:
-            sequence.num_computed += 1
         self._num_steps += 1
-        return self.engine.runner.launch(StepPlan(self._num_steps, rows))
+        return self.engine.runner.launch(StepPlan(self._num_steps, self.rows))
 
     @property
     def rows(self) -> tuple[RowPlan, ...]:
-        """Of the next step."""
+        """Of every step: the device knows how far they are."""
         return tuple(
-            RowPlan(row, one.num_computed, (), True, slot=one.slot or 0, initial_slot=one.slot or 0)
+            RowPlan.decode(row, slot=one.slot or 0, initial_slot=one.slot or 0)
             for row, one in enumerate(self._sequences)
         )
 

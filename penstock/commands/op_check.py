@@ -106,6 +106,9 @@ class OpCheck:
 def _expected(reference: Run, given: Given) -> Any:
     """With few tokens, in fixed tiles and row by row: other sums than those of any fast form."""
     first: Tensor = next(iter(given.values()))
+    if "spans" in given:  # only the device knows how long the context of a decode is
+        pairs = zip(given["spans"], given["context_lens"].tolist())
+        given = given | {"spans": [dataclasses.replace(span, context_len=n) for span, n in pairs]}
     if "deterministic" in given and len(first) <= FEW_TOKENS:
         given = {**given, "deterministic": True}
     return reference(**given)

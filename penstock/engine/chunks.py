@@ -22,6 +22,11 @@ class Chunk:
     num_new_pages: int  # at the end of the sequence's page table: those that the row's table lacks
 
     @property
+    def max_new_tokens(self) -> int:
+        """Tokens that its sequence gains at most: a decode's own next one, and its drafts."""
+        return self.num_tokens if self.is_decode else int(self.samples)
+
+    @property
     def new_pages(self) -> PageUpdate:
         pages = self.sequence.pages
         first_new = len(pages) - self.num_new_pages

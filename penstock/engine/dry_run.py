@@ -129,7 +129,7 @@ class DryRun:
         numbers = range(self.runner.rows.max_rows)
         plan = StepPlan(
             step=0,
-            rows=tuple(RowPlan(row, 1, (), samples=True) for row in numbers),
+            rows=tuple(RowPlan.decode(row) for row in numbers),
             admissions=tuple(
                 Admission(
                     row, EVERY_OPTION, seed=0, num_prompt_tokens=1, history=(0,), end_token_ids=(0,)

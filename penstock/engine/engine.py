@@ -52,7 +52,8 @@ class Engine:
         with on_device(model.device):
             memory, self.runner = build_runner(model, config, name, on_phase)
         self.info = _describe(model, name, memory)
-        self.policy = Policy(config, memory, self.info, tokenizer_file)
+        new_buffer = self.runner.rows.host_buffer
+        self.policy = Policy(config, memory, self.info, tokenizer_file, new_buffer)
         self._overlap = is_gpu if config.overlap is None else config.overlap
         self._pending: PendingStep | None = None
         # Called with the ids of requests before they first run.

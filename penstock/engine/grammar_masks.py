@@ -15,14 +15,13 @@ from __future__ import annotations
 import concurrent.futures
 import importlib.util
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from penstock.engine.banned_words import BannedWords
 from penstock.errors import CheckpointError, ConfigError, PenstockError, RequestError
@@ -35,6 +34,9 @@ if TYPE_CHECKING:
 NUM_KEPT_GRAMMARS = 32
 ALL_ALLOWED = 0xFFFFFFFF  # 32 tokens at once
 
+# int32 memory of that shape, from which the device can copy without waiting.
+NewBuffer = Callable[[tuple[int, int]], np.ndarray]
+
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
@@ -42,7 +44,7 @@ class StepMasks:
     filled."""
 
     places: list[int]  # [N] places of these rows among the sampling rows
-    allowed: Tensor  # [N, words] int32, on the host
+    allowed: np.ndarray  # [N, words] int32
     failures: list[tuple[str, str]]  # request ids, and why their grammars failed
 
 
@@ -155,13 +157,13 @@ class Constraints:
     compiler: GrammarCompiler
     vocab_size: int
     max_rows: int
-    is_pinned: bool
+    new_buffer: NewBuffer
     _preparing: dict[str, tuple[Request, Future[LLMatcher]]] = field(default_factory=dict)
     _live: list[Constraint] = field(default_factory=list)
     # One thread, so the compiler's cache needs no lock.
     _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "grammar"))
     _executor: LLExecutor | None = None
-    _allowed: Tensor | None = None  # [max_rows, words] int32
+    _allowed: np.ndarray | None = None  # [max_rows, words] int32
 
     @property
     def num_preparing(self) -> int:
@@ -227,7 +229,7 @@ class Constraints:
             (place, constraint) for place, constraint in rows if constraint.sequence.finish is None
         ]
         allowed = self._buffer()[: len(rows)]
-        words = allowed.numpy().view(np.uint32)
+        words = allowed.view(np.uint32)
         jobs = []
         for index, (_, constraint) in enumerate(rows):
             constraint.follow()
@@ -252,26 +254,25 @@ class Constraints:
                 )
         return StepMasks([place for place, _ in rows], allowed, failures)
 
-    def _run(self, jobs: list[tuple[LLMatcher, int]], allowed: Tensor) -> None:
+    def _run(self, jobs: list[tuple[LLMatcher, int]], allowed: np.ndarray) -> None:
         num_bytes = allowed.shape[1] * 4
         if len(jobs) == 1:
             ((matcher, index),) = jobs
-            matcher.unsafe_compute_mask_ptr(allowed[index].data_ptr(), num_bytes)
+            matcher.unsafe_compute_mask_ptr(allowed[index].ctypes.data, num_bytes)
         elif jobs:
             if self._executor is None:
                 from llguidance import LLExecutor
 
                 self._executor = LLExecutor()
             self._executor.unsafe_compute_mask_ptr(
-                jobs, allowed.data_ptr(), num_bytes, len(allowed)
+                jobs, allowed.ctypes.data, num_bytes, len(allowed)
             )
 
-    def _buffer(self) -> Tensor:
+    def _buffer(self) -> np.ndarray:
         """The same buffer in every step: the step that copied from it has ended when the next one
         is filled."""
         if self._allowed is None:
-            shape = (self.max_rows, -(-self.vocab_size // 32))
-            self._allowed = torch.empty(shape, dtype=torch.int32, pin_memory=self.is_pinned)
+            self._allowed = self.new_buffer((self.max_rows, -(-self.vocab_size // 32)))
         return self._allowed
 
     def _allow_all_but_ends(self, words: np.ndarray, constraint: Constraint) -> None:

@@ -76,9 +76,8 @@ class DecodeStep:
         self.rows = rows
         self.size = size
         self.deterministic = deterministic
-        self.packed = rows.upload(
-            self._pack(())
-        )  # [4, size]: row, position, state slot, initial slot
+        # [4, size]: row, most new tokens, state slot, initial slot
+        self.packed = rows.upload(self._pack(()))
         self._token_of_row = torch.arange(size + 1, device=rows.device)
         self._no_blocks = ops.TokenBlocks.of((), rows.device)
         self._loaded: tuple[RowPlan, ...] = ()
@@ -89,9 +88,9 @@ class DecodeStep:
 
     def logits(self) -> Tensor:  # [size, vocab] float32
         table = self.rows
-        _, positions, state_slots, initial_slots = self.packed.unbind()
-        token_ids, kv_index, context_lens, page_table = ops.decode_rows(
-            self.packed, table.last_token, table.page_table, table.page_size
+        rows, _, state_slots, initial_slots = self.packed.unbind()
+        token_ids, positions, kv_index, context_lens, page_table = ops.decode_rows(
+            rows, table.last_token, table.context_len, table.page_table, table.page_size
         )
         inputs = StepInputs(
             token_ids=token_ids,
@@ -111,9 +110,9 @@ class DecodeStep:
 
     def choose(self, logits: Tensor, mode: SamplingMode) -> Tensor:  # [size] int64
         """Samples the next tokens and leaves them in the row table for the next step."""
-        rows, positions = self.packed[0], self.packed[1] + 1
-        token_ids = self.rows.draw(logits, rows, positions, mode)
-        self.rows.last_token.index_copy_(0, rows, token_ids)
+        table, rows, num_new = self.rows, self.packed[0], self.packed[1]
+        token_ids = table.draw(logits, rows, mode)
+        ops.advance_rows(rows, num_new, token_ids, table.last_token, table.context_len)
         return token_ids
 
     def run(self, mode: SamplingMode) -> Tensor:  # [size] int64, or [size, vocab] float32
@@ -124,13 +123,13 @@ class DecodeStep:
         packed = np.zeros((4, self.size), dtype=np.int64)
         packed[0] = self.rows.padding_row
         for column, plan in enumerate(plans):
-            packed[:, column] = plan.row, plan.start, plan.slot, plan.initial_slot
+            packed[:, column] = plan.row, plan.max_tokens, plan.slot, plan.initial_slot
         return packed
 
     def _spans(self) -> tuple[RowSpan, ...]:
         """For the reference ops. In a captured step only the number of spans is valid in every
         replay: kernels read the context lengths on the device."""
-        spans = [RowSpan(1, plan.start + 1) for plan in self._loaded]
+        spans = self.rows.spans_of(self._loaded)
         return (*spans, *[RowSpan(1, 1)] * (self.size - len(spans)))
 
 
@@ -182,7 +181,7 @@ class DecodeGraphs:
             self._captured[size, "logits"] = graph, borrow(logits)
 
     def size_for(self, rows: Sequence[RowPlan]) -> int | None:
-        if not all(row.is_decode for row in rows):
+        if not all(row.is_decode and row.max_tokens == 1 for row in rows):
             return None
         return next((size for size in self._steps if size >= len(rows)), None)
 

@@ -93,7 +93,8 @@ class LogitsEngine:
         self._check_pages(sum(row.num_tokens % page_size == 0 for row in rows))
         for row, token in zip(rows, tokens):
             row.tokens.append(token)
-        self.engine.runner.rows.set_last_tokens([row.row or 0 for row in rows], tokens)
+        numbers, lengths = [row.row or 0 for row in rows], [row.num_tokens for row in rows]
+        self.engine.runner.rows.set_last_tokens(numbers, tokens, lengths)
         return self._run(rows, are_decodes=True)
 
     def remove(self, request_ids: Sequence[Hashable]) -> None:
@@ -141,16 +142,12 @@ class LogitsEngine:
             if pages:
                 updates.append(PageUpdate(row.row, first, tuple(pages)))
             start, row.num_computed = row.num_computed, row.num_computed + num_tokens
-            plans.append(
-                RowPlan(
-                    row=row.row,
-                    start=start,
-                    token_ids=() if are_decodes else tuple(row.tokens[start : start + num_tokens]),
-                    samples=row.num_uncomputed == 0,
-                    slot=row.slot or 0,
-                    initial_slot=row.slot or 0,
-                )
-            )
+            slot = row.slot or 0
+            if are_decodes:
+                plans.append(RowPlan.decode(row.row, slot=slot, initial_slot=slot))
+                continue
+            tokens, samples = tuple(row.tokens[start : start + num_tokens]), not row.num_uncomputed
+            plans.append(RowPlan(row.row, start, tokens, samples, slot=slot, initial_slot=slot))
         return plans, updates
 
     def _check_ids(self, request_ids: Sequence[Hashable]) -> None:

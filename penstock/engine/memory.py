@@ -73,10 +73,14 @@ class MemoryPlan:
         pools = self.pools
         lines = [f"{pools.max_rows} requests of up to {pools.max_model_len:,} tokens"]
         lines += [
-            f"{name:<12} {num_bytes / GB:8.2f} GB  {holds}".rstrip()
+            f"{name:<12} {_amount(num_bytes):>11}  {holds}".rstrip()
             for name, num_bytes, holds in self.uses
         ]
         return "\n".join(lines)
+
+
+def _amount(num_bytes: int) -> str:
+    return f"{num_bytes / GB:.2f} GB" if num_bytes >= GB / 10 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def build_runner(

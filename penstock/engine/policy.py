@@ -10,15 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.cache import Cache, SessionLimits
 from penstock.config import EngineConfig
-from penstock.engine.grammar_masks import Constraint, Constraints, GrammarCompiler, StepMasks
-from penstock.engine.memory import MemoryPlan
+from penstock.engine.grammar_masks import (
+    Constraint,
+    Constraints,
+    GrammarCompiler,
+    NewBuffer,
+    StepMasks,
+)
 from penstock.engine.pools import GB, PoolSizes
 from penstock.engine.scheduler import Scheduler
 from penstock.errors import RequestError
 from penstock.types import EngineInfo, EngineStats, Request, StepOutput, StepPlan, TokenDelta
+
+if TYPE_CHECKING:
+    from penstock.engine.memory import MemoryPlan
 
 MIXED_GPU_TOKENS = 1024  # prompt tokens of a GPU's step while others decode
 GRAMMAR_WAIT_S = 0.01  # to wait for a grammar when nothing else runs: the longest delay of an abort
@@ -31,9 +40,9 @@ class Policy:
         memory: MemoryPlan,
         info: EngineInfo,
         tokenizer_file: Path | None,  # the tokenizer that grammars are compiled for
+        new_buffer: NewBuffer,  # for masks
     ) -> None:
         self.info = info
-        self.is_gpu = info.device.startswith("cuda")
         self.cache = new_cache(config, memory.pools)
         self.scheduler = Scheduler(
             self.cache,
@@ -41,7 +50,7 @@ class Policy:
             max_step_tokens=memory.max_step_tokens,
             shared_step_tokens=memory.shared_step_tokens,
             mixed_step_tokens=config.mixed_step_tokens
-            or (MIXED_GPU_TOKENS if self.is_gpu else None),
+            or (MIXED_GPU_TOKENS if info.device.startswith("cuda") else None),
             bulk_share=config.bulk_share,
             max_model_len=info.max_model_len,
         )
@@ -49,7 +58,7 @@ class Policy:
             GrammarCompiler(tokenizer_file, info.vocab_size),
             vocab_size=info.vocab_size,
             max_rows=info.max_rows,
-            is_pinned=self.is_gpu,
+            new_buffer=new_buffer,
         )
         self._deltas: list[TokenDelta] = []
 

@@ -63,7 +63,7 @@ class PrefillStep:
         inputs = self.rows.derive_inputs(
             self._numbers,
             self._lengths,
-            self.size.spans(self._loaded),
+            self.size.spans(self.rows.spans_of(self._loaded)),
             self.rows.page_table.shape[1],
             self.deterministic,
         )

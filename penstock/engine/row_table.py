@@ -1,12 +1,16 @@
 """What the device stores for each running sequence, and how a plan becomes the inputs of one step.
 
-A sequence keeps its *row* from admission to its end: page table, last sampled token and sampling
-parameters are stored here, by row number. A step's own numbers travel in one host array and one
-copy; the device derives everything else, so that nothing waits for it.
+A sequence keeps its *row* from admission to its end: page table, last sampled token, number of
+tokens and sampling parameters are stored here, by row number. A step's own numbers travel in one
+host array and one copy; the device derives everything else, so that nothing waits for it.
+
+A decode starts where its row ends: only the device knows how many tokens the row has. A prompt's
+chunk sets that number, sampling adds to it (`ops.advance_rows`), and graphs read it in place.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +24,11 @@ from torch import Tensor
 from penstock import ops
 from penstock.engine.biases import Entries, LogitBiases
 from penstock.engine.pools import PoolSizes
-from penstock.engine.step_inputs import pack_step, span_of
+from penstock.engine.step_inputs import PADDING_LEN, pack_step, span_of
 from penstock.layers.inputs import RowSpan, StepInputs
 from penstock.types import Admission, PageUpdate, RowPlan, SamplingParams, StepPlan
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 # How far a step goes: to the logits, or to tokens that are greedy, sampled, or sampled after top_k,
 # top_p and min_p.
@@ -71,7 +77,7 @@ class SampleInputs:
     """What the sampler needs on the device for the L rows that sample in this step."""
 
     rows: Tensor  # [L] int64
-    positions: Tensor  # [L] int64  of the sampled tokens
+    num_new: Tensor  # [L] int64  tokens that each samples
     biases: Entries | None
     forbidden_ends: Entries | None  # for rows that may not end yet
 
@@ -93,7 +99,10 @@ class RowTable:
         self.device = device
         num_rows = max_rows + 1
         self.page_table = torch.zeros(num_rows, max(max_pages, 1), dtype=torch.int32, device=device)
+        # Captured steps read and write these two: they never move.
         self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        # Tokens of the row, its last one included: its next sample's position.
+        self.context_len = torch.full_like(self.last_token, PADDING_LEN)
         self.seed = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.top_k = torch.zeros(num_rows, dtype=torch.int64, device=device)
         # One column for each name in _SAMPLING_PARAMS.
@@ -105,7 +114,10 @@ class RowTable:
         self.sums: Tensor | None = None
         self._biases = LogitBiases(self.upload)
         self._forbidden_ends = LogitBiases(self.upload)
-        self._may_end_at = [0] * num_rows  # the first position where a row may sample an end token
+        # The first position where a row may sample an end token.
+        self._may_end_at = torch.zeros_like(self.last_token)
+        # Row -> steps until then, at most: each brings a token or more.
+        self._steps_to_end: dict[int, int] = {}
         self._params = [SamplingParams()] * num_rows
 
     @classmethod
@@ -134,19 +146,24 @@ class RowTable:
         self._admit(plan.admissions)
         self._update_pages(plan.page_updates)
 
-    def set_last_tokens(self, rows: Sequence[int], token_ids: Sequence[int]) -> None:
-        """For rows that continue from a token of the host instead of their last sample."""
-        on_device, tokens = self.upload([rows, token_ids])
+    def set_last_tokens(
+        self, rows: Sequence[int], token_ids: Sequence[int], context_lens: Sequence[int]
+    ) -> None:
+        """For rows that continue from a token of the host instead of their last sample; it is the
+        last one of their context."""
+        on_device, tokens, lengths = self.upload([rows, token_ids, context_lens])
         self.last_token.index_copy_(0, on_device, tokens)
+        self.context_len.index_copy_(0, on_device, lengths)
 
     def sampling_needs(self, plan: StepPlan) -> SamplingNeeds:
         params = tuple([self._params[row.row] for row in plan.rows if row.samples])
-        return SamplingNeeds(params, any(self._must_go_on(row) for row in plan.rows if row.samples))
+        may_be_short = bool(self._steps_to_end) and any(
+            row.row in self._steps_to_end for row in plan.rows if row.samples
+        )
+        return SamplingNeeds(params, may_be_short)
 
-    def draw(
-        self, logits: Tensor, rows: Tensor, positions: Tensor, mode: SamplingMode
-    ) -> Tensor:  # [L] int64
-        """Samples the next tokens of `rows`, at `positions`, with each row's own parameters."""
+    def draw(self, logits: Tensor, rows: Tensor, mode: SamplingMode) -> Tensor:  # [L] int64
+        """Samples the next tokens of `rows`, with each row's own parameters."""
         if mode == "greedy":
             return logits.argmax(-1)
         return ops.sample(
@@ -156,7 +173,7 @@ class RowTable:
             self.sampling_param("top_p", rows),
             self.sampling_param("min_p", rows),
             self.seed[rows],
-            positions,
+            self.context_len[rows],
             mode == "filtered",
         )
 
@@ -169,12 +186,17 @@ class RowTable:
             self._forbidden_ends.set(
                 admission.row, dict.fromkeys(admission.end_token_ids, -math.inf)
             )
-            self._may_end_at[admission.row] = (
-                admission.num_prompt_tokens + admission.sampling.min_tokens
-            )
-        rows = self.upload([admission.row for admission in admissions])
-        self.seed[rows] = self.upload([admission.seed for admission in admissions])
-        self.top_k[rows] = self.upload([admission.sampling.top_k for admission in admissions])
+            self._steps_to_end.pop(admission.row, None)
+            if admission.end_token_ids:
+                self._steps_to_end[admission.row] = admission.sampling.min_tokens
+        numbers = [
+            (one.row, one.seed, one.sampling.top_k, one.num_prompt_tokens + one.sampling.min_tokens)
+            for one in admissions
+        ]
+        rows, seeds, top_k, may_end_at = self.upload(list(zip(*numbers)))
+        self.seed[rows] = seeds
+        self.top_k[rows] = top_k
+        self._may_end_at[rows] = may_end_at
         params = [[getattr(one.sampling, name) for name in _SAMPLING_PARAMS] for one in admissions]
         self.sampling_params[rows] = self.upload(params, torch.float32)
         for admission in admissions:
@@ -204,13 +226,21 @@ class RowTable:
             self.page_table[rows, indices] = values.int()
 
     def step_inputs(self, rows: tuple[RowPlan, ...], deterministic: bool) -> StepInputs:
-        packed = pack_step(rows)
-        spans = tuple([span_of(row) for row in rows])
+        packed = pack_step(rows, self.padding_row)
+        spans = self.spans_of(rows)
         num_pages = self.page_table.shape[1]  # fixed width: kernels were compiled for this stride
         if self.device.type == "cpu":
             num_pages = -(-max(span.context_len for span in spans) // self.page_size)
         numbers = self.upload(packed.numbers)
         return self.derive_inputs(numbers, packed.lengths, spans, num_pages, deterministic)
+
+    def spans_of(self, rows: Sequence[RowPlan]) -> tuple[RowSpan, ...]:
+        """With a decode's context where references run and need it: a GPU would have to wait."""
+        on_gpu = self.device.type != "cpu"
+        if on_gpu and (_HAS_TRITON or torch.cuda.is_current_stream_capturing()):
+            return tuple([span_of(row) for row in rows])
+        lengths = self.context_len.tolist()
+        return tuple([span_of(row, lengths[row.row]) for row in rows])
 
     def derive_inputs(
         self,
@@ -221,13 +251,17 @@ class RowTable:
         deterministic: bool,
     ) -> StepInputs:
         inputs = dict(zip(lengths, numbers.split_with_sizes(list(lengths.values()))))
-        owner, positions = inputs.pop("row_of_token"), inputs["positions"]
-        token_ids = inputs.pop("token_ids")
+        owner, rows, bases = (inputs.pop(name) for name in ("row_of_token", "rows", "bases"))
+        places = inputs.pop("places") + self.context_len[bases]
+        positions, context_lens = places.split_with_sizes((len(owner), len(rows)))
+        self.context_len.index_copy_(0, rows, context_lens)  # of a decode, what it was
         page = self.page_table[owner, positions // self.page_size].long()
         return StepInputs(
-            token_ids=torch.where(token_ids < 0, self.last_token[owner], token_ids),
+            token_ids=inputs.pop("token_ids") + self.last_token[bases[: len(owner)]],
+            positions=positions,
+            context_lens=context_lens,
             kv_index=page * self.page_size + positions % self.page_size,
-            page_table=self.page_table[inputs.pop("rows"), :num_pages],
+            page_table=self.page_table[rows, :num_pages],
             spans=spans,
             blocks=ops.TokenBlocks(
                 table=inputs.pop("blocks").int().view(-1, 4),
@@ -238,20 +272,34 @@ class RowTable:
         )
 
     def sample_inputs(self, plan: StepPlan) -> SampleInputs:
-        sampling = [row for row in plan.rows if row.samples]
-        packed = [[row.row for row in sampling], [row.start + row.num_tokens for row in sampling]]
-        rows, positions = self.upload(packed)
+        """For a step whose logits are launched."""
+        numbers = [row.row for row in plan.rows if row.samples]
+        rows, num_new = self.upload([numbers, [1] * len(numbers)])
         return SampleInputs(
             rows=rows,
-            positions=positions,
-            biases=self._biases.entries([row.row for row in sampling]),
-            forbidden_ends=self._forbidden_ends.entries(
-                [row.row if self._must_go_on(row) else None for row in sampling]
-            ),
+            num_new=num_new,
+            biases=self._biases.entries(numbers),
+            forbidden_ends=self._take_forbidden_ends(numbers, rows),
         )
 
-    def _must_go_on(self, row: RowPlan) -> bool:
-        return row.start + row.num_tokens < self._may_end_at[row.row]
+    def _take_forbidden_ends(self, numbers: list[int], rows: Tensor) -> Entries | None:
+        """Of rows that may be too short to end; whether they are, the device knows."""
+        short = [number if number in self._steps_to_end else None for number in numbers]
+        entries = self._forbidden_ends.entries(short)
+        if entries is None:
+            return None
+        for number in self._steps_to_end.keys() & short:
+            self._steps_to_end[number] -= 1
+            if not self._steps_to_end[number]:
+                del self._steps_to_end[number]
+        places, token_ids, biases = entries
+        is_short = self.context_len[rows] < self._may_end_at[rows]
+        return places, token_ids, torch.where(is_short[places], biases, 0.0)
+
+    def host_buffer(self, shape: tuple[int, int]) -> np.ndarray:
+        """int32 memory on the host, from which an asynchronous copy to the device can read."""
+        is_pinned = self.device.type == "cuda"
+        return torch.empty(shape, dtype=torch.int32, pin_memory=is_pinned).numpy()
 
     def upload(self, values: object, dtype: torch.dtype = torch.int64) -> Tensor:
         return self.stage(values, dtype).to(self.device, non_blocking=True)

@@ -78,7 +78,7 @@ class PendingStep:
         token_ids, *logprobs = (tensor.tolist() for tensor in self._tensors)
         return StepOutput(
             step=self._plan.step,
-            token_ids=dict(zip(rows, token_ids)),
+            token_ids={row: (token_id,) for row, token_id in zip(rows, token_ids)},
             logprobs=self._logprobs(rows, token_ids, *logprobs) if logprobs else {},
             prompt_scores=self._prompt_scores(),
             vectors={
@@ -110,12 +110,14 @@ class PendingStep:
         logprobs: list[float],
         top: list[list[float]],
         top_ids: list[list[int]],
-    ) -> dict[int, TokenLogprob]:
+    ) -> dict[int, tuple[TokenLogprob, ...]]:
         return {
-            row: TokenLogprob(
-                token_ids[i],
-                logprobs[i],
-                tuple(zip(top_ids[i][: params.logprobs], top[i][: params.logprobs])),
+            row: (
+                TokenLogprob(
+                    token_ids[i],
+                    logprobs[i],
+                    tuple(zip(top_ids[i][: params.logprobs], top[i][: params.logprobs])),
+                ),
             )
             for i, (row, params) in enumerate(zip(rows, self._needs.params))
             if params.logprobs is not None
@@ -316,10 +318,10 @@ class Runner:
             if entries is not None:
                 logits = ops.bias_logits(logits, *entries)
         if masks is not None and masks.places:
-            allowed = masks.allowed.to(logits.device, non_blocking=True)
+            allowed = torch.from_numpy(masks.allowed).to(logits.device, non_blocking=True)
             logits = ops.mask_logits(logits, table.upload(masks.places), allowed)
-        token_ids = table.draw(logits, rows, sampling.positions, needs.mode)
-        table.last_token[rows] = token_ids
+        token_ids = table.draw(logits, rows, needs.mode)
+        ops.advance_rows(rows, sampling.num_new, token_ids, table.last_token, table.context_len)
         if table.generated is not None:
             table.generated[rows, token_ids] += 1
         if num_top is None:

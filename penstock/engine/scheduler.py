@@ -1,10 +1,11 @@
 """Decides which sequences run in the next step and with how many tokens. Never touches a tensor.
 
-A request waits, takes a row, is prefilled in chunks, decodes one token a step, and leaves. `plan`
-may be called before the previous output is committed: `num_in_flight` counts the sampled tokens
-that the host has not seen, and a row that continues from one has no token ids, because the device
-has them. Every plan must be committed, in order. The scheduler remembers each plan by step and row,
-so an output never reaches a sequence that took over the row later.
+A request waits, takes a row, is prefilled in chunks, decodes, and leaves. `plan` may be called
+before the previous output is committed: a decode says neither its token nor its position, because
+the device has them. It brings one token or, with drafts, up to `decode_tokens`; the host bounds
+what is in flight, and reserves pages for the most. Every plan must be committed, in order. The
+scheduler remembers each plan by step and row, so an output never reaches a sequence that took over
+the row later.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class Scheduler:
         shared_step_tokens: int | None = None,  # of a step with more than one request
         mixed_step_tokens: int | None = None,  # prompt tokens of a step while others decode
         bulk_share: float = 1.0,  # least share of time for long prompts beside short requests
+        decode_tokens: int = 1,  # most tokens that a decode brings: 1, and drafts
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.cache = cache
@@ -86,6 +88,7 @@ class Scheduler:
         self.mixed_step_tokens = mixed_step_tokens or max_step_tokens
         self.page_size = cache.page_size
         self.max_model_len = max_model_len
+        self.decode_tokens = decode_tokens
         self._clock = clock
         self.num_preemptions = 0
         self.admitted_ids: list[str] = []  # by the last plan
@@ -172,7 +175,7 @@ class Scheduler:
     # All chunks, and the admitted ones among them.
     def _plan_all(self) -> tuple[list[Chunk], list[Chunk]]:
         chunks = self._plan_decodes()
-        budget = self._prompt_budget(len(chunks))
+        budget = self._prompt_budget(num_tokens_of(chunks))
         if self._turns.is_contended:  # an interactive request is present
             budget = min(budget, max(self.page_size, self.mixed_step_tokens // 2))
         prompts = [sequence for sequence in self._in_rank() if sequence not in self._decoding]
@@ -186,7 +189,7 @@ class Scheduler:
     def _plan_short(self) -> tuple[list[Chunk], list[Chunk]]:
         """A step without bulk, which took part in an earlier one."""
         chunks = self._plan_decodes(with_bulk=False)
-        budget = self._prompt_budget(len(chunks))
+        budget = self._prompt_budget(num_tokens_of(chunks))
         prompts = [sequence for sequence in self._in_rank() if sequence not in self._decoding]
         chunks += self._plan_prefills(
             [one for one in prompts if not self._turns.is_bulk(one)], budget
@@ -212,8 +215,8 @@ class Scheduler:
             if chunk.row in vectors:
                 deltas.append(self._finish_pooling(sequence, vectors[chunk.row]))
             elif chunk.samples:
-                token_id, logprob = output.token_ids[chunk.row], output.logprobs.get(chunk.row)
-                deltas.append(self._append(sequence, token_id, logprob))
+                token_ids, logprobs = output.token_ids[chunk.row], output.logprobs.get(chunk.row)
+                deltas.append(self._append(chunk, token_ids, logprobs or ()))
                 if not chunk.is_decode:
                     self._leaders.remove(sequence)  # its prompt is registered
             elif sequence.row is not None:
@@ -228,7 +231,7 @@ class Scheduler:
         """Preempts background work for other requests. If the next tenant is below its share of
         rows and pages, preempts a sequence of a tenant above its share."""
         sequence = self._refused
-        if sequence is None or sequence.num_in_flight:
+        if sequence is None or sequence.steps_in_flight:
             return
         background = self._background()
         if background.num_running and not background.includes(sequence):
@@ -261,28 +264,30 @@ class Scheduler:
             if not with_bulk and self._turns.is_bulk(sequence):
                 continue
             # In this order a victim has never been planned: planned ones come before `sequence`.
-            if sequence.row is None or sequence.num_tokens >= self._limits[sequence].max_num_tokens:
+            num_left = self._limits[sequence].max_num_tokens - sequence.num_tokens
+            if sequence.row is None or num_left <= 0:
                 continue
+            num_tokens = min(self.decode_tokens, num_left)
             num_background += background.includes(sequence)
             if num_background > background.max_rows and background.includes(sequence):
                 continue  # it keeps its row and continues later
-            while (new_pages := self.cache.reserve(sequence, 1)) is None:
+            while (new_pages := self.cache.reserve(sequence, num_tokens)) is None:
                 victim = next(one for one in reversed(in_rank) if one.row is not None)
                 self._preempt(victim)
                 if victim is sequence:
                     break
             if new_pages is not None:
-                chunks.append(self._chunk(sequence, 1, len(new_pages)))
+                chunks.append(self._chunk(sequence, num_tokens, len(new_pages)))
         return chunks
 
-    def _prompt_budget(self, num_decodes: int) -> int:
+    def _prompt_budget(self, num_decoded: int) -> int:
         """Prompt tokens in this step. Decoding rows wait for them: briefly while few prompt tokens
         are left, longer when a large backlog would otherwise never shrink."""
         is_alone = len(self._sequences) == 1
-        budget = (self.max_step_tokens if is_alone else self.shared_step_tokens) - num_decodes
+        budget = (self.max_step_tokens if is_alone else self.shared_step_tokens) - num_decoded
         if self._turns.is_interactive_near:
             budget = min(budget, self.mixed_step_tokens)
-        elif num_decodes and self.mixed_step_tokens < budget:
+        elif num_decoded and self.mixed_step_tokens < budget:
             budget = min(budget, max(self.mixed_step_tokens, self._backlog() // BACKLOG_SHARE))
         return max(budget, self.page_size)
 
@@ -321,7 +326,7 @@ class Scheduler:
         for sequence in islice(self._waiting.in_turn(self._clock()), MAX_SCANNED):
             # The first waiting long prompt must find a row and its pages when its turn comes.
             num_rows_kept = 0 if first_long is None else 1
-            if sequence.num_in_flight or share <= 0 or len(self._free_rows) <= num_rows_kept:
+            if sequence.steps_in_flight or share <= 0 or len(self._free_rows) <= num_rows_kept:
                 break
             if self._leaders.is_awaited(sequence) or self._background().holds_back(sequence):
                 continue
@@ -380,7 +385,7 @@ class Scheduler:
                 break
             if num_passed == self.max_rows:
                 break
-            if sequence.num_in_flight:  # preempted: the host does not know all of its tokens yet
+            if sequence.steps_in_flight:  # preempted: the host does not know all of its tokens yet
                 break
             is_out_of_turn = holdings is not None and not self._may_pass(sequence, holdings)
             is_out_of_turn = is_out_of_turn or self._background().holds_back(sequence)
@@ -488,7 +493,8 @@ class Scheduler:
             chunk.sequence.initial_slot = None
             self._waiting.charge(chunk.sequence, chunk.num_tokens, chunk.is_decode)
             if chunk.samples:
-                chunk.sequence.num_in_flight += 1
+                chunk.sequence.steps_in_flight += 1
+                chunk.sequence.max_in_flight += chunk.max_new_tokens
                 self._decoding.add(chunk.sequence)
         self._in_flight[plan.step] = chunks
         self._turns.note_planned(plan.step, [chunk.sequence for chunk in chunks])
@@ -498,20 +504,22 @@ class Scheduler:
     def _row_plan(self, chunk: Chunk) -> RowPlan:
         # Made after all admissions of the step: running sequences come before cached ones.
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
-        if chunk.is_decode and chunk.start % self.page_size == 0:
+        if chunk.is_decode and sequence.is_certain and chunk.start % self.page_size == 0:
             self.cache.keep_reply_state(sequence)
-        checkpoints = [] if chunk.is_decode else self._plan_checkpoints(sequence, chunk.start, end)
         slot = sequence.slot or 0
+        initial_slot = slot if sequence.initial_slot is None else sequence.initial_slot
+        if chunk.is_decode:
+            return RowPlan.decode(chunk.row, slot, initial_slot, chunk.num_tokens)
         return RowPlan(
             row=chunk.row,
             start=chunk.start,
-            token_ids=() if chunk.is_decode else tuple(sequence.tokens[chunk.start : end]),
+            token_ids=tuple(sequence.tokens[chunk.start : end]),
             samples=chunk.samples,
             slot=slot,
-            initial_slot=slot if sequence.initial_slot is None else sequence.initial_slot,
-            checkpoints=tuple(checkpoints),
-            prompt_targets=None if chunk.is_decode else chunk.prompt_targets,
-            pooled=None if chunk.is_decode else chunk.pooled,
+            initial_slot=initial_slot,
+            checkpoints=tuple(self._plan_checkpoints(sequence, chunk.start, end)),
+            prompt_targets=chunk.prompt_targets,
+            pooled=chunk.pooled,
         )
 
     def _plan_checkpoints(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int]]:
@@ -523,26 +531,37 @@ class Scheduler:
         return planned
 
     def _append(
-        self, sequence: Sequence, token_id: int, logprob: TokenLogprob | None
+        self, chunk: Chunk, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
     ) -> TokenDelta:
-        sequence.tokens.append(token_id)
-        sequence.num_in_flight -= 1
-        reason: FinishReason | None = None
-        if token_id in sequence.request.end_token_ids:
-            reason = "stop"
-        elif len(sequence.tokens) >= self._limits[sequence].max_num_tokens:
-            reason = "length"
+        """Tokens after the one that ends the reply are dropped."""
+        sequence = chunk.sequence
+        assert 1 <= len(token_ids) <= chunk.max_new_tokens
+        sequence.steps_in_flight -= 1
+        sequence.max_in_flight -= chunk.max_new_tokens
+        if sequence.row is not None:  # else it was preempted, and nothing of it is computed
+            sequence.num_computed -= chunk.max_new_tokens - len(token_ids)
+        reason, num_taken = None, 0
+        while reason is None and num_taken < len(token_ids):
+            sequence.tokens.append(token_ids[num_taken])
+            reason = self._finish_reason(sequence)
+            num_taken += 1
         if reason is not None:
             self._end(sequence, reason)
         elif sequence.row is not None:
             self._register(sequence)
         return TokenDelta(
             sequence.id,
-            token_ids=(token_id,),
-            logprobs=() if logprob is None else (logprob,),
+            token_ids=token_ids[:num_taken],
+            logprobs=logprobs[:num_taken],
             finish=reason,
             num_cached_tokens=sequence.num_cached_tokens,
         )
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        if sequence.tokens[-1] in sequence.request.end_token_ids:
+            return "stop"
+        is_full = len(sequence.tokens) >= self._limits[sequence].max_num_tokens
+        return "length" if is_full else None
 
     def _finish_pooling(self, sequence: Sequence, vector: bytes) -> TokenDelta:
         self._end(sequence, "stop")

@@ -2,7 +2,9 @@
 tensor.
 
 A step is packed as it is, or padded to a `StepSize`, a fixed layout with decodes first. Then every
-step of that size has the same numbers in the same places.
+step of that size has the same numbers in the same places. The host does not know where a decode
+starts: it packs what must be added to its row's numbers on the device. A prompt's numbers are added
+to those of the padding row, which never change: it has one token, with id 0.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from penstock.layers.inputs import RowSpan
 from penstock.ops import BLOCK_TOKENS, cut_blocks
 from penstock.types import RowPlan
 
-FROM_LAST_SAMPLE = -1
+PADDING_LEN = 1  # tokens of the padding row
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,11 @@ class StepSize:
         """A prompt may begin and end inside an aligned block."""
         return self.num_prompt_tokens // BLOCK_TOKENS + self.num_prompts
 
-    def spans(self, rows: Sequence[RowPlan]) -> tuple[RowSpan, ...]:
+    def spans(self, spans: Sequence[RowSpan]) -> tuple[RowSpan, ...]:
         """The rows as the host knows them, in their places. Kernels may rely only on which of them
         are decodes: that holds for every step of this size."""
-        decodes = [span_of(row) for row in rows if row.is_decode]
-        prompts = [span_of(row) for row in rows if not row.is_decode]
+        decodes = [span for span in spans if span.is_decode]
+        prompts = [span for span in spans if not span.is_decode]
         decodes += [RowSpan(1, 1)] * (self.num_decodes - len(decodes))
         return (*decodes, *prompts, *[RowSpan(0, 0)] * (self.num_prompts - len(prompts)))
 
@@ -98,52 +100,65 @@ class PackedStep:
         return {name: len(part) for name, part in self.parts.items()}
 
 
-def span_of(row: RowPlan) -> RowSpan:
-    return RowSpan(
-        row.num_tokens, row.start + row.num_tokens, row.checkpoints, is_prompt=not row.is_decode
-    )
+def span_of(row: RowPlan, context_len: int = 1) -> RowSpan:
+    """Of a decode with that context; only the device has it, and only references need it."""
+    assert row.max_tokens == 1, "there is no drafter"
+    if row.is_decode:
+        return RowSpan(1, context_len)
+    return RowSpan(row.num_tokens, row.start + row.num_tokens, row.checkpoints, is_prompt=True)
 
 
-def pack_step(rows: Sequence[RowPlan]) -> PackedStep:
-    return PackedStep(_pack(rows))
+def pack_step(rows: Sequence[RowPlan], padding_row: int) -> PackedStep:
+    return _join(_pack(rows, padding_row))
 
 
 def pack_padded(rows: Sequence[RowPlan], size: StepSize, padding_row: int) -> PackedStep:
     decodes = [row for row in rows if row.is_decode]
     prompts = [row for row in rows if not row.is_decode]
-    padding = RowPlan(row=padding_row, start=0, token_ids=(), samples=False)
-    parts = _pack([*decodes, *[padding] * (size.num_decodes - len(decodes)), *prompts])
+    padding = [RowPlan.decode(padding_row)] * (size.num_decodes - len(decodes))
+    parts = _pack([*decodes, *padding, *prompts], padding_row)
     num_used = parts["query_start"][-1]
     lengths_and_fills = {
         "token_ids": (size.num_tokens, 0),
         "row_of_token": (size.num_tokens, padding_row),
-        "positions": (size.num_tokens, 0),
+        "positions": (size.num_tokens, -PADDING_LEN),
+        "position_bases": (size.num_tokens, padding_row),
         "query_start": (size.num_rows + 1, num_used),
-        "context_lens": (size.num_rows, 1),
+        "context_lens": (size.num_rows, 0),
+        "context_bases": (size.num_rows, padding_row),
         "rows": (size.num_rows, padding_row),
         "state_slots": (size.num_rows, 0),
         "initial_slots": (size.num_rows, 0),
         "blocks": (4 * size.num_blocks, 0),
         "block_rows": (2 * size.num_prompts, 0),
     }
-    return PackedStep(
-        {name: _pad(parts[name], *given) for name, given in lengths_and_fills.items()}
-    )
+    return _join({name: _pad(parts[name], *given) for name, given in lengths_and_fills.items()})
 
 
-def _pack(rows: Sequence[RowPlan]) -> dict[str, np.ndarray]:
+def _join(parts: dict[str, np.ndarray]) -> PackedStep:
+    """Positions and lengths side by side: the device adds their bases in one operation."""
+    parts["places"] = np.concatenate((parts.pop("positions"), parts.pop("context_lens")))
+    parts["bases"] = np.concatenate((parts.pop("position_bases"), parts.pop("context_bases")))
+    return PackedStep(parts)
+
+
+def _pack(rows: Sequence[RowPlan], padding_row: int) -> dict[str, np.ndarray]:
     blocks, block_rows = cut_blocks([span_of(row) for row in rows])
     num_tokens = np.array([row.num_tokens for row in rows], dtype=np.int64)
     query_start = np.concatenate(([0], num_tokens.cumsum()))
     row_ids = np.array([row.row for row in rows], dtype=np.int64)
-    starts = np.array([row.start for row in rows], dtype=np.int64)
-    token_ids = [row.token_ids or (FROM_LAST_SAMPLE,) for row in rows]
+    bases = np.array([row.row if row.is_decode else padding_row for row in rows], dtype=np.int64)
+    # Less the length of its base: a decode's last token is the last one of its context.
+    starts = np.array([-1 if row.is_decode else row.start - PADDING_LEN for row in rows], np.int64)
+    token_ids = [row.token_ids or (0,) for row in rows]
     return {
         "token_ids": np.concatenate(token_ids) if token_ids else num_tokens,
         "row_of_token": row_ids.repeat(num_tokens),
         "positions": np.arange(query_start[-1]) - (query_start[:-1] - starts).repeat(num_tokens),
+        "position_bases": bases.repeat(num_tokens),
         "query_start": query_start,
         "context_lens": starts + num_tokens,
+        "context_bases": bases,
         "rows": row_ids,
         "state_slots": np.array([row.slot for row in rows], dtype=np.int64),
         "initial_slots": np.array([row.initial_slot for row in rows], dtype=np.int64),

@@ -34,6 +34,7 @@ paged_attention = op(attention.paged_attention)
 norm_route = op(moe.norm_route)
 sparse_mlp = op(moe.sparse_mlp)
 gated_delta_net = op(delta_net.gated_delta_net)
+advance_rows = op(_decode_rows.advance_rows)
 decode_rows = op(_decode_rows.decode_rows)
 mask_logits = op(masking.mask_logits)
 sample = op(sampling.sample)
@@ -43,6 +44,7 @@ __all__ = [
     "LEAST_KEYS",
     "TokenBlocks",
     "Weight",
+    "advance_rows",
     "bias_logits",
     "cut_blocks",
     "decode_rows",

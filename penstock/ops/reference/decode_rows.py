@@ -1,8 +1,8 @@
-"""The head of a decode step: from row numbers and positions to all that a step of one token a row
-needs.
+"""The head and the tail of a decode step: from row numbers to all that a step of one token a row
+needs, and from the sampled tokens to where the next step starts.
 
-What a row keeps between steps (its last token, its pages) stays in tables on the device; the host
-sends four integers a row.
+What a row keeps between steps (its last token, how many tokens it has, its pages) stays in tables
+on the device; the host sends four integers a row.
 """
 
 from __future__ import annotations
@@ -12,19 +12,33 @@ from torch import Tensor
 
 
 def decode_rows(
-    packed: Tensor,  # [4, R] int64  row of the tables, position, state slot, initial slot
+    rows: Tensor,  # [R] int64  of the tables
     last_token: Tensor,  # [rows] int64
+    context_len: Tensor,  # [rows] int64  tokens of the row, its last one included
     page_table: Tensor,  # [rows, P] int32
     page_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """token_ids [R], kv_index [R], context_lens [R], all int64, and row_pages [R, P] int32.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """token_ids, positions, kv_index, context_lens, each [R] int64, and row_pages [R, P] int32.
 
-    Pages that the row has not reached are zero in `row_pages`. The slots are passed through by the
-    caller.
+    Pages that the row has not reached are zero in `row_pages`.
     """
-    rows, positions = packed[0], packed[1]
+    context_lens = context_len[rows]
+    positions = context_lens - 1
     pages = page_table[rows]  # [R, P]
     current = (positions // page_size)[:, None]  # [R, 1]
     kv_index = pages.gather(1, current)[:, 0].long() * page_size + positions % page_size
     is_reached = torch.arange(pages.shape[1], device=pages.device) <= current
-    return last_token[rows], kv_index, positions + 1, torch.where(is_reached, pages, 0)
+    row_pages = torch.where(is_reached, pages, 0)
+    return last_token[rows], positions, kv_index, context_lens, row_pages
+
+
+def advance_rows(
+    rows: Tensor,  # [R] int64  of the tables; a row that gains tokens occurs once
+    num_new: Tensor,  # [R] int64  tokens that the row gains; 0 in a row that pads the step
+    token_ids: Tensor,  # [R] int64  the last one of these
+    last_token: Tensor,  # [rows] int64  written
+    context_len: Tensor,  # [rows] int64  written
+) -> None:
+    kept = torch.where(num_new > 0, token_ids, last_token[rows])
+    last_token.index_copy_(0, rows, kept)
+    context_len.index_add_(0, rows, num_new)
