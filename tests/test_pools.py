@@ -20,6 +20,7 @@ SLOT_BYTES = 62_914_560 + 1_474_560
 def pools(specs: list[CacheSpec], budget_gb: float, **changes: Any) -> PoolSizes:
     settings: dict[str, Any] = {
         "element_bytes": 2,
+        "kv_bytes": 2,
         "state_bytes": 4,
         "page_size": 64,
         "max_rows": 64,

@@ -84,7 +84,8 @@ class Engine:
         self.info = EngineInfo(
             model_name=name,
             device=str(device),
-            dtype=str(model.dtype).removeprefix("torch."),
+            dtype=(dtype := str(model.dtype).removeprefix("torch.")),
+            kv_dtype=dtype if config.kv_dtype == "auto" else config.kv_dtype,
             max_model_len=pools.max_model_len,
             vocab_size=model.vocab_size,
             max_rows=pools.max_rows,

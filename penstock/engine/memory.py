@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from penstock.config import EngineConfig
+from penstock.engine.device_cache import find_kv_dtype
 from penstock.engine.dry_run import DryRun, free_bytes
 from penstock.engine.pools import GB, PoolSizes, size_pools
 from penstock.engine.runner import Runner
@@ -70,7 +71,8 @@ def build_runner(
     device = model.device
     with timed("cache", on_phase) as report:
         plan, warmed = plan_memory(model, config, name, report)
-        report(Phase("cache", plan.describe()))
+        stored = "" if config.kv_dtype == "auto" else f"; KV in {config.kv_dtype}"
+        report(Phase("cache", plan.describe() + stored))
     runner = Runner.for_pools(model, config, plan.pools)
     if device.type != "cuda":
         return plan, runner
@@ -167,6 +169,7 @@ def _size(model: Any, config: EngineConfig, budget: int, max_rows: int | None = 
         model.cache_specs(),
         budget_bytes=budget,
         element_bytes=model.dtype.itemsize,
+        kv_bytes=find_kv_dtype(config.kv_dtype, model.dtype).itemsize,
         state_bytes=config.state_bytes,
         page_size=config.page_size,
         max_rows=max_rows or config.max_rows or (256 if model.device.type == "cuda" else 64),

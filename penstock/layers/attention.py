@@ -83,6 +83,7 @@ class Attention(nn.Module):
             cache.keys,
             cache.values,
             self.interleaved_rope,
+            cache.scales,
         )
         query_start, spans, chunks = inputs.query_start, inputs.spans, inputs.chunks
         if only_last:
@@ -103,6 +104,7 @@ class Attention(nn.Module):
             self.head_dim**-0.5,
             self.window,
             gate if self.gated else None,
+            cache.scales,
             deterministic=deterministic,
         )
         return self.out(attended, hidden, deterministic=deterministic)
