@@ -23,16 +23,14 @@ class Cache:
         slot_len = -(-shape.max_len // KEYS_AT_ONCE) * KEYS_AT_ONCE  # forge: when layers=kernels
         slot_bytes = 2 * shape.num_layers * shape.num_key_rows * slot_len * dtype.itemsize
         num_slots = count_slots(slot_bytes, device)
-        num_slots = min(
-            num_slots, FIRST_SLOTS
-        )  # more when they are asked for  # forge: when graphs=none
+        num_slots = min(num_slots, FIRST_SLOTS)  # forge: when graphs=none
         size = (shape.num_layers, num_slots, shape.num_kv_heads, slot_len, shape.head_dim)
         self.keys = torch.zeros(size, dtype=dtype, device=device)
         self.values = torch.zeros(size, dtype=dtype, device=device)
         self.free = list(reversed(range(num_slots)))
-        self.spare = self.free.pop(
-            0
-        )  # for the rows that pad a captured step  # forge: when graphs!=none
+        # forge: when graphs!=none
+        self.spare = self.free.pop(0)  # for the rows that pad a captured step
+        # forge: end
 
     def take_slots(self, count: int) -> list[int]:
         """In their order: those that follow each other can be read where they lie."""
