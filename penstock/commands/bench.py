@@ -116,8 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
         runner.model,
         source.config,
         runner.model.dtype.itemsize,  # type: ignore[attr-defined]
-        find_kv_dtype(config.kv_dtype, runner.model.dtype).itemsize,  # type: ignore[attr-defined]
         config.state_bytes,
+        find_kv_dtype(config.kv_dtype, runner.model.dtype).itemsize,  # type: ignore[attr-defined]
     )
     bench = Bench(engine, roofline, limits, arguments.warmup, arguments.repeats)
     measurements, breakdowns, checks = [], [], []

@@ -71,7 +71,7 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
     torch_dtype = resolve_dtype(config.dtype, source.config, "cuda")
     model = build_model(source.config, torch_dtype, torch.device("meta"))
     kv_bytes = find_kv_dtype(config.kv_dtype, torch_dtype).itemsize
-    roofline = Roofline.of(model, source.config, torch_dtype.itemsize, kv_bytes, config.state_bytes)
+    roofline = Roofline.of(model, source.config, torch_dtype.itemsize, config.state_bytes, kv_bytes)
     storage = _find_storage(source)
     machine = find_machine()
     parameters = roofline.parameters

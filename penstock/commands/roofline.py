@@ -118,8 +118,8 @@ class Roofline:
         model: Any,
         config: Mapping[str, Any],
         element_bytes: int,
-        kv_bytes: int,
         state_bytes: int,
+        kv_bytes: int | None = None,  # None: as of a weight
     ) -> Roofline:
         text, specs = text_config(config), model.cache_specs()
         attention = tuple(spec for spec in specs if isinstance(spec, KVSpec))
@@ -128,7 +128,7 @@ class Roofline:
             parameters=count_parameters(model, config),
             weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
             element_bytes=element_bytes,
-            kv_bytes=kv_bytes,
+            kv_bytes=kv_bytes or element_bytes,
             state_bytes=state_bytes,
             hidden_size=text["hidden_size"],
             query_width=text["num_attention_heads"] * head_dim,

@@ -34,7 +34,7 @@ def store(cache: Tensor, scales: Tensor | None, places: Tensor, x: Tensor) -> No
 
 
 def read_pages(cache: Tensor, scales: Tensor | None, pages: Tensor) -> Tensor:
-    """[n] -> [n, page_size, Hkv, D] float32."""
+    """[n] -> [n, page_size, Hkv, D] float32. Of flat tensors, what is at the places."""
     # index_select, because indexing with a tensor takes several times as long.
     if scales is None:
         return cache.index_select(0, pages).float()
