@@ -127,6 +127,15 @@ def test_kernels_read_every_code_exactly(
     assert torch.equal(decode.attend()[0], 2.0 * every.to(dtype))
 
 
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+def test_small_values_keep_their_digits(device: str, dtype: torch.dtype) -> None:
+    """Scales and weights are both small: in float16 their products must not vanish."""
+    decode = make_decode((500,), 4, 2, 64, dtype=dtype, device=device, gated=False, stored=FP8)
+    assert decode.scales is not None
+    decode.scales[1] *= 2.0**-8
+    assert_near(decode.attend() * 2**8, decode.expected() * 2**8, dtype)
+
+
 @CODES
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_attention_sees_the_codes_that_were_stored_just_before(

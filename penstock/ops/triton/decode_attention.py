@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.ops.triton.kv_codes import stored_as, stored_forms, view_codes, widen
+from penstock.ops.triton.kv_codes import SCALE_UNIT, stored_as, stored_forms, view_codes, widen
 from penstock.ops.triton.launch import (
     CompileCase,
     cdiv,
@@ -386,8 +386,8 @@ def _decode_kernel(
     b_v = tl.load(p_values + place + in_block, mask=is_older, other=0.0)
     if STORED != "plain":
         in_scales = keys * NUM_KV_HEADS
-        is_old_key = is_seen & (positions < context_len - 1)
         p_here = place // STORED_DIM + in_scales
+        is_old_key = is_seen & (positions < context_len - 1)
         b_k_scales = tl.load(p_key_scales + p_here, mask=is_old_key, other=0.0)
         b_v_scales = tl.load(p_value_scales + p_here, mask=is_old_key, other=0.0)
 
@@ -398,7 +398,6 @@ def _decode_kernel(
     b_v += tl.load(p_values + place + in_block, mask=is_newest, other=0.0)
     if STORED != "plain":
         is_new_key = positions == context_len - 1
-        p_here = place // STORED_DIM + in_scales
         b_k_scales += tl.load(p_key_scales + p_here, mask=is_new_key, other=0.0)
         b_v_scales += tl.load(p_value_scales + p_here, mask=is_new_key, other=0.0)
     in_heads = (i_kv_head * GROUP + members)[:, None] * HEAD_DIM + dims[None, :]
@@ -428,7 +427,7 @@ def _decode_kernel(
         b_max = b_new_max
         b_v = widen(b_v, b_q.dtype, STORED)
         if STORED != "plain":
-            b_weights *= b_v_scales[None, :]
+            b_weights *= (b_v_scales * SCALE_UNIT)[None, :]
             b_v_scales = tl.load(p_value_scales + p_next, mask=is_seen, other=0.0)
         b_out = tl.dot(
             b_weights.to(b_q.dtype), b_v, b_out * b_decay[:, None], input_precision="ieee"
@@ -445,6 +444,8 @@ def _decode_kernel(
             BLOCK_KEYS,
         )
 
+    if STORED != "plain":
+        b_out *= 1.0 / SCALE_UNIT
     b_out = b_out / b_sum[:, None]
     if p_partial is not None:
         heads = i_row * NUM_HEADS + i_kv_head * GROUP + members

@@ -17,6 +17,9 @@ from torch import Tensor
 from penstock.ops.reference import kv_codes as reference
 
 LEAST_AMAX = tl.constexpr(reference.LEAST_AMAX)
+# Weights meet the scales of values times this, and results its inverse: the products are then as
+# large as the values, where float16 has not yet run out of exponents.
+SCALE_UNIT = tl.constexpr(256.0)
 
 # A word of four codes becomes two words of two bf16 each.
 #

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from penstock.ops.reference import rows
 from penstock.ops.reference.rows import TokenBlocks
-from penstock.ops.triton.kv_codes import stored_as, stored_forms, view_codes, widen
+from penstock.ops.triton.kv_codes import SCALE_UNIT, stored_as, stored_forms, view_codes, widen
 from penstock.ops.triton.launch import (
     LARGE_MEMORY,
     SMALL_MEMORY,
@@ -368,7 +368,8 @@ def _prefill_kernel(
         b_v = widen(b_v, b_q.dtype, STORED)
         if STORED != "plain":
             p_scales = p_value_scales + value_place // STORED_DIM + in_scales
-            b_weights *= tl.load(p_scales, mask=keys < num_values, other=0.0)[None, :]
+            b_v_scales = tl.load(p_scales, mask=keys < num_values, other=0.0)
+            b_weights *= (b_v_scales * SCALE_UNIT)[None, :]
         b_out = tl.dot(
             b_weights.to(b_q.dtype), b_v, b_out * b_decay[:, None], input_precision="ieee"
         )
@@ -391,6 +392,8 @@ def _prefill_kernel(
     b_sum = tl.where(
         b_sum > 0.0, b_sum, 1.0
     )  # a row of the tile that is no token may have seen nothing
+    if STORED != "plain":
+        b_out *= 1.0 / SCALE_UNIT
     b_out = b_out * (1.0 / b_sum)[:, None]
     if p_partial is not None:
         to_split = (
