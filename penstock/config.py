@@ -15,6 +15,7 @@ from typing import Any
 from penstock.errors import ConfigError, nearest
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "bfloat16", "fp8", "fp8_e4m3", "int8")  # vLLM's names and ours
 STATE_DTYPES = {"float32": 4, "float16": 2}  # bytes of an element
 LOG_FORMATS = ("text", "json")
 REASONING_PLACES = ("separate", "content")
@@ -42,7 +43,13 @@ class EngineConfig:
     )
     weights_seed: int = setting(0, "seed of --random-weights")
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
-    dtype: str = setting("auto", "type of weights, activations and KV", choices=DTYPES)
+    dtype: str = setting("auto", "type of weights and activations", choices=DTYPES)
+    kv_dtype: str = setting(
+        "auto",
+        "type of KV (default: that of --dtype); fp8 and int8 halve its size",
+        choices=KV_DTYPES,
+        aliases=("--kv-cache-dtype",),
+    )
     state_dtype: str = setting(
         "float32",
         "type of the recurrent states of hybrid models; float16 halves their size",
@@ -177,6 +184,7 @@ class EngineConfig:
                 "Set only one of them.",
             )
         _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         _require_choice("state_dtype", self.state_dtype, tuple(STATE_DTYPES))
         _require_choice("pooling", self.pooling, POOLINGS)
         _require_choice("scoring", self.scoring, SCORINGS)

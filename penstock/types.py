@@ -460,9 +460,10 @@ class KVSpec:
     num_kv_heads: int
     head_dim: int
 
-    @property
-    def num_elements(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim
+    def num_bytes(self, element_bytes: int) -> int:
+        """For one token. A head's codes of one byte have a float32 scale beside them."""
+        scale_bytes = 4 if element_bytes == 1 else 0
+        return 2 * self.num_kv_heads * (self.head_dim * element_bytes + scale_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,6 +515,7 @@ class EngineInfo:
         str, ...
     ] = ()  # how its files store weights, such as Q4_K: what holds the most first
     bits_per_weight: float = 0.0  # in its files; 0: it has none
+    kv_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.ops.reference.kv_codes import encode
 from quick_interpreter import quicken
 
 HAS_GPU = torch.cuda.is_available()
@@ -32,6 +33,13 @@ PLACES = [
 ]
 FULL_SIZE = [pytest.param("cuda", torch.bfloat16, marks=ON_GPU, id="compiled-bf16")]
 
+# How keys and values are stored: as the model's dtype says, or in codes with scales.
+STORED = [
+    pytest.param(None, id="plain"),
+    pytest.param(torch.float8_e4m3fn, id="fp8"),
+    pytest.param(torch.int8, id="int8"),
+]
+
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
@@ -41,6 +49,16 @@ def random(
     """The same numbers on every device."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+
+
+def encode_caches(
+    keys: Tensor, values: Tensor, stored: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What a cache of these keys and values holds; NaN stays NaN, in the scales at least."""
+    if stored is None:
+        return keys, values, None
+    (keys, key_scales), (values, value_scales) = (encode(x, stored) for x in (keys, values))
+    return keys, values, torch.stack((key_scales, value_scales))
 
 
 def assert_near(seen: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

@@ -407,6 +407,13 @@ def test_states_that_cannot_be_are_refused(settings: dict[str, Any], word: str) 
     assert word in caught.value.why
 
 
+@pytest.mark.parametrize("name", ["fp8_e5m2", "nvfp4", "float8"])
+def test_a_type_of_kv_that_does_not_exist_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_dtype is '{name}'") as caught:
+        EngineConfig(kv_dtype=name)
+    assert "auto, bfloat16, fp8, fp8_e4m3, int8" in caught.value.why
+
+
 def test_misspelt_variable_does_not_pass_in_silence() -> None:
     assert unknown_variables({"PENSTOCK_MAX_ROWS": "8", "PATH": "/bin"}) == []
     (sentence,) = unknown_variables({"PENSTOCK_MAX_ROW": "8"})

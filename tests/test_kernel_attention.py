@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_checks import FULL_SIZE, ON_GPU, PLACES, assert_near, random
+from kernel_checks import FULL_SIZE, ON_GPU, PLACES, STORED, assert_near, encode_caches, random
 from penstock.layers.inputs import RowSpan
 from penstock.ops.reference import attention as reference
 from penstock.ops.reference.rope import rope_table
@@ -32,6 +32,7 @@ class Decode:
     page_table: Tensor  # [R, P]
     context_lens: Tensor  # [R]
     gate: Tensor | None  # [R, Hq * D], a part of something wider
+    scales: Tensor | None = None  # of codes
 
     def attend(self, window: int = 0, deterministic: bool = False) -> Tensor:
         # Under a graph the host's lengths are those of the capture: the kernel must not look at
@@ -67,6 +68,7 @@ class Decode:
             scale,
             window,
             self.gate,
+            self.scales,
             deterministic=deterministic,
         )
 
@@ -82,6 +84,7 @@ def make_decode(
     page_size: int = 64,
     num_pages: int = 0,  # of the table; at least what the longest row needs
     gated: bool = True,
+    stored: torch.dtype | None = None,  # of codes
 ) -> Decode:
     """Pages are dealt out in a random order; no row uses page 0 and the last one."""
     owned = [-(-context // page_size) for context in contexts]
@@ -100,6 +103,7 @@ def make_decode(
     gate = random(len(contexts), 3 * width, dtype=dtype, device=device, seed=3)[
         :, width : 2 * width
     ]
+    keys, values, scales = encode_caches(keys, values, stored)
     return Decode(
         q=random(len(contexts), heads, dim, dtype=dtype, device=device, seed=4),
         keys=keys,
@@ -107,6 +111,7 @@ def make_decode(
         page_table=table.to(device),
         context_lens=torch.tensor(contexts, device=device),
         gate=gate if gated else None,
+        scales=scales,
     )
 
 
@@ -115,19 +120,21 @@ def use_processors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(2, 2, 32), (4, 2, 64), (8, 1, 128), (6, 2, 80), (20, 1, 16)]
 )
 def test_decode_is_its_reference_for_mixed_contexts(
     device: str,
     dtype: torch.dtype,
+    stored: torch.dtype | None,
     heads: int,
     kv_heads: int,
     dim: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_processors(monkeypatch, 1)
-    decode = make_decode(CONTEXTS, heads, kv_heads, dim, dtype=dtype, device=device)
+    decode = make_decode(CONTEXTS, heads, kv_heads, dim, dtype=dtype, device=device, stored=stored)
     assert_near(decode.attend(), decode.expected(), dtype)
 
 
@@ -393,10 +400,13 @@ def test_attention_sees_the_key_that_was_stored_just_before(
 
 @pytest.mark.parametrize(("device", "dtype"), [pytest.param("cuda", torch.bfloat16, marks=ON_GPU)])
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("stored", STORED)
 def test_captured_attention_follows_the_lengths_on_the_device(
-    device: str, dtype: torch.dtype, deterministic: bool
+    device: str, dtype: torch.dtype, stored: torch.dtype | None, deterministic: bool
 ) -> None:
-    decode = make_decode(CONTEXTS, 16, 2, 256, dtype=dtype, device=device, num_pages=4096)
+    decode = make_decode(
+        CONTEXTS, 16, 2, 256, dtype=dtype, device=device, num_pages=4096, stored=stored
+    )
     lens = decode.context_lens.clone()
     decode.context_lens.fill_(1)
     decode.attend(deterministic=deterministic)
@@ -415,11 +425,19 @@ def test_captured_attention_follows_the_lengths_on_the_device(
 )
 @pytest.mark.parametrize("num_pages", [0, 4096])
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("stored", STORED)
 def test_decode_is_its_reference_at_full_size(
-    device: str, dtype: torch.dtype, batch: int, context: int, num_pages: int, deterministic: bool
+    device: str,
+    dtype: torch.dtype,
+    stored: torch.dtype | None,
+    batch: int,
+    context: int,
+    num_pages: int,
+    deterministic: bool,
 ) -> None:
     contexts = tuple(max(1, context - 7 * row) for row in range(batch))
-    decode = make_decode(contexts, 16, 2, 256, dtype=dtype, device=device, num_pages=num_pages)
+    places = {"dtype": dtype, "device": device, "num_pages": num_pages, "stored": stored}
+    decode = make_decode(contexts, 16, 2, 256, **places)
     expected = decode.rows(slice(None), -(-context // 64)).expected()
     assert_near(decode.attend(deterministic=deterministic), expected, dtype)
 

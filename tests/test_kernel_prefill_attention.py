@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_checks import FULL_SIZE, PLACES, assert_near, random
+from kernel_checks import FULL_SIZE, PLACES, STORED, assert_near, encode_caches, random
 from penstock.layers.inputs import RowSpan
 from penstock.ops import TokenBlocks, cut_blocks
 from penstock.ops.reference import attention as reference
@@ -33,6 +33,7 @@ class Step:
     values: Tensor
     page_table: Tensor  # [R, P]
     gate: Tensor | None  # [T, Hq * D], a part of something wider
+    scales: Tensor | None = None  # of codes
 
     @property
     def num_tokens(self) -> list[int]:
@@ -56,6 +57,7 @@ class Step:
             self.q,
             self.keys,
             self.values,
+            self.scales,
             self.page_table,
             *self._lengths(),
             self._blocks(blocks),
@@ -79,6 +81,7 @@ class Step:
             self.scale,
             window,
             self.gate,
+            self.scales,
         )
         for tokens, span in zip(out.split(self.num_tokens), self.spans):
             if span.num_tokens == 1 and not span.checkpoints:
@@ -119,6 +122,7 @@ def make_step(
     page_size: int = 64,
     num_pages: int = 0,  # of the table; at least what the longest row needs
     gated: bool = True,
+    stored: torch.dtype | None = None,  # of codes
 ) -> Step:
     """Pages are dealt out in a random order; no row uses page 0 and the last one."""
     owned = [-(-span.context_len // page_size) for span in spans]
@@ -135,6 +139,7 @@ def make_step(
         cache[~written.to(device)] = torch.nan
     num_tokens, width = sum(span.num_tokens for span in spans), heads * dim
     gate = random(num_tokens, 3 * width, dtype=dtype, device=device, seed=3)[:, width : 2 * width]
+    keys, values, scales = encode_caches(keys, values, stored)
     return Step(
         spans=spans,
         q=random(num_tokens, heads, dim, dtype=dtype, device=device, seed=4),
@@ -142,6 +147,7 @@ def make_step(
         values=values,
         page_table=table.to(device),
         gate=gate if gated else None,
+        scales=scales,
     )
 
 
@@ -150,11 +156,17 @@ def use_processors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 2, 32), (6, 2, 24), (4, 1, 64)])
 def test_prefill_is_its_reference_for_ragged_rows_and_leaves_decodes_alone(
-    device: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+    device: str,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    stored: torch.dtype | None,
 ) -> None:
-    step = make_step(RAGGED, heads, kv_heads, dim, dtype=dtype, device=device)
+    step = make_step(RAGGED, heads, kv_heads, dim, dtype=dtype, device=device, stored=stored)
     assert_near(step.attend(), step.expected(), dtype)
 
 
@@ -237,14 +249,18 @@ def test_pieces_without_tokens_write_nothing(device: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("window", [0, 1090])
+@pytest.mark.parametrize(("window", "stored"), [(0, None), (1090, None), (0, torch.int8)])
 def test_few_tokens_of_long_rows_are_the_same_in_splits(
-    device: str, dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    dtype: torch.dtype,
+    window: int,
+    stored: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_processors(monkeypatch, 1000)
     spans = [RowSpan(3, 1154), RowSpan(1, 9), RowSpan(5, 5)]
-    step = make_step(spans, 1, 1, 16, dtype=dtype, device=device, num_pages=64)
-    step.keys.mul_(3)  # so that the splits differ in weight
+    step = make_step(spans, 1, 1, 16, dtype=dtype, device=device, num_pages=64, stored=stored)
+    step.q.mul_(3)  # so that the splits differ in weight
     assert prefill._plan_splits(3, 64 * 64, step.q.device) > 1
     assert_near(step.attend(window), step.expected(window), dtype)
 
@@ -291,9 +307,11 @@ def test_rule_fits_the_shared_memory_of_every_card() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("stored", STORED)
 def test_prefill_is_its_reference_at_full_size(
     device: str,
     dtype: torch.dtype,
+    stored: torch.dtype | None,
     heads: int,
     kv_heads: int,
     dim: int,
@@ -301,7 +319,7 @@ def test_prefill_is_its_reference_at_full_size(
     deterministic: bool,
 ) -> None:
     spans = [RowSpan(*row) for row in rows]
-    step = make_step(spans, heads, kv_heads, dim, dtype=dtype, device=device)
+    step = make_step(spans, heads, kv_heads, dim, dtype=dtype, device=device, stored=stored)
     seen, expected = step.attend(deterministic=deterministic), step.expected()
     for mine, theirs in zip(seen.split(step.num_tokens), expected.split(step.num_tokens)):
         if len(mine):  # each row by its own largest value: what is far back in a long row is small

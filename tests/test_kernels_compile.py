@@ -57,7 +57,7 @@ seen = {capability: {} for capability in (first, *others)}
 large = []
 for module in (attention, decode_rows, delta_net, masking, matmul, moe, norm, sampling):
     for case in module.compile_cases():
-        name = f"{case[0].fn.__module__}.{case[0].fn.__name__}"
+        name = f"{case[0].fn.__module__}.{case[0].fn.__name__}{case[2].get('STORED', '')}"
         if name in seen[first] and forms == "one":
             continue
         size = shared_memory(first, *case)

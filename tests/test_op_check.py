@@ -42,10 +42,13 @@ def make_bench(config: dict[str, Any], dtype: str = "float32", **settings: Any) 
     return Bench(LogitsEngine(engine), roofline, Limits(1e9, 1e9), 1, 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [*((name, "auto") for name in DTYPES), ("bfloat16", "fp8"), ("float32", "int8")],
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_right_kernels_pass_with_room_to_spare(family: str, dtype: str) -> None:
-    bench = make_bench(FAMILIES[family], dtype)
+def test_right_kernels_pass_with_room_to_spare(family: str, dtype: str, kv_dtype: str) -> None:
+    bench = make_bench(FAMILIES[family], dtype, kv_dtype=kv_dtype)
     for batch in (1, 5):
         for report in (bench.check_decodes(batch, 70), bench.check_prefills(batch, 70)):
             assert (report["batch"], report["context"]) == (batch, 70)

@@ -20,6 +20,7 @@ SLOT_BYTES = 62_914_560 + 1_474_560
 def pools(specs: list[CacheSpec], budget_gb: float, **changes: Any) -> PoolSizes:
     settings: dict[str, Any] = {
         "element_bytes": 2,
+        "kv_bytes": 2,
         "state_bytes": 4,
         "page_size": 64,
         "max_rows": 64,
@@ -36,6 +37,14 @@ def test_bytes_of_the_published_model() -> None:
     assert sizes.page_bytes == 64 * 20_480
     assert sizes.slot_bytes == SLOT_BYTES
     assert pools(HYBRID, 60, state_bytes=2).slot_bytes == SLOT_BYTES - 62_914_560 // 2
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_pages_of_codes_take_half_and_a_scale_for_each_head(head_dim: int) -> None:
+    specs: list[CacheSpec] = [KVSpec(num_kv_heads=2, head_dim=head_dim)] * 10
+    plain, codes = (pools(specs, 1, kv_bytes=size, max_rows=10_000) for size in (2, 1))
+    assert codes.page_bytes == plain.page_bytes // 2 + 64 * 10 * 2 * 2 * 4
+    assert codes.num_pages / plain.num_pages == pytest.approx(2 / (1 + 4 / head_dim), rel=1e-3)
 
 
 @pytest.mark.parametrize("budget_gb", [1, 5, 20, 60])

@@ -46,9 +46,10 @@ def server(log_file: Path) -> Iterator[Server]:
         yield running
 
 
-def test_health_and_models_say_how_the_weights_are_stored(server: Server) -> None:
+def test_health_and_models_say_how_weights_and_kv_are_stored(server: Server) -> None:
     stored = {"dtype": "float32", "stored_as": ["bfloat16", "float32"], "bits_per_weight": 16.0}
-    assert server.health().json()["weights"] == stored
+    health = server.health().json()
+    assert (health["weights"], health["kv_dtype"]) == (stored, "float32")
     (model,) = server.http.get(f"{server.url}/v1/models").json()["data"]
     assert model["weights"] == stored
 

@@ -101,6 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     with PhaseList() as phases:
         with timed("libraries", phases):
             from penstock.engine.device import select_device
+            from penstock.engine.device_cache import find_kv_dtype
             from penstock.engine.engine import Engine
             from penstock.engine.logits_engine import LogitsEngine
         select_device(config.device)
@@ -116,6 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
         source.config,
         runner.model.dtype.itemsize,  # type: ignore[attr-defined]
         config.state_bytes,
+        find_kv_dtype(config.kv_dtype, runner.model.dtype).itemsize,  # type: ignore[attr-defined]
     )
     bench = Bench(engine, roofline, limits, arguments.warmup, arguments.repeats)
     measurements, breakdowns, checks = [], [], []
@@ -235,6 +237,7 @@ def _report(
         "weight_bytes": info.weight_bytes,
         "sampled": arguments.sampled,
         "deterministic": config.deterministic,
+        "kv_dtype": info.kv_dtype,
         "state_dtype": config.state_dtype,
         "decode_vs_prefill": round(difference, 6),
         "copy_gb_per_s": round(limits.bytes_per_s / 1e9, 2),

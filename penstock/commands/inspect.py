@@ -48,7 +48,9 @@ class Machine:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    add_flags(parser, EngineConfig, title="the model", only=("model", "dtype", "state_dtype"))
+    add_flags(
+        parser, EngineConfig, title="the model", only=("model", "dtype", "kv_dtype", "state_dtype")
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -66,13 +68,15 @@ def inspect_model(config: EngineConfig) -> dict[str, Any]:
     source = find_model(config.model)
     import torch
 
+    from penstock.engine.device_cache import find_kv_dtype
     from penstock.models import build_model
     from penstock.weights.load import resolve_dtype
 
     # The stored size, whatever this machine would compute in: it should not depend on the machine.
     torch_dtype = resolve_dtype(config.dtype, source.config, "cuda")
     model = build_model(source.config, torch_dtype, torch.device("meta"))
-    roofline = Roofline.of(model, source.config, torch_dtype.itemsize, config.state_bytes)
+    kv_bytes = find_kv_dtype(config.kv_dtype, torch_dtype).itemsize
+    roofline = Roofline.of(model, source.config, torch_dtype.itemsize, config.state_bytes, kv_bytes)
     storage = _find_storage(source)
     machine = find_machine()
     parameters = roofline.parameters

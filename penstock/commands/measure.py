@@ -297,7 +297,15 @@ def fill_with_noise(engine: Engine, seed: int = 0) -> None:
     generator = torch.Generator(engine.runner.rows.device).manual_seed(seed)
     for cache in engine.runner.caches:
         for name in cache.__slots__:
-            getattr(cache, name).normal_(std=0.1, generator=generator)
+            pool: torch.Tensor | None = getattr(cache, name)
+            if pool is None:
+                continue
+            if pool.dtype.itemsize == 1:  # any codes but those of E4M3's NaN
+                pool.view(torch.uint8).random_(256, generator=generator).bitwise_and_(0xF7)
+            elif name == "scales":
+                pool.fill_(1e-3)
+            else:
+                pool.normal_(std=0.1, generator=generator)
 
 
 def require_room(engine: LogitsEngine, batch: int, num_tokens: int) -> None:

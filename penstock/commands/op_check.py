@@ -149,15 +149,26 @@ def _compare_route(check: OpCheck, reference: Run, run: Run, given: Given) -> An
 
 def _compare_rope(check: OpCheck, reference: Run, run: Run, given: Given) -> Any:
     """Also compares the written keys and values; their places are cleared in between."""
+    import torch
+
+    from penstock.ops.reference import kv_codes
+
     places, pools = given["kv_index"], [given[name].flatten(0, 1) for name in ("keys", "values")]
+    scales = (None, None) if given["kv_scales"] is None else given["kv_scales"].flatten(1, 2)
+
+    def read() -> list[Tensor]:
+        return [kv_codes.read_pages(pool, own, places) for pool, own in zip(pools, scales)]
+
     expected = _expected(reference, given)
-    stored = [pool[places] for pool in pools]
-    for pool in pools:
-        pool[places] = float("nan")
+    stored = read()
+    for pool, own in zip(pools, scales):
+        (pool if own is None else own)[places] = float("nan")
+        if own is not None:
+            pool.view(torch.uint8)[places] = 0
     seen = run(**given)
     check.record("rope_and_store", seen, expected)
-    for name, pool, there in zip(("keys", "values"), pools, stored):
-        check.record(f"rope_and_store {name}", pool[places], there)
+    for name, mine, there in zip(("keys", "values"), read(), stored):
+        check.record(f"rope_and_store {name}", mine, there)
     return seen
 
 

@@ -74,7 +74,7 @@ def count_parameters(model: Any, config: Mapping[str, Any]) -> Parameters:
     spec = model.cache_specs()[-1]
     if isinstance(spec, KVSpec):
         # Keys and values of all tokens.
-        last_dense -= spec.num_elements * text_config(config)["hidden_size"]
+        last_dense -= 2 * spec.num_kv_heads * spec.head_dim * text_config(config)["hidden_size"]
     else:
         last_dense = sum(sizes[name] for name in last.difference(stacks) if ".mlp." in name)
     return Parameters(
@@ -102,7 +102,8 @@ class Roofline:
 
     parameters: Parameters
     weight_bytes: int  # all of them, as stored in memory
-    element_bytes: int  # of a weight, and of KV
+    element_bytes: int  # of a weight
+    kv_bytes: int  # of an element of KV
     state_bytes: int  # of an element of a recurrent state
     hidden_size: int
     query_width: int  # query heads x head width
@@ -112,7 +113,12 @@ class Roofline:
 
     @classmethod
     def of(
-        cls, model: Any, config: Mapping[str, Any], element_bytes: int, state_bytes: int
+        cls,
+        model: Any,
+        config: Mapping[str, Any],
+        element_bytes: int,
+        state_bytes: int,
+        kv_bytes: int | None = None,  # None: as of a weight
     ) -> Roofline:
         text, specs = text_config(config), model.cache_specs()
         attention = tuple(spec for spec in specs if isinstance(spec, KVSpec))
@@ -121,6 +127,7 @@ class Roofline:
             parameters=count_parameters(model, config),
             weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
             element_bytes=element_bytes,
+            kv_bytes=kv_bytes or element_bytes,
             state_bytes=state_bytes,
             hidden_size=text["hidden_size"],
             query_width=text["num_attention_heads"] * head_dim,
@@ -131,7 +138,7 @@ class Roofline:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.element_bytes * sum(spec.num_elements for spec in self.attention)
+        return sum(spec.num_bytes(self.kv_bytes) for spec in self.attention)
 
     @property
     def state_bytes_per_request(self) -> int:

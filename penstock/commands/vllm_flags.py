@@ -72,7 +72,6 @@ VLLM_FLAGS = (
     _unneeded("--swap-space", why="A preempted request is computed again."),
     VllmFlag(("--tensor-parallel-size", "-tp"), _ONE_GPU, ("1",)),
     VllmFlag(("--pipeline-parallel-size", "-pp"), _ONE_GPU, ("1",)),
-    VllmFlag(("--kv-cache-dtype",), "KV has the type of the weights (--dtype).", ("auto",)),
     VllmFlag(
         ("--load-format",),
         "The format is read from the checkpoint; for dummy use --random-weights.",

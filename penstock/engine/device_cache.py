@@ -1,5 +1,5 @@
-"""The device memory behind pages and slots: two tensors per layer, allocated once and never
-moved.
+"""The device memory behind pages and slots: two or three tensors per layer, allocated once and
+never moved.
 """
 
 from __future__ import annotations
@@ -9,6 +9,18 @@ import torch
 from penstock.layers.inputs import KVCache, LayerCache, StateCache
 from penstock.types import CacheSpec, KVSpec
 
+_KV_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+
+
+def find_kv_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """What `--kv-dtype` means for a model."""
+    return model_dtype if name == "auto" else _KV_DTYPES[name]
+
 
 def allocate_caches(
     specs: list[CacheSpec],
@@ -17,17 +29,20 @@ def allocate_caches(
     page_size: int,
     num_slots: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     state_dtype: torch.dtype,
     device: torch.device,
 ) -> list[LayerCache]:
     caches: list[LayerCache] = []
+    has_scales = kv_dtype.itemsize == 1
     for spec in specs:
         if isinstance(spec, KVSpec):
             shape = (num_pages, page_size, spec.num_kv_heads, spec.head_dim)
             caches.append(
                 KVCache(
-                    keys=torch.zeros(shape, dtype=dtype, device=device),
-                    values=torch.zeros(shape, dtype=dtype, device=device),
+                    keys=torch.zeros(shape, dtype=kv_dtype, device=device),
+                    values=torch.zeros(shape, dtype=kv_dtype, device=device),
+                    scales=torch.zeros((2, *shape[:3]), device=device) if has_scales else None,
                 )
             )
         else:

@@ -51,7 +51,7 @@ class Engine:
             pack_weights(model, keep=model.head.weight)
         with on_device(model.device):
             memory, self.runner = build_runner(model, config, name, on_phase)
-        self.info = _describe(model, name, memory)
+        self.info = _describe(model, name, memory, config.kv_dtype)
         new_buffer = self.runner.rows.host_buffer
         self.policy = Policy(config, memory, self.info, tokenizer_file, new_buffer)
         self._overlap = is_gpu if config.overlap is None else config.overlap
@@ -161,12 +161,13 @@ class Engine:
         return self.policy.cache.sessions.drop(session_id)
 
 
-def _describe(model: Any, name: str, memory: MemoryPlan) -> EngineInfo:
-    pools = memory.pools
+def _describe(model: Any, name: str, memory: MemoryPlan, kv_dtype: str) -> EngineInfo:
+    pools, dtype = memory.pools, str(model.dtype).removeprefix("torch.")
     return EngineInfo(
         model_name=name,
         device=str(model.device),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype,
+        kv_dtype=dtype if kv_dtype == "auto" else kv_dtype,
         max_model_len=pools.max_model_len,
         vocab_size=model.vocab_size,
         max_rows=pools.max_rows,

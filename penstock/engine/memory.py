@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from penstock.config import EngineConfig
+from penstock.engine.device_cache import find_kv_dtype
 from penstock.engine.dry_run import DryRun, free_bytes
 from penstock.engine.pools import GB, PoolSizes, size_pools
 from penstock.engine.runner import Runner
@@ -47,6 +48,7 @@ class MemoryPlan:
     step_bytes: int = 0  # the largest step, with every sampling option
     graph_bytes: int = 0
     reserve_bytes: int = 0
+    kv_dtype: str = "auto"
 
     @property
     def uses(self) -> list[tuple[str, int, str]]:
@@ -54,13 +56,14 @@ class MemoryPlan:
         pools = self.pools
         slots = f"{max(pools.num_slots - 1, 0):,}; {pools.max_checkpoints:,} may be checkpoints"
         num_pages = max(pools.num_pages - 1, 0)
+        kept_in = "" if self.kv_dtype == "auto" else f", in {self.kv_dtype}"
         uses = [
             ("weights", self.weight_bytes, ""),
             ("state slots", pools.num_slots * pools.slot_bytes, slots),
             (
                 "KV pages",
                 pools.num_pages * pools.page_bytes,
-                f"{num_pages * self.page_size:,} tokens in {num_pages:,}",
+                f"{num_pages * self.page_size:,} tokens in {num_pages:,}{kept_in}",
             ),
             ("largest step", self.step_bytes, f"{self.max_step_tokens:,} tokens"),
             ("graphs", self.graph_bytes, ""),
@@ -122,7 +125,14 @@ def plan_memory(
         budget = GB if config.memory_gb is None else config.memory_gb * GB
         num_tokens = config.max_step_tokens or CPU_STEP_TOKENS
         pools = _size(model, config, int(budget))
-        plan = MemoryPlan(bytes_of(model), pools, config.page_size, num_tokens, num_tokens)
+        plan = MemoryPlan(
+            bytes_of(model),
+            pools,
+            config.page_size,
+            num_tokens,
+            num_tokens,
+            kv_dtype=config.kv_dtype,
+        )
         return plan, pools
     free_at_first = _usable_bytes(config, device)
     draft = _draft_pools(model, config, name, free_at_first)
@@ -156,6 +166,7 @@ def plan_memory(
         step_bytes=step.num_bytes,
         graph_bytes=graph_bytes,
         reserve_bytes=reserve,
+        kv_dtype=config.kv_dtype,
     )
     return plan, draft
 
@@ -175,6 +186,7 @@ def estimate_memory(
         max_step_tokens=most,
         shared_step_tokens=most,
         reserve_bytes=max(left - budget, 0) if is_gpu else 0,
+        kv_dtype=config.kv_dtype,
     )
 
 
@@ -213,6 +225,7 @@ def _size(model: Any, config: EngineConfig, budget: int, max_rows: int | None = 
         model.cache_specs(),
         budget_bytes=budget,
         element_bytes=model.dtype.itemsize,
+        kv_bytes=find_kv_dtype(config.kv_dtype, model.dtype).itemsize,
         state_bytes=config.state_bytes,
         page_size=config.page_size,
         max_rows=max_rows or config.max_rows or _most_rows(model.device.type == "cuda"),

@@ -41,6 +41,7 @@ def size_pools(
     *,
     budget_bytes: int,
     element_bytes: int,
+    kv_bytes: int,  # of an element of KV
     state_bytes: int,  # of an element of a recurrent state
     page_size: int,
     max_rows: int,
@@ -55,9 +56,7 @@ def size_pools(
             "The model was not trained on longer contexts.",
             f"Use --max-model-len {max_position} or less, or omit it.",
         )
-    page_bytes = (
-        page_size * element_bytes * sum(s.num_elements for s in specs if isinstance(s, KVSpec))
-    )
+    page_bytes = page_size * sum(s.num_bytes(kv_bytes) for s in specs if isinstance(s, KVSpec))
     slot_bytes = sum(
         s.num_bytes(element_bytes, state_bytes) for s in specs if isinstance(s, StateSpec)
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock import ops
 from penstock.config import EngineConfig
 from penstock.engine.device import on_device
-from penstock.engine.device_cache import allocate_caches
+from penstock.engine.device_cache import allocate_caches, find_kv_dtype
 from penstock.engine.grammar_masks import StepMasks
 from penstock.engine.graphs import DecodeGraphs, Model, run_for_last_tokens, warm_up
 from penstock.engine.pooling import PooledRows, pool_rows
@@ -171,6 +171,7 @@ class Runner:
             page_size=config.page_size,
             num_slots=pools.num_slots,
             dtype=model.dtype,
+            kv_dtype=find_kv_dtype(config.kv_dtype, model.dtype),
             state_dtype=getattr(torch, config.state_dtype),
             device=model.device,
         )

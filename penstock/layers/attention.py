@@ -82,6 +82,7 @@ class Attention(nn.Module):
             cache.keys,
             cache.values,
             self.interleaved_rope,
+            cache.scales,
         )
         query_start, spans, blocks = inputs.query_start, inputs.spans, inputs.blocks
         if only_last:
@@ -102,6 +103,7 @@ class Attention(nn.Module):
             self.head_dim**-0.5,
             self.window,
             gate if self.gated else None,
+            cache.scales,
             deterministic=deterministic,
         )
         return self.out(attended, hidden, deterministic=deterministic)

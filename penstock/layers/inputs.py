@@ -57,14 +57,18 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Keys (after norm and rope) and values of one attention layer. Page 0 belongs to nobody."""
+    """Keys (after norm and rope) and values of one attention layer. Page 0 belongs to nobody.
+    In 8 bits they are codes with a scale for each token and head (`ops/reference/kv_codes.py`)."""
 
     keys: Tensor  # [pages, page_size, Hkv, D]
     values: Tensor  # [pages, page_size, Hkv, D]
+    scales: Tensor | None = None  # [2, pages, page_size, Hkv] float32, of keys and of values
 
     def zero_padding(self) -> None:
         self.keys[0].zero_()
         self.values[0].zero_()
+        if self.scales is not None:
+            self.scales[:, 0].zero_()
 
 
 @dataclass(frozen=True, slots=True)

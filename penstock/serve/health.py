@@ -55,7 +55,7 @@ class HealthRoutes:
             answer |= {"phase": dataclasses.asdict(client.phase)}
         else:
             answer |= {"model": self._state.model_name, "weights": self._state.weights}
-            answer |= {"stats": sum_stats(replicas)}
+            answer |= {"kv_dtype": client.info.kv_dtype, "stats": sum_stats(replicas)}
         answer["sampling"] = self._state.config.silent_sampling  # defaults of requests
         answer["replicas"] = replicas
         return json_response(answer, 200 if answer["status"] == "ok" else 503)

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.ops.reference import kv_codes
+
 
 def is_alone(x: Tensor, deterministic: bool) -> bool:
     """Whether a step of x [T, ..] may take this fast path."""
@@ -63,6 +65,8 @@ def attend(
     q: Tensor,  # [1, Hq, D]
     keys: Tensor,  # [pages, page_size, Hkv, D]
     values: Tensor,  # [pages, page_size, Hkv, D]
+    key_scales: Tensor | None,  # [pages, page_size, Hkv], of 8-bit codes
+    value_scales: Tensor | None,
     pages: Tensor,  # [P]
     context_len: int,
     scale: float,
@@ -75,19 +79,23 @@ def attend(
     used = pages[first_page : -(-context_len // page_size)].tolist()
     seen = slice(first - first_page * page_size, context_len - first_page * page_size)
     shape = (1, -1, num_kv_heads, head_dim)
-    k = _pages_of(keys, used).reshape(shape)[:, seen].transpose(1, 2)  # [1, Hkv, S, D]
-    v = _pages_of(values, used).reshape(shape)[:, seen].transpose(1, 2)
+    k, v = (  # [1, Hkv, S, D]
+        _pages_of(cache, scales, used).reshape(shape)[:, seen].transpose(1, 2)
+        for cache, scales in ((keys, key_scales), (values, value_scales))
+    )
     # The query heads that share a key head are to it as queries of several tokens.
     grouped = q.reshape(1, num_kv_heads, -1, head_dim)
     return F.scaled_dot_product_attention(grouped, k, v, scale=scale).reshape(1, -1)
 
 
-def _pages_of(cache: Tensor, pages: list[int]) -> Tensor:
-    """No copy where they lie side by side, as those of a sequence that is alone mostly do."""
+def _pages_of(cache: Tensor, scales: Tensor | None, pages: list[int]) -> Tensor:
+    """In float32. No copy where they lie side by side, as those of a sequence that is alone mostly
+    do."""
     first, end = pages[0], pages[0] + len(pages)
-    if pages == list(range(first, end)):
-        return cache[first:end]
-    return cache.index_select(0, torch.tensor(pages))
+    if pages != list(range(first, end)):
+        return kv_codes.read_pages(cache, scales, torch.tensor(pages))
+    adjacent = cache[first:end].float()
+    return adjacent if scales is None else adjacent.mul_(scales[first:end, ..., None])
 
 
 def gated_delta_net(

@@ -8,12 +8,14 @@ same bits however its prompt was split. With `deterministic`, so are decode rows
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.ops.cpu import decode
+from penstock.ops.reference import kv_codes
 from penstock.ops.reference.activation import sigmoid
 from penstock.ops.reference.rope import rotate
 from penstock.ops.reference.rows import Span, TokenBlocks, cut_rows
@@ -34,8 +36,12 @@ def rope_and_store(
     keys: Tensor,  # [pages, page_size, Hkv, D]  written
     values: Tensor,  # [pages, page_size, Hkv, D]  written
     interleaved: bool = False,
+    kv_scales: Tensor | None = None,  # [2, pages, page_size, Hkv] float32  written
 ) -> Tensor:  # [T, Hq, D]
-    """Head norms, rotation, and the keys and values into their pages; returns the queries."""
+    """Head norms, rotation, and the keys and values into their pages; returns the queries.
+
+    With scales, keys and values are stored as 8-bit codes (`kv_codes`).
+    """
     assert (q_norm is None) == (k_norm is None)
     num_heads = (q.shape[1], k.shape[1])
     heads = torch.cat((q, k), dim=1).float()  # [T, Hq + Hkv, D]
@@ -45,8 +51,9 @@ def rope_and_store(
             own.mul_(norm)
     cos, sin = rope.index_select(0, positions).unbind(1)
     q, k = rotate(heads, cos, sin, interleaved).to(q.dtype).split_with_sizes(num_heads, dim=1)
-    keys.flatten(0, 1).index_copy_(0, kv_index, k.to(keys.dtype))
-    values.flatten(0, 1).index_copy_(0, kv_index, v.to(values.dtype))
+    key_scales, value_scales = (None, None) if kv_scales is None else kv_scales
+    kv_codes.store(keys, key_scales, kv_index, k)
+    kv_codes.store(values, value_scales, kv_index, v)
     return q
 
 
@@ -62,13 +69,15 @@ def paged_attention(
     scale: float,
     window: int = 0,  # keys a query sees, itself included; 0 is all of them
     gate: Tensor | None = None,  # [T, Hq * D]
+    kv_scales: Tensor | None = None,  # [2, pages, page_size, Hkv] float32, of 8-bit codes
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hq * D]
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
     # query_start and blocks serve kernels; here the spans say the same on the host.
+    caches = _Caches(keys, values, *((None, None) if kv_scales is None else kv_scales))
     if decode.is_alone(q, deterministic) and len(spans) == 1:
-        alone = decode.attend(q, keys, values, page_table[0], spans[0].context_len, scale, window)
+        alone = decode.attend(q, *caches, page_table[0], spans[0].context_len, scale, window)
         return alone if gate is None else alone.mul_(sigmoid(gate, deterministic))
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     for group in cut_rows(spans, batch_decodes=not deterministic):
@@ -77,20 +86,26 @@ def paged_attention(
             longest = max(span.context_len for span in spans[group.rows])
             context_lens_here = context_lens[group.rows]
             out[group.tokens] = _decode(
-                q[group.tokens], keys, values, pages, context_lens_here, longest, scale, window
+                q[group.tokens], caches, pages, context_lens_here, longest, scale, window
             )
         else:
             out[group.tokens] = _attend_row(
-                q[group.tokens], keys, values, pages[0], group.span.context_len, scale, window
+                q[group.tokens], caches, pages[0], group.span.context_len, scale, window
             )
     flat = out.flatten(1)
     return (flat if gate is None else flat * sigmoid(gate, deterministic)).to(q.dtype)
 
 
+class _Caches(NamedTuple):
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+
+
 def _decode(
     q: Tensor,  # [n, Hq, D]
-    keys: Tensor,
-    values: Tensor,
+    caches: _Caches,
     page_table: Tensor,  # [n, P]
     context_lens: Tensor,  # [n]
     longest: int,
@@ -98,14 +113,13 @@ def _decode(
     window: int,
 ) -> Tensor:  # [n, Hq, D]
     num_rows, num_heads, head_dim = q.shape
-    page_size, num_kv_heads = keys.shape[1:3]
+    page_size, num_kv_heads = caches.keys.shape[1:3]
     if not q.is_cuda:
         # A captured graph may depend on shapes only, never on how long the rows are just now.
         page_table = page_table[:, : -(-longest // page_size)]
-    # index_select, because indexing with a tensor takes several times as long.
-    shape = (num_rows, -1, num_kv_heads, head_dim)  # [n, S, Hkv, D]
-    k = keys.index_select(0, page_table.flatten()).view(shape).float()
-    v = values.index_select(0, page_table.flatten()).view(shape).float()
+    pages, shape = page_table.flatten(), (num_rows, -1, num_kv_heads, head_dim)  # [n, S, Hkv, D]
+    k = kv_codes.read_pages(caches.keys, caches.key_scales, pages).view(shape)
+    v = kv_codes.read_pages(caches.values, caches.value_scales, pages).view(shape)
     age = context_lens[:, None] - 1 - torch.arange(k.shape[1], device=q.device)  # [n, S]
     unseen = (age < 0) | (age >= window) if window else age < 0
     grouped = q.float().view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -118,21 +132,21 @@ def _decode(
 
 def _attend_row(
     q: Tensor,  # [n, Hq, D]
-    keys: Tensor,
-    values: Tensor,
+    caches: _Caches,
     pages: Tensor,  # [P]
     context_len: int,
     scale: float,
     window: int,
 ) -> Tensor:  # [n, Hq, D]
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads = keys.shape[2]
+    num_kv_heads = caches.keys.shape[2]
     start = context_len - num_tokens
     first_block, last_block = start // QUERY_BLOCK, (context_len - 1) // QUERY_BLOCK
     padded_len = (last_block + 1) * QUERY_BLOCK
     first_key = _first_key(first_block, window)
-    k = _gather(keys, pages, first_key, context_len, padded_len)  # [Hkv, S, D]
-    v = _gather(values, pages, first_key, context_len, padded_len)
+    lens = (first_key, context_len, padded_len)
+    k = _gather(caches.keys, caches.key_scales, pages, *lens)  # [Hkv, S, D]
+    v = _gather(caches.values, caches.value_scales, pages, *lens)
     padding = (0, 0, 0, 0, start - first_block * QUERY_BLOCK, padded_len - context_len)
     blocks = F.pad(q.float(), padding).unflatten(0, (-1, QUERY_BLOCK))  # [blocks, 64, Hq, D]
     outputs = []
@@ -156,12 +170,19 @@ def _first_key(block: int, window: int) -> int:
     return oldest // QUERY_BLOCK * QUERY_BLOCK
 
 
-def _gather(cache: Tensor, pages: Tensor, first: int, context_len: int, padded_len: int) -> Tensor:
+def _gather(
+    cache: Tensor,
+    scales: Tensor | None,
+    pages: Tensor,
+    first: int,
+    context_len: int,
+    padded_len: int,
+) -> Tensor:
     """Positions first..padded_len of one row as [Hkv, S, D] float32; zero from context_len on."""
     page_size = cache.shape[1]
     first_page, end_page = first // page_size, -(-context_len // page_size)
-    rows = cache[pages[first_page:end_page]].flatten(0, 1)
-    rows = rows[first - first_page * page_size : context_len - first_page * page_size].float()
+    rows = kv_codes.read_pages(cache, scales, pages[first_page:end_page]).flatten(0, 1)
+    rows = rows[first - first_page * page_size : context_len - first_page * page_size]
     return F.pad(rows, (0, 0, 0, 0, 0, padded_len - context_len)).transpose(0, 1).contiguous()
 
 

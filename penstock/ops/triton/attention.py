@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,6 +20,7 @@ from penstock.ops.reference import attention as reference
 from penstock.ops.reference.rows import LEAST_KEYS, Span, TokenBlocks, decode_runs
 from penstock.ops.triton import decode_attention as decodes
 from penstock.ops.triton import prefill_attention as prefills
+from penstock.ops.triton.kv_codes import encode, stored_as, stored_forms, view_codes
 from penstock.ops.triton.launch import (
     CompileCase,
     cdiv,
@@ -43,6 +45,7 @@ def rope_and_store(
     keys: Tensor,  # [pages, page_size, Hkv, D]  written
     values: Tensor,  # [pages, page_size, Hkv, D]  written
     interleaved: bool = False,
+    kv_scales: Tensor | None = None,  # [2, pages, page_size, Hkv] float32  written
 ) -> Tensor:  # [T, Hq, D]
     """Head norms, rotation, and the keys and values into their pages; returns the queries."""
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
@@ -51,6 +54,7 @@ def rope_and_store(
     tile = choose("rope_and_store", (num_heads, num_kv_heads, head_dim), 1, _rope_rule(), q.device)
     num_groups = sum(cdiv(heads, tile["BLOCK_HEADS"]) for heads in (num_heads, num_kv_heads))
     out = q.new_empty(q.shape)
+    key_scales, value_scales = (None, None) if kv_scales is None else kv_scales
     _rope_and_store_kernel[num_tokens, num_groups](
         q,
         k,
@@ -61,8 +65,10 @@ def rope_and_store(
         positions,
         kv_index,
         out,
-        keys,
-        values,
+        view_codes(keys, torch.uint8),
+        view_codes(values, torch.uint8),
+        key_scales,
+        value_scales,
         eps,
         q.stride(0),
         k.stride(0),
@@ -72,6 +78,7 @@ def rope_and_store(
         HEAD_DIM=head_dim,
         NUM_PAIRS=rope.shape[2],
         INTERLEAVED=interleaved,
+        STORED=stored_as(keys),
         BLOCK_D=next_power_of_2(head_dim),
         **tile,
         **launch_options(q.device),
@@ -91,12 +98,13 @@ def paged_attention(
     scale: float,
     window: int = 0,  # keys a query sees, itself included; 0 is all of them
     gate: Tensor | None = None,  # [T, Hq * D]
+    kv_scales: Tensor | None = None,  # [2, pages, page_size, Hkv] float32, of 8-bit codes
     *,
     deterministic: bool = False,
 ) -> Tensor:  # [T, Hq * D]
     """softmax(q k^T * scale) v for every token of every row, times sigmoid(gate)."""
     if keys.shape[1] % LEAST_KEYS:
-        step = (query_start, context_lens, spans, blocks, scale, window, gate)
+        step = (query_start, context_lens, spans, blocks, scale, window, gate, kv_scales)
         return reference.paged_attention(
             q, keys, values, page_table, *step, deterministic=deterministic
         )
@@ -107,6 +115,7 @@ def paged_attention(
             _with_heads_adjacent(q[tokens]),
             keys,
             values,
+            kv_scales,
             page_table[rows],
             context_lens[rows],
             scale,
@@ -119,6 +128,7 @@ def paged_attention(
         q,
         keys,
         values,
+        kv_scales,
         page_table,
         query_start,
         context_lens,
@@ -153,7 +163,7 @@ def compile_cases() -> list[CompileCase]:
     """(kernel, signature, constexprs, options): every form, as Qwen3.5-35B-A3B in bf16 launches
     it.
     """
-    signature = dict.fromkeys(("p_q", "p_k", "p_v", "p_out", "p_keys", "p_values"), "*bf16")
+    signature = dict.fromkeys(("p_q", "p_k", "p_v", "p_out"), "*bf16")
     signature |= dict.fromkeys(("p_q_norm", "p_k_norm", "p_rope"), "*fp32")
     signature |= dict.fromkeys(("p_positions", "p_kv_index"), "*i64")
     signature |= {"eps": "fp32", "q_stride": "i32", "k_stride": "i32", "v_stride": "i32"}
@@ -164,8 +174,12 @@ def compile_cases() -> list[CompileCase]:
         "NUM_PAIRS": 32,
     }
     constexprs |= {"INTERLEAVED": False, "BLOCK_HEADS": 4, "BLOCK_D": 256, "PDL": False}
-    rope_case = (_rope_and_store_kernel, signature, constexprs, {"num_warps": 4, "num_stages": 1})
-    return [rope_case, *decodes.compile_cases(), *prefills.compile_cases()]
+    options = {"num_warps": 4, "num_stages": 1}
+    forms = [
+        (_rope_and_store_kernel, {**signature, **types}, {**constexprs, **given}, options)
+        for types, given in stored_forms("*u8")
+    ]
+    return [*forms, *decodes.compile_cases(), *prefills.compile_cases()]
 
 
 @triton.jit(do_not_specialize=["p_positions", "p_kv_index"])  # parts of one buffer, aligned anyhow
@@ -181,6 +195,8 @@ def _rope_and_store_kernel(
     p_out,
     p_keys,
     p_values,
+    p_key_scales,  # None: keys and values are stored as they are
+    p_value_scales,
     eps,
     q_stride,
     k_stride,
@@ -190,6 +206,7 @@ def _rope_and_store_kernel(
     HEAD_DIM: tl.constexpr,
     NUM_PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    STORED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
@@ -237,9 +254,15 @@ def _rope_and_store_kernel(
             BLOCK_D,
             PDL,
         )
-        b_k = b_k.to(p_k.dtype.element_ty).to(p_keys.dtype.element_ty)
+        b_k = b_k.to(p_k.dtype.element_ty)
         b_v = tl.load(p_v + i_token * v_stride + in_token, mask=is_inside, other=0.0)
-        tl.store(p_keys + place + in_token, b_k, mask=is_inside)
+        if STORED != "plain":
+            b_k, b_k_scales = encode(b_k.to(tl.float32), STORED)
+            b_v, b_v_scales = encode(b_v.to(tl.float32), STORED)
+            scale_place = place // HEAD_DIM + heads
+            tl.store(p_key_scales + scale_place, b_k_scales, mask=heads < NUM_KV_HEADS)
+            tl.store(p_value_scales + scale_place, b_v_scales, mask=heads < NUM_KV_HEADS)
+        tl.store(p_keys + place + in_token, b_k.to(p_keys.dtype.element_ty), mask=is_inside)
         tl.store(p_values + place + in_token, b_v.to(p_values.dtype.element_ty), mask=is_inside)
 
 

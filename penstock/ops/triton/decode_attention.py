@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.ops.triton.kv_codes import SCALE_UNIT, stored_as, stored_forms, view_codes, widen
 from penstock.ops.triton.launch import (
     CompileCase,
     cdiv,
@@ -57,6 +58,7 @@ def decode_attention(
     q: Tensor,  # [R, Hq, D]
     keys: Tensor,  # [pages, page_size, Hkv, D]
     values: Tensor,  # [pages, page_size, Hkv, D]
+    kv_scales: Tensor | None,  # [2, pages, page_size, Hkv] float32, of 8-bit codes
     page_table: Tensor,  # [R, P]
     context_lens: Tensor,  # [R]
     scale: float,
@@ -68,7 +70,9 @@ def decode_attention(
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = keys.shape[1:3]
     shape = (num_heads, num_kv_heads, head_dim, page_size)
-    rule = _decode_rule(head_dim, page_size, keys.dtype)
+    # Without tensor cores registers hold the keys in float32, however they are stored.
+    dtype = q.dtype if q.dtype == torch.float32 else keys.dtype
+    rule = _decode_rule(head_dim, page_size, dtype)
     tile = choose("paged_attention", shape, 1 if deterministic else num_rows, rule, q.device)
     max_keys = page_table.shape[1] * page_size
     num_splits, min_share = _plan_splits(
@@ -78,10 +82,13 @@ def decode_attention(
     if num_splits > 1:
         partial = q.new_empty((num_rows, num_heads, num_splits, head_dim), dtype=torch.float32)
         log_sums = q.new_empty((num_rows, num_heads, num_splits), dtype=torch.float32)
+    key_scales, value_scales = (None, None) if kv_scales is None else kv_scales
     _decode_kernel[num_kv_heads, num_rows, num_splits](
         q,
-        keys,
-        values,
+        view_codes(keys, torch.int32),
+        view_codes(values, torch.int32),
+        key_scales,
+        value_scales,
         page_table,
         context_lens,
         gate if partial is None else None,
@@ -98,6 +105,7 @@ def decode_attention(
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
         WINDOW=window,
+        STORED=stored_as(keys),
         BLOCK_KEYS=tile["BLOCK_KEYS"],
         BLOCK_M=max(16, next_power_of_2(num_heads // num_kv_heads)),
         BLOCK_D=max(16, next_power_of_2(head_dim)),
@@ -212,9 +220,10 @@ def candidates(kernel: str, shape: tuple[int, ...]) -> list[Tile]:
 
 
 def compile_cases() -> list[CompileCase]:
-    """Qwen3.5-35B-A3B in bf16: rows in one piece, rows in splits, and the merging of these."""
+    """Qwen3.5-35B-A3B in bf16, KV in bf16 and in codes: rows in one piece, rows in splits, and the
+    merging of these."""
     tile = _decode_rule(256, 64, torch.bfloat16)
-    signature = dict.fromkeys(("p_q", "p_keys", "p_values", "p_out"), "*bf16")
+    signature = dict.fromkeys(("p_q", "p_out"), "*bf16")
     signature |= {"p_pages": "*i32", "p_context_lens": "*i64", "scale": "fp32"}
     signature |= dict.fromkeys(("q_stride", "table_stride", "gate_stride", "min_share"), "i32")
     constexprs: dict[str, Any] = {
@@ -247,11 +256,16 @@ def compile_cases() -> list[CompileCase]:
         "PDL": False,
     }
     options = {"num_warps": tile["num_warps"], "num_stages": 1}
-    return [
-        (_decode_kernel, {**signature, **gate}, {**constexprs, **dict.fromkeys(splits)}, options),
-        (_decode_kernel, {**signature, **splits}, {**constexprs, **dict.fromkeys(gate)}, options),
-        (_merge_kernel, merge_signature, merge, merge_options),
-    ]
+    forms: list[CompileCase] = []
+    for stored, given in stored_forms("*i32"):
+        dtype = torch.bfloat16 if given["STORED"] == "plain" else torch.int8
+        given = {**constexprs, **given, "BLOCK_KEYS": _decode_rule(256, 64, dtype)["BLOCK_KEYS"]}
+        types = {**signature, **stored}
+        forms += [
+            (_decode_kernel, {**types, **gate}, {**given, **dict.fromkeys(splits)}, options),
+            (_decode_kernel, {**types, **splits}, {**given, **dict.fromkeys(gate)}, options),
+        ]
+    return [*forms, (_merge_kernel, merge_signature, merge, merge_options)]
 
 
 @triton.jit
@@ -299,6 +313,8 @@ def _decode_kernel(
     p_q,
     p_keys,
     p_values,
+    p_key_scales,  # None: keys and values are stored as they are
+    p_value_scales,
     p_pages,
     p_context_lens,
     p_gate,
@@ -315,6 +331,7 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    STORED: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -340,10 +357,15 @@ def _decode_kernel(
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     members, dims, keys = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_KEYS)
     is_dim = (dims < HEAD_DIM)[None, :]
-    in_block = keys[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
+    # Codes are read as words of four.
+    WIDTH: tl.constexpr = 1 if STORED == "plain" else 4
+    STORED_DIM: tl.constexpr = HEAD_DIM // WIDTH
+    stored_dims = tl.arange(0, BLOCK_D // WIDTH)
+    is_stored = (stored_dims < STORED_DIM)[None, :]
+    in_block = keys[:, None] * (NUM_KV_HEADS * STORED_DIM) + stored_dims[None, :]
     p_pages += i_row * table_stride
     place = _find_block(
-        p_pages, first_block, end_block, i_kv_head, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_KEYS
+        p_pages, first_block, end_block, i_kv_head, NUM_KV_HEADS, STORED_DIM, PAGE_SIZE, BLOCK_KEYS
     )
     next_place = _find_block(
         p_pages,
@@ -351,7 +373,7 @@ def _decode_kernel(
         end_block,
         i_kv_head,
         NUM_KV_HEADS,
-        HEAD_DIM,
+        STORED_DIM,
         PAGE_SIZE,
         BLOCK_KEYS,
     )
@@ -359,15 +381,25 @@ def _decode_kernel(
     is_seen = _see_keys(positions, context_len, end_block, WINDOW, BLOCK_KEYS)
     # Everything unseen is loaded as zero: pages hold anything where nothing was written, and 0 *
     # NaN is NaN.
-    is_older = (is_seen & (positions < context_len - 1))[:, None] & is_dim
+    is_older = (is_seen & (positions < context_len - 1))[:, None] & is_stored
     b_k = tl.load(p_keys + place + in_block, mask=is_older, other=0.0)
     b_v = tl.load(p_values + place + in_block, mask=is_older, other=0.0)
+    if STORED != "plain":
+        in_scales = keys * NUM_KV_HEADS
+        p_here = place // STORED_DIM + in_scales
+        is_old_key = is_seen & (positions < context_len - 1)
+        b_k_scales = tl.load(p_key_scales + p_here, mask=is_old_key, other=0.0)
+        b_v_scales = tl.load(p_value_scales + p_here, mask=is_old_key, other=0.0)
 
     wait_for_previous(PDL)
     # The newest token's key and value were written by the kernel just waited for.
-    is_newest = (positions == context_len - 1)[:, None] & is_dim
+    is_newest = (positions == context_len - 1)[:, None] & is_stored
     b_k += tl.load(p_keys + place + in_block, mask=is_newest, other=0.0)
     b_v += tl.load(p_values + place + in_block, mask=is_newest, other=0.0)
+    if STORED != "plain":
+        is_new_key = positions == context_len - 1
+        b_k_scales += tl.load(p_key_scales + p_here, mask=is_new_key, other=0.0)
+        b_v_scales += tl.load(p_value_scales + p_here, mask=is_new_key, other=0.0)
     in_heads = (i_kv_head * GROUP + members)[:, None] * HEAD_DIM + dims[None, :]
     is_output = (members < GROUP)[:, None] & is_dim
     b_q = tl.load(p_q + i_row * q_stride + in_heads, mask=is_output, other=0.0)
@@ -376,26 +408,44 @@ def _decode_kernel(
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_out = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for block in range(first_block, end_block):
-        b_scores = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee") * scale
+        b_k = widen(b_k, b_q.dtype, STORED)
+        b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+        if STORED != "plain":
+            b_scores *= b_k_scales[None, :]
         b_scores = tl.where(is_seen[None, :], b_scores, float("-inf"))
         positions += BLOCK_KEYS
         is_seen = _see_keys(positions, context_len, end_block, WINDOW, BLOCK_KEYS)
-        is_next = is_seen[:, None] & is_dim
+        is_next = is_seen[:, None] & is_stored
         b_k = tl.load(p_keys + next_place + in_block, mask=is_next, other=0.0)
+        if STORED != "plain":
+            p_next = next_place // STORED_DIM + in_scales
+            b_k_scales = tl.load(p_key_scales + p_next, mask=is_seen, other=0.0)
         b_new_max = tl.maximum(b_max, tl.max(b_scores, axis=1))
         b_decay = tl.exp2(b_max - b_new_max)
         b_weights = tl.exp2(b_scores - b_new_max[:, None])
         b_sum = b_sum * b_decay + tl.sum(b_weights, axis=1)
         b_max = b_new_max
-        b_v = b_v.to(b_q.dtype)
+        b_v = widen(b_v, b_q.dtype, STORED)
+        if STORED != "plain":
+            b_weights *= (b_v_scales * SCALE_UNIT)[None, :]
+            b_v_scales = tl.load(p_value_scales + p_next, mask=is_seen, other=0.0)
         b_out = tl.dot(
             b_weights.to(b_q.dtype), b_v, b_out * b_decay[:, None], input_precision="ieee"
         )
         b_v = tl.load(p_values + next_place + in_block, mask=is_next, other=0.0)
         next_place = _find_block(
-            p_pages, block + 2, end_block, i_kv_head, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, BLOCK_KEYS
+            p_pages,
+            block + 2,
+            end_block,
+            i_kv_head,
+            NUM_KV_HEADS,
+            STORED_DIM,
+            PAGE_SIZE,
+            BLOCK_KEYS,
         )
 
+    if STORED != "plain":
+        b_out *= 1.0 / SCALE_UNIT
     b_out = b_out / b_sum[:, None]
     if p_partial is not None:
         heads = i_row * NUM_HEADS + i_kv_head * GROUP + members

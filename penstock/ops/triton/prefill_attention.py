@@ -26,11 +26,13 @@ from torch import Tensor
 
 from penstock.ops.reference import rows
 from penstock.ops.reference.rows import TokenBlocks
+from penstock.ops.triton.kv_codes import SCALE_UNIT, stored_as, stored_forms, view_codes, widen
 from penstock.ops.triton.launch import (
     LARGE_MEMORY,
     SMALL_MEMORY,
     CompileCase,
     cdiv,
+    has_dependent_launch,
     launch_options,
     let_next_start,
     next_power_of_2,
@@ -53,6 +55,7 @@ def prefill_attention(
     q: Tensor,  # [T, Hq, D]  contiguous
     keys: Tensor,  # [pages, page_size, Hkv, D]
     values: Tensor,  # [pages, page_size, Hkv, D]
+    kv_scales: Tensor | None,  # [2, pages, page_size, Hkv] float32, of 8-bit codes
     page_table: Tensor,  # [R, P]
     query_start: Tensor,  # [R + 1]
     context_lens: Tensor,  # [R]
@@ -74,9 +77,12 @@ def prefill_attention(
     assert gate is None or gate.stride(1) == 1
     page_size, num_kv_heads = keys.shape[1:3]
     shape = (num_heads, num_kv_heads, head_dim, page_size)
-    tile = _prefill_rule(shape, keys.dtype, shared_memory(q.device))
+    # Two blocks of codes, and one as the queries are, take what two blocks of the latter do.
+    tile = _prefill_rule(shape, q.dtype, shared_memory(q.device))
     if not deterministic:
         tile = choose("prefill_attention", shape, num_tokens, tile, q.device)
+    if stored_as(keys) != "plain" and not has_dependent_launch(q.device):
+        tile = _without_wgmma(tile, head_dim)
     num_groups = num_kv_heads * cdiv(num_heads // num_kv_heads, tile["BLOCK_HEADS"])
     max_keys = page_table.shape[1] * page_size
     num_splits = 1 if deterministic else _plan_splits(num_blocks * num_groups, max_keys, q.device)
@@ -90,10 +96,13 @@ def prefill_attention(
     gate_stride = 0 if gate is None else gate.stride(0)
     constants = {"NUM_HEADS": num_heads, "HEAD_DIM": head_dim, "WINDOW": window}
     constants |= {"BLOCK_D": max(16, next_power_of_2(head_dim)), **launch_options(q.device)}
+    key_scales, value_scales = (None, None) if kv_scales is None else kv_scales
     _prefill_kernel[num_groups, num_blocks, num_splits](
         q,
-        keys,
-        values,
+        view_codes(keys, torch.int32),
+        view_codes(values, torch.int32),
+        key_scales,
+        value_scales,
         page_table,
         *places,
         gate if partial is None else None,
@@ -105,6 +114,7 @@ def prefill_attention(
         gate_stride,
         NUM_KV_HEADS=num_kv_heads,
         PAGE_SIZE=page_size,
+        STORED=stored_as(keys),
         **constants,
         **tile,
     )
@@ -152,6 +162,12 @@ def _prefill_rule(shape: tuple[int, ...], dtype: torch.dtype, shared_memory: int
     return {**tile, "num_warps": 4 * block_heads, "num_stages": 2}
 
 
+def _without_wgmma(tile: Tile, head_dim: int) -> Tile:
+    """For codes before sm_90, where `mma` takes widened keys from registers: with a block of them
+    under way as well, wide heads do not fit."""
+    return {**tile, "num_stages": 1} if head_dim > 128 else tile
+
+
 def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Tile]:
     """What `penstock tune` tries for a kernel of this file; nothing for others."""
     if kernel != "prefill_attention":
@@ -166,11 +182,11 @@ def candidates(kernel: str, shape: tuple[int, ...], num_tokens: int) -> list[Til
 
 
 def compile_cases() -> list[CompileCase]:
-    """Qwen3.5-35B-A3B in bf16: with the tile of small cards, of large ones, these in splits, the
-    merge.
+    """Qwen3.5-35B-A3B in bf16, KV in bf16 and in codes: with the tile of small cards, of large
+    ones, these in splits, the merge.
     """
     blocks = {"p_blocks": "*i32", "p_query_start": "*i64", "p_context_lens": "*i64"}
-    signature = {**dict.fromkeys(("p_q", "p_keys", "p_values", "p_out"), "*bf16"), **blocks}
+    signature = {**dict.fromkeys(("p_q", "p_out"), "*bf16"), **blocks}
     signature |= {"p_pages": "*i32", "scale": "fp32", "table_stride": "i32", "gate_stride": "i32"}
     gate = {"p_gate": "*bf16"}
     splits = {"p_partial": "*fp32", "p_log_sums": "*fp32"}
@@ -184,16 +200,25 @@ def compile_cases() -> list[CompileCase]:
         "PDL": False,
     }
 
-    def prefill_case(memory: int, used: dict[str, str], unused: dict[str, str]) -> CompileCase:
-        tile, options = _options(_prefill_rule((16, 2, 256, 64), torch.bfloat16, memory))
-        given = {**constants, "NUM_KV_HEADS": 2, "PAGE_SIZE": 64, **tile, **dict.fromkeys(unused)}
-        return _prefill_kernel, {**signature, **used}, given, options
+    def prefill_cases(
+        memory: int, used: dict[str, str], unused: dict[str, str]
+    ) -> list[CompileCase]:
+        given = {**constants, "NUM_KV_HEADS": 2, "PAGE_SIZE": 64, **dict.fromkeys(unused)}
+        cases: list[CompileCase] = []
+        for types, form in stored_forms("*i32"):
+            rule = _prefill_rule((16, 2, 256, 64), torch.bfloat16, memory)
+            if form["STORED"] != "plain" and memory == SMALL_MEMORY:
+                rule = _without_wgmma(rule, 256)
+            tile, options = _options(rule)
+            constexprs = {**given, **form, **tile}
+            cases.append((_prefill_kernel, {**signature, **used, **types}, constexprs, options))
+        return cases
 
     merge_tile, merge_options = _options(MERGE_TILE)
     return [
-        prefill_case(SMALL_MEMORY, gate, splits),
-        prefill_case(LARGE_MEMORY, gate, splits),
-        prefill_case(LARGE_MEMORY, splits, gate),
+        *prefill_cases(SMALL_MEMORY, gate, splits),
+        *prefill_cases(LARGE_MEMORY, gate, splits),
+        *prefill_cases(LARGE_MEMORY, splits, gate),
         (_merge_kernel, merge_signature, {**constants, **merge_tile}, merge_options),
     ]
 
@@ -238,6 +263,8 @@ def _prefill_kernel(
     p_q,
     p_keys,
     p_values,
+    p_key_scales,  # None: keys and values are stored as they are
+    p_value_scales,
     p_pages,
     p_blocks,
     p_query_start,
@@ -254,6 +281,7 @@ def _prefill_kernel(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    STORED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -301,9 +329,15 @@ def _prefill_kernel(
     b_q = tl.load(p_q + first_row * (NUM_HEADS * HEAD_DIM) + in_tile, mask=is_output, other=0.0)
 
     p_pages += row * table_stride
-    p_keys += i_kv_head * HEAD_DIM
-    p_values += i_kv_head * HEAD_DIM
-    in_block = keys[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]
+    # Codes are read as words of four.
+    WIDTH: tl.constexpr = 1 if STORED == "plain" else 4
+    STORED_DIM: tl.constexpr = HEAD_DIM // WIDTH
+    stored_dims = tl.arange(0, BLOCK_D // WIDTH)
+    is_stored = (stored_dims < STORED_DIM)[None, :]
+    p_keys += i_kv_head * STORED_DIM
+    p_values += i_kv_head * STORED_DIM
+    in_block = keys[:, None] * (NUM_KV_HEADS * STORED_DIM) + stored_dims[None, :]
+    in_scales = keys * NUM_KV_HEADS + i_kv_head
     page = tl.load(p_pages + first_key // PAGE_SIZE)
     value_place = tl.zeros((), tl.int64)
     b_max = tl.full((BLOCK_M,), LOWEST, tl.float32)
@@ -315,18 +349,27 @@ def _prefill_kernel(
     # every turn.
     for i_key_block in range(tl.maximum(num_key_blocks, 1) + 1):
         start = first_key + i_key_block * BLOCK_KEYS
-        key_place = (page.to(tl.int64) * PAGE_SIZE + start % PAGE_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+        key_place = page.to(tl.int64) * PAGE_SIZE + start % PAGE_SIZE
+        key_place *= NUM_KV_HEADS * STORED_DIM
         page = tl.load(
             p_pages + (start + BLOCK_KEYS) // PAGE_SIZE,
             mask=i_key_block + 1 < num_key_blocks,
             other=0,
         )
-        b_k = tl.load(p_keys + key_place + in_block, mask=is_dim, other=0.0).to(b_q.dtype)
+        b_k = tl.load(p_keys + key_place + in_block, mask=is_stored, other=0.0)
+        b_k = widen(b_k, b_q.dtype, STORED)
         b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        if STORED != "plain":
+            b_scores *= tl.load(p_key_scales + key_place // STORED_DIM + in_scales)[None, :]
         # Pages hold anything where nothing was written, and 0 * NaN is NaN.
         num_values = tl.where(i_key_block > 0, end_key - start + BLOCK_KEYS, 0)
-        is_value = (keys < num_values)[:, None] & is_dim
-        b_v = tl.load(p_values + value_place + in_block, mask=is_value, other=0.0).to(b_q.dtype)
+        is_value = (keys < num_values)[:, None] & is_stored
+        b_v = tl.load(p_values + value_place + in_block, mask=is_value, other=0.0)
+        b_v = widen(b_v, b_q.dtype, STORED)
+        if STORED != "plain":
+            p_scales = p_value_scales + value_place // STORED_DIM + in_scales
+            b_v_scales = tl.load(p_scales, mask=keys < num_values, other=0.0)
+            b_weights *= (b_v_scales * SCALE_UNIT)[None, :]
         b_out = tl.dot(
             b_weights.to(b_q.dtype), b_v, b_out * b_decay[:, None], input_precision="ieee"
         )
@@ -349,6 +392,8 @@ def _prefill_kernel(
     b_sum = tl.where(
         b_sum > 0.0, b_sum, 1.0
     )  # a row of the tile that is no token may have seen nothing
+    if STORED != "plain":
+        b_out *= 1.0 / SCALE_UNIT
     b_out = b_out * (1.0 / b_sum)[:, None]
     if p_partial is not None:
         to_split = (
