@@ -32,7 +32,8 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from penstock.ops.triton import attention, decode_rows, delta_net, masking, matmul, moe, norm, sampling
+from penstock.ops.triton import attention, decode_rows, delta_net, masking, matmul, moe, norm
+from compile_cases import all_cases
 
 first, *others = map(int, sys.argv[1].split(","))
 forms, much = sys.argv[2], int(sys.argv[3])
@@ -52,15 +53,15 @@ def shared_memory(capability, kernel, signature, constexprs, options):
 
 
 seen = {capability: {} for capability in (first, *others)}
-for module in (attention, decode_rows, delta_net, masking, matmul, moe, norm, sampling):
-    for case in module.compile_cases():
-        name = f"{case[0].fn.__module__}.{case[0].fn.__name__}"
-        if name in seen[first] and forms == "one":
-            continue
-        size = shared_memory(first, *case)
-        seen[first].setdefault(name, []).append(size)
-        for capability in others if size >= much else ():
-            seen[capability].setdefault(name, []).append(shared_memory(capability, *case))
+modules = (attention, decode_rows, delta_net, masking, matmul, moe, norm)
+for case in [*all_cases(), *(case for module in modules for case in module.compile_cases())]:
+    name = f"{case[0].fn.__module__}.{case[0].fn.__name__}{case[2].get('STAGE', '')}"
+    if name in seen[first] and forms == "one":
+        continue
+    size = shared_memory(first, *case)
+    seen[first].setdefault(name, []).append(size)
+    for capability in others if size >= much else ():
+        seen[capability].setdefault(name, []).append(shared_memory(capability, *case))
 print(json.dumps(seen))
 """
 
@@ -69,7 +70,7 @@ print(json.dumps(seen))
 @pytest.mark.parametrize(("capabilities", "forms"), BUILDS)
 def test_kernels_compile_and_fit(capabilities: str, forms: str, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     if (
         forms == "one"
     ):  # what is not understood or does not fit shows without what LLVM would improve

@@ -46,6 +46,19 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
+def arrives_last(arrived, num_programs):
+    """Whether all other programs have stored what they had to, which is then visible here.
+
+    The barrier puts the stores of all threads before the one thread's atomic, which releases them.
+    """
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == num_programs - 1
+    if is_last:
+        tl.store(arrived, 0)
+    return is_last
+
+
+@triton.jit
 def ask_for(pointers, PDL: tl.constexpr):
     """Brings the 128-byte lines of pointers (a block of them) towards the L2 cache; waits for
     nothing.
